@@ -1,5 +1,6 @@
-"""Jobs of ranks that do not do the same. Each scenario's error is caught, and the next one begins
-with a pipeline of its own.
+"""Jobs for ranks that do not run the same.
+
+Each scenario's error is caught, and the next one has a new pipeline.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
 
     def forward(self, x):
-        """Two layers."""
+        """Run the two layers."""
         return self.second(torch.relu(self.first(x)))
 
 
 def pipeline(network=None, lr=0.1, **words):
-    """A pipeline of two ranks."""
+    """Return a pipeline of two ranks."""
     words = {"balance": [2, 3], "micro_batches": 2, "deadline_s": 60, **words}
     network = model() if network is None else network
     return ps.Pipeline(
@@ -51,7 +52,7 @@ def pipeline(network=None, lr=0.1, **words):
 
 
 def outcome(scenario, *arguments):
-    """The error of a scenario as its type and text, or what it returns."""
+    """Return the result of a scenario, or its error as class name and text."""
     try:
         return scenario(*arguments)
     except (ps.PenstockError, ValueError) as error:
@@ -59,7 +60,7 @@ def outcome(scenario, *arguments):
 
 
 def constructions():
-    """What every rank gets where their pipelines differ, and of one that works in between and
+    """Construct pipelines that differ between ranks, and train one that works in between and
     afterwards.
     """
     rank = int(os.environ["RANK"])
@@ -78,33 +79,33 @@ def constructions():
 
 
 def batches():
-    """Other batches among the first ones, which leave the pipeline as it was, and habits of data
+    """Train different first batches, which must not change the pipeline, and batches as in data
     parallelism.
     """
     rank = int(os.environ["RANK"])
     pipe = pipeline()
-    found = {"first": outcome(lambda: float(pipe.train_batch(X, Y)))}
-    found["content"] = outcome(lambda: pipe.train_batch(X + rank / 32, Y))
-    found["evaluation"] = outcome(lambda: pipe.eval_batch(X[: 8 - rank], Y[: 8 - rank]))
-    found["unchanged"] = outcome(lambda: float(pipe.train_batch(X, Y)))
+    results = {"first": outcome(lambda: float(pipe.train_batch(X, Y)))}
+    results["content"] = outcome(lambda: pipe.train_batch(X + rank / 32, Y))
+    results["evaluation"] = outcome(lambda: pipe.eval_batch(X[: 8 - rank], Y[: 8 - rank]))
+    results["unchanged"] = outcome(lambda: float(pipe.train_batch(X, Y)))
     data = TensorDataset(
         torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.ones(64, 4)
     )
     parts = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
-    found["sampler"] = outcome(lambda: list(pipe.train(parts)))
+    results["sampler"] = outcome(lambda: list(pipe.train(parts)))
     shuffled = pipeline()
     torch.manual_seed(rank)
-    found["shuffled"] = outcome(
+    results["shuffled"] = outcome(
         lambda: list(shuffled.train(DataLoader(data, batch_size=8, shuffle=True)))
     )
     torch.manual_seed(5)
     seeded = DataLoader(data, batch_size=8, shuffle=True)
-    found["seeded"] = outcome(lambda: len([*shuffled.train(seeded), *shuffled.train(seeded)]))
-    return found
+    results["seeded"] = outcome(lambda: len([*shuffled.train(seeded), *shuffled.train(seeded)]))
+    return results
 
 
 def trained(**words):
-    """A pipeline after the batches that are compared as a whole."""
+    """Return a pipeline after the first batches, which are compared completely."""
     pipe = pipeline(**words)
     for number in range(20):
         pipe.train_batch(X + number, Y)
@@ -112,8 +113,8 @@ def trained(**words):
 
 
 def later():
-    """What ranks find in the steady state, where nothing waits for a comparison; each time the
-    pipeline is over.
+    """Differ in the steady state, where ranks do not wait for the comparison; each time the
+    pipeline ends.
     """
     rank = int(os.environ["RANK"])
 
@@ -162,7 +163,7 @@ def later():
 
 
 def readings(read):
-    """What each way of reading a model gives: nothing, or the beginning of its error."""
+    """Read a model in each way; return the beginning of the error for each, or an empty text."""
     return {
         name: str(outcome(action))[:50] if outcome(action) is not None else ""
         for name, action in read.items()
@@ -170,7 +171,7 @@ def readings(read):
 
 
 def evaluated(network):
-    """Run a model; its buffers stay as they are."""
+    """Run a model without changing its buffers."""
     network.eval()
     try:
         network(X)
@@ -179,7 +180,7 @@ def evaluated(network):
 
 
 def models():
-    """What of the user's own model can be read after training, on every rank."""
+    """Read the user's own model after training, on every rank."""
     network = model()
     pipe = pipeline(network)
     ways = {
@@ -188,36 +189,36 @@ def models():
         "pickle": lambda: pickle.dumps(network) and None,
         "copy": lambda: copy.deepcopy(network) and None,
     }
-    found = {"fresh": readings(ways)}
+    results = {"fresh": readings(ways)}
     snapshot = copy.deepcopy(network)
     pipe.train_batch(X, Y)
     average = pipe.ema(0.5)
     average.update()
-    found["stale"] = readings(ways)
-    found["snapshot"] = readings({"state_dict": lambda: snapshot.state_dict() and None})
-    found["check"] = pipe.compare_with_one_device(X, Y).relative
-    found["again"] = outcome(lambda: float(pipeline(network).train_batch(X, Y)))
-    found["moved"] = outcome(lambda: pipeline(network, balance=[3, 2]))
-    found["threads"] = outcome(lambda: pipeline(network, executor="threads"))
+    results["stale"] = readings(ways)
+    results["snapshot"] = readings({"state_dict": lambda: snapshot.state_dict() and None})
+    results["check"] = pipe.compare_with_one_device(X, Y).relative
+    results["again"] = outcome(lambda: float(pipeline(network).train_batch(X, Y)))
+    results["moved"] = outcome(lambda: pipeline(network, balance=[3, 2]))
+    results["threads"] = outcome(lambda: pipeline(network, executor="threads"))
     state = pipe.model_state()
     pipe.load_into(network)
-    found["filled"] = readings(ways)
-    found["equal"] = all(
+    results["filled"] = readings(ways)
+    results["equal"] = all(
         torch.equal(state[name], tensor) for name, tensor in network.state_dict().items()
     )
     pipe.train_batch(X, Y)
     average.update()
-    found["average"] = average.model_state()
+    results["average"] = average.model_state()
     pipe.close()
-    found["closed"] = readings(ways)
+    results["closed"] = readings(ways)
     net = Net()
     pipe = pipeline(ps.chain(net, X), balance=[1, 1])
     pipe.train_batch(X, Y)
-    found["traced"] = readings({"state_dict": net.state_dict, "forward": lambda: net(X)})
+    results["traced"] = readings({"state_dict": net.state_dict, "forward": lambda: net(X)})
     pipe.load_into(net)
-    found["traced output"] = torch.equal(net(X), pipe.forward(X))
+    results["traced output"] = torch.equal(net(X), pipe.forward(X))
     layers = list(model())
     pipe = pipeline(layers)
     pipe.train_batch(X, Y)
-    found["list"] = [str(outcome(layer.state_dict))[:8] for layer in layers]
-    return found
+    results["list"] = [str(outcome(layer.state_dict))[:8] for layer in layers]
+    return results

@@ -1,4 +1,4 @@
-"""A small traced model, and what ranks do with it in the tests."""
+"""A small traced model, and the jobs of ranks that use it in the tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Small(nn.Module):
 
 
 def made(model, example, **options):
-    """A pipeline of a traced model."""
+    """Return a pipeline of a traced model."""
     return pipeline(ps.chain(model, example), executor="threads", **options)
 
 
@@ -45,37 +45,37 @@ made.chain_of = lambda model: ps.chain(model, torch.zeros(4, 4))
 
 
 def batches():
-    """Three, of which the last two have micro-batches of one sample."""
+    """Return three batches, of which the last two have micro-batches of one sample."""
     generator = torch.Generator().manual_seed(1)
     for samples in (4, 2, 2):
         yield torch.randn(samples, 4, generator=generator), torch.arange(samples) % 3
 
 
 def anneal(model, chain):
-    """In a rank: train while the user's model changes."""
+    """In a rank, train while the user's model changes."""
     inside = []
     original = variants.capture
 
-    def capture(*given, **options):
+    def capture(*args, **options):
         frame, names = sys._getframe(), []
         while frame is not None:
             names.append(frame.f_code.co_name)
             frame = frame.f_back
         inside.append("play" in names)
-        return original(*given, **options)
+        return original(*args, **options)
 
     variants.capture = capture
     pipe = pipeline(chain, deadline_s=60.0)
-    known = chain.variants.is_known
+    traced_before = chain.variants.is_known
     losses = []
     for step, (x, y) in enumerate(batches()):
         model.temperature = 2.0 if step == 2 else 1.0
         losses.append(pipe.train_batch(x, y))
-    return {"losses": torch.stack(losses), "known": known, "inside": inside}
+    return {"losses": torch.stack(losses), "known": traced_before, "inside": inside}
 
 
 def plain_losses(model):
-    """The same in plain PyTorch."""
+    """Return the losses of the same training in plain PyTorch."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []

@@ -1,4 +1,4 @@
-"""Averages of weights over training, against torch's own over the whole model."""
+"""Averages of weights over training, compared with torch's own over the whole model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Head(nn.Module):
         self.weight = weight
 
     def forward(self, x):
-        """Multiply."""
+        """Multiply by the shared weight."""
         return x @ self.weight.t()
 
 
@@ -46,7 +46,7 @@ def tied_model():
 
 
 def pipeline(model, **words):
-    """In threads."""
+    """Return a pipeline whose ranks are threads."""
     words = {"balance": [2, 3], "micro_batches": 2, "executor": "threads", **words}
     return ps.Pipeline(
         model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **words
@@ -54,13 +54,13 @@ def pipeline(model, **words):
 
 
 def same(one, other):
-    """Whether two states are equal to the bit, names and order included."""
+    """Whether two states are bitwise equal, including names and order."""
     return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_average_is_that_of_torch_to_the_bit(way):
-    """Under every way of averaging, with tied weights and with buffers."""
+def test_an_average_is_bitwise_that_of_torch(way):
+    """Every kind of average gives torch's bits, with tied weights and with buffers."""
     words, torchs = WAYS[way]
     model = tied_model()
     pipe = pipeline(model)
@@ -76,7 +76,7 @@ def test_an_average_is_that_of_torch_to_the_bit(way):
 
 
 def test_a_pipeline_evaluates_and_saves_with_averaged_weights_and_goes_on_with_its_own():
-    """The usual end of an epoch."""
+    """Evaluation and saving use the average, and training continues with the trained weights."""
     model = tied_model()
     pipe = pipeline(model)
     average = pipe.ema(0.9)
@@ -96,8 +96,8 @@ def test_a_pipeline_evaluates_and_saves_with_averaged_weights_and_goes_on_with_i
     assert same(pipe.state_dict(), before)
 
 
-def test_an_average_goes_on_from_torchs_state_under_another_cut():
-    """Checkpoints of a loop on one device, and of other plans."""
+def test_an_average_continues_from_torchs_state_under_another_cut():
+    """Averages saved on one device and under other plans can be restored."""
     model = tied_model()
     plain = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     plain.update_parameters(model)
@@ -112,7 +112,7 @@ def test_an_average_goes_on_from_torchs_state_under_another_cut():
 
 
 def test_an_asynchronous_schedule_drains_for_its_average():
-    """As for evaluation: the average is of whole updates."""
+    """An average contains complete updates only, as an evaluation does."""
     model = nn.Sequential(*list(tied_model())[:4])
     pipe = pipeline(model, balance=[2, 2], schedule="pipedream")
     average, plain = pipe.ema(0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -122,15 +122,15 @@ def test_an_asynchronous_schedule_drains_for_its_average():
             plain.update_parameters(model)
     assert same(average.model_state(), plain.module.state_dict())
     with average.applied():
-        found = pipe.forward(X)
-    assert torch.allclose(found, plain.module.eval()(X), atol=1e-6)
+        output = pipe.forward(X)
+    assert torch.allclose(output, plain.module.eval()(X), atol=1e-6)
     assert same(pipe.state_dict(), model.state_dict())
     for _ in pipe.train([(X, Y)] * 3):
         pass
 
 
-def test_what_makes_no_average_is_refused():
-    """With what is wrong, and what to do."""
+def test_invalid_averages_are_refused():
+    """The message says what is wrong and what to do."""
     pipe = pipeline(tied_model())
     with pytest.raises(
         SettingError, match=r"decay is from 0 to 1, or None for a plain mean, not 1.5"
@@ -138,12 +138,10 @@ def test_what_makes_no_average_is_refused():
         pipe.ema(1.5)
     average = pipe.ema()
     with pytest.raises(
-        SettingError, match=r"there is no average yet: call update\(\) after a step"
+        SettingError, match=r"there is no average yet: call update\(\) after a training step"
     ):
         average.state_dict()
-    with pytest.raises(
-        SettingError, match="the state of an average has 'n_averaged', which this lacks"
-    ):
+    with pytest.raises(SettingError, match="the state has no 'n_averaged': load what Average"):
         average.load_state_dict(pipe.state_dict())
     average.update()
     state = average.state_dict()
@@ -151,12 +149,12 @@ def test_what_makes_no_average_is_refused():
         average.load_state_dict(
             {key: value for key, value in state.items() if key != "module.0.weight"}
         )
-    with pytest.raises(SettingError, match=r"has a tensor of shape \(2,\) as module.0.bias"):
+    with pytest.raises(SettingError, match=r"has shape \(2,\) for module\.0\.bias"):
         average.load_state_dict({**state, "module.0.bias": torch.ones(2)})
 
 
 def test_the_model_is_filled_from_the_pipeline():
-    """With threads it has the values anyway; another model gets them."""
+    """`load_into` fills another model; with threads the pipeline's own has the values anyway."""
     pipe = pipeline(tied_model())
     pipe.train_batch(X, Y)
     other = tied_model()
@@ -166,7 +164,5 @@ def test_the_model_is_filled_from_the_pipeline():
         nowhere = tied_model()
     with pytest.raises(SettingError, match="the model is on the meta device"):
         pipe.load_into(nowhere)
-    with pytest.raises(
-        SettingError, match=r"8 of their tensors are only in one of them, .*'2.weight'"
-    ):
+    with pytest.raises(SettingError, match=r"8 tensors are in only one of the two, .*'2.weight'"):
         pipe.load_into(nn.Sequential(nn.Linear(4, 4)))

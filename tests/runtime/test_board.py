@@ -1,6 +1,4 @@
-"""The board: where every rank is, and what went wrong first; between threads, and between processes
-by a store.
-"""
+"""The status board of threads, and that of processes in a store: statuses and the first failure."""
 
 from __future__ import annotations
 
@@ -18,19 +16,17 @@ SOON_S = 60
 
 @pytest.fixture
 def boards():
-    """Two ranks' views of one board in a store, and an event for each that is set when it hears of
-    a failure.
-    """
+    """Yield two ranks' views of one board in a store, and an event for each that a failure sets."""
     store = HashStore()
     heard = [threading.Event(), threading.Event()]
-    made = [StoreBoard(store, rank, 2, heard[rank].set) for rank in range(2)]
-    yield made, heard
-    for board in made:
+    created = [StoreBoard(store, rank, 2, heard[rank].set) for rank in range(2)]
+    yield created, heard
+    for board in created:
         board.close()
 
 
 def test_the_first_reason_stays(boards):
-    """What comes later is mostly its consequence."""
+    """Later failures are mostly consequences of the first."""
     shared = SharedBoard(2)
     shared.for_rank(0).fail("the first")
     shared.for_rank(1).fail("the second")
@@ -42,15 +38,15 @@ def test_the_first_reason_stays(boards):
     assert one.failure(SOON_S) == other.failure() == "the first"
 
 
-def test_a_failure_is_heard_by_all_ranks_without_asking(boards):
-    """A rank that computes, or waits inside a library, asks nothing."""
+def test_a_failure_is_reported_to_all_ranks_without_polling(boards):
+    """A rank that computes, or waits inside a library, cannot poll."""
     (one, _), heard = boards
     one.fail("a reason")
     assert all(event.wait(SOON_S) for event in heard)
 
 
-def test_others_are_told_with_what_they_do_and_since_when(boards):
-    """One line each, oneself left out."""
+def test_statuses_of_other_ranks_have_their_age(boards):
+    """One line for each other rank."""
     shared = SharedBoard(3)
     shared.for_rank(2).doing("is at 2B7")
     assert shared.for_rank(1).elsewhere() == [
@@ -60,18 +56,18 @@ def test_others_are_told_with_what_they_do_and_since_when(boards):
     assert shared.latest()[:2] == (2, "is at 2B7")
     (one, other), _ = boards
     other.doing("waits for 0F3")
-    seen = threading.Event()
+    published = threading.Event()
     for _ in range(600):  # the watcher writes it down twice a second
         if any("waits for 0F3" in line for line in one.elsewhere()):
-            seen.set()
+            published.set()
             break
-        seen.wait(0.05)
+        published.wait(0.05)
     assert one.elsewhere()[0].startswith("rank 1 waits for 0F3 since ")
     assert one.name(1).startswith("rank 1 (pid ")
 
 
-def test_a_new_run_begins_with_a_clean_board():
-    """Threads go on after a failure."""
+def test_a_new_run_starts_with_an_empty_board():
+    """Ranks that are threads can run again after a failure."""
     shared = SharedBoard(2)
     shared.for_rank(0).doing("is at 0F0")
     shared.fail("a reason")
@@ -81,7 +77,7 @@ def test_a_new_run_begins_with_a_clean_board():
 
 
 def test_reasons_name_the_rank_whatever_the_error():
-    """Penstock's own errors name it themselves; an empty message still has a kind."""
+    """Penstock's own errors name the rank themselves; an error without a message has its class."""
     assert (
         reason_of(StageFailed(1, 2, "2F0", 3, "x"), 1)
         == "rank 1 (stage 2) failed in 2F0 of step 3: x"

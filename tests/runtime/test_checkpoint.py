@@ -1,5 +1,5 @@
-"""Checkpoints: training goes on to the bit under any other cut, and what is no whole checkpoint of
-this model is refused.
+"""Checkpoints: training resumes to the bit under any other cut, and incomplete checkpoints are
+refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ SGD = OPTIMIZERS["sgd"]
 
 
 def pipeline(name="vgg", lengths=2, schedule="1f1b", optimizer=SGD, *, model=None, **options):
-    """A pipeline of the case's model, in `lengths` (or that many equal) stages."""
+    """Return a pipeline of the case's model in stages of `lengths` layers (or that many equal
+    stages).
+    """
     case = CASES[name]
     model = model if model is not None else made(case)[0]
     if isinstance(lengths, int):
@@ -52,14 +54,14 @@ def pipeline(name="vgg", lengths=2, schedule="1f1b", optimizer=SGD, *, model=Non
 
 
 def batch(name="vgg", number=0):
-    """One of the case's batches."""
+    """Return one of the case's batches."""
     with torch.random.fork_rng():
         torch.manual_seed(100 + number)
         return CASES[name].data(10)
 
 
 def trained(steps, name="vgg", *args, **options):
-    """A pipeline that has been trained for some steps."""
+    """Return a pipeline that has been trained for some steps."""
     pipe = pipeline(name, *args, **options)
     for number in range(steps):
         pipe.train_batch(*batch(name, number))
@@ -68,10 +70,12 @@ def trained(steps, name="vgg", *args, **options):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["vgg", "resnet", "gpt"])
-def test_training_goes_on_to_the_bit_under_another_cut_schedule_and_number_of_stages(
+def test_training_resumes_to_the_bit_under_another_cut_schedule_and_number_of_stages(
     name, optimizer, tmp_path
 ):
-    """A checkpoint belongs to the model: machines come and go, and dropout goes on where it was."""
+    """A checkpoint belongs to the model, not to the machines; dropout continues with the right
+    random numbers.
+    """
     make = OPTIMIZERS[optimizer]
     whole = trained(5, name, 2, optimizer=make)
     trained(3, name, 2, optimizer=make).save(tmp_path)
@@ -93,7 +97,9 @@ def test_training_goes_on_to_the_bit_under_another_cut_schedule_and_number_of_st
 
 
 def test_a_checkpoint_holds_what_plain_training_would_hold(tmp_path):
-    """Weights, running statistics and momenta under the model's own names: other tools can read it."""
+    """Weights, running statistics and momenta have the model's own names, so that other tools can
+    read them.
+    """
     model, _, _ = made(CASES["resnet"])
     plain = PlainTraining(copy.deepcopy(model), CASES["resnet"].loss)
     optimizer = SGD(list(plain.model.parameters()))
@@ -111,8 +117,8 @@ def test_a_checkpoint_holds_what_plain_training_would_hold(tmp_path):
     assert differences(tensors, expected) == []
 
 
-def test_loading_takes_back_state_that_was_not_there_when_it_was_saved(tmp_path):
-    """Momentum of a later, spoilt run would push the restored weights its own way."""
+def test_loading_removes_state_that_was_created_after_saving(tmp_path):
+    """Momentum of a later, diverged run would spoil the restored weights."""
     pipeline().save(tmp_path)
     pipe = trained(2)
     pipe.load(tmp_path)
@@ -122,8 +128,8 @@ def test_loading_takes_back_state_that_was_not_there_when_it_was_saved(tmp_path)
     assert differences(pipe.state_dict(), trained(2).state_dict()) == []
 
 
-def test_loading_drops_gradients_that_were_adding_up(tmp_path):
-    """They are of other weights."""
+def test_loading_drops_accumulated_gradients(tmp_path):
+    """They belong to other weights."""
     model, _, _ = made(CASES["mlp"])
     pipe = pipeline("mlp", 2, optimizer=None, model=model)
     pipe.train_batch(*batch("mlp"))
@@ -134,7 +140,7 @@ def test_loading_drops_gradients_that_were_adding_up(tmp_path):
 
 
 def test_settings_that_a_scheduler_has_changed_come_back(tmp_path):
-    """A learning rate that starts anew after every interruption is a classic."""
+    """A learning rate that restarts after every interruption is a common error."""
     made_ones = []
 
     def remembered(make):
@@ -167,7 +173,7 @@ def test_settings_that_a_scheduler_has_changed_come_back(tmp_path):
 
 
 def test_a_learning_rate_that_is_a_tensor_comes_back_as_one(tmp_path):
-    """torch takes it so for compiled optimizers."""
+    """torch needs it for compiled optimizers."""
     rates = []
 
     def factory(params):
@@ -179,22 +185,22 @@ def test_a_learning_rate_that_is_a_tensor_comes_back_as_one(tmp_path):
         rate.fill_(0.025)
     pipe.train_batch(*batch("mlp"))
     pipe.save(tmp_path)
-    kept = []
+    optimizers = []
 
     def other_factory(params):
-        kept.append(torch.optim.Adam(params, lr=torch.tensor(0.1), foreach=False))
-        return kept[-1]
+        optimizers.append(torch.optim.Adam(params, lr=torch.tensor(0.1), foreach=False))
+        return optimizers[-1]
 
     other = pipeline("mlp", 3, optimizer=other_factory)
     other.load(tmp_path)
-    assert [optimizer.param_groups[0]["lr"].item() for optimizer in kept] == pytest.approx(
+    assert [optimizer.param_groups[0]["lr"].item() for optimizer in optimizers] == pytest.approx(
         [0.025] * 3
     )
     assert torch.equal(other.train_batch(*batch("mlp", 1)), pipe.train_batch(*batch("mlp", 1)))
 
 
 def test_saving_again_keeps_only_the_newest(tmp_path):
-    """Disks are finite; what is not of the newest checkpoint is gone, and what is not ours stays."""
+    """Files of earlier checkpoints are deleted, and foreign files stay."""
     pipe = trained(1, "vgg", 4)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "step-00000000-stage-0000-left.partial").write_text("of a save that was killed")
@@ -213,7 +219,9 @@ def test_saving_again_keeps_only_the_newest(tmp_path):
 
 
 def test_saving_over_a_checkpoint_of_another_cut_at_the_same_step_mixes_nothing(tmp_path):
-    """Four files of one run and two of another, all of step 2: only the two are the new checkpoint."""
+    """Of four files of one run and two of another, all of step 2, only the two are the new
+    checkpoint.
+    """
     trained(2, "vgg", 4, seed=1).save(tmp_path)
     pipe = trained(2, "vgg", 2, seed=2)
     pipe.save(tmp_path)
@@ -224,7 +232,9 @@ def test_saving_over_a_checkpoint_of_another_cut_at_the_same_step_mixes_nothing(
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before_whole(tmp_path, monkeypatch):
-    """The disk fills up when the second stage writes: the last good checkpoint must still be there."""
+    """The disk fills up while the second stage writes: the previous checkpoint must still be
+    complete.
+    """
     pipe = trained(1, "vgg", 3)
     pipe.save(tmp_path)
     before = pipe.state_dict()
@@ -249,14 +259,14 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_whole(tmp_path, monkeypa
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    """A file stands where the folder should be."""
+    """A file has the name of the folder."""
     (tmp_path / "ckpt").write_text("")
     with pytest.raises(FileError, match=r"cannot write the checkpoint .*ckpt"):
         pipeline().save(tmp_path / "ckpt")
 
 
 def as_schema_1(folder):
-    """Make a checkpoint one of version 0.1, which has no checksums."""
+    """Turn a checkpoint into one of version 0.1, which has no checksums."""
     index_file = folder / "checkpoint.json"
     index = json.loads(index_file.read_text())
     old = ("step", "fingerprint", "files", "scaler", "schedulers")
@@ -274,19 +284,19 @@ def as_schema_1(folder):
 
 
 def test_a_checkpoint_of_version_0_1_still_loads(tmp_path):
-    """A long run is not lost with an update of the library."""
+    """A long run must survive an update of the library."""
     pipe = trained(2, optimizer=OPTIMIZERS["adam on two groups"])
     pipe.save(tmp_path)
     as_schema_1(tmp_path)
     other = pipeline(lengths=3, optimizer=OPTIMIZERS["adam on two groups"])
     other.load(tmp_path)
-    for each in (pipe, other):
-        each.train_batch(*batch(number=2))
+    for run in (pipe, other):
+        run.train_batch(*batch(number=2))
     assert differences(other.state_dict(), pipe.state_dict()) == []
 
 
 def nan_weight(tensors):
-    """As of a run that has diverged."""
+    """Set a weight to NaN, as in a run that has diverged."""
     tensors["model/0.0.weight"][0] = torch.nan
 
 
@@ -303,7 +313,7 @@ CHANGES = {
 
 
 def damaged(tmp_path, how):
-    """A folder with a checkpoint of the VGG case, as version 0.1 wrote it, that has been damaged."""
+    """Write a checkpoint of the VGG case as version 0.1 did, and damage it."""
     trained(1).save(tmp_path)
     as_schema_1(tmp_path)
     index_file = tmp_path / "checkpoint.json"
@@ -338,7 +348,7 @@ def damaged(tmp_path, how):
     [
         (
             "no index",
-            r"holds no checkpoint: there is no checkpoint\.json, which is written when all else is",
+            r"holds no checkpoint: there is no checkpoint\.json, which is written last",
         ),
         (
             "truncated",
@@ -347,12 +357,18 @@ def damaged(tmp_path, how):
         ("header only", r"cannot read step-00000001-stage-0000"),
         (
             "missing file",
-            r"cannot read step-00000001-stage-0000-\w+\.safetensors of the checkpoint .*: No such file",
+            (
+                r"cannot read step-00000001-stage-0000-\w+\.safetensors of the checkpoint "
+                r".*: No such file"
+            ),
         ),
         ("no tensors", r"does not fit: the state has no '0\.0\.weight', which stage 0 needs"),
         (
             "wrong shape",
-            r"does not fit: 0\.0\.weight has shape \(2,\) in the state and \(6, 3, 3, 3\) in the model",
+            (
+                r"does not fit: 0\.0\.weight has shape \(2,\) in the state and \(6, 3, 3, "
+                r"3\) in the model"
+            ),
         ),
         ("metadata", r"cannot read step-00000001-stage-0000"),
         ({"schema": 7}, r"is no checkpoint of schema 1 or 2: its schema is 7"),
@@ -363,30 +379,39 @@ def damaged(tmp_path, how):
         ),
         (
             {"files": ["../../../etc/passwd"]},
-            r"is damaged: it names '\.\./\.\./\.\./etc/passwd', which is no file of a checkpoint",
+            (
+                r"is damaged: it names '\.\./\.\./\.\./etc/passwd', which is not a file "
+                r"of a checkpoint"
+            ),
         ),
         ({"step": -5}, r"is damaged: its step is -5"),
         ({"step": 10**30}, r"is damaged: its step is 1e\+30"),
         ({"files": []}, r"is damaged: it names no file"),
-        ({"identity": "ab"}, r"is damaged: it says schema 1 and has what schema 2 has"),
+        ({"identity": "ab"}, r"is damaged: its schema is 1, and it has fields of schema 2"),
         (
             "double",
-            r"0\.0\.weight is float64 in the state and float32 in the model \(make the model in that dtype",
+            (
+                r"0\.0\.weight is float64 in the state and float32 in the model \(build "
+                r"the model in that dtype"
+            ),
         ),
         ("nan", r"does not fit: NaN values in 0\.0\.weight: the run had diverged"),
         (
             "more",
-            r"does not fit: the state has 'stranger', which the model has not",
+            r"does not fit: the state has 'stranger', which the model does not have",
         ),
         (
             "moments",
-            r"momentum_buffer of 0\.0\.weight is float32 \(2,\) in the state, and the parameter is of shape \(6, 3, 3, 3\)",
+            (
+                r"momentum_buffer of 0\.0\.weight is float32 \(2,\) in the state, and the "
+                r"parameter is of shape \(6, 3, 3, 3\)"
+            ),
         ),
         ("{", r"checkpoint\.json is not JSON"),
     ],
 )
-def test_what_is_no_whole_checkpoint_is_refused_and_changes_nothing(how, message, tmp_path):
-    """Half a checkpoint taken for a whole one is found weeks later, in the results."""
+def test_incomplete_checkpoints_are_refused_and_change_nothing(how, message, tmp_path):
+    """Loading half of a checkpoint would only be noticed weeks later, in the results."""
     damaged(tmp_path, how)
     pipe, untouched = trained(2), trained(2)
     with pytest.raises(FileError, match=message):
@@ -397,7 +422,7 @@ def test_what_is_no_whole_checkpoint_is_refused_and_changes_nothing(how, message
 
 
 def test_a_missing_folder_and_another_model_are_refused_by_name(tmp_path):
-    """The two commonest mistakes."""
+    """These are the two most common mistakes."""
     with pytest.raises(FileError, match=r"nowhere holds no checkpoint"):
         pipeline().load(tmp_path / "nowhere")
     trained(1, "mlp", 2).save(tmp_path)
@@ -408,7 +433,7 @@ def test_a_missing_folder_and_another_model_are_refused_by_name(tmp_path):
 
 
 def test_a_checkpoint_without_optimizer_state_starts_the_optimizer_anew(tmp_path):
-    """Weights that were trained elsewhere, or by an optimizer of the user's own."""
+    """Its weights were trained elsewhere, or by an optimizer of the user's own."""
     trained(1, "mlp", 2, optimizer=None).save(tmp_path)
     pipe = trained(2, "mlp", 3, optimizer=OPTIMIZERS["adam"])
     pipe.load(tmp_path)
@@ -419,7 +444,7 @@ def test_a_checkpoint_without_optimizer_state_starts_the_optimizer_anew(tmp_path
 
 
 def test_optimizer_state_that_a_checkpoint_cannot_hold_is_refused_when_it_is_saved(tmp_path):
-    """Left out silently, training would go on, and otherwise."""
+    """If it were silently left out, training would resume with other numbers."""
 
     class Hoarder(torch.optim.SGD):
         def step(self, closure=None):
@@ -437,8 +462,8 @@ def test_optimizer_state_that_a_checkpoint_cannot_hold_is_refused_when_it_is_sav
 
 
 def test_tied_frozen_and_half_trained_parameters_come_back(tmp_path):
-    """A tied weight has two names and one state, a frozen one has none, and so has one that no
-    gradient has reached.
+    """A tied weight has two names and one state; frozen weights and those without a gradient so far
+    have none.
     """
 
     def model():
@@ -460,7 +485,7 @@ def test_tied_frozen_and_half_trained_parameters_come_back(tmp_path):
 
 
 def test_states_in_bfloat16_and_double_come_back_in_their_own_dtype(tmp_path):
-    """safetensors holds them as they are."""
+    """safetensors stores them without conversion."""
 
     class Half(nn.Module):
         def __init__(self):

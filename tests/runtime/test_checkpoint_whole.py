@@ -1,5 +1,5 @@
-"""Checkpoints are whole or refused: damaged and mixed files, state of another optimizer or
-scheduler, and what cannot be saved.
+"""Checkpoints are complete or refused: damaged and mixed files, foreign state, and state that
+cannot be saved.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from penstock.runtime import checkpoint_files
 
 
 def sgd(params):
-    """With momentum, so that there is state."""
+    """SGD with momentum, so that there is state."""
     return SGD(params, lr=0.1, momentum=0.9)
 
 
 def adam(params):
-    """Another one."""
+    """Adam."""
     return Adam(params, lr=0.01)
 
 
 def pipeline(optimizer=sgd, *, balance=(2, 1), schedule="1f1b", model=None, **options):
-    """A model of 23 weights in two stages."""
+    """Return a pipeline of two stages with 23 weights."""
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     return ps.Pipeline(
@@ -55,13 +55,13 @@ def pipeline(optimizer=sgd, *, balance=(2, 1), schedule="1f1b", model=None, **op
 
 
 def batch(number=0):
-    """Four samples."""
+    """Return four samples."""
     generator = torch.Generator().manual_seed(number)
     return torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)
 
 
 def trained(steps=2, optimizer=sgd, **options):
-    """A pipeline that has learnt something."""
+    """Return a pipeline that has been trained for some steps."""
     pipe = pipeline(optimizer, **options)
     for number in range(steps):
         pipe.train_batch(*batch(number))
@@ -69,7 +69,7 @@ def trained(steps=2, optimizer=sgd, **options):
 
 
 def everything(pipe):
-    """All that a checkpoint restores."""
+    """Return all state that a checkpoint restores."""
     stages = pipe._local_stages
     moments = {
         f"{stage.index} {place} {key}": torch.as_tensor(value)
@@ -89,7 +89,7 @@ def everything(pipe):
 
 
 def assert_refused(folder, message, *, by=None, **options):
-    """`load` raises, and the pipeline has not changed in anything."""
+    """Check that `load` raises, and that the pipeline is unchanged."""
     pipe = by or trained(3)
     before = {key: value.clone() for key, value in everything(pipe).items()}
     with pytest.raises(FileError, match=message) as refusal:
@@ -99,7 +99,7 @@ def assert_refused(folder, message, *, by=None, **options):
 
 
 def refused_by(pipe, folder):
-    """What `load` says, or None if it takes the checkpoint."""
+    """Return the message of `load`; None if it accepts the checkpoint."""
     try:
         pipe.load(folder)
     except FileError as error:
@@ -108,14 +108,12 @@ def refused_by(pipe, folder):
 
 
 # -- damage
-# -------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", [0x01, 0x80, 0xFF])
 def test_any_damaged_byte_is_refused_or_changes_nothing(tmp_path, change):
-    """Disks and cables turn bits; a weight with another exponent is found weeks later, in the
-    results.
-    """
+    """A flipped bit in a weight's exponent would only be noticed weeks later, in the results."""
     whole = trained(optimizer=adam)
     whole.save(tmp_path)
     expected = everything(whole)
@@ -137,10 +135,8 @@ def test_any_damaged_byte_is_refused_or_changes_nothing(tmp_path, change):
     assert refused > 40
 
 
-def test_a_run_that_has_loaded_does_not_depend_on_the_files_any_more(tmp_path):
-    """Moments that are a view of the file would change with it, and a file that becomes shorter
-    would end the process.
-    """
+def test_loaded_state_does_not_depend_on_the_files(tmp_path):
+    """Views of a file would change with it, and truncating it would crash the process."""
     trained(optimizer=adam).save(tmp_path)
     pipe = pipeline(adam)
     pipe.load(tmp_path)
@@ -152,8 +148,8 @@ def test_a_run_that_has_loaded_does_not_depend_on_the_files_any_more(tmp_path):
 
 
 @pytest.mark.parametrize("length", [0, 4, 100, -1])
-def test_a_file_that_is_cut_off_is_refused_by_its_name(tmp_path, length):
-    """A copy that was interrupted, or a full disk."""
+def test_a_truncated_file_is_refused_by_its_name(tmp_path, length):
+    """The cause may be an interrupted copy or a full disk."""
     trained().save(tmp_path)
     file = min(tmp_path.glob("*stage-0001*"))
     file.write_bytes(file.read_bytes()[:length])
@@ -161,7 +157,7 @@ def test_a_file_that_is_cut_off_is_refused_by_its_name(tmp_path, length):
 
 
 def test_files_of_two_steps_are_not_one_checkpoint(tmp_path):
-    """Stage 0 of step 2 and stage 1 of step 3: weights that have never been together."""
+    """Stage 0 is of step 2 and stage 1 of step 3."""
     pipe = trained(2)
     pipe.save(tmp_path / "a")
     pipe.train_batch(*batch(5))
@@ -170,12 +166,15 @@ def test_files_of_two_steps_are_not_one_checkpoint(tmp_path):
     shutil.copy(earlier, later)
     assert_refused(
         tmp_path / "b",
-        rf"{later.name} of .*b: belongs to the checkpoint of step 2 \(identity \w+\), not to that of step 3 ",
+        (
+            rf"{later.name} of .*b: belongs to the checkpoint of step 2 \(identity \w+\), "
+            rf"not to that of step 3 "
+        ),
     )
 
 
 def test_files_of_two_runs_at_one_step_are_not_one_checkpoint(tmp_path):
-    """The same names of tensors, shapes and step: only the identity tells them apart."""
+    """Names of tensors, shapes and step are the same: only the identity differs."""
     for name, seed in (("a", 1), ("b", 2)):
         torch.manual_seed(seed)
         trained(2, model=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))).save(
@@ -187,7 +186,7 @@ def test_files_of_two_runs_at_one_step_are_not_one_checkpoint(tmp_path):
 
 
 def test_an_index_of_another_checkpoint_is_refused(tmp_path):
-    """The index of step 2 over the files of step 3."""
+    """The index is of step 2 and the files are of step 3."""
     pipe = trained(2)
     pipe.save(tmp_path)
     index = (tmp_path / "checkpoint.json").read_bytes()
@@ -200,23 +199,25 @@ def test_an_index_of_another_checkpoint_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "step-1", "a" * 500, ""])
-def test_an_index_that_names_strange_files_is_refused_though_its_checksum_is_right(tmp_path, name):
-    """Whoever writes an index can write a checksum; nothing outside of the folder is read."""
+def test_an_index_that_names_foreign_files_is_refused_though_its_checksum_is_right(tmp_path, name):
+    """A forged index can have the right checksum; no file outside of the folder is read."""
     trained().save(tmp_path)
     index = checkpoint_files.read_index(tmp_path)
     changed = checkpoint_files.Checkpoint(
         index.step, index.fingerprint, (name, *index.files), identity=index.identity, sums={}
     )
     checkpoint_files.write_index(tmp_path, changed)
-    assert_refused(tmp_path, r"checkpoint\.json is damaged: it names '.*', which is no file of a")
+    assert_refused(
+        tmp_path, r"checkpoint\.json is damaged: it names '.*', which is not a file of a"
+    )
 
 
-def test_a_folder_without_an_index_says_what_is_there(tmp_path):
-    """Nothing, or the files of a save that was killed."""
+def test_a_folder_without_an_index_is_refused_with_what_it_has(tmp_path):
+    """It may be empty, or have the files of an interrupted save."""
     assert_refused(tmp_path, r"holds no checkpoint: there is no checkpoint\.json[^.]*\.$")
     trained().save(tmp_path)
     (tmp_path / "checkpoint.json").unlink()
-    assert_refused(tmp_path, r"The files there are of a save that did not come to its end")
+    assert_refused(tmp_path, r"Its step files are from a save that was interrupted")
     assert_refused(tmp_path / "a\0b", r"holds no checkpoint")
     with pytest.raises(FileError, match=r"cannot write the checkpoint .*: embedded null byte"):
         trained().save(tmp_path / "a\0b")
@@ -224,9 +225,9 @@ def test_a_folder_without_an_index_says_what_is_there(tmp_path):
     assert_refused(tmp_path / "file", r"file holds no checkpoint")
 
 
-def test_a_checkpoint_outlasts_a_loss_of_power(tmp_path, monkeypatch):
-    """Files, and the names of files, are on the disk before the index is replaced, and the index
-    before old files go.
+def test_a_checkpoint_survives_a_loss_of_power(tmp_path, monkeypatch):
+    """Files and their names are on the disk before the index is replaced, and the index before old
+    files are deleted.
     """
     pipe = trained()
     pipe.save(tmp_path)
@@ -248,11 +249,11 @@ def test_a_checkpoint_outlasts_a_loss_of_power(tmp_path, monkeypatch):
 
 
 # -- values
-# -------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_no_numbers_do_not_replace_a_good_checkpoint(tmp_path):
-    """The one before is what the run has to go back to."""
+def test_nan_weights_do_not_replace_a_good_checkpoint(tmp_path):
+    """The run has to resume from the previous one."""
     pipe = trained()
     pipe.save(tmp_path)
     expected = everything(pipe)
@@ -273,9 +274,10 @@ def test_weights_that_are_no_numbers_do_not_replace_a_good_checkpoint(tmp_path):
     assert torch.isnan(good.state_dict()["2.weight"]).sum() == 1
 
 
-def test_moments_that_are_no_numbers_are_refused_and_infinite_buffers_are_not(tmp_path):
-    """The next step would make weights of them. Masks are full of infinities, and NaN in a buffer
-    is the model's affair.
+def test_nan_moments_are_refused_and_infinite_buffers_are_not(tmp_path):
+    """The next step would make NaN weights of NaN moments.
+
+    Masks are full of infinities, and NaN in a buffer is left to the model.
     """
 
     class Mask(nn.Module):
@@ -300,18 +302,21 @@ def test_moments_that_are_no_numbers_are_refused_and_infinite_buffers_are_not(tm
 
 
 def test_a_model_of_another_dtype_is_refused_and_the_message_says_in_what_it_differs(tmp_path):
-    """A copy would round every weight, and say nothing."""
+    """A copy would silently round every weight."""
     trained(
         model=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), steps=0
     ).save(tmp_path)
     assert_refused(
         tmp_path,
-        r"another model: .*0\.weight is float64 \(4, 3\) in the checkpoint and float32 \(4, 3\) in the model",
+        (
+            r"another model: .*0\.weight is float64 \(4, 3\) in the checkpoint and "
+            r"float32 \(4, 3\) in the model"
+        ),
     )
 
 
 def test_complex_weights_of_double_precision_come_back(tmp_path):
-    """safetensors has no such dtype."""
+    """safetensors does not have this dtype."""
 
     class Turn(nn.Module):
         def __init__(self, fill):
@@ -333,27 +338,28 @@ def test_complex_weights_of_double_precision_come_back(tmp_path):
 
 
 # -- optimizers
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("saved", "there"),
+    ("saved", "expected"),
     [(adam, sgd), (sgd, adam), (adam, lambda params: AdamW(params, lr=0.01))],
     ids=["adam to sgd", "sgd to adam", "adam to adamw"],
 )
-def test_the_state_of_another_optimizer_is_refused_by_name(tmp_path, saved, there):
-    """Its learning rate and decay would be in force, and its moments would not be found."""
+def test_the_state_of_another_optimizer_is_refused_by_name(tmp_path, saved, expected):
+    """Its learning rate and decay would be used, and its moments would be ignored."""
     trained(optimizer=saved).save(tmp_path)
-    pipe = trained(3, optimizer=there)
+    pipe = trained(3, optimizer=expected)
     name = type(pipe._local_stages[0].update.optimizer).__name__
     assert_refused(
         tmp_path,
-        rf"it holds the state of torch\.optim\.\w+\.\w+, and the optimizer of this pipeline is torch\.optim\.\w+\.{name}\. "
-        "To take weights, buffers and step, and begin the optimizer anew, say skip='optimizer'",
+        rf"it holds the state of torch\.optim\.\w+\.\w+, and the optimizer of this "
+        rf"pipeline is torch\.optim\.\w+\.{name}\. "
+        "To load weights, buffers and step, and start with a new optimizer, pass skip='optimizer'",
         by=pipe,
     )
     pipe.load(tmp_path, skip="optimizer")
-    fresh = pipeline(optimizer=there)
+    fresh = pipeline(optimizer=expected)
     fresh.load(tmp_path, skip="optimizer")
     assert pipe.step == fresh.step == 2
     assert differences(everything(pipe), everything(fresh)) == []
@@ -362,11 +368,11 @@ def test_the_state_of_another_optimizer_is_refused_by_name(tmp_path, saved, ther
         for stage in fresh._local_stages
         for group in stage.update.optimizer.param_groups
     }
-    assert rates == {there([nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"]}
+    assert rates == {expected([nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"]}
 
 
-def test_an_optimizer_of_a_script_is_the_same_when_the_script_is_imported():
-    """`__main__.Lion` of a run is `train.Lion` of the notebook that looks at it."""
+def test_an_optimizer_class_of_a_script_is_the_same_when_the_script_is_imported():
+    """`__main__.Lion` of a run is `train.Lion` in a notebook that loads its checkpoint."""
     from penstock.optim.class_names import same_class
 
     assert same_class("__main__.Lion", "recipes.train.Lion")
@@ -377,17 +383,20 @@ def test_an_optimizer_of_a_script_is_the_same_when_the_script_is_imported():
 
 
 def by_dim(name, parameter):
-    """Two groups: biases do not decay."""
+    """Return two parameter groups: biases do not decay."""
     return {"weight_decay": 0.5} if parameter.dim() > 1 else {}
 
 
 def test_other_parameter_groups_are_refused(tmp_path):
-    """The options of one group would be in force for all, or those of all for each."""
+    """Otherwise the options of one group would apply to all parameters, or vice versa."""
     trained(parameter_groups=by_dim).save(tmp_path / "two")
     trained().save(tmp_path / "one")
     assert_refused(
         tmp_path / "two",
-        r"0\.weight and 0\.bias were in two parameter groups \(weight_decay 0\.5 and 0\) when it was saved, and are in one here",
+        (
+            r"0\.weight and 0\.bias were in two parameter groups \(weight_decay 0\.5 and "
+            r"0\) when it was saved, and are in one here"
+        ),
     )
     assert_refused(
         tmp_path / "one",
@@ -399,7 +408,7 @@ def test_other_parameter_groups_are_refused(tmp_path):
 
 
 def test_parameters_that_no_gradient_has_reached_have_no_state_and_need_none(tmp_path):
-    """They were frozen, or a branch was never taken."""
+    """They were frozen, or their branch was never run."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     model[0].requires_grad_(False)
     trained(model=model).save(tmp_path)
@@ -409,7 +418,7 @@ def test_parameters_that_no_gradient_has_reached_have_no_state_and_need_none(tmp
 
 
 class Lookahead(SGD):
-    """Keeps its slow weights in an attribute."""
+    """An optimizer that keeps its slow weights in an attribute."""
 
     def __init__(self, params):
         super().__init__(params, lr=0.1)
@@ -417,7 +426,7 @@ class Lookahead(SGD):
 
 
 class Curvature(SGD):
-    """Keeps what it knows of the loss by layer."""
+    """An optimizer that keeps statistics by layer."""
 
     def __init__(self, params):
         super().__init__(params, lr=0.1)
@@ -425,7 +434,7 @@ class Curvature(SGD):
 
 
 class Wrapper(SGD):
-    """Another optimizer does the work."""
+    """An optimizer that wraps another one."""
 
     def __init__(self, params):
         super().__init__(params, lr=0.1)
@@ -433,14 +442,14 @@ class Wrapper(SGD):
 
 
 class OwnStateDict(SGD):
-    """Has more in its state_dict than a checkpoint looks at."""
+    """An optimizer with additional entries in its state_dict."""
 
     def state_dict(self):
         return {**super().state_dict(), "trust": 3}
 
 
 class Counting(SGD):
-    """Keeps a number for all parameters."""
+    """An optimizer with one number for all parameters."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -448,15 +457,15 @@ class Counting(SGD):
 
 
 class ZeroRedundancyOptimizer(SGD):
-    """By name: torch's own needs a process group, see below."""
+    """A class of the same name as torch's, which needs a process group and is tested below."""
 
 
 class Sharded(torch.Tensor):
-    """A tensor that is more than its values."""
+    """A tensor subclass that has more than its values."""
 
 
 class Quantised(SGD):
-    """Keeps tensors of a class of its own."""
+    """An optimizer that keeps tensors of its own class."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -474,25 +483,32 @@ class Quantised(SGD):
         (Curvature, r"of Curvature: it keeps tensors in its attribute 'factors'"),
         (
             Wrapper,
-            r"of Wrapper: part of it lies in another optimizer, the Adam in its attribute 'base_optimizer'",
+            (
+                r"of Wrapper: part of it lies in another optimizer, the Adam in its "
+                r"attribute 'base_optimizer'"
+            ),
         ),
         (OwnStateDict, r"of OwnStateDict: its own state_dict\(\) has trust besides"),
         (
             Counting,
-            r"of Counting: Counting\.state has the key 'calls', which is no parameter of its groups",
+            (
+                r"of Counting: Counting\.state has the key 'calls', which is no parameter "
+                r"of its groups"
+            ),
         ),
         (ZeroRedundancyOptimizer, r"of a ZeroRedundancyOptimizer: it is divided over the ranks"),
         (
             Quantised,
-            r"of Quantised: it keeps a Sharded as 'scale'; a file can hold dense tensors of torch's own",
+            (
+                r"of Quantised: it keeps a Sharded as 'scale'; a file can hold dense "
+                r"tensors of torch's own"
+            ),
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_an_optimizer_whose_state_cannot_be_written_is_refused_when_it_is_saved(
-    tmp_path, kind, message
-):
-    """Left out silently, a resume begins with an empty Adam."""
+def test_an_optimizer_whose_state_cannot_be_saved_is_refused(tmp_path, kind, message):
+    """If its state were silently left out, a run would resume with an empty optimizer."""
 
     def make(params):
         return (
@@ -508,7 +524,7 @@ def test_an_optimizer_whose_state_cannot_be_written_is_refused_when_it_is_saved(
 
 
 def test_gradients_that_wait_for_their_step_are_not_left_out_silently(tmp_path):
-    """Training would go on without them."""
+    """Training would resume without them."""
     pipe = trained(accumulate=2, steps=3)
     with pytest.raises(
         SettingError, match=r"the gradients of 1 batches wait for their step, and a"
@@ -518,9 +534,9 @@ def test_gradients_that_wait_for_their_step_are_not_left_out_silently(tmp_path):
     pipe.save(tmp_path)
     other = pipeline(accumulate=2)
     other.load(tmp_path)
-    for each in (pipe, other):
-        each.train_batch(*batch(4))
-        each.train_batch(*batch(5))
+    for run in (pipe, other):
+        run.train_batch(*batch(4))
+        run.train_batch(*batch(5))
     assert differences(everything(other), everything(pipe)) == []
 
 
@@ -529,7 +545,7 @@ def test_gradients_that_wait_for_their_step_are_not_left_out_silently(tmp_path):
 
 
 def with_scheduler(*makes, steps=2):
-    """A pipeline with learning-rate schedulers."""
+    """Return a pipeline with learning-rate schedulers."""
     pipe = pipeline()
     schedulers = [pipe.scheduler(make) for make in makes]
     for number in range(steps):
@@ -540,20 +556,21 @@ def with_scheduler(*makes, steps=2):
 
 
 def halving(optimizer):
-    """Every second step."""
+    """A scheduler that halves the learning rate every second step."""
     return StepLR(optimizer, 2, gamma=0.5)
 
 
 def cosine(optimizer):
-    """Another one."""
+    """Another scheduler."""
     return CosineAnnealingLR(optimizer, 10)
 
 
 def test_the_state_of_another_scheduler_is_refused_whether_it_was_made_before_or_after(tmp_path):
-    """Both orders are in use."""
+    """Schedulers are constructed before loading by some users, and after it by others."""
     with_scheduler(halving).save(tmp_path)
     message = (
-        r"scheduler 0 is torch\.optim\.lr_scheduler\.CosineAnnealingLR here, and the checkpoint has the state of "
+        r"scheduler 0 is torch\.optim\.lr_scheduler\.CosineAnnealingLR here, and the "
+        r"checkpoint has the state of "
         r"torch\.optim\.lr_scheduler\.StepLR"
     )
     before = with_scheduler(cosine, steps=3)
@@ -570,8 +587,8 @@ def test_the_state_of_another_scheduler_is_refused_whether_it_was_made_before_or
     assert differences(everything(after), everything(expected)) == []
 
 
-def test_a_scheduler_made_of_others_is_told_from_one_made_of_different_ones(tmp_path):
-    """They all are called SequentialLR."""
+def test_chained_schedulers_are_compared_by_their_parts(tmp_path):
+    """Their class alone is SequentialLR in both cases."""
 
     def chained(last):
         return lambda optimizer: SequentialLR(
@@ -588,7 +605,7 @@ def test_a_scheduler_made_of_others_is_told_from_one_made_of_different_ones(tmp_
 
 
 def test_schedulers_that_are_missing_or_too_many_are_refused(tmp_path):
-    """Without its scheduler the learning rate stays what it was, for ever."""
+    """Without its scheduler the learning rate would stay constant."""
     with_scheduler(halving).save(tmp_path / "one")
     assert_refused(
         tmp_path / "one",
@@ -611,8 +628,8 @@ def test_schedulers_that_are_missing_or_too_many_are_refused(tmp_path):
     pipe.train_batch(*batch())
 
 
-def test_a_checkpoint_for_a_look_needs_neither_optimizer_nor_scheduler(tmp_path):
-    """Evaluation takes the weights."""
+def test_loading_for_evaluation_needs_neither_optimizer_nor_scheduler(tmp_path):
+    """Evaluation needs the weights alone."""
     pipe = with_scheduler(halving)
     pipe.save(tmp_path)
     look = pipeline(None)
@@ -620,8 +637,8 @@ def test_a_checkpoint_for_a_look_needs_neither_optimizer_nor_scheduler(tmp_path)
     assert torch.equal(look.forward(batch()[0]), pipe.forward(batch()[0]))
 
 
-def test_a_loss_scaler_goes_on_from_a_loss_scaler(tmp_path):
-    """A scale that begins anew skips steps that the run did not skip."""
+def test_a_loss_scaler_needs_the_state_of_a_loss_scaler(tmp_path):
+    """With its initial scale it would skip steps that the saved run did not skip."""
     scaling = {"autocast": torch.float16, "scaler": {"init_scale": 8.0}}
     trained(**scaling).save(tmp_path / "scaled")
     trained().save(tmp_path / "plain")
@@ -632,7 +649,7 @@ def test_a_loss_scaler_goes_on_from_a_loss_scaler(tmp_path):
     )
     assert_refused(
         tmp_path / "plain",
-        r"it was saved without a loss scaler, and this pipeline has one, which would begin anew",
+        r"it was saved without a loss scaler, and this pipeline has one, which would start with",
         by=trained(3, **scaling),
     )
     trained().load(tmp_path / "scaled", skip="scaler")
@@ -645,8 +662,8 @@ def test_a_loss_scaler_goes_on_from_a_loss_scaler(tmp_path):
         pipe.load(tmp_path / "plain", skip="scalar")
 
 
-def test_what_a_weight_rule_keeps_is_refused_by_another_rule(tmp_path):
-    """It would find nothing, and begin anew without a word."""
+def test_the_state_of_a_weight_rule_is_refused_by_another_rule(tmp_path):
+    """It would silently ignore the state and start from the weights."""
 
     def stream(schedule, **options):
         return pipeline(schedule=schedule, **options)
@@ -657,12 +674,15 @@ def test_what_a_weight_rule_keeps_is_refused_by_another_rule(tmp_path):
     other = stream("pipedream")
     assert_refused(
         tmp_path,
-        r"it has what weight rule 'avgpipe' with 2 pipelines keeps, and this pipeline has 'stash'",
+        (
+            r"it has the state of weight rule 'avgpipe' with 2 pipelines, and this "
+            r"pipeline has 'stash'"
+        ),
         by=other,
     )
     assert_refused(
         tmp_path,
-        r"rule 'avgpipe' with 2 pipelines keeps, and this pipeline has 'avgpipe' with 3 pipelines",
+        r"rule 'avgpipe' with 2 pipelines, and this pipeline has 'avgpipe' with 3 pipelines",
         by=stream(ps.schedule("avgpipe", 2, 2, pipelines=3)),
     )
     other.load(tmp_path, skip="weight_rule")
@@ -671,14 +691,13 @@ def test_what_a_weight_rule_keeps_is_refused_by_another_rule(tmp_path):
 
 
 # -- ranks in processes
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def test_ranks_in_processes_refuse_together_and_change_nothing(tmp_path):
-    """One damaged file, a rank that reads another checkpoint, an optimizer that is divided over
-    ranks, and a disk that is not shared.
-
-    Without one verdict a rank that finds nothing wrong has loaded already: a model of two steps.
+    """One damaged file, a rank that reads another checkpoint, a sharded optimizer, and a disk that
+    is not shared. Without a joint decision, a rank that finds no fault would already have loaded: a
+    mixture of two steps.
     """
     by_rank = ps.launch(checkpoint_verdicts, 2, tmp_path, threads=1)
     first, second = by_rank
@@ -702,7 +721,7 @@ def test_ranks_in_processes_refuse_together_and_change_nothing(tmp_path):
 
 
 def test_files_of_processes_have_their_checksums_in_the_index(tmp_path):
-    """`sha256sum` and any reader of safetensors can check them."""
+    """They can be verified by `sha256sum` and read by any reader of safetensors."""
     import hashlib
 
     saved_by_two_ranks(tmp_path)

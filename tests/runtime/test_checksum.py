@@ -28,9 +28,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_changed_number_changes_the_checksum_of_every_dtype(dtype):
-    """NumPy knows neither bfloat16 nor float8, and a checksum that skipped them would find all
-    batches equal.
-    """
+    """NumPy has neither bfloat16 nor float8; skipping such tensors would make all batches equal."""
     one = torch.tensor([0, 1, 1, 0]).to(dtype)
     other = torch.tensor([0, 1, 0, 0]).to(dtype)
     assert checksum(one) == checksum(one.clone()) is not None
@@ -38,8 +36,8 @@ def test_a_changed_number_changes_the_checksum_of_every_dtype(dtype):
     assert batch_checksum([one], 5)[0] != batch_checksum([other], 5)[0]
 
 
-def test_what_has_no_readable_numbers_has_no_checksum():
-    """Tensors on the meta device and sparse ones are compared by their forms alone."""
+def test_tensors_without_readable_numbers_have_no_checksum():
+    """Meta and sparse tensors are compared by shape and dtype alone."""
     assert checksum(torch.ones(3, device="meta")) is None
     assert checksum(torch.eye(3).to_sparse()) is None
     assert batch_checksum([torch.eye(3).to_sparse()], 0) == batch_checksum(
@@ -49,7 +47,7 @@ def test_what_has_no_readable_numbers_has_no_checksum():
 
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x[:, 1:], lambda x: x.t()])
 def test_views_have_the_checksum_of_their_values(view):
-    """Targets are often a slice of the inputs, which is not contiguous."""
+    """Targets are often a non-contiguous slice of the inputs."""
     x = torch.randn(64, 65)
     assert checksum(view(x)) == checksum(view(x).contiguous())
     assert batch_checksum([view(x)], 3) == batch_checksum([view(x).contiguous()], 3)
@@ -66,7 +64,7 @@ def test_a_shuffled_batch_is_found_by_the_sample():
 
 
 def test_small_targets_are_read_whole():
-    """A single other label in a batch is another batch."""
+    """A single different label makes a different batch."""
     y = torch.arange(WHOLE_BYTES // 8)
     for place in (0, 17, len(y) - 1):
         other = y.clone()
@@ -75,20 +73,20 @@ def test_small_targets_are_read_whole():
 
 
 def test_a_persistent_difference_is_found_within_some_batches():
-    """The places that are read move, so that no place is never read."""
+    """The sampled positions change, so that every position is read at some time."""
     x = torch.zeros(WHOLE_BYTES)
     other = x.clone()
     other[1000:1016] = 1.0
     stride = len(x) // SAMPLE
-    found = [
+    detected = [
         batch_checksum([x], turn)[0] != batch_checksum([other], turn)[0] for turn in range(stride)
     ]
-    assert 0 < sum(found) < stride
+    assert 0 < sum(detected) < stride
     assert whole_checksum([x]) != whole_checksum([other])
 
 
 def test_numbers_of_a_batch_are_shown_in_its_own_type():
-    """The message of a difference quotes them."""
+    """The message about a difference quotes them."""
     _, glimpses = batch_checksum(
         [torch.tensor([0.5, -2.0]).bfloat16(), torch.arange(9), torch.ones(0, 3)], 0
     )

@@ -1,4 +1,4 @@
-"""Clocks of devices: what they tell after hours, with events that round as CUDA's do."""
+"""Clocks of devices after hours of running, with events that round as those of CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOURS_S = 10 * 3600.0
 
 
 class Device:
-    """A device and a host whose clocks advance by hand; the device's runs a little fast."""
+    """A device and a host with simulated clocks; the device's clock runs a little fast."""
 
     def __init__(self, fast=0.0):
         self.now_s = 1000.0
@@ -22,11 +22,11 @@ class Device:
         self.waits = 0
 
     def record(self):
-        """An event that happens now."""
+        """Record an event at the current time."""
         return Event(self, self.now_s * (1 + self.fast))
 
     def host_s(self):
-        """The host's clock."""
+        """Return the time of the host's clock."""
         return self.now_s
 
 
@@ -37,17 +37,17 @@ class Event:
         self.device, self.at_s = device, at_s
 
     def synchronize(self):
-        """Count the wait."""
+        """Count the call."""
         self.device.waits += 1
 
     def elapsed_time(self, end):
-        """Milliseconds, rounded to 32 bits."""
+        """Return milliseconds, rounded to 32 bits."""
         milliseconds = (end.at_s - self.at_s) * 1e3
         return struct.unpack("f", struct.pack("f", milliseconds))[0]
 
 
 def batch(device, clock, seconds):
-    """The marks of ops that take so many seconds each."""
+    """Return the marks of consecutive ops of the given durations in seconds."""
     clock.begin()
     marks = [clock.mark()]
     for op_s in seconds:
@@ -56,8 +56,8 @@ def batch(device, clock, seconds):
     return marks
 
 
-def test_ops_of_microseconds_are_told_apart_after_hours():
-    """Milliseconds since the pipeline was made would have a resolution of 4 ms by then."""
+def test_ops_of_microseconds_are_resolved_after_hours():
+    """Milliseconds since the pipeline was constructed would have a resolution of 4 ms by then."""
     device = Device()
     clock = EventClock(device.record, device.host_s)
     device.now_s += HOURS_S
@@ -67,8 +67,8 @@ def test_ops_of_microseconds_are_told_apart_after_hours():
     assert times[0] == pytest.approx(1000.0 + HOURS_S, abs=1e-6)
 
 
-def test_times_that_are_read_long_after_the_batch_keep_their_distances():
-    """A timeline may be asked for when the run is over."""
+def test_times_read_long_after_the_batch_keep_their_distances():
+    """A timeline may be requested at the end of the run."""
     device = Device()
     clock = EventClock(device.record, device.host_s)
     marks = batch(device, clock, [5e-6, 7e-6])
@@ -79,7 +79,7 @@ def test_times_that_are_read_long_after_the_batch_keep_their_distances():
 
 
 def test_a_device_whose_clock_runs_fast_is_not_ahead_of_the_host_after_hours():
-    """Clocks of two GPUs would be apart by milliseconds per hour."""
+    """Otherwise the clocks of two GPUs would differ by milliseconds per hour."""
     device = Device(fast=1e-5)
     clock = EventClock(device.record, device.host_s)
     device.now_s += HOURS_S
@@ -87,8 +87,8 @@ def test_a_device_whose_clock_runs_fast_is_not_ahead_of_the_host_after_hours():
     assert times[2] == pytest.approx(1000.0 + HOURS_S + 1.0, abs=2e-5)
 
 
-def test_nothing_waits_before_a_time_is_asked_for():
-    """The host may run ahead of the device by whole batches."""
+def test_the_host_does_not_wait_before_a_time_is_read():
+    """The host may be whole batches ahead of the device."""
     device = Device()
     clock = EventClock(device.record, device.host_s)
     marks = batch(device, clock, [0.1] * 10)
@@ -98,7 +98,7 @@ def test_nothing_waits_before_a_time_is_asked_for():
 
 
 def test_marks_of_an_earlier_batch_keep_their_origin():
-    """A stream goes on while the marks of batches before are kept."""
+    """A stream continues while marks of earlier batches are stored."""
     device = Device()
     clock = EventClock(device.record, device.host_s)
     first = batch(device, clock, [1e-5])
@@ -109,7 +109,7 @@ def test_marks_of_an_earlier_batch_keep_their_origin():
 
 
 def test_the_cpu_is_timed_by_the_host():
-    """It computes while the host waits."""
+    """The host waits while the CPU computes."""
     clock = clock_for(torch.device("cpu"))
     assert isinstance(clock, HostClock)
     clock.begin()

@@ -1,4 +1,4 @@
-"""The self-check: what it compares, what it leaves alone, and how it prints."""
+"""The self-check: what it compares, that it changes nothing, and how it prints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.tracing.side_loss import side_loss
 
 
 def pipeline(name="mlp", stages=3, **options):
-    """The case's pipeline with its data."""
+    """Return the pipeline of the case, its model and its data."""
     case = CASES[name]
     model, x, y = made(case)
     options.setdefault("micro_batches", 4)
@@ -32,32 +32,34 @@ def pipeline(name="mlp", stages=3, **options):
 
 
 def test_outputs_are_those_of_the_training_forward():
-    """Dropout and batch norm in training mode: what the loss was computed from."""
+    """The outputs are those that the loss was computed from, with dropout and batch norm in
+    training mode.
+    """
     pipe, _, x, y = pipeline("vgg")
-    found = pipe.compare_with_one_device(x, y)
-    assert found.outputs == {"output": 0.0}
-    assert found.scale["output output"] > 0
+    comparison = pipe.compare_with_one_device(x, y)
+    assert comparison.outputs == {"output": 0.0}
+    assert comparison.scale["output output"] > 0
 
 
 def test_a_wrong_output_is_found_though_the_loss_may_be_right(monkeypatch):
-    """A loss is one number; two wrongs can make it right."""
+    """A loss is one number, and two errors can cancel in it."""
     pipe, _, x, y = pipeline()
     right = Stage.forward
 
     def wrong(self, batch, micro_batch, arrived):
-        made = right(self, batch, micro_batch, arrived)
+        output = right(self, batch, micro_batch, arrived)
         if self.loss is not None and micro_batch == 3:
             batch.outputs[micro_batch][0, 0] += 0.5
-        return made
+        return output
 
     monkeypatch.setattr(Stage, "forward", wrong)
-    found = pipe.compare_with_one_device(x, y)
-    assert found.worst == ("output", pytest.approx(0.5))
-    assert found.loss <= 1e-6
+    comparison = pipe.compare_with_one_device(x, y)
+    assert comparison.worst == ("output", pytest.approx(0.5))
+    assert comparison.loss <= 1e-6
 
 
 def test_gradients_buffers_random_state_scaler_and_norm_are_left_as_they_were():
-    """It may be called in the middle of a run, and in the middle of a window of accumulation."""
+    """The check may be called in the middle of a run, and while gradients are being accumulated."""
     options = {
         "optimizer": sgd,
         "accumulate": 2,
@@ -78,7 +80,7 @@ def test_gradients_buffers_random_state_scaler_and_norm_are_left_as_they_were():
 
 
 class Penalised(nn.Linear):
-    """Has a loss of its own, as a mixture of experts does."""
+    """A layer with a side loss, as in a mixture of experts."""
 
     def forward(self, x):
         """Run the layer."""
@@ -88,7 +90,7 @@ class Penalised(nn.Linear):
 
 
 def test_side_losses_of_inner_stages_count_on_both_sides():
-    """On the one device they are collected as the stages collect them."""
+    """The one device collects them as the stages do."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), Penalised(6, 6), nn.Tanh(), nn.Linear(6, 6))
     pipe = ps.Pipeline(
@@ -100,47 +102,51 @@ def test_side_losses_of_inner_stages_count_on_both_sides():
 
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
 def test_the_one_device_has_the_same_mixed_precision(autocast):
-    """Else its rounding would be all that is seen."""
+    """Otherwise the check would only see the rounding."""
     pipe, _, x, y = pipeline("gpt", autocast=autocast)
     assert pipe.compare_with_one_device(x, y).relative < 1e-3
 
 
 def test_a_comparison_prints_the_worst_of_each_kind_first():
-    """Who looks wants to know whether, where, and how much."""
+    """The text says whether, where and by how much the results differ."""
     gradients = {f"layer{n}.weight": n * 1e-9 for n in range(12)}
     scale = dict.fromkeys(gradients, 1.0) | {
         "loss": 2.0,
         "buffer norm.running_mean": 0.5,
         "output output": 4.0,
     }
-    found = Comparison(gradients, {"norm.running_mean": 0.25}, 1e-7, scale, {"output": 0.0})
-    assert found.relative == 0.5
-    assert str(found).splitlines() == [
-        "pipeline against one device: 12 gradients, 1 buffer, 1 output and the loss; largest difference 0.5 of what it is of",
-        "  loss      loss               differs by 1.00e-07, 5.0e-08 of it",
-        "  output    output             differs by 0.00e+00, 0.0e+00 of it",
+    comparison = Comparison(gradients, {"norm.running_mean": 0.25}, 1e-7, scale, {"output": 0.0})
+    assert comparison.relative == 0.5
+    assert str(comparison).splitlines() == [
+        (
+            "pipeline against one device: 12 gradients, 1 buffer, 1 output and the loss; "
+            "largest relative difference 0.5"
+        ),
+        "  loss      loss               differs by 1.00e-07 (relative 5.0e-08)",
+        "  output    output             differs by 0.00e+00 (relative 0.0e+00)",
         *[
-            f"  gradient  layer{n}.weight{' ' * (6 - (n > 9))}differs by {n * 1e-9:.2e}, {n * 1e-9:.1e} of it"
+            f"  gradient  layer{n}.weight{' ' * (6 - (n > 9))}differs by "
+            f"{n * 1e-9:.2e} (relative {n * 1e-9:.1e})"
             for n in range(11, 3, -1)
         ],
-        "  buffer    norm.running_mean  differs by 2.50e-01, 5.0e-01 of it",
-        "  and 4 more, none of which differs more than the last of its kind",
+        "  buffer    norm.running_mean  differs by 2.50e-01 (relative 5.0e-01)",
+        "  and 4 more, which differ no more than the last line of their kind",
     ]
     assert str(Comparison()) == "nothing was compared here: rank 0 has the comparison"
 
 
-def test_a_difference_of_next_to_nothing_is_held_against_the_others_of_its_kind():
-    """Biases before a softmax have gradients of rounding errors alone: any other order of sums
-    changes them by all they are.
+def test_negligible_values_are_compared_relative_to_others_of_their_kind():
+    """Gradients of biases before a softmax are rounding errors, which any other order of sums
+    changes by 100 %.
     """
-    found = Comparison(
+    comparison = Comparison(
         {"a": 1e-9, "b": 0.0}, {}, 0.0, {"a": 1e-9, "b": 1.0, "loss": 1.0}, {"output": 0.0}
     )
-    assert found.relative == pytest.approx(1e-6)
+    assert comparison.relative == pytest.approx(1e-6)
 
 
-def test_what_is_no_number_on_one_side_alone_differs_without_end():
-    """A comparison with NaN is never true, so it must not decide."""
+def test_nan_on_one_side_alone_is_an_infinite_difference():
+    """Comparisons with NaN are false, so the result must not depend on one."""
 
     class Odd(nn.Module):
         def __init__(self):
@@ -161,7 +167,7 @@ def test_what_is_no_number_on_one_side_alone_differs_without_end():
     assert math.isinf(pipe.compare_with_one_device(torch.ones(4, 2), torch.ones(4, 2)).relative)
 
 
-def test_equal_numbers_that_are_none_are_no_difference():
+def test_equal_infinities_and_nan_are_no_difference():
     """Masked scores are minus infinity on both sides."""
 
     class Masked(nn.Module):
@@ -180,7 +186,7 @@ def test_equal_numbers_that_are_none_are_no_difference():
 
 
 class Centred(nn.Module):
-    """Samples see each other."""
+    """A layer whose output for a sample depends on the other samples."""
 
     def forward(self, x):
         """Subtract the mean over the samples."""
@@ -188,7 +194,7 @@ class Centred(nn.Module):
 
 
 def of(*layers, **options):
-    """A pipeline over layers of the test, and a batch for it."""
+    """Compare a pipeline over the given layers with one device, on a batch for them."""
     torch.manual_seed(0)
     options.setdefault("loss", nn.MSELoss())
     pipe = ps.Pipeline(
@@ -202,65 +208,67 @@ def of(*layers, **options):
 
 
 def test_the_undivided_batch_is_compared_too():
-    """The same micro-batches on one device have the same mistake, if it is one of dividing."""
-    found = of(nn.Tanh())
-    assert found.relative < 1e-5
-    assert found.whole.agrees
-    assert set(found.whole.gradients) == set(found.gradients)
-    assert "with the undivided batch: largest difference" in str(found).splitlines()[-1]
+    """An error in the division into micro-batches would be the same on one device with micro-
+    batches.
+    """
+    comparison = of(nn.Tanh())
+    assert comparison.relative < 1e-5
+    assert comparison.whole.agrees
+    assert set(comparison.whole.gradients) == set(comparison.gradients)
+    assert "with the undivided batch: largest difference" in str(comparison).splitlines()[-1]
 
 
-def test_a_model_whose_samples_see_each_other_differs_from_the_undivided_batch_alone():
-    """Nothing that is known excuses it, and the text says what to think of."""
-    found = of(Centred())
-    assert found.relative < 1e-4
-    assert not found.whole.agrees
-    assert found.whole.causes == ()
-    assert "either samples see each other in it, or the loss" in str(found)
+def test_a_model_that_mixes_samples_differs_from_the_undivided_batch_alone():
+    """No known cause explains the difference, and the text says what may."""
+    comparison = of(Centred())
+    assert comparison.relative < 1e-4
+    assert not comparison.whole.agrees
+    assert comparison.whole.causes == ()
+    assert "either samples see each other in it, or the loss" in str(comparison)
 
 
 @pytest.mark.parametrize(
     ("layer", "cause"),
     [(nn.BatchNorm1d(6), "batch normalisation"), (nn.Dropout(0.5), "draw random numbers")],
 )
-def test_what_differs_by_design_is_named(layer, cause):
-    """Batch normalisation and dropout go by micro-batch."""
-    found = of(layer)
-    assert found.relative < 1e-4
-    assert not found.whole.agrees
-    assert cause in " ".join(found.whole.causes)
-    assert cause in str(found)
+def test_known_causes_of_differences_are_named(layer, cause):
+    """Batch normalisation and dropout depend on the micro-batch."""
+    comparison = of(layer)
+    assert comparison.relative < 1e-4
+    assert not comparison.whole.agrees
+    assert cause in " ".join(comparison.whole.causes)
+    assert cause in str(comparison)
 
 
-def test_a_wrong_loss_weight_is_seen_against_the_undivided_batch():
-    """It is taken as it is; both sides of the other comparison have it."""
-    found = of(nn.Tanh(), loss_weight=lambda target: 1.0 + float(target[0, 0] > 0))
-    assert found.relative < 1e-5
-    assert not found.whole.agrees
-    assert "see loss_weight=" in str(found)
+def test_a_wrong_loss_weight_differs_from_the_undivided_batch():
+    """The comparison with micro-batches cannot see it, since both sides use the weight."""
+    comparison = of(nn.Tanh(), loss_weight=lambda target: 1.0 + float(target[0, 0] > 0))
+    assert comparison.relative < 1e-5
+    assert not comparison.whole.agrees
+    assert "see loss_weight=" in str(comparison)
 
 
 def test_hooks_on_weights_run_on_the_one_device_too():
-    """Its copy of the model had lost them, and a sound pipeline was said to be 97 % off."""
+    """The copied model had lost them once, and a correct pipeline was reported to be 97 % off."""
     layer = nn.Linear(6, 6)
     layer.weight.register_hook(lambda grad: grad * 0.03)
-    found = of(layer)
-    assert found.relative < 1e-5
-    assert found.whole.agrees
+    comparison = of(layer)
+    assert comparison.relative < 1e-5
+    assert comparison.whole.agrees
     layer.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    found = of(layer)
-    assert found.relative < 1e-5
-    assert "hooks on weights" in " ".join(found.whole.causes)
+    comparison = of(layer)
+    assert comparison.relative < 1e-5
+    assert "hooks on weights" in " ".join(comparison.whole.causes)
 
 
-def test_a_model_that_does_not_fit_the_device_is_refused_with_a_way_out(monkeypatch):
-    """The comparison needs the whole model on one device, which a pipeline may be there to avoid."""
+def test_a_model_too_large_for_the_device_is_refused_with_advice(monkeypatch):
+    """The comparison needs the whole model on one device, which may be why there is a pipeline."""
     pipe, _, x, y = pipeline()
 
     def full(*_, **__):
         raise torch.OutOfMemoryError("tried to allocate 20 GiB.")
 
-    monkeypatch.setattr("penstock.runtime.compare.reference_model", full)
+    monkeypatch.setattr("penstock.runtime.one_device.reference_model", full)
     with pytest.raises(
         ps.PenstockError, match=r"needs the whole model.*on cpu.*20 GiB.*smaller batch"
     ):

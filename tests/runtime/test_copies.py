@@ -1,6 +1,4 @@
-"""Copies of a stage: equal from the first batch on, their gradients added up in the order of the
-ranks.
-"""
+"""Replicas of a stage: equal weights from the first batch on, and gradients summed by rank."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ THREE = "\n".join(
 
 
 def pipeline(name, programs, lengths, **options):
-    """A pipeline in this process, and its model and data."""
+    """Return a pipeline in this process, its model and its data."""
     case = CASES[name]
     model, x, y = made(case, 12)
     options = {"executor": "threads", **options}
@@ -38,8 +36,10 @@ def pipeline(name, programs, lengths, **options):
     )
 
 
-def test_three_copies_add_up_by_rank_to_the_bit():
-    """Two rounds of pieces instead of one of everything; the sum does not depend on who makes it."""
+def test_three_replicas_sum_by_rank_to_the_bit():
+    """With more than two replicas there are two rounds of pieces; the sum is the same on every
+    rank.
+    """
     pipe, model, x, y = pipeline("gpt", THREE, [5])
     loss, parts = PlainTraining(copy.deepcopy(model), CASES["gpt"].loss).backward_in_parts(x, y, 6)
     assert torch.equal(pipe.train_batch(x, y), loss)
@@ -47,15 +47,15 @@ def test_three_copies_add_up_by_rank_to_the_bit():
     assert differences(gradients(model), added_up(by_rank, range(3))) == []
 
 
-def test_every_copy_steps_to_the_same_weights():
-    """Momentum too is kept in every copy; after three steps none has drifted."""
+def test_every_replica_steps_to_the_same_weights():
+    """Every replica has its own momentum; after three steps all are equal."""
     pipe, model, x, y = pipeline("vgg", BOTH_WAYS, [7, 8], optimizer=sgd)
     for _ in range(3):
         pipe.train_batch(x, y)
-    own = {name: value for stage in pipe._local_stages for name, value in _weights(stage)}
+    weights = {name: value for stage in pipe._local_stages for name, value in _weights(stage)}
     for stage in pipe._local_stages:
         assert (
-            differences(dict(_weights(stage)), {name: own[name] for name, _ in _weights(stage)})
+            differences(dict(_weights(stage)), {name: weights[name] for name, _ in _weights(stage)})
             == []
         )
     assert differences(dict(model.state_dict()), pipe.state_dict()) == []
@@ -69,9 +69,9 @@ def _weights(stage):
     ]
 
 
-def test_gradients_that_no_update_used_add_up_once_over_two_batches():
-    """Without an optimizer gradients are the user's; what was added up before must not be added up
-    again.
+def test_unused_gradients_are_summed_once_over_two_batches():
+    """Without an optimizer gradients stay with the user, and a sum must not be summed over the
+    replicas again.
     """
     pipe, model, x, y = pipeline("mlp", BOTH_WAYS, [3, 4])
     pipe.train_batch(x, y)
@@ -80,10 +80,8 @@ def test_gradients_that_no_update_used_add_up_once_over_two_batches():
     assert differences(gradients(model), {name: grad + grad for name, grad in once.items()}) == []
 
 
-def test_buffers_are_those_of_the_first_copy():
-    """Batch norm's statistics: what the first copy has seen, on all copies, as in
-    DistributedDataParallel.
-    """
+def test_buffers_are_those_of_the_first_replica():
+    """All replicas get the batch norm statistics of the first, as in DistributedDataParallel."""
     pipe, model, x, y = pipeline("resnet", THREE, [9])
     plain = PlainTraining(copy.deepcopy(model), CASES["resnet"].loss)
     pipe.train_batch(x, y)
@@ -95,9 +93,9 @@ def test_buffers_are_those_of_the_first_copy():
         assert differences(held, expected) == []
 
 
-def test_a_copy_without_micro_batches_still_meets_the_others():
-    """A batch of one sample is one micro-batch: the other pipeline has nothing to do, and gets the
-    same update.
+def test_a_replica_without_micro_batches_joins_the_all_reduce():
+    """A batch of one sample is one micro-batch: the other replica runs none, and gets the same
+    update.
     """
     pipe, model, x, y = pipeline("gpt", BOTH_WAYS, [2, 3], optimizer=sgd)
     plain = PlainTraining(copy.deepcopy(model), CASES["gpt"].loss)
@@ -107,8 +105,8 @@ def test_a_copy_without_micro_batches_still_meets_the_others():
     assert differences(dict(model.state_dict()), dict(plain.model.state_dict())) == []
 
 
-def test_outputs_and_losses_come_from_all_copies_of_the_last_stage():
-    """In the order of the samples, whoever made them."""
+def test_outputs_and_losses_come_from_all_replicas_of_the_last_stage():
+    """They are in the order of the samples, independent of the replica."""
     pipe, model, x, y = pipeline("mlp", BOTH_WAYS, [3, 4])
     assert torch.equal(
         pipe.forward(x), torch.cat([model(part) for part in torch.tensor_split(x, 4)])
@@ -116,8 +114,8 @@ def test_outputs_and_losses_come_from_all_copies_of_the_last_stage():
     assert torch.allclose(pipe.eval_batch(x, y), CASES["mlp"].loss(model(x), y))
 
 
-def test_the_self_check_adds_copies_up_and_changes_nothing():
-    """Gradients of all copies are what one device has; the weights are left alone."""
+def test_the_self_check_sums_replicas_and_changes_nothing():
+    """The summed gradients are those of one device; the weights are unchanged."""
     pipe, model, x, y = pipeline("vgg", BOTH_WAYS, [7, 8], optimizer=sgd)
     before = copy.deepcopy(model.state_dict())
     assert pipe.compare_with_one_device(x, y).worst[1] == pytest.approx(0, abs=1e-6)

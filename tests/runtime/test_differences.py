@@ -1,4 +1,4 @@
-"""Descriptions of what ranks run, and what differs between them."""
+"""Descriptions of what ranks run, and the differences between them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from penstock.tracing.chain import chain
 
 
 def sgd(parameters):
-    """An optimizer."""
+    """Return an optimizer."""
     return torch.optim.SGD(parameters, lr=0.1)
 
 
 def model(seed=0, width=8, drop=0.1, dtype=torch.float32):
-    """Five layers."""
+    """Return a model of five layers."""
     torch.manual_seed(seed)
     layers = (
         nn.Linear(4, width),
@@ -38,19 +38,19 @@ def model(seed=0, width=8, drop=0.1, dtype=torch.float32):
 
 
 def description(network=None, loss=nn.functional.mse_loss, seed=0, options=None, **words):
-    """What a rank with these settings is about to run."""
+    """Describe the run of a rank with these settings."""
     traced = chain(model() if network is None else network)
     setting = setting_of(traced, None, Words(**{"balance": [2, 3], "micro_batches": 2, **words}))
     return describe_run(traced, setting, Training(loss, sgd, seed, options or Options()))
 
 
 def shifted(loss, target, margin=0.5):
-    """A loss with an argument of its own."""
+    """A loss with an additional argument."""
     return (loss - target - margin).square().mean()
 
 
 def frozen():
-    """A model of which one parameter is not trained."""
+    """Return a model with one frozen parameter."""
     network = model()
     network[0].bias.requires_grad_(False)
     return network
@@ -109,16 +109,16 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_model_or_setting_is_found_and_both_values_are_said(name):
-    """Each of them would train something that is not what one device trains."""
+def test_a_different_model_or_setting_is_reported_with_both_values(name):
+    """With each of them the pipeline would train something else than one device."""
     words, expected = OTHERS[name]
-    found = differences([description(), description(**words)])
-    assert any(re.search(expected, line) for line in found), found
+    lines = differences([description(), description(**words)])
+    assert any(re.search(expected, line) for line in lines), lines
 
 
 def test_equal_ranks_have_no_difference():
-    """Also with a loss and models that are other objects, and a function that holds the number of
-    its rank.
+    """Losses and models are equal though they are other objects, as is a function that holds its
+    rank's number.
     """
 
     def loss_of(rank):
@@ -134,7 +134,7 @@ def test_equal_ranks_have_no_difference():
 
 
 def test_a_loss_module_with_other_weights_is_another_loss():
-    """Class weights are as much part of the loss as its name."""
+    """Class weights are as much a part of the loss as its class."""
     one, other = (nn.CrossEntropyLoss(weight=torch.tensor([1.0, w])) for w in (1.0, 2.0))
     assert describe(one) != describe(other)
     assert describe(functools.partial(shifted, margin=1.0)) != describe(
@@ -142,21 +142,19 @@ def test_a_loss_module_with_other_weights_is_another_loss():
     )
 
 
-def test_all_differences_are_said_at_once_by_ranks():
-    """Ranks that agree with each other stand together."""
+def test_all_differences_are_listed_by_ranks():
+    """Ranks that agree with each other are listed together."""
     ranks = [description(), description(seed=1), description(seed=1, recompute="always")]
-    found = differences(ranks)
-    assert "seed: 0 on rank 0; 1 on ranks 1 and 2" in found
-    assert "recompute: 'never' on ranks 0 and 1; 'always' on rank 2" in found
-    message = message_of(found)
+    lines = differences(ranks)
+    assert "seed: 0 on rank 0; 1 on ranks 1 and 2" in lines
+    assert "recompute: 'never' on ranks 0 and 1; 'always' on rank 2" in lines
+    message = message_of(lines)
     assert "2 differences" in message
     assert "every rank" in message.lower()
 
 
 def test_layers_on_the_meta_device_need_values_only_where_they_are_trained():
-    """A rank may spare the memory of layers that others train; but what it trains must be the same
-    model.
-    """
+    """A rank may save the memory of layers that others train, but must have the same model."""
     whole = description()
     weights = whole.weights
     spared = [
@@ -164,19 +162,19 @@ def test_layers_on_the_meta_device_need_values_only_where_they_are_trained():
         replace(whole, weights=[*((name, "meta") for name, _ in weights[:2]), *weights[2:]]),
     ]
     assert differences(spared) == []
-    found = differences(spared[::-1])
-    assert len(found) == 5
-    assert "on the meta device on rank 0; values with checksum" in found[0]
+    lines = differences(spared[::-1])
+    assert len(lines) == 5
+    assert "on the meta device on rank 0; values with checksum" in lines[0]
 
 
 def test_layers_that_an_earlier_pipeline_trained_elsewhere_may_not_be_trained_here():
-    """Their values are older on the rank that is to train them."""
+    """The rank that is to train them has their weights from before that training."""
     whole = description()
     stale = replace(whole, weights=[(name, "stale") for name, _ in whole.weights])
-    found = differences([stale, whole])
+    lines = differences([stale, whole])
     assert (
-        "weights of layer '0': on rank 0, which is to train it, from before the training by an earlier"
-        in found[0]
+        "weights of layer '0': on rank 0, which is to train it, from before the "
+        "training by an earlier" in lines[0]
     )
     assert (
         differences([whole, replace(stale, weights=[*stale.weights[:2], *whole.weights[2:]])]) == []
@@ -184,15 +182,15 @@ def test_layers_that_an_earlier_pipeline_trained_elsewhere_may_not_be_trained_he
 
 
 def test_long_values_are_shown_around_their_first_difference():
-    """A program of a thousand ops would hide it."""
+    """The difference would be lost in a program of a thousand ops."""
     one, other = "a" * 500 + "b" + "c" * 500, "a" * 500 + "d" + "c" * 500
-    shown = shortened([one, other])
-    assert all(len(text) < 120 for text in shown)
-    assert "ab" in shown[0]
-    assert "ad" in shown[1]
+    texts = shortened([one, other])
+    assert all(len(text) < 120 for text in texts)
+    assert "ab" in texts[0]
+    assert "ad" in texts[1]
 
 
 def test_a_description_survives_json():
-    """It travels through the store."""
+    """It is sent through the store."""
     whole = description()
     assert Description.of_json(json.loads(json.dumps(asdict(whole)))) == whole

@@ -1,5 +1,5 @@
-"""Ranks in processes that do not do the same: every rank has one message that says which rank
-differs in what.
+"""Rank processes that do not run the same: every rank raises one message with the ranks and
+differences.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import penstock as ps
 
 
 def agree(ranks, name, *parts):
-    """Every rank has the same text, which has these parts."""
-    texts = [found[name] for found in ranks]
+    """Check that every rank has the same text, with these parts."""
+    texts = [results[name] for results in ranks]
     assert len(set(texts)) == 1, texts
     for part in parts:
         assert re.search(part, texts[0], re.DOTALL), texts[0]
 
 
 def loss_of_a_first_batch():
-    """On one device, as ranks have it."""
+    """Return the loss of the ranks' first batch on one device."""
     pipe = ps.Pipeline(
         model(),
         loss=nn.functional.mse_loss,
@@ -38,7 +38,9 @@ def loss_of_a_first_batch():
 
 
 def test_pipelines_that_differ_are_refused_on_every_rank_and_later_ones_work():
-    """At construction: nothing has been computed, and nothing waits for a deadline."""
+    """They are refused at construction, before anything is computed and without waiting for a
+    deadline.
+    """
     ranks = ps.launch(disagreement.constructions, 2)
     agree(
         ranks,
@@ -66,19 +68,21 @@ def test_pipelines_that_differ_are_refused_on_every_rank_and_later_ones_work():
         "parameter '0.weight': .*float32, trained on rank 0; .*float64, trained on rank 1",
     )
     agree(ranks, "optimizer", "lr of the optimizer's group 0: 0.1 on rank 0; 1.1 on rank 1")
-    first, second = (found["failure"] for found in ranks)
+    first, second = (results["failure"] for results in ranks)
     assert first.startswith(
         "RunError: rank 1 could not make its Pipeline: ChainError: stage lengths [1, 1]"
     )
     assert second.startswith("ChainError: stage lengths [1, 1]")
     assert re.search("rank 1.*learning rate", ranks[0]["factory"])
     loss, _ = loss_of_a_first_batch()
-    assert [found["after"] for found in ranks] == [loss, loss]
-    assert [found["again"] for found in ranks] == [loss, loss]
+    assert [results["after"] for results in ranks] == [loss, loss]
+    assert [results["again"] for results in ranks] == [loss, loss]
 
 
-def test_the_first_other_batch_is_refused_before_anything_is_updated():
-    """A shuffling loader without a seed, a sampler of data parallelism, a part of a batch."""
+def test_a_different_first_batch_is_refused_before_any_update():
+    """Such as from a shuffling loader without a seed, a data-parallel sampler, or a part of a
+    batch.
+    """
     ranks = ps.launch(disagreement.batches, 2)
     agree(
         ranks,
@@ -96,13 +100,15 @@ def test_the_first_other_batch_is_refused_before_anything_is_updated():
     )
     agree(ranks, "shuffled", "different batches in call 1")
     losses = loss_of_a_first_batch()
-    for found in ranks:
-        assert (found["first"], found["unchanged"]) == losses
-        assert found["seeded"] == 16
+    for results in ranks:
+        assert (results["first"], results["unchanged"]) == losses
+        assert results["seeded"] == 16
 
 
 def test_later_differences_are_found_without_the_deadline():
-    """With the loss of the batch, or, where ranks wait for each other, by what they wait for."""
+    """They are found with the loss of the batch, or, where ranks wait for each other, by their
+    calls.
+    """
     ranks = ps.launch(disagreement.later, 2)
     agree(
         ranks,
@@ -127,32 +133,32 @@ def test_later_differences_are_found_without_the_deadline():
 
 @pytest.fixture(scope="module")
 def model_readings():
-    """What every rank of `disagreement.models` has found."""
+    """Return the results of `disagreement.models` of every rank."""
     return ps.launch(disagreement.models, 2)
 
 
-def test_a_model_that_other_ranks_have_trained_in_part_is_not_read_in_silence(model_readings):
-    """`model.state_dict()` was 85 % off, and said nothing."""
-    for rank, found in enumerate(model_readings):
-        assert set(found["fresh"].values()) == {""}
-        assert set(found["filled"].values()) == {""}
-        assert set(found["snapshot"].values()) == {""}
+def test_reading_a_model_that_other_ranks_train_in_part_is_refused(model_readings):
+    """`model.state_dict()` was 85 % off once, without an error."""
+    for rank, results in enumerate(model_readings):
+        assert set(results["fresh"].values()) == {""}
+        assert set(results["filled"].values()) == {""}
+        assert set(results["snapshot"].values()) == {""}
         for moment in ("stale", "closed"):
             names = ("state_dict()", "running", "pickling", "copying")
-            for text, name in zip(found[moment].values(), names, strict=True):
+            for text, name in zip(results[moment].values(), names, strict=True):
                 assert text.startswith(f"RunError: {name} of the model on rank {rank}")
-        assert all(text.startswith("RunError") for text in found["traced"].values())
-        assert found["equal"]
-        assert found["traced output"]
-        assert found["check"] < 1e-5
-    trained = [[text != "RunError" for text in found["list"]] for found in model_readings]
+        assert all(text.startswith("RunError") for text in results["traced"].values())
+        assert results["equal"]
+        assert results["traced output"]
+        assert results["check"] < 1e-5
+    trained = [[text != "RunError" for text in results["list"]] for results in model_readings]
     assert trained == [[True, True, False, False, False], [False, True, True, True, True]]
 
 
 def test_a_second_pipeline_over_a_trained_model_has_the_trained_weights_or_is_refused(
     model_readings,
 ):
-    """Under the same cut every rank goes on with its own layers; under another it would begin with
+    """Under the same cut every rank continues with its layers; under another it would start with
     old ones.
     """
     agree(
@@ -161,13 +167,13 @@ def test_a_second_pipeline_over_a_trained_model_has_the_trained_weights_or_is_re
         "weights of layer '2': on rank 0, which is to train it, from before the training",
         r"load_into\(model\) first",
     )
-    for found in model_readings:
-        assert isinstance(found["again"], float)
-        assert "training of the model" in found["threads"]
+    for results in model_readings:
+        assert isinstance(results["again"], float)
+        assert "training of the model" in results["threads"]
 
 
 def test_an_average_over_ranks_is_that_of_one_device(model_readings):
-    """Every rank averages its own stages, and every rank gets the whole average."""
+    """Every rank averages its own stages and gets the whole average."""
     network = model()
     pipe = ps.Pipeline(
         network,
@@ -191,6 +197,6 @@ def test_an_average_over_ranks_is_that_of_one_device(model_readings):
     second.train_batch(X, Y)
     pipe.train_batch(X, Y)
     plain.update_parameters(network)
-    for found in model_readings:
+    for results in model_readings:
         for name, tensor in plain.module.state_dict().items():
-            assert torch.equal(found["average"][name], tensor), name
+            assert torch.equal(results["average"][name], tensor), name

@@ -1,4 +1,4 @@
-"""Activations that leave a rank and come back."""
+"""Activations that are moved to another rank and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ rank 1 | 1F0 0E1 1B0 1F1 0L1 1B1 1F2 1B2 1U1"""
 @pytest.mark.parametrize("name", ["vgg", "resnet", "gpt", "mlp"])
 @pytest.mark.parametrize("recompute", ["never", "except_last", "always"])
 def test_gradients_are_those_of_plain_training_to_the_bit(name, recompute):
-    """What was away comes back as it was; what is recomputed has nothing to hand over."""
+    """Evicted activations are restored unchanged; recomputed stages have none to evict."""
     case = CASES[name]
     model, x, y = made(case)
     loss, parts = PlainTraining(copy.deepcopy(model), case.loss).backward_in_parts(x, y, 3)
@@ -46,22 +46,22 @@ def test_gradients_are_those_of_plain_training_to_the_bit(name, recompute):
 
 
 def saved_by(function, *inputs):
-    """The outcome of `function` and what its graph saved."""
+    """Return the result of `function` and the tensors that its graph saved."""
     saved = Saved(frozenset())
     with saved.saving():
         return function(*inputs), saved
 
 
-def test_what_has_left_is_freed_and_asking_for_it_is_an_error():
-    """The point of evicting; a backward in between would be a schedule's mistake, and is told, not
-    computed wrong.
+def test_evicted_tensors_are_freed_and_reading_them_is_an_error():
+    """A backward before they are loaded would be an error in the schedule, and must not compute
+    anything.
     """
     x = torch.randn(50, 50, requires_grad=True)
     out, saved = saved_by(lambda value: torch.sigmoid(value.exp()).sum(), x)
-    kept = [weakref.ref(tensor.untyped_storage()) for tensor in saved._tensors]
+    storages = [weakref.ref(tensor.untyped_storage()) for tensor in saved._tensors]
     content = saved.take_out()
     gc.collect()
-    assert kept
+    assert storages
     assert all(tensor is None for tensor in saved._tensors)
     assert content.numel() >= 2 * 50 * 50 * 4
     with pytest.raises(
@@ -83,7 +83,7 @@ def test_what_has_left_is_freed_and_asking_for_it_is_an_error():
 )
 @settings(deadline=None, max_examples=100)
 def test_tensors_of_any_layout_come_back_equal(dtype, shape, random, gaps):
-    """Strides are kept where memory is dense: kernels may add in another order for others."""
+    """Strides of dense tensors are restored: kernels may sum in another order for other strides."""
     order = random.sample(range(len(shape)), len(shape))
     tensor = (torch.rand(shape) * 9).to(dtype).permute(order)
     if gaps and tensor.dim():
@@ -92,15 +92,15 @@ def test_tensors_of_any_layout_come_back_equal(dtype, shape, random, gaps):
     number = saved._put(tensor)
     expected = tensor.clone()
     saved.put_back(saved.take_out())
-    found = saved._get(number)
-    assert torch.equal(found, expected)
-    assert found.dtype == dtype
+    restored = saved._get(number)
+    assert torch.equal(restored, expected)
+    assert restored.dtype == dtype
     if not gaps:
-        assert found.stride() == tensor.stride()
+        assert restored.stride() == tensor.stride()
 
 
 def test_weights_do_not_travel():
-    """They are there anyway, and would be most of the message."""
+    """They stay on the rank, and would be most of the message."""
     layer = nn.Linear(100, 100)
     saved = Saved(
         frozenset(parameter.untyped_storage().data_ptr() for parameter in layer.parameters())
@@ -110,8 +110,8 @@ def test_weights_do_not_travel():
     assert saved.take_out().numel() < 100 * 100
 
 
-def test_a_change_in_place_is_told_as_autograd_would_tell_it():
-    """Hooks switch autograd's own check off."""
+def test_a_change_in_place_is_reported_as_by_autograd():
+    """Saved-tensor hooks switch off autograd's own check."""
     x = torch.randn(5, requires_grad=True)
     inner, saved = saved_by(lambda value: (value * 1.0).exp(), x)
     with torch.no_grad():

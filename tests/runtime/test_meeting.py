@@ -1,4 +1,4 @@
-"""Meetings of ranks before they run, here over a store in memory, with a thread for each rank."""
+"""Comparison of ranks before they run, over a store in memory with a thread for each rank."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch.distributed import HashStore
 
 from penstock.errors import DeadlineExceeded, PenstockError, RanksDiffer
 from penstock.runtime.differences import Description
-from penstock.runtime.meeting import Meeting
+from penstock.runtime.meeting import SettingsExchange
 
 
 def described(seed, kind="Linear"):
-    """A description of a rank."""
+    """Return the description of a rank."""
     return Description({"seed": seed}, {"layer": [("0", kind)]}, [], [])
 
 
 def outcome(meeting, description):
-    """None if the ranks agree, else the error."""
+    """Return None if the ranks agree, else the error."""
     try:
         return meeting.compare(description)
     except PenstockError as error:
@@ -26,21 +26,21 @@ def outcome(meeting, description):
 
 
 def meet(*descriptions):
-    """What all ranks get."""
+    """Return the outcomes of all ranks."""
     store = HashStore()
     size = len(descriptions)
-    meetings = [Meeting(store, rank, size, 30.0) for rank in range(size)]
+    meetings = [SettingsExchange(store, rank, size, 30.0) for rank in range(size)]
     with ThreadPoolExecutor(size) as ranks:
         return list(ranks.map(outcome, meetings, descriptions))
 
 
-def test_ranks_that_agree_go_on():
-    """Any number of times."""
+def test_ranks_that_agree_continue():
+    """They can be compared any number of times."""
     assert meet(described(seed="0"), described(seed="0"), described(seed="0")) == [None] * 3
 
 
 def test_every_rank_has_the_same_message_with_all_differences():
-    """Whichever rank's output is read says all."""
+    """The output of any rank suffices to see all differences."""
     errors = meet(described(seed="0"), described(seed="0"), described(seed="1", kind="Conv2d"))
     assert all(isinstance(error, RanksDiffer) for error in errors)
     assert len({str(error) for error in errors}) == 1
@@ -50,19 +50,19 @@ def test_every_rank_has_the_same_message_with_all_differences():
     )
 
 
-def test_a_rank_that_fails_lets_the_others_know_why():
-    """They would wait for it until the deadline."""
+def test_a_failed_rank_reports_its_reason_to_the_others():
+    """Otherwise they would wait until the deadline."""
     store = HashStore()
-    Meeting(store, 1, 2, 30.0).fail(ValueError("no such layer"))
+    SettingsExchange(store, 1, 2, 30.0).fail(ValueError("no such layer"))
     with pytest.raises(
         PenstockError, match="rank 1 could not make its Pipeline: ValueError: no such layer"
     ):
-        Meeting(store, 0, 2, 30.0).compare(described(seed="0"))
+        SettingsExchange(store, 0, 2, 30.0).compare(described(seed="0"))
 
 
-def test_a_rank_that_does_not_come_is_named_at_the_deadline():
-    """For example because it is still reading its data."""
+def test_a_missing_rank_is_named_at_the_deadline():
+    """It may still be reading its data."""
     with pytest.raises(
         DeadlineExceeded, match="rank 0 waits for ranks 1 and 2 to make the same Pipeline"
     ):
-        Meeting(HashStore(), 0, 3, 0.01).compare(described(seed="0"))
+        SettingsExchange(HashStore(), 0, 3, 0.01).compare(described(seed="0"))

@@ -1,4 +1,4 @@
-"""What a comparison on a GPU says of torch's settings. They can be read without a GPU."""
+"""The description of torch's numeric settings for a GPU, which can be read without one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def settings():
 
 
 def test_a_cpu_has_none():
-    """Its kernels add in a fixed order, and know no TF32."""
+    """CPU kernels sum in a fixed order and have no TF32."""
     assert numeric_settings(torch.device("cpu")) == ()
 
 
 @pytest.mark.usefixtures("settings")
 @pytest.mark.parametrize(("precision", "word"), [("tf32", "on"), ("ieee", "off")])
-def test_tf32_is_told_for_products_and_convolutions_apart(precision, word):
-    """torch's default is off for the ones and on for the others."""
+def test_tf32_is_described_for_products_and_for_convolutions(precision, word):
+    """By default torch disables it for products and enables it for convolutions."""
     torch.backends.cuda.matmul.fp32_precision = precision
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     words = numeric_settings(CUDA)
@@ -41,7 +41,7 @@ def test_tf32_is_told_for_products_and_convolutions_apart(precision, word):
 
 @pytest.mark.usefixtures("settings")
 def test_it_says_how_to_get_equal_bits_where_algorithms_are_not_deterministic():
-    """Some kernels of CUDA add in the order in which threads arrive."""
+    """Some CUDA kernels sum in the order in which threads arrive."""
     words = numeric_settings(CUDA)
     assert "deterministic algorithms off" in words
     assert "torch.use_deterministic_algorithms(True)" in words[-1]

@@ -1,5 +1,5 @@
-"""Optimizers and parameters where ranks are processes, which reach each other through memory or
-only over the network.
+"""Optimizers and parameters where ranks are processes, with shared memory or over the network
+alone.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from penstock.transport.same_host import SameHostTransport
 
 
 def trained(far: tuple[int, ...], schedule: str) -> dict[str, object]:
-    """Layers thawed and frozen, tied weights, other norms, learning rates by hand, and states there
-    and back.
+    """Train with thawed and frozen layers, tied weights, other norms, manual learning rates and
+    moved states.
     """
     rank = int(os.environ["RANK"])
     connect = SameHostTransport.connect
     SameHostTransport.connect = lambda self, store, size, *, willing: connect(
         self, store, size, willing=rank not in far
     )
-    made = model(tied=True)
+    network = model(tied=True)
     for index in (0, 2):
-        made[index].requires_grad_(False)
+        network[index].requires_grad_(False)
     try:
         pipe = ps.Pipeline(
-            made,
+            network,
             balance=[3, 5],
             schedule=schedule,
             micro_batches=4,
@@ -44,21 +44,21 @@ def trained(far: tuple[int, ...], schedule: str) -> dict[str, object]:
         SameHostTransport.connect = connect
     for number in range(3):
         if number == 1:
-            made[0].requires_grad_(True)
-            made[2].requires_grad_(True)
-            made[6].requires_grad_(False)
+            network[0].requires_grad_(True)
+            network[2].requires_grad_(True)
+            network[6].requires_grad_(False)
         if number == 2:
-            made[6].requires_grad_(True)
+            network[6].requires_grad_(True)
             pipe.set_learning_rate(0.02)
         pipe.train_batch(*batch(number))
     state, weights = pipe.optimizer_state_dict(), pipe.state_dict()
-    with pytest.raises(SettingError, match="it lacks"):
+    with pytest.raises(SettingError, match="it has no"):
         pipe.load_state_dict({"0.weight": torch.zeros(8, 6)})
     # Every rank needs the whole state to load it.
-    given = pipe._world.broadcast(state if rank == 0 else None, 0)
-    made[0].requires_grad_(False)
-    pipe.load_optimizer_state_dict(given)
-    made[0].requires_grad_(True)
+    shared_state = pipe._world.broadcast(state if rank == 0 else None, 0)
+    network[0].requires_grad_(False)
+    pipe.load_optimizer_state_dict(shared_state)
+    network[0].requires_grad_(True)
     pipe.train_batch(*batch(3))
     after = pipe.state_dict()
     pipe.close()
@@ -67,9 +67,7 @@ def trained(far: tuple[int, ...], schedule: str) -> dict[str, object]:
 
 @pytest.mark.parametrize(("schedule", "far"), [("1f1b", (1,)), ("chimera", ())])
 def test_processes_thaw_clip_and_keep_their_state_as_plain_pytorch(schedule, far):
-    """Messages of gradients and activations have another form after a layer was thawed, and are
-    known by their form.
-    """
+    """Messages of gradients and activations have another form after a layer was thawed."""
     plain = model(tied=True)
     for index in (0, 2):
         plain[index].requires_grad_(False)
@@ -87,12 +85,12 @@ def test_processes_thaw_clip_and_keep_their_state_as_plain_pytorch(schedule, far
             plain[6].requires_grad_(True)
             optimizer.param_groups[0]["lr"] = 0.02
         plain_step(plain, optimizer, number, clip=clip)
-    found, other = ps.launch(trained, 2, far, schedule, threads=1)
+    result, other = ps.launch(trained, 2, far, schedule, threads=1)
     assert (other["state"], other["weights"]) == ({}, {})
-    same_state(found["state"], optimizer.state_dict())
+    same_state(result["state"], optimizer.state_dict())
     expected = dict(plain.state_dict())
-    assert all(torch.allclose(found["weights"][k], v, rtol=1e-9) for k, v in expected.items())
+    assert all(torch.allclose(result["weights"][k], v, rtol=1e-9) for k, v in expected.items())
     plain_step(plain, optimizer, 3, clip=clip)
     expected = dict(plain.state_dict())
-    assert all(torch.allclose(found["after"][k], v, rtol=1e-9) for k, v in expected.items())
-    assert found["norm"] == other["norm"]
+    assert all(torch.allclose(result["after"][k], v, rtol=1e-9) for k, v in expected.items())
+    assert result["norm"] == other["norm"]

@@ -1,6 +1,4 @@
-"""What layers may hand on from slice to slice, and what they may not do with it: exact in every
-case, or refused.
-"""
+"""State that layers pass from slice to slice: exact in every case, or refused."""
 
 from __future__ import annotations
 
@@ -30,19 +28,21 @@ every_backward = pytest.mark.parametrize("split", [False, True], ids=["B", "I an
 
 
 def loss(out, target):
-    """Mean over tokens."""
+    """Return the mean over tokens."""
     return functional.cross_entropy(out.flatten(0, 1), target.flatten())
 
 
 class Recurrent(nn.Module):
-    """A gated sum over the tokens so far. Hands on whatever a layer might: see `forward_slice`."""
+    """A gated sum over the tokens so far, passing on every kind of state; see `forward_slice`."""
 
     def __init__(self):
         super().__init__()
         self.inner, self.gate = nn.Linear(16, 16), nn.Parameter(torch.tensor(0.5))
 
     def forward_slice(self, value, past):
-        """State, count, a constant table, a mask, a flag, the gate itself, and what nobody reads."""
+        """Pass on a state, a count, a constant table, a mask, a flag, the gate itself and an unused
+        tensor.
+        """
         if past is None:
             past = {
                 "state": value.new_zeros(len(value), 16),
@@ -67,7 +67,7 @@ class Recurrent(nn.Module):
 
 
 def recurrent_model():
-    """Eight layers, of which one stands twice and two look back."""
+    """Eight layers, of which one occurs twice and two use earlier slices."""
     torch.manual_seed(0)
     layers = [
         nn.Linear(16, 16),
@@ -82,7 +82,7 @@ def recurrent_model():
 
 
 def check_exact(model, lengths, *, recompute="never", split=False):
-    """Two steps, each equal to the bit to plain training on the same slices; returns the pipeline."""
+    """Check that two steps equal plain training on the same slices; return the pipeline."""
     schedule = seq1f1b(len(lengths), SLICING, split)
     plain = PlainSlices(copy.deepcopy(model), loss)
     pipe = ps.Pipeline(
@@ -95,9 +95,9 @@ def check_exact(model, lengths, *, recompute="never", split=False):
     )
     for _ in range(2):
         pipe.zero_grad()
-        found = pipe.train_batch(X, Y)
+        loss_value = pipe.train_batch(X, Y)
         expected, parts = plain.backward_in_parts(X, Y, [(3, LENGTHS), (2, LENGTHS)])
-        assert torch.equal(found, expected)
+        assert torch.equal(loss_value, expected)
         assert (
             differences(gradients(model), in_order_of(schedule, lengths, plain.model, parts)) == []
         )
@@ -107,10 +107,8 @@ def check_exact(model, lengths, *, recompute="never", split=False):
 @every_way
 @every_backward
 @pytest.mark.parametrize("lengths", [[8], [3, 5], [1, 1, 2, 4]], ids=str)
-def test_any_nest_of_tensors_and_constants_can_be_handed_on(lengths, recompute, split):
-    """States, counts, masks, tables, tensors passed on as they came, parameters, what nobody reads;
-    from each layer its own.
-    """
+def test_any_nest_of_tensors_and_constants_can_be_passed_on(lengths, recompute, split):
+    """States, counts, masks, tables, unchanged tensors, parameters and unused tensors, by layer."""
     model = recurrent_model()
     if len(lengths) > 1:
         model[7] = Recurrent()  # a module in two stages is refused elsewhere
@@ -120,8 +118,8 @@ def test_any_nest_of_tensors_and_constants_can_be_handed_on(lengths, recompute, 
 @every_way
 @every_backward
 @pytest.mark.parametrize("frozen", [(0,), (0, 1), (1,), (4, 5, 6)], ids=str)
-def test_frozen_layers_hand_on_too(frozen, recompute, split):
-    """A past that wants no gradient has none to wait for, also before layers that are trained."""
+def test_frozen_layers_pass_on_state_too(frozen, recompute, split):
+    """State without gradients has none to wait for, also before layers that are trained."""
     model = recurrent_model()
     model[7] = nn.Identity()
     for index in frozen:
@@ -130,7 +128,7 @@ def test_frozen_layers_hand_on_too(frozen, recompute, split):
 
 
 def test_slices_together_are_what_forward_is_on_the_whole():
-    """The reference of this file does not split hairs over a wrong layer."""
+    """The reference of this file is right: `forward_slice` of its layers agrees with `forward`."""
     model = recurrent_model()
     model[3] = nn.Identity()
     pipe = ps.Pipeline(
@@ -141,23 +139,23 @@ def test_slices_together_are_what_forward_is_on_the_whole():
 
 
 class Keeps(nn.Module):
-    """Hands on what a test says."""
+    """A layer whose `forward_slice` is a given function."""
 
-    def __init__(self, made):
+    def __init__(self, function):
         super().__init__()
-        self.made = made
+        self.function = function
 
     def forward_slice(self, value, past):
-        """As told."""
-        return self.made(value, past)
+        """Call the function."""
+        return self.function(value, past)
 
 
 class Grower:
-    """No tensor, no constant."""
+    """Neither a tensor nor a constant."""
 
 
 def write_into(value, past):
-    """A cache of fixed size, as in inference."""
+    """A cache of fixed size that is written in place, as in inference."""
     cache = torch.zeros(len(value), 8, 16) if past is None else past[0]
     start = 0 if past is None else past[1]
     with torch.no_grad():
@@ -168,7 +166,7 @@ def write_into(value, past):
 WRONG = {
     "one thing": (
         lambda value, past: value,
-        r"forward_slice of layer 1 \(Keeps\) returned Tensor: it returns two things",
+        r"forward_slice of layer 1 \(Keeps\) returned Tensor: it must return its output, and",
     ),
     "three things": (
         lambda value, past: (value, past, past),
@@ -180,7 +178,10 @@ WRONG = {
     ),
     "in place": (
         write_into,
-        r"the past of layer 1 was changed in place: its forward_slice must make new tensors \(torch\.cat\)",
+        (
+            r"the past of layer 1 was changed in place: its forward_slice must make new "
+            r"tensors \(torch\.cat\)"
+        ),
     ),
     "what is changed later": (
         lambda value, past: (value, value),
@@ -191,11 +192,13 @@ WRONG = {
 
 @every_way
 @pytest.mark.parametrize("name", WRONG)
-def test_a_past_that_cannot_be_kept_apart_is_refused(name, recompute):
-    """Each of these would train, with gradients that are wrong without a word."""
-    made, message = WRONG[name]
+def test_invalid_states_are_refused(name, recompute):
+    """Each of these would silently train with wrong gradients."""
+    function, message = WRONG[name]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), Keeps(made), nn.ReLU(inplace=True), nn.Linear(16, 16))
+    model = nn.Sequential(
+        nn.Linear(16, 16), Keeps(function), nn.ReLU(inplace=True), nn.Linear(16, 16)
+    )
     pipe = ps.Pipeline(
         model,
         loss=loss,
@@ -209,35 +212,35 @@ def test_a_past_that_cannot_be_kept_apart_is_refused(name, recompute):
             run()
 
 
-def test_the_last_slices_past_is_nobodys_and_not_kept():
+def test_the_last_slices_state_is_not_stored():
     """It is the largest of all: keys and values of the whole sequence."""
     past = Past(keeps=False)
     past.run(0, "a", Keeps(lambda value, _: (value, value + 1)), torch.ones(2))
-    assert past.left == {}
+    assert past.outgoing == {}
 
 
-def test_gradients_of_what_was_found_go_back_by_slice():
-    """Slice 2's are for slice 1; those of a slice that found nothing are none."""
+def test_gradients_of_incoming_state_go_back_by_slice():
+    """Slice 2's gradients are for slice 1; a slice without incoming state has none."""
     pasts = Pasts()
-    pasts.leave(2, {0: (torch.ones(2), 7), 3: torch.arange(2)}, [True, False])
-    found = pasts.waiting.pop(2)
-    assert found[0][1] == 7
-    assert [leaf.requires_grad for leaf in tensors_of(found)] == [True, False]
-    pasts.give_back(2, [torch.full((2,), 5.0)])
-    pasts.give_back(0, [])
-    assert [grad.tolist() for grad in pasts.take_back(2)] == [[5.0, 5.0]]
-    assert pasts.take_back(2) == pasts.take_back(None) == []
+    pasts.store(2, {0: (torch.ones(2), 7), 3: torch.arange(2)}, [True, False])
+    state = pasts.waiting.pop(2)
+    assert state[0][1] == 7
+    assert [leaf.requires_grad for leaf in tensors_of(state)] == [True, False]
+    pasts.store_grads(2, [torch.full((2,), 5.0)])
+    pasts.store_grads(0, [])
+    assert [grad.tolist() for grad in pasts.pop_grads(2)] == [[5.0, 5.0]]
+    assert pasts.pop_grads(2) == pasts.pop_grads(None) == []
 
 
 def test_keys_and_values_are_freed_as_soon_as_their_slices_backward_is_done():
-    """The memory promise of token slices: of a micro-batch that is done nothing stays, whatever its
-    neighbours do.
+    """The memory promise of token slices: a completed micro-batch leaves nothing behind, whatever
+    its neighbours do.
     """
-    seen: list[tuple[int, weakref.ref[Tensor]]] = []
+    storages: list[tuple[int, weakref.ref[Tensor]]] = []
 
     def keep(value, past):
         grown = value * 1 if past is None else torch.cat([past, value], dim=1)
-        seen.append((grown.shape[1], weakref.ref(grown)))
+        storages.append((grown.shape[1], weakref.ref(grown)))
         return value + grown.mean(dim=1, keepdim=True), grown
 
     torch.manual_seed(0)
@@ -249,10 +252,10 @@ def test_keys_and_values_are_freed_as_soon_as_their_slices_backward_is_done():
     backward, alive = stage.backward, []
 
     def watched(*args):
-        made = backward(*args)
+        grads = backward(*args)
         gc.collect()
-        alive.append([length for length, tensor in seen if tensor() is not None])
-        return made
+        alive.append([length for length, tensor in storages if tensor() is not None])
+        return grads
 
     stage.backward = watched
     pipe.train_batch(X, Y)

@@ -1,5 +1,5 @@
-"""Graphs of traced models are made before a batch begins, on all ranks alike, and not in the middle
-of it.
+"""Graphs of traced models are built before a batch begins, on all ranks, and not in the middle of
+it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def playing():
     return False
 
 
-def test_a_form_that_comes_up_is_traced_before_the_batch_and_ranks_say_so(monkeypatch):
-    """A last batch of odd size has micro-batches of one sample, which have a graph of their own."""
+def test_a_new_form_is_traced_before_the_batch_and_the_status_says_so(monkeypatch):
+    """A last batch of odd size has micro-batches of one sample, which need another graph."""
     places, notes = [], []
     original, doing = variants.capture, SharedBoard.for_rank
 
-    def capture(*given, **options):
+    def capture(*args, **options):
         places.append(playing())
-        return original(*given, **options)
+        return original(*args, **options)
 
     pipe = made(Small(), torch.randn(4, 4))
     monkeypatch.setattr(variants, "capture", capture)
@@ -52,7 +52,7 @@ def test_a_form_that_comes_up_is_traced_before_the_batch_and_ranks_say_so(monkey
 
 
 def test_a_form_whose_layers_differ_is_refused_before_any_op_runs():
-    """In the middle of a step the other ranks would wait for what never comes."""
+    """In the middle of a step the other ranks would wait for a message that is never sent."""
     pipe = made(Small(), torch.randn(4, 4))
     with pytest.raises(ChainError, match=r"cannot be traced"):
         pipe.train_batch(torch.randn(4, 5), torch.randint(0, 3, (4,)))
@@ -60,14 +60,12 @@ def test_a_form_whose_layers_differ_is_refused_before_any_op_runs():
 
 
 def test_processes_trace_at_construction_and_go_by_the_users_model():
-    """A chain that is sent leaves its graphs behind; model and chain that are sent together stay
-    one.
-    """
+    """A chain is sent without its graphs; model and chain that are sent together stay connected."""
     torch.manual_seed(0)
     model = Small()
     expected = plain_losses(model)
-    for found in launch(anneal, 2, model, made.chain_of(model)):
-        torch.testing.assert_close(found["losses"], expected)
-        assert found["known"]
+    for result in launch(anneal, 2, model, made.chain_of(model)):
+        torch.testing.assert_close(result["losses"], expected)
+        assert result["known"]
         # The example's form at construction, then one sample, then the other temperature.
-        assert found["inside"] == [False] * 3
+        assert result["inside"] == [False] * 3

@@ -1,4 +1,4 @@
-"""Copies of a stage train to the numbers of one copy, or are refused before anything is updated."""
+"""Replicas of a stage train to the numbers of a single copy, or are refused before any update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.errors import RunError, SettingError
 
 
 class Centred(nn.Module):
-    """Subtracts a running mean, which every forward moves."""
+    """Subtracts a running mean, which every forward changes."""
 
     def __init__(self):
         super().__init__()
@@ -22,23 +22,23 @@ class Centred(nn.Module):
         self.register_buffer("centre", torch.zeros(4))
 
     def forward(self, x):
-        made = self.inner(x)
+        output = self.inner(x)
         with torch.no_grad():
-            self.centre.mul_(0.9).add_(made.detach().mean(0), alpha=0.1)
-        return made - self.centre
+            self.centre.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        return output - self.centre
 
 
 class Replaced(Centred):
     """The same, with a new buffer every time."""
 
     def forward(self, x):
-        made = self.inner(x)
-        self.centre = 0.9 * self.centre + 0.1 * made.detach().mean(0)
-        return made - self.centre
+        output = self.inner(x)
+        self.centre = 0.9 * self.centre + 0.1 * output.detach().mean(0)
+        return output - self.centre
 
 
 class Counted(Centred):
-    """Behaves in another way after so many forwards, by a counter in a buffer."""
+    """Changes its behaviour after a number of forwards, counted in a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Counted(Centred):
 
 
 class Called(Centred):
-    """The same by an attribute of Python."""
+    """The same with a Python attribute."""
 
     calls = 0
 
@@ -60,20 +60,20 @@ class Called(Centred):
 
 
 class Queued(Centred):
-    """Looks back at what earlier forwards have made."""
+    """Uses the outputs of earlier forwards."""
 
     def __init__(self):
         super().__init__()
         self.queue = []
 
     def forward(self, x):
-        made = self.inner(x)
-        self.queue.append(made.detach().mean(0))
-        return made - torch.stack(self.queue[-3:]).mean(0)
+        output = self.inner(x)
+        self.queue.append(output.detach().mean(0))
+        return output - torch.stack(self.queue[-3:]).mean(0)
 
 
 class Clamped(Centred):
-    """Changes its weight in the forward, behind autograd's back."""
+    """Changes its weight in the forward, unseen by autograd."""
 
     def forward(self, x):
         self.inner.weight.data.clamp_(-0.1, 0.1)
@@ -94,27 +94,27 @@ class Penalised(torch.autograd.Function):
 
 
 class ReadBackwards(Centred):
-    """A buffer that no forward reads, and a backward does."""
+    """Has a buffer that only the backward reads."""
 
     def forward(self, x):
-        made = self.inner(x)
+        output = self.inner(x)
         with torch.no_grad():
-            self.centre.mul_(0.9).add_(made.detach().mean(0), alpha=0.1)
-        return Penalised.apply(made, self.centre)
+            self.centre.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        return Penalised.apply(output, self.centre)
 
 
 class Own(Centred):
-    """Batch norm as written by hand: running statistics that training writes and does not read."""
+    """Hand-written batch norm, whose training writes running statistics and does not read them."""
 
     def forward(self, x):
-        made = self.inner(x)
+        output = self.inner(x)
         with torch.no_grad():
-            self.centre.mul_(0.9).add_(made.detach().mean(0), alpha=0.1)
-        return made - made.mean(0)
+            self.centre.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        return output - output.mean(0)
 
 
 class Recording(Centred):
-    """Keeps what it made, a log and a cache, and reads none of them but the cache."""
+    """Stores its outputs, a log and a cache, and reads only the cache."""
 
     def __init__(self):
         super().__init__()
@@ -142,20 +142,20 @@ def hooked(make_hook):
 def counting_hook():
     state = {"calls": 0}
 
-    def hook(module, given, made):
+    def hook(module, inputs, output):
         state["calls"] += 1
-        return made * state["calls"]
+        return output * state["calls"]
 
     return hook
 
 
 def doubling_hook():
-    return lambda module, given, made: made * 2
+    return lambda module, inputs, output: output * 2
 
 
 def recording_hook():
-    seen = []
-    return lambda module, given, made: seen.append(made.detach())
+    outputs = []
+    return lambda module, inputs, output: outputs.append(output.detach())
 
 
 def pipeline(model, schedule="chimera", **options):
@@ -176,7 +176,7 @@ def data():
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize(
-    ("middle", "told"),
+    ("middle", "reason"),
     [
         (Centred, "buffer 1.centre is changed by a forward and read by the next"),
         (Replaced, "buffer 1.centre is changed by a forward and read by the next"),
@@ -191,16 +191,14 @@ def data():
         ),
     ],
 )
-def test_state_that_forwards_move_and_read_is_refused_before_the_update(middle, told, recompute):
-    """Each copy would see the state that its own micro-batches have left, and train to other
-    numbers.
-    """
+def test_state_that_forwards_move_and_read_is_refused_before_the_update(middle, reason, recompute):
+    """Each replica would read the state of its own micro-batches alone, and train otherwise."""
     model = model_of(middle())
     before = {name: value.clone() for name, value in model[0].state_dict().items()}
     pipe = pipeline(model, recompute=recompute)
     with pytest.raises(RunError, match="chimera holds copies of stage 0") as caught:
         pipe.train_batch(*data())
-    assert told in str(caught.value)
+    assert reason in str(caught.value)
     assert "schedule='1f1b'" in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in model[0].state_dict().items())
 
@@ -219,8 +217,8 @@ def test_state_that_forwards_move_and_read_is_refused_before_the_update(middle, 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")
 def test_state_that_is_only_written_may_have_copies(middle, recompute):
-    """Running statistics, logs, caches and hooks without state do not change what is trained: two
-    steps equal plain training.
+    """Running statistics, logs, caches and stateless hooks do not affect training: two steps equal
+    plain training.
     """
     model = model_of(middle())
     start = [parameter.detach().clone() for parameter in model.parameters()]
@@ -243,9 +241,7 @@ def test_state_that_is_only_written_may_have_copies(middle, recompute):
 
 
 def test_a_buffer_that_begins_to_move_later_is_refused():
-    """The first micro-batch shows what moves; what begins to move afterwards is seen by its
-    version.
-    """
+    """Buffers that change only after the first micro-batch are detected by their versions."""
 
     class Late(Centred):
         moves = False
@@ -282,9 +278,9 @@ def clipped_afterwards():
 def with_backward_hook():
     layer, calls = nn.Linear(4, 4), [0]
 
-    def hook(module, given, made):
+    def hook(module, grad_inputs, grad_outputs):
         calls[0] += 1
-        return (given[0] * calls[0],)
+        return (grad_inputs[0] * calls[0],)
 
     layer.register_full_backward_hook(hook)
     return layer
@@ -292,7 +288,7 @@ def with_backward_hook():
 
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*")
 @pytest.mark.parametrize(
-    ("middle", "told"),
+    ("middle", "reason"),
     [
         (clipped, r"weight has a gradient hook \(register_hook\)"),
         (clipped_afterwards, r"weight has a gradient hook \(register_post_accumulate_grad_hook\)"),
@@ -307,15 +303,15 @@ def with_backward_hook():
         ),
     ],
 )
-def test_hooks_and_spectral_norms_are_refused_at_construction(middle, told):
-    """What can be seen without running is refused before ranks start, with the stage and the layer."""
-    with pytest.raises(SettingError, match=told) as caught:
+def test_hooks_and_spectral_norms_are_refused_at_construction(middle, reason):
+    """Without running a batch; the message names the stage and the layer."""
+    with pytest.raises(SettingError, match=reason) as caught:
         pipeline(model_of(middle()))
     assert "stage 0 (ranks 0, 1): layer 1 " in str(caught.value)
 
 
 def test_embeddings_with_max_norm_are_refused_at_construction():
-    """Their forward renormalises the rows that one copy has looked up, and not those of the other."""
+    """The forward of one replica would renormalise only the rows that it has looked up."""
     model = nn.Sequential(
         nn.Embedding(9, 4, max_norm=1.0), nn.EmbeddingBag(9, 4, max_norm=2.0), nn.Linear(4, 2)
     )
@@ -329,7 +325,7 @@ def test_embeddings_with_max_norm_are_refused_at_construction():
 @pytest.mark.parametrize("middle", [Centred, clipped, clipped_afterwards])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_one_copy_of_each_stage_trains_to_the_same_numbers_as_plain_accumulation(middle, schedule):
-    """State that moves, and hooks that run once for every micro-batch, as they do in one process."""
+    """With changing state, and with hooks that run once per micro-batch as in one process."""
     x, y = data()
     plain = model_of(middle())
     weights = {name: value.clone() for name, value in plain.state_dict().items()}
@@ -349,7 +345,7 @@ def test_one_copy_of_each_stage_trains_to_the_same_numbers_as_plain_accumulation
 
 
 class Head(nn.Module):
-    """A projection by a table that an embedding has too."""
+    """A projection by the table of an embedding."""
 
     def __init__(self, weight):
         super().__init__()
@@ -360,7 +356,7 @@ class Head(nn.Module):
 
 
 def test_a_hook_on_a_weight_of_two_stages_is_refused():
-    """The hook would see the gradient of each use by itself; in one process it sees their sum."""
+    """It would see the gradient of each use; in one process it sees their sum."""
     table = nn.Embedding(9, 4)
     table.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
     model = nn.Sequential(table, nn.Tanh(), Head(table.weight))
@@ -377,7 +373,7 @@ def test_a_table_with_max_norm_that_another_stage_uses_is_refused():
 
 
 def test_a_hook_on_a_weight_without_memory_is_refused():
-    """The parameter that is made in its place would not have it."""
+    """The parameter that replaces it would not have the hook."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model[0].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
@@ -387,9 +383,7 @@ def test_a_hook_on_a_weight_without_memory_is_refused():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_a_hook_that_steps_its_weight_needs_one_micro_batch(schedule):
-    """Forwards of later micro-batches have run with the weight as it was: one process would run
-    them with the new one.
-    """
+    """Forwards of later micro-batches have used the old weight; in one process they use the new."""
 
     def model():
         layer = nn.Linear(4, 4)
@@ -408,7 +402,7 @@ def test_a_hook_that_steps_its_weight_needs_one_micro_batch(schedule):
 
 
 def test_a_loss_that_moves_a_buffer_is_refused_in_copies():
-    """A loss that counts what it has seen is state that forwards move, too."""
+    """A buffer of the loss is state that forwards change, too."""
 
     class CountingLoss(nn.Module):
         def __init__(self):
@@ -433,7 +427,7 @@ def test_a_loss_that_moves_a_buffer_is_refused_in_copies():
 
 
 class Mean(nn.Module):
-    """The mean of what a bag looked up."""
+    """Returns the mean of the rows that a bag has looked up."""
 
     def forward(self, x):
         return x.mean(1)
@@ -448,7 +442,7 @@ class Mean(nn.Module):
     ],
 )
 def test_sparse_gradients_of_copies_add_up_to_those_of_plain_training(optimizer):
-    """Rows that any copy has touched, and no others: SparseAdam steps only these."""
+    """They have the rows that any replica has used, and no others: SparseAdam steps only these."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 4, sparse=True), Mean(), nn.Tanh())
     plain = copy.deepcopy(model)
@@ -472,9 +466,7 @@ def test_sparse_gradients_of_copies_add_up_to_those_of_plain_training(optimizer)
 
 
 def test_sparse_gradients_of_a_traced_model_are_refused_in_copies():
-    """A traced layer does not say which of its weights have sparse gradients; the first forward
-    does.
-    """
+    """A traced layer does not declare its sparse gradients; the first forward shows them."""
 
     class Bag(nn.Module):
         def __init__(self):
@@ -491,7 +483,7 @@ def test_sparse_gradients_of_a_traced_model_are_refused_in_copies():
 
 
 def test_traced_batch_norm_may_have_copies_and_traced_spectral_norm_not():
-    """A traced layer has no module of torch's in it: what it reads and writes is followed op by op."""
+    """A traced layer has no torch module in it: its reads and writes are followed op by op."""
 
     class Normed(nn.Module):
         def __init__(self, spectral):
@@ -504,10 +496,10 @@ def test_traced_batch_norm_may_have_copies_and_traced_spectral_norm_not():
             return self.last(torch.relu(self.norm(self.first(x))))
 
     x, y = data()
-    made = ps.chain(Normed(False), x)
-    pipeline(made, balance=[2, len(made) - 2]).train_batch(x, y)
-    made = ps.chain(Normed(True), x)
-    pipe = pipeline(made, balance=[2, len(made) - 2])
+    chain = ps.chain(Normed(False), x)
+    pipeline(chain, balance=[2, len(chain) - 2]).train_batch(x, y)
+    chain = ps.chain(Normed(True), x)
+    pipe = pipeline(chain, balance=[2, len(chain) - 2])
     with pytest.raises(RunError, match="is changed by a forward and read by the next"):
         pipe.train_batch(x, y)
 
@@ -530,8 +522,8 @@ def _refused_in_processes():
 
 
 def test_all_processes_stop_with_the_reason():
-    """A rank that finds it first takes the others with it, and they say why."""
-    told = ps.launch(_refused_in_processes, ranks=2)
+    """The rank that detects it first stops the others, which report its reason."""
+    messages = ps.launch(_refused_in_processes, ranks=2)
     assert all(
-        "buffer 1.centre is changed by a forward and read by the next" in text for text in told
+        "buffer 1.centre is changed by a forward and read by the next" in text for text in messages
     )

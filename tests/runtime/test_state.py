@@ -1,4 +1,4 @@
-"""The model's state under its own names, whatever the cut."""
+"""The model's state under its own names, independent of the cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.errors import SettingError
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", [2, 5, 9])
 def test_the_state_is_the_models_own_under_any_placement(name, seed):
-    """Names, order of ranks and stages, buffers: nothing of the cut shows in it."""
+    """Names, order of ranks and stages, buffers: none depends on the cut."""
     case = CASES[name]
     model, _, _ = made(case)
     schedule = random_schedule(seed, 4, 3, 2)
@@ -27,33 +27,33 @@ def test_the_state_is_the_models_own_under_any_placement(name, seed):
         schedule=schedule,
         executor="threads",
     )
-    found = pipe.state_dict()
-    assert differences(found, dict(model.state_dict())) == []
-    next(iter(found.values())).add_(1)
-    assert differences(found, dict(model.state_dict())) != []  # it is a copy
+    state = pipe.state_dict()
+    assert differences(state, dict(model.state_dict())) == []
+    next(iter(state.values())).add_(1)
+    assert differences(state, dict(model.state_dict())) != []  # it is a copy
 
 
-def test_a_state_is_loaded_whole_or_not_at_all():
-    """Half a state is a model that nobody has trained."""
+def test_a_state_is_loaded_completely_or_not_at_all():
+    """A partly loaded state would be a mixture of two models."""
     model, _, _ = made(CASES["mlp"])
     pipe = ps.Pipeline(model, loss=CASES["mlp"].loss, balance=[3, 4], executor="threads")
     before = pipe.state_dict()
-    wanted = {name: tensor + 1 for name, tensor in before.items()}
-    with pytest.raises(SettingError, match=r"it lacks 'fc4\.bias'\. With strict=False"):
+    values = {name: tensor + 1 for name, tensor in before.items()}
+    with pytest.raises(SettingError, match=r"it has no 'fc4\.bias'\. With strict=False"):
         pipe.load_state_dict(
-            {name: tensor for name, tensor in wanted.items() if name != "fc4.bias"}
+            {name: tensor for name, tensor in values.items() if name != "fc4.bias"}
         )
     with pytest.raises(
         SettingError, match=r"fc3\.weight has shape \(2,\) in the state and \(16, 16\) in the model"
     ):
-        pipe.load_state_dict({**wanted, "fc3.weight": torch.zeros(2)})
+        pipe.load_state_dict({**values, "fc3.weight": torch.zeros(2)})
     assert differences(pipe.state_dict(), before) == []
-    pipe.load_state_dict(wanted)
-    assert differences(pipe.state_dict(), wanted) == []
+    pipe.load_state_dict(values)
+    assert differences(pipe.state_dict(), values) == []
 
 
 def test_tied_weights_have_both_names_and_lists_of_modules_have_numbers():
-    """As torch's own state_dict of the same model."""
+    """As in torch's own state_dict of the same model."""
     layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)]
     layers[1].weight = layers[0].weight
     pipe = ps.Pipeline(layers, loss=nn.MSELoss(), balance=[2, 1], executor="threads")

@@ -1,6 +1,4 @@
-"""Streams on the runtime: what is fed, shown, counted, and what happens when an op fails in the
-middle.
-"""
+"""Streams on the runtime: feeding, timelines, counts, and failures in mid-stream."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def model(trap=None):
 
 
 def batches(count, samples=8):
-    """Batches of random data, always the same."""
+    """Return batches of random data, always the same."""
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(samples, 8, generator=generator), torch.randn(samples, 4, generator=generator))
@@ -42,7 +40,7 @@ def batches(count, samples=8):
 
 
 def pipeline(schedule="pipedream", balance=(2, 2, 2), *, trap=None, **options):
-    """A stream in this process."""
+    """Return an asynchronous pipeline in this process."""
     options = {"micro_batches": 1, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), **options}
     return ps.Pipeline(
         model(trap),
@@ -54,17 +52,17 @@ def pipeline(schedule="pipedream", balance=(2, 2, 2), *, trap=None, **options):
     )
 
 
-def test_a_stream_takes_as_many_batches_ahead_as_it_has_under_way():
-    """The loss of the first comes when the pipeline is full, and then one for every batch."""
-    taken = []
+def test_a_stream_reads_as_many_batches_ahead_as_are_in_flight():
+    """The first loss comes when the pipeline is full, and then one for every batch."""
+    numbers = []
 
     def loader():
         for number, batch in enumerate(batches(6)):
-            taken.append(number)
+            numbers.append(number)
             yield batch
 
-    seen = [len(taken) for _ in pipeline().train(loader())]
-    assert seen == [3, 4, 5, 6, 6, 6]
+    counts = [len(numbers) for _ in pipeline().train(loader())]
+    assert counts == [3, 4, 5, 6, 6, 6]
 
 
 def test_a_stream_never_holds_more_marks_or_batches_than_it_needs():
@@ -75,7 +73,7 @@ def test_a_stream_never_holds_more_marks_or_batches_than_it_needs():
         (stream,) = [pipe._stream]
         held.append(
             (
-                max(len(each.marks) for each in pipe._made.interpreters.values()),
+                max(len(interpreter.marks) for interpreter in pipe._made.interpreters.values()),
                 len(stream._under_way._batches),
             )
         )
@@ -83,23 +81,23 @@ def test_a_stream_never_holds_more_marks_or_batches_than_it_needs():
     assert max(count for _, count in held) <= 3
 
 
-def test_the_timeline_has_the_last_batches_that_are_done_as_a_schedule_of_their_own():
-    """So that it can be held against the simulated one, in a stream of any length."""
+def test_the_timeline_has_the_last_completed_batches_numbered_from_0():
+    """So it can be compared with the simulated one, at any point of the stream."""
     pipe = pipeline()
     for count in (2, 40):
         for _ in pipe.train(batches(count)):
             pass
-        shown = pipe.timeline()
+        timeline = pipe.timeline()
         expected = ps.schedule("pipedream", 3, 1, batches=min(count, 7))
         events = {
-            rank: tuple(event.op for event in shown.compute if event.rank == rank)
+            rank: tuple(event.op for event in timeline.compute if event.rank == rank)
             for rank in range(3)
         }
         assert tuple(events.values()) == expected.programs
-        assert shown.peak_in_flight == ps.simulate(expected, ps.Costs()).peak_in_flight
+        assert timeline.peak_in_flight == ps.simulate(expected, ps.Costs()).peak_in_flight
 
 
-def test_the_timeline_of_a_stream_leaves_out_what_a_small_batch_had_not():
+def test_the_timeline_leaves_out_micro_batches_that_a_small_batch_does_not_have():
     """The last batch of an epoch may have fewer samples than micro-batches."""
     pipe = pipeline(micro_batches=4)
     for _ in pipe.train([*batches(3), *batches(1, samples=2)]):
@@ -115,7 +113,7 @@ def test_the_timeline_of_a_stream_leaves_out_what_a_small_batch_had_not():
     [("stash", (3, 2, 1)), ("none", (1, 1, 1)), ("vertical-sync", (3, 3, 3))],
 )
 def test_versions_are_counted_and_their_bytes_are_in_the_peak_memory(weights, versions):
-    """The paper's price of asynchrony: S - s versions on stage s, or p, or one."""
+    """The paper's cost of asynchrony: S - s versions on stage s, or p, or one."""
     pipe = pipeline(weights=weights)
     for _ in pipe.train(batches(12)):
         pass
@@ -128,18 +126,18 @@ def test_versions_are_counted_and_their_bytes_are_in_the_peak_memory(weights, ve
     )  # the very first graph copies its input, to see whether layers change it; so does a stream's
     stage_bytes = [4 * (8 * 8 + 8), 4 * (8 * 8 + 8), 4 * (8 * 8 + 8 + 8 * 4 + 4)]
     expected = [(count - 1) * size for count, size in zip(versions, stage_bytes, strict=True)]
-    kept = [(count - 1) * _saved(flush, stage) for stage, count in enumerate((3, 2, 1))]
+    version_bytes = [(count - 1) * _saved(flush, stage) for stage, count in enumerate((3, 2, 1))]
     more = [a - b for a, b in zip(pipe.timeline().peak_memory, first, strict=True)]
-    assert more == [a + b for a, b in zip(expected, kept, strict=True)]
+    assert more == [a + b for a, b in zip(expected, version_bytes, strict=True)]
 
 
 def _saved(pipe, stage):
-    """Bytes of activations that one micro-batch keeps on a stage."""
+    """Return the bytes of activations that one micro-batch holds on a stage."""
     return pipe._made.interpreters[stage].held.peak
 
 
 def test_an_op_that_fails_in_mid_stream_is_named_and_ends_the_stream():
-    """Some stages have had updates that others have not: nobody could say which weights these are."""
+    """Some stages have had updates that others have not: the weights are of no single version."""
     pipe = pipeline(trap=Trap("raise", "B", at=4))
     with pytest.raises(StageFailed, match=r"rank 1.*1B4.*a planted failure"):
         list(pipe.train(batches(9)))
@@ -149,8 +147,8 @@ def test_an_op_that_fails_in_mid_stream_is_named_and_ends_the_stream():
         pipe.flush()
 
 
-def test_a_checkpoint_brings_a_failed_stream_back(tmp_path):
-    """That is what it is there for."""
+def test_loading_a_checkpoint_restarts_a_failed_stream(tmp_path):
+    """Loading replaces the inconsistent weights."""
     trap = Trap("raise", "F", at=8)
     pipe = pipeline(trap=trap)
     for step, _ in enumerate(pipe.train(batches(4))):
@@ -169,7 +167,7 @@ def test_a_checkpoint_brings_a_failed_stream_back(tmp_path):
 
 
 def test_evaluating_in_mid_stream_leaves_updates_on():
-    """What it drains fills anew, and goes on learning."""
+    """Evaluation drains the stream, which then fills again and continues to update."""
     pipe, plain = pipeline(), pipeline()
     for step, _ in enumerate(pipe.train(batches(12))):
         if step == 4:
@@ -187,8 +185,8 @@ def test_evaluating_in_mid_stream_leaves_updates_on():
     [("pipedream", {}), ("avgpipe", {}), ("hetpipe", {}), ("2bw", {"micro_batches": 4})],
 )
 def test_outside_the_stream_the_model_is_the_one_that_a_checkpoint_has(name, options, tmp_path):
-    """Whatever copies and versions a rule works with; of AvgPipe it is the reference model, which
-    no batch reads.
+    """Whatever copies and versions a rule uses; with AvgPipe it is the reference model, which no
+    batch reads.
     """
     pipe = pipeline(name, **options)
     list(pipe.train(batches(7)))
@@ -201,15 +199,18 @@ def test_outside_the_stream_the_model_is_the_one_that_a_checkpoint_has(name, opt
 
 
 @pytest.mark.parametrize("replicas", [2, (2, 1, 1)])
-def test_copies_of_a_stage_that_meet_stream_and_are_saved_once(replicas, tmp_path):
-    """PipeDream's stages on several ranks: gradients add up at every U. Two pipelines of one
-    micro-batch each read what one pipeline reads that has the whole batch as one.
+def test_synchronised_replicas_stream_and_are_saved_once(replicas, tmp_path):
+    """PipeDream's stages on several ranks: gradients are summed at every U.
+
+    Two pipelines of one micro-batch each compute what one pipeline computes whose micro-batch is
+    the whole batch.
     """
     pipe, alike = (
         pipeline(ps.schedule("pipedream", 3, 2, replicas=replicas), micro_batches=None),
         pipeline(),
     )
-    losses, expected = ([float(loss) for loss in each.train(batches(6))] for each in (pipe, alike))
+    losses = [float(loss) for loss in pipe.train(batches(6))]
+    expected = [float(loss) for loss in alike.train(batches(6))]
     assert len(losses) == 6
     if replicas == 2:
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -221,17 +222,17 @@ def test_copies_of_a_stage_that_meet_stream_and_are_saved_once(replicas, tmp_pat
     )
 
 
-def test_a_stream_without_an_optimizer_adds_gradients_up():
-    """As a synchronous schedule does: updates are then the user's."""
+def test_a_stream_without_an_optimizer_accumulates_gradients():
+    """As a synchronous schedule does: the user updates the weights."""
     pipe = pipeline(optimizer=None)
     count = len(list(pipe.train(batches(3))))
-    own = {name: parameter.grad for name, parameter in pipe.chain.modules[0].named_parameters()}
+    grads = {name: parameter.grad for name, parameter in pipe.chain.modules[0].named_parameters()}
     assert count == 3
-    assert all(grad is not None and math.isfinite(float(grad.sum())) for grad in own.values())
+    assert all(grad is not None and math.isfinite(float(grad.sum())) for grad in grads.values())
 
 
 def test_a_stage_without_weights_streams_too():
-    """Only an activation function, or layers that are frozen."""
+    """It may have only an activation function, or frozen layers."""
     pipe = pipeline(balance=(1, 1, 4), trap=None)
     assert len(list(pipe.train(batches(5)))) == 5
     assert pipe.weight_versions[1] == 1

@@ -1,4 +1,4 @@
-"""Tied weights over stages: one parameter, one gradient, one optimizer state, whatever the cut."""
+"""Tied weights over stages: one parameter, one gradient, one optimizer state, under every cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADAM = {"adam": lambda params: torch.optim.Adam(params, lr=1e-2)}
 
 
 class Head(nn.Module):
-    """Scores by the embedding's own table, with a bias of its own."""
+    """A head that uses the embedding's table, with a bias of its own."""
 
     def __init__(self, table):
         super().__init__()
@@ -35,8 +35,8 @@ class Head(nn.Module):
 
 
 def tied_model(*, dropout=0.0, second=True):
-    """An embedding that is the head's table, and two linear maps further in that share a weight the
-    other way round.
+    """An embedding whose table is also the head's; of the linear maps between them two share a
+    weight.
     """
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -58,19 +58,19 @@ def tied_model(*, dropout=0.0, second=True):
 
 
 def data(samples=12, number=0):
-    """Tokens and the tokens that follow."""
+    """Return tokens and the tokens that follow."""
     with torch.random.fork_rng():
         torch.manual_seed(50 + number)
         return torch.randint(0, 13, (samples, 5)), torch.randint(0, 13, (samples, 5))
 
 
 def loss(output, target):
-    """Mean over samples and tokens."""
+    """Return the mean over samples and tokens."""
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def plain(model, steps, make=sgd):
-    """The same in one process: losses."""
+    """Train in one process and return the losses."""
     optimizer = make(list(model.parameters()))
     losses = []
     for number in range(steps):
@@ -83,18 +83,18 @@ def plain(model, steps, make=sgd):
     return torch.stack(losses)
 
 
-def close(found, expected):
-    """Names whose tensors differ by more than rounding."""
-    assert found.keys() == expected.keys()
+def close(actual, expected):
+    """Return the names of tensors that differ by more than rounding."""
+    assert actual.keys() == expected.keys()
     return [
         name
-        for name in found
-        if not torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-6)
+        for name in actual
+        if not torch.allclose(actual[name], expected[name], rtol=1e-5, atol=1e-6)
     ]
 
 
 def pipeline(model, lengths, **options):
-    """In this process."""
+    """Return a pipeline in this process."""
     options.setdefault("micro_batches", 4)
     options.setdefault("optimizer", sgd)
     if options.get("schedule") is not None and not isinstance(options["schedule"], str):
@@ -104,17 +104,18 @@ def pipeline(model, lengths, **options):
 
 @pytest.mark.parametrize("schedule", sorted(one_of_each(4)))
 def test_training_with_tied_weights_is_that_of_one_device_under_every_schedule(schedule):
-    """The gradients of all uses add up; split backwards, several stages of a rank and copies of
-    stages included.
+    """The gradients of all uses are summed, also with split backwards, several stages per rank and
+    replicas.
     """
-    made = one_of_each(4)[schedule]
-    if not made.synchronous or made.slicing is not None or made.stages > 9:
+    entry = one_of_each(4)[schedule]
+    if not entry.synchronous or entry.slicing is not None or entry.stages > 9:
         pytest.skip(
-            "it updates at different times, cuts sequences, or has more stages than this model has layers"
+            "it updates at different times, cuts sequences, or has more stages than "
+            "this model has layers"
         )
-    lengths = [9 // made.stages + (stage < 9 % made.stages) for stage in range(made.stages)]
+    lengths = [9 // entry.stages + (stage < 9 % entry.stages) for stage in range(entry.stages)]
     model, reference = tied_model(), tied_model()
-    pipe = pipeline(model, lengths, schedule=made)
+    pipe = pipeline(model, lengths, schedule=entry)
     losses = torch.stack([pipe.train_batch(*data(number=number)) for number in range(3)])
     assert torch.allclose(losses, plain(reference, 3), rtol=1e-5)
     assert close(pipe.state_dict(), dict(reference.state_dict())) == []
@@ -124,8 +125,8 @@ def test_training_with_tied_weights_is_that_of_one_device_under_every_schedule(s
 
 
 def test_tied_copies_stay_equal():
-    """Trap: in torch.distributed.pipelining the copies of a tied weight are never brought together,
-    and drift apart.
+    """In torch.distributed.pipelining the copies of a tied weight are never synchronised, and
+    diverge.
     """
     model = tied_model()
     pipe = pipeline(model, [3, 3, 3], optimizer=ADAM["adam"])
@@ -145,7 +146,7 @@ def test_tied_copies_stay_equal():
 
 
 def test_one_optimizer_state_is_kept_at_the_first_holder():
-    """Two states of one weight would be two different updates of it."""
+    """Two states of one weight would give two different updates."""
     pipe = pipeline(tied_model(), [3, 3, 3], optimizer=ADAM["adam"])
     pipe.train_batch(*data())
     counts = [len(stage.update.parameters) for stage in pipe._local_stages]
@@ -157,16 +158,16 @@ def test_one_optimizer_state_is_kept_at_the_first_holder():
 
 
 def test_the_self_check_counts_a_tied_weight_once():
-    """Its gradient is the sum of all uses, under the chain's one name."""
+    """Its gradient is the sum over all uses, under the chain's one name."""
     pipe = pipeline(tied_model(dropout=0.3), [2, 4, 3])
-    found = pipe.compare_with_one_device(*data())
-    assert set(found.gradients) == {name for name, _ in tied_model().named_parameters()}
-    assert found.relative < 1e-5
+    comparison = pipe.compare_with_one_device(*data())
+    assert set(comparison.gradients) == {name for name, _ in tied_model().named_parameters()}
+    assert comparison.relative < 1e-5
     assert list(pipe.state_dict()) == list(tied_model().state_dict())
 
 
-def test_two_copies_of_every_stage_hold_it_four_times():
-    """Every rank that holds it counts, and the copies' own meetings leave it alone."""
+def test_a_tied_weight_with_replicas_is_held_by_four_ranks():
+    """Every rank's gradient counts, and the all-reduce of the replicas leaves the weight out."""
     model, reference = tied_model(), tied_model()
     pipe = pipeline(model, [4, 5], schedule=ps.Schedule.parse(BOTH_WAYS))
     for number in range(3):
@@ -178,7 +179,7 @@ def test_two_copies_of_every_stage_hold_it_four_times():
 
 
 def test_three_uses_of_one_weight():
-    """T5 has its table in the encoder, the decoder and the head."""
+    """T5 uses its table in the encoder, the decoder and the head."""
 
     def made():
         model = tied_model(second=False)
@@ -202,11 +203,11 @@ def test_three_uses_of_one_weight():
 
 
 def test_frozen_tied_weights_are_shared_and_nothing_is_sent_for_them():
-    """They have no gradient, no step, and no exchange after the program."""
+    """They have no gradient, no step, and no communication after the program."""
     model, reference = tied_model(), tied_model()
-    for each in (model, reference):
-        each[0].weight.requires_grad_(False)
-        each[3].weight.requires_grad_(False)
+    for network in (model, reference):
+        network[0].weight.requires_grad_(False)
+        network[3].weight.requires_grad_(False)
     pipe = pipeline(model, [3, 3, 3])
     assert not pipe._together.needed
     pipe.train_batch(*data())
@@ -215,13 +216,15 @@ def test_frozen_tied_weights_are_shared_and_nothing_is_sent_for_them():
 
 
 def test_without_an_optimizer_gradients_of_all_uses_are_at_the_models_own_parameter():
-    """Whoever steps by hand finds the sum there; the next batch sees the new weights everywhere."""
+    """A user who steps the weights finds the sum there, and the next batch uses the new weights
+    everywhere.
+    """
     model, reference = tied_model(), tied_model()
     pipe = pipeline(model, [3, 3, 3], optimizer=None)
-    for each in (pipe, None):
+    for target in (pipe, None):
         for number in range(2):
             x, y = data(number=number)
-            if each is not None:
+            if target is not None:
                 pipe.train_batch(x, y)
             else:
                 loss(reference(x), y).backward()
@@ -241,7 +244,7 @@ def test_without_an_optimizer_gradients_of_all_uses_are_at_the_models_own_parame
 
 @pytest.mark.parametrize("recompute", ["always", "except_last"])
 def test_recomputed_stages_with_tied_weights(recompute):
-    """A stage may have nothing to train but what is borrowed."""
+    """A stage may have no trainable weight but a tied one whose home is another stage."""
     model, reference = tied_model(), tied_model()
     pipe = pipeline(model, [2, 2, 3, 2], recompute=recompute)
     pipe.train_batch(*data())
@@ -249,8 +252,8 @@ def test_recomputed_stages_with_tied_weights(recompute):
     assert close(dict(model.state_dict()), dict(reference.state_dict())) == []
 
 
-def test_checkpoints_pass_between_cuts_that_part_tied_layers_and_cuts_that_do_not(tmp_path):
-    """A tied tensor is written once, under the chain's one name."""
+def test_checkpoints_load_under_cuts_that_separate_tied_layers_or_do_not(tmp_path):
+    """A tied tensor is saved once, under the chain's one name."""
     make = ADAM["adam"]
     whole, parted = (
         pipeline(tied_model(), [9], optimizer=make),
@@ -274,7 +277,7 @@ def test_checkpoints_pass_between_cuts_that_part_tied_layers_and_cuts_that_do_no
 
 
 def test_a_tied_model_from_the_meta_device_begins_alike_under_every_cut():
-    """The home draws the initial values, as one device would."""
+    """The home draws the initial values that one device would draw."""
 
     def made():
         with torch.device("meta"):
@@ -288,45 +291,51 @@ def test_a_tied_model_from_the_meta_device_begins_alike_under_every_cut():
 
 
 def test_an_asynchronous_schedule_refuses_tied_weights_over_stages():
-    """Its stages update at different times: there is no batch whose gradients could be added up
-    before both have stepped.
+    """Its stages update at different times: no batch's gradients could be summed before both have
+    stepped.
     """
     with pytest.raises(
         ChainError,
-        match=r"0\.weight is used by layers 0, 8, which this cut puts into stages 0, 1\. .*untie them",
+        match=(
+            r"0\.weight is used by layers 0, 8, which this cut puts into stages 0, 1\. "
+            r".*untie them"
+        ),
     ):
         pipeline(tied_model(), [4, 5], schedule="pipedream", micro_batches=1)
     pipeline(tied_model(), [9], schedule="pipedream", micro_batches=1)
 
 
-def test_a_batch_norm_that_stands_in_two_stages_is_refused():
-    """Each use moves the statistics on from where the one before left them; two stages cannot."""
+def test_a_batch_norm_used_in_two_stages_is_refused():
+    """Each use updates the statistics of the one before, which two stages cannot do."""
     norm = nn.BatchNorm1d(8)
     model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8), norm)
     with pytest.raises(
-        ChainError, match=r"1\.running_mean is used by layers 1, 3.* or have a batch norm each"
+        ChainError,
+        match=r"1\.running_mean is used by layers 1, 3.* or give each a batch norm of its own",
     ):
         ps.Pipeline(model, loss=nn.MSELoss(), balance=[2, 2], executor="threads")
 
 
 def in_processes(options, steps):
-    """What a rank trains, and rank 0 brings back."""
+    """Train on a rank; rank 0 returns the results."""
     pipe = ps.Pipeline(tied_model(), loss=loss, optimizer=sgd, deadline_s=60, **options)
     losses = [pipe.train_batch(*data(number=number)) for number in range(steps)]
     compared = pipe.compare_with_one_device(*data(number=9))
     state = pipe.state_dict()
-    found = {
+    results = {
         "losses": torch.stack(losses),
         "state": state,
         "norm": pipe.grad_norm,
         "relative": compared.relative,
     }
     pipe.close()
-    return found
+    return results
 
 
 def test_processes_with_crossing_homes_agree_with_one_device():
-    """Rank 0 is home of the table that rank 1 uses, and the other way round: nobody waits for both."""
+    """Rank 0 is home of the table that rank 1 uses and vice versa; they do not wait for each other
+    in a circle.
+    """
     options = {
         "balance": [2, 2, 4, 1],
         "clip_grad_norm": 0.5,
@@ -348,7 +357,7 @@ def test_processes_with_crossing_homes_agree_with_one_device():
 
 
 def test_nothing_of_the_users_model_is_replaced():
-    """The model that was given is the one that is trained, ties and all."""
+    """The pipeline trains the user's own model, ties included."""
     model = tied_model()
     before = {name: id(p) for name, p in model.named_parameters()}
     deep = copy.deepcopy(model)

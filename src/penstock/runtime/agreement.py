@@ -1,61 +1,72 @@
-"""Ranks that are processes find out, before anything is computed, whether they are about to run the
-same.
+"""Comparison of the settings of all rank processes, before anything is computed.
+
+Each rank describes its model, its settings and its optimizers; every rank gets the same error if
+any two descriptions differ.
 """
 
 from __future__ import annotations
 
 from penstock.runtime.assembly import Assembly, Training
 from penstock.runtime.description import describe_optimizers, describe_run
-from penstock.runtime.meeting import Meeting
+from penstock.runtime.meeting import SettingsExchange
 from penstock.runtime.ranks import Place, in_threads
 from penstock.runtime.setting import Setting
 from penstock.tracing.chain import TracedChain
 from penstock.transport.group import join
 
 
-def meeting_of(setting: Setting, place: Place) -> Meeting | None:
-    """The next meeting of all ranks; None where they are threads of this process.
+def meeting_of(setting: Setting, place: Place) -> SettingsExchange | None:
+    """Return the object by which the ranks compare one pipeline's settings.
+
+    Returns:
+        None where all ranks are threads of this process, which have nothing to compare.
 
     Raises:
-        SettingError: what is asked for makes no sense.
-        RunError: this process is alone.
+        SettingError: the settings contradict each other.
+        RunError: this process is the only one of the run.
     """
     if in_threads(setting.schedule, place):
         return None
     join()
-    return Meeting.next(place.deadline_s)
+    return SettingsExchange.next(place.deadline_s)
 
 
 def compare_settings(
-    meeting: Meeting | None,
+    exchange: SettingsExchange | None,
     traced: TracedChain,
     setting: Setting,
     training: Training,
     **further: object,
 ) -> None:
-    """Compare this rank's model and settings with those of all others.
+    """Compare this rank's model and settings with those of all other ranks.
 
     Args:
-        meeting: where, if anywhere.
+        exchange: how ranks exchange descriptions; with None nothing is compared.
         traced: the model.
-        setting: what is run.
-        training: how it is trained.
-        further: other settings that ranks must share, by name.
+        setting: the schedule, the cut and the placement.
+        training: loss, optimizer and training options.
+        further: other settings that all ranks must share, by name.
 
     Raises:
-        RanksDiffer: ranks differ; the message, the same on every rank, says in what.
-        RunError: a rank could not make its pipeline, or did not come.
+        RanksDiffer: ranks differ; the message is the same on every rank and lists the differences.
+        RunError: a rank failed to construct its pipeline, or did not answer in time.
     """
-    if meeting is not None:
-        meeting.compare(describe_run(traced, setting, training, **further))
+    if exchange is not None:
+        exchange.compare(describe_run(traced, setting, training, **further))
 
 
-def compare_optimizers(meeting: Meeting | None, made: Assembly) -> None:
-    """Compare the optimizers that were made with those of all other ranks. Raises as
-    `compare_settings`.
+def compare_optimizers(exchange: SettingsExchange | None, assembly: Assembly) -> None:
+    """Compare the constructed optimizers with those of all other ranks, and end the comparison.
+
+    Args:
+        exchange: as for `compare_settings`.
+        assembly: the ranks of this process.
+
+    Raises:
+        RanksDiffer, RunError: as `compare_settings`.
     """
-    if meeting is None:
+    if exchange is None:
         return
-    if made.steps:
-        meeting.compare(describe_optimizers(made))
-    meeting.closed = True
+    if assembly.steps:
+        exchange.compare(describe_optimizers(assembly))
+    exchange.closed = True

@@ -1,4 +1,4 @@
-"""The board that ranks write on: what each is doing, and what went wrong first."""
+"""Status board of the ranks: what each rank is doing, and the first failure of the run."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from typing import Protocol
 
 from penstock.errors import RunError
 
+_NOT_STARTED = "has not begun"
+
 
 class Board(Protocol):
     """One rank's view of the board."""
 
-    def doing(self, what: str) -> None:
-        """Note what this rank is at, since now. Cheap: it is called for every op."""
+    def doing(self, status: str) -> None:
+        """Set this rank's status and the time of its beginning. Called for every op, so cheap."""
         ...
 
     def fail(self, reason: str) -> None:
-        """Say that the run is over. The first reason stays."""
+        """Record that the run has failed. If several ranks fail, the first reason stays."""
         ...
 
     def failure(self, patience_s: float = 0.0) -> str | None:
-        """The first reason, waiting a while for one if there is none yet."""
+        """Return the first reason of failure, waiting up to `patience_s` seconds for one."""
         ...
 
     def elsewhere(self) -> list[str]:
-        """What the other ranks are at, one line each."""
+        """Describe the status of every other rank, one line each."""
         ...
 
 
@@ -33,12 +35,12 @@ class SharedBoard:
     """The board of ranks that are threads of one process."""
 
     def __init__(self, ranks: int) -> None:
-        self.current: list[tuple[str, float]] = [("has not begun", time.monotonic())] * ranks
+        self.current: list[tuple[str, float]] = [(_NOT_STARTED, time.monotonic())] * ranks
         self.reason: str | None = None
         self._lock = threading.Lock()
 
     def for_rank(self, rank: int) -> ThreadBoard:
-        """One rank's view."""
+        """Return one rank's view of the board."""
         return ThreadBoard(self, rank)
 
     def fail(self, reason: str) -> None:
@@ -47,20 +49,20 @@ class SharedBoard:
             self.reason = self.reason or reason
 
     def reset(self) -> None:
-        """Begin a run in which nothing has failed yet."""
+        """Clear the failure and all statuses for a new run."""
         self.reason = None
-        self.current[:] = [("has not begun", time.monotonic())] * len(self.current)
+        self.current[:] = [(_NOT_STARTED, time.monotonic())] * len(self.current)
 
     def latest(self) -> tuple[int, str, float]:
-        """The rank that has moved last, what it does, and for how many seconds."""
+        """Return the rank whose status changed last, that status, and its age in seconds."""
         rank = max(range(len(self.current)), key=lambda rank: self.current[rank][1])
-        what, since = self.current[rank]
-        return rank, what, time.monotonic() - since
+        status, begun_s = self.current[rank]
+        return rank, status, time.monotonic() - begun_s
 
     def line(self, rank: int) -> str:
-        """See `describe`."""
-        what, since = self.current[rank]
-        return describe(rank, what, time.monotonic() - since)
+        """Describe one rank's status, see `describe`."""
+        status, begun_s = self.current[rank]
+        return describe(rank, status, time.monotonic() - begun_s)
 
 
 class ThreadBoard:
@@ -69,37 +71,42 @@ class ThreadBoard:
     def __init__(self, shared: SharedBoard, rank: int) -> None:
         self._shared, self._rank = shared, rank
 
-    def doing(self, what: str) -> None:
+    def doing(self, status: str) -> None:
         """See `Board.doing`."""
-        self._shared.current[self._rank] = (what, time.monotonic())
+        self._shared.current[self._rank] = (status, time.monotonic())
 
     def fail(self, reason: str) -> None:
         """See `Board.fail`."""
         self._shared.fail(reason)
 
     def failure(self, patience_s: float = 0.0) -> str | None:
-        """See `Board.failure`; a thread that is let go always finds the reason there."""
+        """See `Board.failure`.
+
+        Never waits: a blocked thread is woken only after the reason has been recorded.
+        """
         del patience_s
         return self._shared.reason
 
     def elsewhere(self) -> list[str]:
         """See `Board.elsewhere`."""
-        return [
-            self._shared.line(rank)
-            for rank in range(len(self._shared.current))
-            if rank != self._rank
-        ]
+        ranks = range(len(self._shared.current))
+        return [self._shared.line(rank) for rank in ranks if rank != self._rank]
 
 
-def describe(rank: int, what: str, seconds: float) -> str:
-    """`rank 1 is at 1F5 since 42 s`."""
-    return f"rank {rank} {what} since {seconds:.0f} s"
+def describe(rank: int, status: str, seconds: float) -> str:
+    """Describe a rank's status: `rank 1 is at 1F5 since 42 s`."""
+    return f"rank {rank} {status} since {seconds:.0f} s"
 
 
 def reason_of(error: BaseException, rank: int | None = None) -> str:
-    """An error in words for the other ranks. Penstock's own name the rank themselves."""
+    """Describe an error to the other ranks.
+
+    Args:
+        error: the error. A `RunError` names its rank in its own message.
+        rank: the rank that raised it, to be named for errors of other classes.
+    """
     if isinstance(error, RunError):
         return str(error)
-    return (
-        "" if rank is None else f"rank {rank}: "
-    ) + f"{type(error).__name__}: {error}".removesuffix(": ")
+    prefix = "" if rank is None else f"rank {rank}: "
+    # An error without a message is its class name alone.
+    return prefix + f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -1,11 +1,14 @@
-"""Checkpoints that know nothing of the cut: every tensor under its parameter's name, so that any
-other plan can go on.
+"""Writing of checkpoints that are independent of the cut into stages.
 
-A folder holds one safetensors file per stage that wrote it and `checkpoint.json`, which is written
-last and names them with their checksums: without it the folder holds no checkpoint, and until it is
-replaced the one before stays whole. Nothing is executed when one is read. All ranks write and rank
-0 sees all files, or `save` refuses; all ranks verify what they read before any changes a weight, or
-`load` refuses, on every rank with one message.
+Every tensor is saved under its parameter's name, so that any other plan can load the checkpoint. A
+folder holds one safetensors file per stage, written by that stage's rank, and `checkpoint.json`,
+which is written last and names the files with their checksums. Without `checkpoint.json` the folder
+holds no checkpoint, and until it is replaced the previous checkpoint stays complete. Loading
+executes no code from the files.
+
+Checkpoints are all or nothing: `save` refuses unless all ranks have written and rank 0 sees all
+files; `load` refuses, with the same message on every rank, unless all ranks have verified what they
+read, and no rank changes a weight before.
 """
 
 from __future__ import annotations
@@ -41,14 +44,22 @@ from penstock.runtime.state import Placed
 from penstock.runtime.world import World
 from penstock.runtime.writable import check_optimizer
 
-#: What `load` can leave as it is. Without the optimizer's state none of the others is taken either.
+#: The parts of a checkpoint that `load` can skip. Skipping the optimizer skips all others too.
 PARTS = ("optimizer", "schedulers", "scaler", "weight_rule")
+
+#: The content of one file: tensors by name, and the plain state of the optimizer by parameter.
+_FileContent = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come, besides what its stages hold: batches, the scaler's state, and the
-    schedulers' as JSON with the names of their classes.
+    """The progress of a run, apart from the state of its stages.
+
+    Attributes:
+        step: number of trained batches.
+        scaler: state of the loss scaler.
+        schedulers: states of the learning-rate schedulers, as JSON.
+        scheduler_kinds: their class names.
     """
 
     step: int
@@ -59,9 +70,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Versioned:
-    """A stage that is held here with what stands behind its weights.
+    """A stage of this process with its weight rule, which may keep further weight versions.
 
-    `copy` says which it is of the copies of the stage that have optimizers of their own, from 0.
+    Attributes:
+        rank: the rank that holds it.
+        stage: the stage.
+        weights: its weight rule.
+        copy: its number, from 0, among the copies of the stage that have their own optimizers.
     """
 
     rank: int
@@ -71,11 +86,15 @@ class Versioned:
 
     @property
     def prefix(self) -> str:
-        """What the names of its own state begin with."""
+        """The prefix of the names of this copy's state."""
         return f"copy-{self.copy}/" if self.copy else ""
 
     def own_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and facts of optimizer and weight rule."""
+        """Return tensors and plain state of the optimizer and the weight rule, both by name.
+
+        Raises:
+            SettingError: an optimizer keeps state that a checkpoint cannot hold.
+        """
         for optimizer in self.weights.more_optimizers():
             check_optimizer(optimizer)
         tensors, facts = optimizer_state(self.stage, self.prefix)
@@ -83,16 +102,16 @@ class Versioned:
 
 
 @dataclass(frozen=True)
-class Terms:
-    """On what terms a checkpoint is written or read.
+class CheckpointOptions:
+    """Options of `save` and `load`.
 
     Attributes:
         rule: the weight rule of an asynchronous run.
-        copies: how many of each stage have optimizers of their own.
-        nonfinite: whether parameters and optimizer state may be NaN.
-        skip: which of `PARTS` are left as they are.
-        schedulers: those that there are.
-        scaler: whether there is a loss scaler.
+        copies: the number of copies of each stage that have their own optimizers.
+        nonfinite: whether NaN is allowed in parameters and optimizer state.
+        skip: the `PARTS` that `load` leaves unchanged.
+        schedulers: the learning-rate schedulers of the pipeline that loads.
+        scaler: whether that pipeline has a loss scaler.
     """
 
     rule: RuleFacts | None = None
@@ -104,10 +123,10 @@ class Terms:
 
 
 def parse_skip(skip: str | Collection[str]) -> frozenset[str]:
-    """Which of `PARTS` a caller wants to leave as they are.
+    """Return the parts of a checkpoint that the user's `skip=` names.
 
     Raises:
-        SettingError: there is no such part.
+        SettingError: a name is not one of `PARTS`.
     """
     names = {skip} if isinstance(skip, str) and skip else set(skip)
     for name in names:
@@ -122,34 +141,34 @@ def save(
     placed: Placed,
     progress: Progress,
     versioned: Sequence[Versioned] = (),
-    terms: Terms = Terms(),
+    options: CheckpointOptions = CheckpointOptions(),
 ) -> None:
-    """Write the stages held here; rank 0 completes the checkpoint when it sees all files, and the
-    one before is removed.
+    """Write a checkpoint; every rank writes its own stages.
+
+    Rank 0 completes the checkpoint once it sees all files; then the previous one is removed.
 
     Args:
-        folder: where to; the same, on one disk, for all ranks.
+        folder: the folder to write; the same one, on a shared disk, for all ranks.
         world: the ranks.
-        placed: which holds what.
-        progress: how far the run has come.
-        versioned: of a stream, the stages held here.
-        terms: see there.
+        placed: the placement of the stages.
+        progress: the progress of the run.
+        versioned: for an asynchronous run, the stages of this process with their weight rules.
+        options: see `CheckpointOptions`.
 
     Raises:
-        FileError: the folder cannot be written, or is not one folder for all ranks.
-        SettingError: an optimizer keeps something that a checkpoint cannot hold, or there is a NaN
-        in what would be written.
+        FileError: the folder cannot be written, or is not the same folder for all ranks.
+        SettingError: an optimizer keeps state that a checkpoint cannot hold, or the state to be
+            written contains NaN.
     """
     identity = world.broadcast([secrets.token_hex(16)], 0)[0]
-    writer = _Writer(folder, placed, progress, versioned, terms, identity)
+    writer = _Writer(folder, placed, progress, versioned, options, identity)
     reports = exchange(world, world.run(lambda rank: attempt(rank, lambda: writer.write(rank))))
-    sums = {
-        name: FileSum(*row)
-        for report in reports
-        for name, row in (report.value or {"files": {}})["files"].items()
-    }
+    sums: dict[str, FileSum] = {}
+    for report in reports:
+        if report.value is not None:
+            sums |= {name: FileSum(*row) for name, row in report.value["files"].items()}
     try:
-        check_reports(reports, f"the checkpoint that {folder} had before is still there")
+        check_reports(reports, f"the previous checkpoint in {folder} is unchanged")
         text = None
         if 0 in world.local_ranks:
             text = [_complete(writer, reports, sums)]
@@ -159,8 +178,7 @@ def save(
     except PenstockError:
         writer.remove()
         raise
-    # One rank of each host, which also removes what earlier checkpoints have left on a disk of its
-    # own.
+    # One rank of each host cleans up: a host may have files of earlier checkpoints on its own disk.
     hosts = {report.host: report.rank for report in reversed(reports)}
     if set(hosts.values()) & set(world.local_ranks):
         remove_others(folder, sums)
@@ -169,38 +187,50 @@ def save(
 
 @dataclass(frozen=True)
 class _Writer:
-    """One checkpoint while it is written."""
+    """Writes the files of one checkpoint; see `save` for the fields."""
 
     folder: Path
     placed: Placed
     progress: Progress
     versioned: Sequence[Versioned]
-    terms: Terms
+    options: CheckpointOptions
     identity: str
 
     def name(self, stage: int, copy: int) -> str:
-        """Names are new each time: files of an earlier checkpoint, or of another run, stay until
-        the index is replaced.
+        """Return the name of a stage's file.
+
+        Names are unique to a checkpoint, so that the files of an earlier checkpoint, or of another
+        run, stay until the index is replaced.
         """
-        which = f"-copy-{copy}" if copy else ""
-        return f"step-{self.progress.step:08d}-stage-{stage:04d}{which}-{self.identity[:16]}.safetensors"
+        suffix = f"-copy-{copy}" if copy else ""
+        identity = self.identity[:16]
+        return f"step-{self.progress.step:08d}-stage-{stage:04d}{suffix}-{identity}.safetensors"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All files, in the order of the stages."""
+        """The names of all files, in the order of the stages."""
         return tuple(
             self.name(stage, copy)
             for stage in range(len(self.placed.lengths))
-            for copy in range(self.terms.copies)
+            for copy in range(self.options.copies)
         )
 
     def write(self, rank: int) -> dict[str, Any]:
-        """The files of a rank: their sums, and whether they hold anything of a weight rule. Nothing
-        is written before all is checked.
+        """Write the files of one rank, after all of their content has been checked.
+
+        Returns:
+            Under "files" the fields of `FileSum` by file name, under "keeps" whether a file has
+            state of a weight rule.
+
+        Raises:
+            FileError: the folder cannot be written.
+            SettingError: as for `save`.
         """
+        # All checks come before the first file: a refused save leaves nothing to clean up.
         contents = self._contents(rank)
         files = {}
         for name, (tensors, facts) in contents.items():
+            # Identity and step are in every file, so that files of two checkpoints cannot be mixed.
             metadata = {
                 "optimizer": json.dumps(facts),
                 "identity": self.identity,
@@ -211,46 +241,69 @@ class _Writer:
         return {"files": files, "keeps": keeps}
 
     def remove(self) -> None:
-        """Take back what has been written."""
+        """Delete the files that were written, after a failure."""
         with suppress(OSError, ValueError):
             for name in self.names:
                 (self.folder / name).unlink(missing_ok=True)
 
-    def _contents(self, rank: int) -> dict[str, tuple[dict[str, Tensor], dict[str, Any]]]:
-        of_rank = {(v.stage.index, v.copy): v for v in self.versioned if v.rank == rank}
-        contents: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {}
-        broken: list[str] = []
+    def _contents(self, rank: int) -> dict[str, _FileContent]:
+        """Return the content of each file of a rank, by file name.
+
+        Raises:
+            SettingError: the state contains NaN, or an optimizer's state cannot be saved.
+        """
+        versions = self._versions_of(rank)
+        contents: dict[str, _FileContent] = {}
+        nan_names: list[str] = []
         for stage in self.placed.at_home:
             if self.placed.home[stage.index] != rank:
                 continue
-            versioned = of_rank.pop((stage.index, 0), None)
-            tensors, facts = _own_state(stage, versioned)
-            model = {
-                name: tensor.detach().cpu().contiguous().clone()
-                for name, tensor in state.counted(self.placed, stage).items()
-            }
+            version = versions.pop((stage.index, 0), None)
+            tensors, facts = _optimizer_state(stage, version)
+            model = self._model_state(stage)
             parameters = fit.parameter_names(stage)
             trained = {name: tensor for name, tensor in model.items() if name in parameters}
-            broken += fit.nan_names(trained | tensors)
-            named = {f"model/{name}": tensor for name, tensor in model.items()}
-            contents[self.name(stage.index, 0)] = named | tensors, facts
-        for (index, copy), versioned in of_rank.items():
+            nan_names += fit.nan_names(trained | tensors)
+            prefixed = {f"model/{name}": tensor for name, tensor in model.items()}
+            contents[self.name(stage.index, 0)] = prefixed | tensors, facts
+        for (index, copy), version in versions.items():
             if copy:
-                tensors, facts = _own_state(versioned.stage, versioned)
-                broken += fit.nan_names(tensors)
+                tensors, facts = _optimizer_state(version.stage, version)
+                nan_names += fit.nan_names(tensors)
                 contents[self.name(index, copy)] = tensors, facts
-        if broken and not self.terms.nonfinite:
+        if nan_names and not self.options.nonfinite:
             raise SettingError(
-                f"there are NaN values in {fit.join_names(broken)} at step {self.progress.step}: this run has diverged, and its "
-                "checkpoint is not written in the place of a good one. Go on from an earlier checkpoint with a lower learning "
-                "rate; to write these values nevertheless, say allow_nonfinite=True"
+                f"there are NaN values in {fit.join_names(nan_names)} at step "
+                f"{self.progress.step}: this run has diverged, and its checkpoint is not written, "
+                "to keep the previous one. Resume from an earlier checkpoint with a lower learning "
+                "rate; to write these values nevertheless, pass allow_nonfinite=True"
             )
         return contents
 
+    def _versions_of(self, rank: int) -> dict[tuple[int, int], Versioned]:
+        """Return a rank's stages with their weight rules, by stage and copy."""
+        return {
+            (version.stage.index, version.copy): version
+            for version in self.versioned
+            if version.rank == rank
+        }
+
+    def _model_state(self, stage: Stage) -> dict[str, Tensor]:
+        """Copy the parameters and buffers that a stage saves to the CPU."""
+        return {
+            name: tensor.detach().cpu().contiguous().clone()
+            for name, tensor in state.owned_tensors(self.placed, stage).items()
+        }
+
     def index(self, sums: Mapping[str, FileSum], *, keeps: bool) -> Checkpoint:
-        """What completes the checkpoint."""
+        """Return the index that completes the checkpoint.
+
+        Args:
+            sums: sizes and checksums by file name.
+            keeps: whether any file has state of a weight rule.
+        """
         scaler = self.progress.scaler
-        rule = self.terms.rule
+        rule = self.options.rule
         return Checkpoint(
             self.progress.step,
             self.placed.traced.fingerprint,
@@ -264,16 +317,19 @@ class _Writer:
         )
 
 
-def _own_state(
-    stage: Stage, versioned: Versioned | None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _optimizer_state(stage: Stage, version: Versioned | None) -> _FileContent:
+    """Return tensors and plain state of a stage's optimizer and, if any, of its weight rule."""
     if stage.update.optimizer is not None:
         check_optimizer(stage.update.optimizer)
-    return optimizer_state(stage, "") if versioned is None else versioned.own_state()
+    return optimizer_state(stage, "") if version is None else version.own_state()
 
 
 def _complete(writer: _Writer, reports: Sequence[Report], sums: Mapping[str, FileSum]) -> str:
-    """On rank 0: write the index, if all files are seen from here. Returns why not, or nothing."""
+    """Write the index on rank 0 if it sees all files.
+
+    Returns:
+        Why the checkpoint cannot be completed; empty on success.
+    """
     for report in reports:
         missing = [
             name
@@ -281,10 +337,10 @@ def _complete(writer: _Writer, reports: Sequence[Report], sums: Mapping[str, Fil
             if not is_visible(writer.folder, name, sums[name])
         ]
         if missing:
-            where = writer.folder.absolute()
             return (
-                f"rank {report.rank} on host {report.host} wrote {missing[0]} into {where}, which rank 0 on host "
-                f"{reports[0].host} does not see: no rank could load this checkpoint. Save into one folder, on a disk that all "
+                f"rank {report.rank} on host {report.host} wrote {missing[0]} into "
+                f"{writer.folder.absolute()}, which rank 0 on host {reports[0].host} does not see: "
+                "no rank could load this checkpoint. Save into one folder, on a disk that all "
                 "hosts share"
             )
     try:

@@ -1,9 +1,8 @@
-"""The files of a checkpoint: how they are written so that they outlast a failure, and checked
-before anything is taken from them.
+"""Durable writing and verified reading of the files of a checkpoint.
 
-Every file has a SHA-256 in `checkpoint.json`, which has one of its own. SHA-256 and not a cyclic
-checksum: `sha256sum` checks it by hand, it tells any two files apart, and processors with
-instructions for it read 1.5 GB/s, about what a disk gives.
+`checkpoint.json` has the SHA-256 of every file and one of its own content. It is SHA-256 and not a
+cyclic checksum because `sha256sum` can verify it by hand, because no two files share it, and
+because processors with SHA instructions hash 1.5 GB/s, about the bandwidth of a disk.
 """
 
 from __future__ import annotations
@@ -30,15 +29,19 @@ from penstock.store import read_json, sync_file, sync_folder, write_json
 SCHEMAS = (1, 2)
 INDEX = "checkpoint.json"
 _NAME = re.compile(r"step-\d{8,}-stage-\d{4,}(-copy-\d+)?-[0-9a-f]{16}\.safetensors")
-_MOST_STEPS = 2**53
-#: Bytes of a header that are read at most; safetensors itself has this limit.
-_MOST_HEADER = 100_000_000
+_MAX_STEPS = 2**53
+#: Largest header that is read, in bytes; safetensors itself has this limit.
+_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """Size and checksums of a file; `header_sha256` is of what comes before the tensors: names,
-    shapes and metadata.
+    """Size and checksums of a file.
+
+    Attributes:
+        bytes: size of the file.
+        sha256: checksum of the whole file.
+        header_sha256: checksum of the header before the tensors: names, shapes and metadata.
     """
 
     bytes: int
@@ -51,10 +54,10 @@ class RuleFacts:
     """The weight rule of an asynchronous run.
 
     Attributes:
-        name: of the rule.
-        pipelines: copies of the weights that take turns.
-        copies: how many of each stage have optimizers of their own.
-        keeps: whether the checkpoint has anything of it.
+        name: name of the rule.
+        pipelines: number of copies of the weights that take turns.
+        copies: number of copies of each stage that have their own optimizers.
+        keeps: whether the checkpoint has state of the rule.
     """
 
     name: str
@@ -65,17 +68,20 @@ class RuleFacts:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint consists of: the content of `checkpoint.json`.
+    """The index of a checkpoint: the content of `checkpoint.json`.
 
     Attributes:
-        step: batches trained.
-        fingerprint: of the model's layers and shapes.
-        files: names, in the order of the stages.
-        scaler: the loss scaler's state.
-        schedulers, scheduler_kinds: the state of learning-rate schedulers as JSON, and the names of
-        their classes. identity: the same in every file of the checkpoint, and in no other one's.
-        sums: by file, its size and checksums. rule: the weight rule of an asynchronous run.
-        checksum: SHA-256 of all that is above.
+        step: number of trained batches.
+        fingerprint: fingerprint of the model's layers and shapes.
+        files: file names, in the order of the stages.
+        scaler: state of the loss scaler.
+        schedulers: states of the learning-rate schedulers, as JSON.
+        schema: version of this format.
+        identity: random text that all files of this checkpoint have, and no others.
+        sums: size and checksums by file name.
+        scheduler_kinds: class names of the schedulers.
+        rule: the weight rule of an asynchronous run.
+        checksum: SHA-256 of all other fields.
     """
 
     step: int
@@ -91,47 +97,66 @@ class Checkpoint:
     checksum: str = ""
 
     def sum(self) -> str:
-        """What `checksum` has to be."""
+        """Compute the SHA-256 that `checksum` must have."""
         content = {key: value for key, value in asdict(self).items() if key != "checksum"}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Header:
-    """What stands before the tensors of a file: their dtypes and shapes by name, and its metadata."""
+    """The header of a safetensors file.
+
+    Attributes:
+        tensors: dtype (in the notation of safetensors) and shape by tensor name.
+        metadata: the texts that were saved with the tensors.
+    """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     metadata: Mapping[str, str]
 
     @property
     def facts(self) -> dict[str, Facts]:
-        """By parameter, what its optimizer keeps besides tensors."""
+        """By parameter, the optimizer state that is not tensors.
+
+        Raises:
+            ValueError: the metadata does not have the form of `Facts`.
+        """
         from pydantic import TypeAdapter  # loaded here, as in the store: most runs load nothing
 
         return TypeAdapter(dict[str, Facts]).validate_json(self.metadata.get("optimizer", "{}"))
 
 
-# -- writing
-# ------------------------------------------------------------------------------------------------------------------
+# -- writing -------------------------------------------------------------------------------------
 
 
 def write_file(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileSum:
-    """Write one file, whole or not at all, and wait until the disk has it.
+    """Write one file atomically and wait until it is on the disk.
+
+    Args:
+        target: the file.
+        tensors: tensors on the CPU, by name.
+        metadata: texts to be saved with them.
+
+    Returns:
+        The size and the checksums of the file.
 
     Raises:
-        FileError: it cannot be written.
-        SettingError: a tensor is of a dtype that no file can hold.
+        FileError: the file cannot be written.
+        SettingError: a tensor has a dtype that safetensors does not support.
     """
     partial = target.with_suffix(".partial")
-    plain, doubled = dict(tensors), []
+    storable, complex_names = dict(tensors), []
     for name, tensor in tensors.items():
-        if tensor.dtype is torch.complex128:  # safetensors has no such dtype: as pairs of doubles
-            plain[name] = torch.view_as_real(tensor.resolve_conj())
-            doubled.append(name)
-    more = {"complex128": json.dumps(doubled)} if doubled else {}
+        if tensor.dtype is torch.complex128:  # unknown to safetensors: saved as pairs of doubles
+            storable[name] = torch.view_as_real(tensor.resolve_conj())
+            complex_names.append(name)
+    if complex_names:
+        metadata = {**metadata, "complex128": json.dumps(complex_names)}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        save_file(plain, partial, metadata={**metadata, **more})
+        save_file(storable, partial, metadata=dict(metadata))
+        # The name appears only when the content is on the disk: no reader sees a part of a file,
+        # even after a loss of power. The folder is synchronised for the name itself.
         sync_file(partial)
         sums = file_sum(partial)
         partial.rename(target)
@@ -148,14 +173,19 @@ def write_file(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def write_index(folder: Path, index: Checkpoint) -> None:
-    """Complete a checkpoint: from here on it is the one in the folder."""
-    whole = asdict(index) | {"sums": index.sums, "rule": index.rule, "checksum": index.sum()}
-    write_json(folder / INDEX, Checkpoint(**whole), durable=True)
+    """Complete a checkpoint: write its index, with its checksum, over that of the previous one."""
+    fields = asdict(index) | {"sums": index.sums, "rule": index.rule, "checksum": index.sum()}
+    write_json(folder / INDEX, Checkpoint(**fields), durable=True)
     sync_folder(folder.parent)  # the folder itself may be new
 
 
 def remove_others(folder: Path, names: Collection[str]) -> None:
-    """Remove the files of other checkpoints, and what a save that was stopped has left."""
+    """Delete the files of other checkpoints and of interrupted saves.
+
+    Args:
+        folder: the folder of the checkpoints.
+        names: the names of the files to keep.
+    """
     with suppress(OSError):
         for file in folder.glob("step-*"):
             if file.name not in names and file.suffix in (".safetensors", ".partial"):
@@ -163,98 +193,137 @@ def remove_others(folder: Path, names: Collection[str]) -> None:
 
 
 def file_sum(path: Path) -> FileSum:
-    """Size and checksums of a file as it is on the disk.
+    """Read a file and return its size and checksums.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
+        ValueError: it has no complete header.
     """
     with path.open("rb") as content:
-        header = hashlib.sha256(_header_bytes(content.read(8), content)).hexdigest()
+        header_sha256 = hashlib.sha256(_header_bytes(content.read(8), content)).hexdigest()
         content.seek(0)
-        whole = hashlib.file_digest(content, "sha256").hexdigest()
-        return FileSum(content.tell(), whole, header)
+        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+        return FileSum(content.tell(), sha256, header_sha256)
 
 
-# -- reading
-# ------------------------------------------------------------------------------------------------------------------
+# -- reading -------------------------------------------------------------------------------------
 
 
 def read_index(folder: Path) -> Checkpoint:
-    """The index of the checkpoint in a folder, once it is what was written.
+    """Read and verify the index of the checkpoint in a folder.
 
     Raises:
         FileError: there is no checkpoint, or its index is damaged.
     """
+    path = folder / INDEX
+    _check_has_index(folder)
+    index = read_json(path, Checkpoint, SCHEMAS)
+    damage = _index_damage(index)
+    if damage:
+        raise FileError(f"{path} is damaged: {damage}")
+    return index
+
+
+def _check_has_index(folder: Path) -> None:
+    """Check that a folder has an index.
+
+    Raises:
+        FileError: it has none, or cannot be read.
+    """
     try:
         has_index = (folder / INDEX).exists()
-        files = not has_index and any(folder.glob("step-*.safetensors"))
+        has_files = not has_index and any(folder.glob("step-*.safetensors"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FileError(f"cannot read the checkpoint {folder}: {reason}") from error
     if not has_index:
-        more = " The files there are of a save that did not come to its end." if files else ""
+        interrupted = " Its step files are from a save that was interrupted." if has_files else ""
         raise FileError(
-            f"{folder} holds no checkpoint: there is no {INDEX}, which is written when all else is.{more}"
+            f"{folder} holds no checkpoint: there is no {INDEX}, which is written last."
+            f"{interrupted}"
         )
-    index = read_json(folder / INDEX, Checkpoint, SCHEMAS)
-    where = folder / INDEX
-    new = (index.identity, index.sums, index.scheduler_kinds, index.rule, index.checksum)
-    if index.schema == 1 and any(new):
-        raise FileError(f"{where} is damaged: it says schema 1 and has what schema 2 has")
-    if index.schema > 1 and index.checksum != index.sum():
-        raise FileError(
-            f"{where} is damaged: its content has the checksum {index.sum()[:12]}…, and it says {index.checksum[:12]}…. Load "
-            "another checkpoint, or put back this file as it was written"
-        )
-    strange = [name for name in index.files if not _NAME.fullmatch(name)]
-    if strange:
-        raise FileError(
-            f"{where} is damaged: it names {strange[0][:80]!r}, which is no file of a checkpoint"
-        )
+
+
+def _index_damage(index: Checkpoint) -> str:
+    """Return in what an index contradicts itself; empty if it does not."""
+    damage = _checksum_damage(index)
+    if damage:
+        return damage
+    foreign = [name for name in index.files if not _NAME.fullmatch(name)]
+    if foreign:
+        return f"it names {foreign[0][:80]!r}, which is not a file of a checkpoint"
     if not index.files or len(set(index.files)) < len(index.files):
-        raise FileError(f"{where} is damaged: it names no file, or one of them twice")
-    if not 0 <= index.step < _MOST_STEPS:
-        raise FileError(f"{where} is damaged: its step is {index.step:.6g}")
+        return "it names no file, or names a file twice"
+    if not 0 <= index.step < _MAX_STEPS:
+        return f"its step is {index.step:.6g}"
     if index.schema > 1 and set(index.sums) != set(index.files):
-        raise FileError(f"{where} is damaged: it has not one checksum for each file")
-    return index
+        return "its checksums are not those of its files, one for each"
+    return ""
+
+
+def _checksum_damage(index: Checkpoint) -> str:
+    """Return how the schema or the checksum of an index contradicts its content."""
+    schema_2_fields = (
+        index.identity,
+        index.sums,
+        index.scheduler_kinds,
+        index.rule,
+        index.checksum,
+    )
+    if index.schema == 1 and any(schema_2_fields):
+        return "its schema is 1, and it has fields of schema 2"
+    if index.schema > 1 and index.checksum != index.sum():
+        return (
+            f"its content has the checksum {index.sum()[:12]}…, and the recorded one is "
+            f"{index.checksum[:12]}…. Load another checkpoint, or restore this file as it was "
+            "written"
+        )
+    return ""
 
 
 def read_header(folder: Path, name: str, index: Checkpoint) -> Header:
-    """The header of a file that the index names, checked: size, checksum, and which checkpoint it
-    belongs to.
+    """Read and verify the header of a file.
+
+    Size, header checksum and identity are compared with the index.
+
+    Args:
+        folder: the folder of the checkpoint.
+        name: a file that the index names.
+        index: the index.
 
     Raises:
-        FileError: it is missing, damaged, or of another checkpoint.
+        FileError: the file is missing, damaged, or of another checkpoint.
     """
     try:
         with (folder / name).open("rb") as content:
             raw = _header_bytes(content.read(8), content)
             size = content.seek(0, 2)
-        header = _parsed(raw)
+        header = _parse_header(raw)
     except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
-        raise _unreadable(folder, name, error) from error
+        raise _read_error(folder, name, error) from error
     identity = header.metadata.get("identity", "")
     if index.schema > 1 and identity != index.identity and identity:
         raise FileError(
-            f"{name} of {folder}: belongs to the checkpoint of step {header.metadata.get('step', '?')} (identity "
-            f"{identity[:12]}), not to that of step {index.step} (identity {index.identity[:12]}), which {INDEX} describes. Put "
-            "the files of one checkpoint together"
+            f"{name} of {folder}: belongs to the checkpoint of step "
+            f"{header.metadata.get('step', '?')} (identity {identity[:12]}), not to that of step "
+            f"{index.step} (identity {index.identity[:12]}), which {INDEX} describes. Copy all "
+            "files of one checkpoint into a folder of their own"
         )
     expected = index.sums.get(name)
     if expected is not None:
         if size != expected.bytes:
-            raise _damaged(folder, name, f"it has {size:,} bytes, and had {expected.bytes:,}")
+            damage = f"it has {size:,} bytes, and was written with {expected.bytes:,}"
+            raise _damage_error(folder, name, damage)
         if hashlib.sha256(raw).hexdigest() != expected.header_sha256:
-            raise _damaged(folder, name, "its header has another checksum than it had")
+            raise _damage_error(folder, name, "the checksum of its header has changed")
     return header
 
 
 def check_content(folder: Path, name: str, index: Checkpoint) -> None:
-    """Hold the whole file against its checksum; of schema 1 there is none.
+    """Verify the checksum of a whole file; checkpoints of schema 1 have none.
 
     Raises:
-        FileError: it is not what was written.
+        FileError: the file has changed since it was written, or cannot be read.
     """
     expected = index.sums.get(name)
     if expected is None:
@@ -263,57 +332,65 @@ def check_content(folder: Path, name: str, index: Checkpoint) -> None:
         with (folder / name).open("rb") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
-        raise _unreadable(folder, name, error) from error
+        raise _read_error(folder, name, error) from error
     if digest != expected.sha256:
-        raise _damaged(
-            folder, name, f"its SHA-256 is {digest[:12]}…, and was {expected.sha256[:12]}…"
-        )
+        damage = f"its SHA-256 is {digest[:12]}…, and was {expected.sha256[:12]}…"
+        raise _damage_error(folder, name, damage)
 
 
 def read_tensors(folder: Path, name: str, keys: Collection[str]) -> dict[str, Tensor]:
-    """Some tensors of a file, by name.
+    """Read the named tensors of a file.
 
     Raises:
-        FileError: it cannot be read.
+        FileError: the file cannot be read.
     """
     try:
         with safe_open(folder / name, framework="pt") as content:
-            doubled = set(json.loads((content.metadata() or {}).get("complex128", "[]")))
-            # What it returns is a view of the file's pages, and would change, or crash, when the
-            # file does.
+            metadata = content.metadata() or {}
+            complex_names = set(json.loads(metadata.get("complex128", "[]")))
+            # Cloned, because safetensors returns views of the mapped file: they would change, or
+            # crash the process, when the file is overwritten.
             tensors = {key: content.get_tensor(key).clone() for key in keys}
     except (OSError, SafetensorError, ValueError) as error:
-        raise _unreadable(folder, name, error) from error
-    return {
-        key: torch.view_as_complex(tensor) if key in doubled else tensor
-        for key, tensor in tensors.items()
-    }
+        raise _read_error(folder, name, error) from error
+    for key in complex_names & tensors.keys():
+        tensors[key] = torch.view_as_complex(tensors[key])
+    return tensors
 
 
 def is_visible(folder: Path, name: str, expected: FileSum) -> bool:
-    """Whether a file that another rank has written is there, as it was written."""
+    """Whether a file of another rank is visible here with the expected size and header."""
     try:
         with (folder / name).open("rb") as content:
             raw = _header_bytes(content.read(8), content)
             size = content.seek(0, 2)
     except (OSError, ValueError):
         return False
-    # The header has the checkpoint's identity: no other file has the same.
+    # The header contains the checkpoint's identity, so its checksum identifies the file.
     return (size, hashlib.sha256(raw).hexdigest()) == (expected.bytes, expected.header_sha256)
 
 
 def _header_bytes(length: bytes, content: Any) -> bytes:
-    """The header with the 8 bytes that say how long it is."""
+    """Read the header after its length field; return both.
+
+    Args:
+        length: the first 8 bytes of the file, the header's length in little-endian order.
+        content: the open file, positioned after them.
+
+    Raises:
+        ValueError: the file ends within the header, or the length is impossible.
+    """
     size = int.from_bytes(length, "little")
-    if len(length) < 8 or size > _MOST_HEADER:
+    if len(length) < 8 or size > _MAX_HEADER_BYTES:
         raise ValueError("its header is cut off, or its length is damaged")
-    raw: bytes = content.read(size)
-    if len(raw) < size:
+    header: bytes = content.read(size)
+    if len(header) < size:
         raise ValueError("its header is cut off")
-    return length + raw
+    return length + header
 
 
-def _parsed(raw: bytes) -> Header:
+def _parse_header(raw: bytes) -> Header:
+    """Parse a header that begins with its 8-byte length; raises what damaged JSON leads to."""
     entries = json.loads(raw[8:])
     metadata = entries.pop("__metadata__", {})
     tensors = {
@@ -323,15 +400,18 @@ def _parsed(raw: bytes) -> Header:
     return Header(tensors, {str(key): str(value) for key, value in metadata.items()})
 
 
-def _unreadable(folder: Path, name: str, error: BaseException) -> FileError:
+def _read_error(folder: Path, name: str, error: BaseException) -> FileError:
+    """Return the error for a file that cannot be opened or parsed."""
     reason = getattr(error, "strerror", None) or error
-    more = ""
+    advice = ""
     if isinstance(error, FileNotFoundError):
-        more = ". A checkpoint is in one folder, which all ranks and hosts see"
-    return FileError(f"cannot read {name} of the checkpoint {folder}: {reason}{more}")
+        advice = ". A checkpoint must be in one folder that all ranks and hosts can read"
+    return FileError(f"cannot read {name} of the checkpoint {folder}: {reason}{advice}")
 
 
-def _damaged(folder: Path, name: str, what: str) -> FileError:
+def _damage_error(folder: Path, name: str, damage: str) -> FileError:
+    """Return the error for a file that is not what was written."""
     return FileError(
-        f"{name} of the checkpoint {folder} is damaged: {what}. Load another checkpoint, or put back this file as it was written"
+        f"{name} of the checkpoint {folder} is damaged: {damage}. Load another checkpoint, or "
+        "restore this file as it was written"
     )

@@ -1,5 +1,6 @@
-"""Whether what a checkpoint holds fits a pipeline: every difference is found before anything is
-changed, and named.
+"""Comparison of a checkpoint with the pipeline that loads it, before anything is changed.
+
+All mismatches are collected, so that one error message lists them.
 """
 
 from __future__ import annotations
@@ -12,34 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from penstock.optim.class_names import class_name, same_class
 from penstock.optim.schedulers import Schedulers
 from penstock.runtime import state
 from penstock.runtime.checkpoint_files import Checkpoint, Header, RuleFacts
-from penstock.runtime.own_state import Facts
 from penstock.runtime.stage import Stage
 from penstock.runtime.state import Placed
 from penstock.tracing.names import prefix_of, state_of
 
-#: Names that a message shows of each kind of difference.
-_SHOWN = 5
-#: What torch's own optimizers keep in the shape of the parameter.
-_SHAPED = frozenset(
-    (
-        "momentum_buffer",
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "exp_inf",
-        "sum",
-        "ax",
-    )
-)
+#: Names that a message lists of each kind of difference.
+_NAMES_IN_MESSAGE = 5
+#: torch's names of the dtypes of safetensors.
 _DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -54,46 +38,52 @@ _DTYPES = {
     "C64": "complex64",
 }
 
-ANOTHER_OPTIMIZER = (
-    "To take weights, buffers and step, and begin the optimizer anew, say skip='optimizer'"
-)
 NAN = (
-    "NaN values in {}: the run had diverged when this was saved. Go back to an earlier checkpoint; to have these values "
-    "nevertheless, say allow_nonfinite=True"
+    "NaN values in {}: the run had diverged when this was saved. Resume from an earlier "
+    "checkpoint; to load these values nevertheless, pass allow_nonfinite=True"
 )
 
 
 @dataclass
 class Findings:
-    """What does not fit, by kind. A kind is a sentence with {} where the names of all that it is
-    true of stand.
+    """The mismatches between a checkpoint and a pipeline, grouped by kind.
+
+    Attributes:
+        rows: by kind, the names that it applies to (a dictionary, to keep their order). A kind is a
+            sentence with {} in the place of the names.
     """
 
     rows: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def add(self, kind: str, name: str = "") -> None:
-        """Note one more of a kind."""
+        """Add a mismatch of a kind."""
         self.rows.setdefault(kind, {})[name] = None
 
     def text(self) -> str:
-        """All of it; empty if everything fits."""
-        return "; ".join(
-            kind.replace("{}", join_names(list(rows))) for kind, rows in self.rows.items()
-        )
+        """Return all mismatches as one text; empty if there are none."""
+        sentences = [
+            kind.replace("{}", join_names(list(names))) for kind, names in self.rows.items()
+        ]
+        return "; ".join(sentences)
 
 
 def join_names(names: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    """List the first few names and the number of further ones."""
+    further = len(names) - _NAMES_IN_MESSAGE
+    suffix = f" and {further} more" if further > 0 else ""
+    return ", ".join(names[:_NAMES_IN_MESSAGE]) + suffix
 
 
-def nan_names(named: Mapping[str, Tensor]) -> list[str]:
-    """Those of some tensors that have a NaN. Infinities may be meant: masks and bounds have them."""
-    return [name for name, tensor in named.items() if _has_nan(tensor)]
+def nan_names(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors that contain NaN.
+
+    Infinities are allowed: masks and bounds contain them on purpose.
+    """
+    return [name for name, tensor in tensors.items() if _has_nan(tensor)]
 
 
 def _has_nan(tensor: Tensor) -> bool:
+    """Whether a tensor contains NaN."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     try:
@@ -102,12 +92,14 @@ def _has_nan(tensor: Tensor) -> bool:
         return False
 
 
-# -- the model
-# ----------------------------------------------------------------------------------------------------------------
+# -- the model -----------------------------------------------------------------------------------
 
 
 def expected_tensors(placed: Placed) -> dict[str, Tensor]:
-    """Parameters and buffers of the whole model, under the one name that a checkpoint has for each."""
+    """Return the whole model's parameters and buffers by their names in a checkpoint.
+
+    A tensor with several names is saved under one of them.
+    """
     return {
         placed.traced.aliases.get(name, name): tensor
         for layer, module in zip(placed.traced.layers, placed.traced.modules, strict=True)
@@ -116,37 +108,44 @@ def expected_tensors(placed: Placed) -> dict[str, Tensor]:
 
 
 def model_difference(headers: Iterable[Header], placed: Placed) -> str:
-    """In what a checkpoint's model differs from this one: the first tensors that have another name,
-    shape or dtype.
+    """Describe how a checkpoint's model differs from this one.
+
+    Returns:
+        The first tensors whose name, shape or dtype differs, after a colon; empty if all agree.
     """
-    saved = _saved_forms(headers)
-    rows = []
+    saved_forms = _saved_forms(headers)
+    lines = []
     for name, tensor in expected_tensors(placed).items():
-        ours = _form(_dtype(tensor), tuple(tensor.shape))
-        theirs = saved.pop(name, None)
-        if theirs is None:
-            rows.append(f"{name} is not in the checkpoint")
-        elif theirs != ours:
-            rows.append(f"{name} is {theirs} in the checkpoint and {ours} in the model")
-    rows += [f"{name} is not in the model" for name in saved]
-    return f": {join_names(rows)}" if rows else ""
+        form = describe_form(dtype_name(tensor), tuple(tensor.shape))
+        saved_form = saved_forms.pop(name, None)
+        if saved_form is None:
+            lines.append(f"{name} is not in the checkpoint")
+        elif saved_form != form:
+            lines.append(f"{name} is {saved_form} in the checkpoint and {form} in the model")
+    lines += [f"{name} is not in the model" for name in saved_forms]
+    return f": {join_names(lines)}" if lines else ""
 
 
 def check_names(headers: Iterable[Header], placed: Placed, findings: Findings) -> None:
-    """No file has a tensor of the model that the model has not."""
+    """Check that the model has every tensor that the files name."""
     for name in sorted(_saved_forms(headers).keys() - expected_tensors(placed).keys()):
-        findings.add("the state has {}, which the model has not", repr(name))
+        findings.add("the state has {}, which the model does not have", repr(name))
 
 
 def check_model(
     placed: Placed, tensors: Mapping[str, Tensor], findings: Findings, *, nonfinite: bool
 ) -> None:
-    """The stages held here find all of their tensors, in the right shape and dtype, and no
-    parameter has a NaN.
+    """Check that the state has every tensor of this process's stages, in its shape and dtype.
+
+    Args:
+        placed: the placement of the stages.
+        tensors: the saved model state by name.
+        findings: where mismatches are added.
+        nonfinite: whether parameters may contain NaN.
     """
     for stage in placed.local:
         parameters = parameter_names(stage)
-        for name, target in state.own(stage).items():
+        for name, target in state.stage_tensors(stage).items():
             source = tensors.get(name, tensors.get(placed.traced.aliases.get(name, name)))
             if source is None:
                 findings.add("the state has no {}", f"{name!r}, which stage {stage.index} needs")
@@ -154,16 +153,17 @@ def check_model(
                 shapes = f"{tuple(source.shape)} in the state and {tuple(target.shape)}"
                 findings.add("{}", f"{name} has shape {shapes} in the model")
             elif source.dtype != target.dtype:
+                dtypes = f"{dtype_name(source)} in the state and {dtype_name(target)}"
                 findings.add(
-                    "{} (make the model in that dtype, or convert the weights by load_state_dict)",
-                    f"{name} is {_dtype(source)} in the state and {_dtype(target)} in the model",
+                    "{} (build the model in that dtype, or convert the weights by load_state_dict)",
+                    f"{name} is {dtypes} in the model",
                 )
             elif not nonfinite and name in parameters and _has_nan(source):
                 findings.add(NAN, name)
 
 
 def parameter_names(stage: Stage) -> set[str]:
-    """All names of a stage's parameters, those of one that has several included."""
+    """Return the names of a stage's parameters; a shared parameter has several."""
     return {
         name
         for layer in stage.layers
@@ -174,187 +174,59 @@ def parameter_names(stage: Stage) -> set[str]:
 
 
 def _saved_forms(headers: Iterable[Header]) -> dict[str, str]:
+    """Return dtype and shape, as text, of every model tensor in some files."""
     return {
-        key.removeprefix("model/"): _form(_DTYPES.get(dtype, dtype), shape)
+        key.removeprefix("model/"): describe_form(_DTYPES.get(dtype, dtype), shape)
         for header in headers
         for key, (dtype, shape) in header.tensors.items()
         if key.startswith("model/")
     }
 
 
-def _form(dtype: str, shape: tuple[int, ...]) -> str:
+def describe_form(dtype: str, shape: tuple[int, ...]) -> str:
+    """Return a dtype and a shape as text."""
     return f"{dtype} {shape}"
 
 
-def _dtype(tensor: Tensor) -> str:
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype without `torch.`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
-# -- optimizers
-# ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OptimizerState:
-    """The saved state of one stage's optimizer.
-
-    Attributes:
-        tensors: by `<parameter>/<key>`.
-        facts: by parameter.
-        files: by parameter, the file that it is in: of one file, groups have the same numbers.
-    """
-
-    tensors: Mapping[str, Tensor]
-    facts: Mapping[str, Facts]
-    files: Mapping[str, str]
-
-
-def check_optimizer_state(
-    optimizer: Optimizer, names: Mapping[Tensor, str], saved: OptimizerState, findings: Findings
-) -> None:
-    """The state is of an optimizer of the same class, with the same groups, and of the form that
-    torch's classes need.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            facts = saved.facts.get(names[parameter])
-            if facts is None:
-                continue
-            _check_class(optimizer, group, facts, findings)
-    if not findings.rows:
-        _check_groups(optimizer, names, saved, findings)
-    if type(optimizer).__module__.startswith("torch.optim"):
-        _check_forms(optimizer, names, saved.tensors, findings)
-
-
-def _check_class(
-    optimizer: Optimizer, group: Mapping[str, Any], facts: Facts, findings: Findings
-) -> None:
-    name = class_name(optimizer)
-    if facts.kind is not None:
-        if not same_class(facts.kind, name):
-            findings.add(
-                f"it holds the state of {facts.kind}, and the optimizer of this pipeline is {name}. {ANOTHER_OPTIMIZER}"
-            )
-        return
-    # Schema 1 has no class. Versions of one class have more or fewer options than each other, and
-    # not both.
-    more, fewer = facts.options.keys() - group.keys(), group.keys() - facts.options.keys()
-    fewer = {key for key in fewer if key != "params" and not callable(group[key])}
-    if more and fewer:
-        findings.add(
-            f"it holds the state of another optimizer than {name}: one with {join_names(sorted(more))} and without "
-            f"{join_names(sorted(fewer))}. {ANOTHER_OPTIMIZER}"
-        )
-
-
-def _check_groups(
-    optimizer: Optimizer, names: Mapping[Tensor, str], saved: OptimizerState, findings: Findings
-) -> None:
-    """Parameters that were in one group are in one, and those that were in several are in several."""
-    places: dict[
-        tuple[str, int], tuple[int, str]
-    ] = {}  # where a group of a file has gone, and by whom
-    for number, group in enumerate(optimizer.param_groups):
-        first: tuple[str, str, int | None, dict[str, Any]] | None = None
-        for parameter in group["params"]:
-            name = names[parameter]
-            facts = saved.facts.get(name)
-            if facts is None:
-                continue
-            file = saved.files.get(name, "")
-            options = {key: facts.options[key] for key in facts.options.keys() & group.keys()}
-            if first is None:
-                first = name, file, facts.group, options
-            differ = _differing(first[3], options)
-            mixed = file == first[1] and facts.group != first[2]
-            if differ or mixed:
-                findings.add(_merged(first[0], name, differ))
-                return
-            if facts.group is not None:
-                place, other = places.setdefault((file, facts.group), (number, name))
-                if place != number:
-                    findings.add(
-                        f"{other} and {name} were in one parameter group when it was saved, and are in two here. Make the "
-                        f"groups that there were. {ANOTHER_OPTIMIZER}"
-                    )
-                    return
-
-
-def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    for key in sorted(first.keys() & second.keys()):
-        if json.dumps(first[key]) != json.dumps(second[key]):
-            return f"{key} {first[key]} and {second[key]}"
-    return ""
-
-
-def _merged(first: str, second: str, differ: str) -> str:
-    how = f" ({differ})" if differ else ""
-    return (
-        f"{first} and {second} were in two parameter groups{how} when it was saved, and are in one here. Make the groups that "
-        f"there were. {ANOTHER_OPTIMIZER}"
-    )
-
-
-def _check_forms(
-    optimizer: Optimizer,
-    names: Mapping[Tensor, str],
-    tensors: Mapping[str, Tensor],
-    findings: Findings,
-) -> None:
-    shapes = {
-        names[parameter]: parameter.shape
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    for path, tensor in tensors.items():
-        name, _, key = path.rpartition("/")
-        if key not in _SHAPED or name not in shapes:
-            continue
-        is_number = tensor.is_floating_point() or tensor.is_complex()
-        if tensor.shape != shapes[name] or not is_number:
-            findings.add(
-                "{}",
-                f"{key} of {name} is {_form(_dtype(tensor), tuple(tensor.shape))} in the state, and the parameter is of shape "
-                f"{tuple(shapes[name])}",
-            )
-
-
-# -- what goes on with a run
-# ----------------------------------------------------------------------------------------------------
+# -- schedulers, loss scaler, weight rule --------------------------------------------------------
 
 
 def check_schedulers(
     index: Checkpoint, schedulers: Sequence[Schedulers], findings: Findings
 ) -> None:
-    """Of the learning-rate schedulers that are there already, each finds a state of its own class."""
-    skip = "To begin schedulers anew, say skip='schedulers'"
+    """Check that every existing learning-rate scheduler has a saved state of its own class."""
+    advice = "To start with new schedulers, pass skip='schedulers'"
     if len(schedulers) > len(index.schedulers):
         findings.add(
-            f"it has the state of {len(index.schedulers)} learning-rate schedulers, and this pipeline has {len(schedulers)}. "
-            f"{skip}"
+            f"it has the state of {len(index.schedulers)} learning-rate schedulers, and this "
+            f"pipeline has {len(schedulers)}. {advice}"
         )
         return
     for number, text in enumerate(index.schedulers):
         saved = plain_json(text)
         if not isinstance(saved, dict):
-            findings.add(f"the state of scheduler {number} is damaged. {skip}")
+            findings.add(f"the state of scheduler {number} is damaged. {advice}")
             continue
         kind = saved_kind(index.scheduler_kinds, number)
         if number < len(schedulers) and not schedulers[number].fits(kind, saved):
-            kind_of_saved = kind or "another scheduler"
             findings.add(
-                f"scheduler {number} is {schedulers[number].kind} here, and the checkpoint has the state of {kind_of_saved}. {skip}"
+                f"scheduler {number} is {schedulers[number].kind} here, and the checkpoint has the "
+                f"state of {kind or 'another scheduler'}. {advice}"
             )
 
 
 def saved_kind(kinds: Sequence[str], number: int) -> str | None:
-    """The class of a saved scheduler; None where the checkpoint is too old to say."""
+    """Return the class name of a saved scheduler; None if the checkpoint does not record it."""
     return kinds[number] if number < len(kinds) else None
 
 
 def plain_json(text: str) -> Any:
-    """What a text holds; None if it is no JSON."""
+    """Parse a JSON text; None if it is not valid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -362,16 +234,18 @@ def plain_json(text: str) -> Any:
 
 
 def check_scaler(index: Checkpoint, scaler: bool, findings: Findings) -> None:
-    """A loss scaler goes on from a loss scaler."""
-    skip = "To leave that as it is here, say skip='scaler'"
+    """Check that either both the checkpoint and the pipeline have a loss scaler, or neither."""
+    advice = "To ignore this difference, pass skip='scaler'"
     if scaler and index.scaler is None:
         findings.add(
-            f"it was saved without a loss scaler, and this pipeline has one, which would begin anew. {skip}"
+            "it was saved without a loss scaler, and this pipeline has one, which would start "
+            f"with its initial scale. {advice}"
         )
     if not scaler and index.scaler is not None:
+        scale = index.scaler.get("scale", math.nan)
         findings.add(
-            f"it has the state of a loss scaler (scale {index.scaler.get('scale', math.nan):g}), and this pipeline has none. "
-            f"Give it one by scaler=. {skip}"
+            f"it has the state of a loss scaler (scale {scale:g}), and this pipeline has none. "
+            f"Construct it with scaler=. {advice}"
         )
     if index.scaler is not None:
         scale = index.scaler.get("scale", 0.0)
@@ -380,20 +254,23 @@ def check_scaler(index: Checkpoint, scaler: bool, findings: Findings) -> None:
 
 
 def check_rule(index: Checkpoint, rule: RuleFacts | None, findings: Findings) -> None:
-    """What a weight rule has kept is of no use to another one. With flushes nothing is needed of
-    it.
+    """Check that saved state of a weight rule belongs to this pipeline's rule.
+
+    A synchronous pipeline has no weight rule and ignores the saved state.
     """
     saved = index.rule
     if rule is None or saved is None or not saved.keeps:
         return
     if (saved.name, saved.pipelines, saved.copies) != (rule.name, rule.pipelines, rule.copies):
         findings.add(
-            f"it has what weight rule {_rule(saved)} keeps, and this pipeline has {_rule(rule)}. To begin the rule anew from the "
-            "weights, say skip='weight_rule'"
+            f"it has the state of weight rule {_describe_rule(saved)}, and this pipeline has "
+            f"{_describe_rule(rule)}. To initialise the rule from the weights, pass "
+            "skip='weight_rule'"
         )
 
 
-def _rule(rule: RuleFacts) -> str:
-    more = f" with {rule.pipelines} pipelines" if rule.pipelines > 1 else ""
+def _describe_rule(rule: RuleFacts) -> str:
+    """Describe a weight rule by its name and, where there are several, its numbers of copies."""
+    pipelines = f" with {rule.pipelines} pipelines" if rule.pipelines > 1 else ""
     copies = f" with {rule.copies} copies of a stage" if rule.copies > 1 else ""
-    return f"{rule.name!r}{more}{copies}"
+    return f"{rule.name!r}{pipelines}{copies}"

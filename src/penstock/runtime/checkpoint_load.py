@@ -1,6 +1,4 @@
-"""How a checkpoint is read: every rank verifies what it needs, all agree, and only then weights
-change.
-"""
+"""Loading of checkpoints: no weight changes before all ranks have verified what they need."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from torch import Tensor
 from penstock.errors import FileError, SettingError
 from penstock.runtime import checkpoint_fit as fit
 from penstock.runtime import state
-from penstock.runtime.checkpoint import Progress, Terms, Versioned
+from penstock.runtime.checkpoint import CheckpointOptions, Progress, Versioned
 from penstock.runtime.checkpoint_files import (
     Checkpoint,
     Header,
@@ -24,6 +22,7 @@ from penstock.runtime.checkpoint_files import (
     read_tensors,
 )
 from penstock.runtime.consensus import Report, attempt, check_reports, exchange
+from penstock.runtime.optimizer_fit import OptimizerState, check_optimizer_state
 from penstock.runtime.own_state import Facts, names_of, restore_optimizer, restore_rule
 from penstock.runtime.stage import Stage
 from penstock.runtime.state import Placed
@@ -37,33 +36,36 @@ def load(
     world: World,
     placed: Placed,
     versioned: Sequence[Versioned],
-    terms: Terms,
+    options: CheckpointOptions,
     begin_anew: Callable[[], Sequence[Versioned]] | None = None,
 ) -> Progress:
-    """Fill the stages held here and return how far the run had come when the checkpoint was taken.
-    Gradients are dropped.
+    """Load a checkpoint into the stages of this process; gradients are dropped.
 
     Args:
-        folder: where `save` wrote.
+        folder: a folder that `save` has written.
         world: the ranks.
-        placed: which holds what.
-        versioned: of a stream, the stages held here.
-        terms: see there.
-        begin_anew: of a stream, lets the stages begin anew from the parameters as they are, and
-        returns them; called before they are
-            filled and after.
+        placed: the placement of the stages.
+        versioned: for an asynchronous run, the stages of this process with their weight rules.
+        options: see `CheckpointOptions`.
+        begin_anew: for an asynchronous run, initialises the weight rules from the current
+            parameters and returns the stages; called before and after the parameters are loaded.
+
+    Returns:
+        The progress of the run that was saved, without skipped parts.
 
     Raises:
-        FileError: on every rank, if on any rank a file is missing or damaged, or does not fit.
-        Nothing has changed anywhere then.
+        FileError: on every rank, if any rank has found a missing, damaged or unsuitable file. No
+            rank has changed anything.
     """
     contents: list[_Content] = []
 
     def read() -> list[Any]:
-        contents.append(_read(folder, placed, versioned, terms))
+        """Read and verify the checkpoint; return what identifies it to the other ranks."""
+        contents.append(_read(folder, placed, versioned, options))
         index = contents[0].index
         return [index.identity or index.sum(), index.step, str(folder.absolute())]
 
+    # One read for all ranks of this process; its report stands for each of them.
     first, *others = world.local_ranks
     try:
         report = attempt(first, read)
@@ -75,37 +77,41 @@ def load(
     )
     check_reports(reports, "nothing was loaded on any rank")
     _check_same(reports)
-    _apply(contents[0], placed, terms, begin_anew)
+    _apply(contents[0], placed, options, begin_anew)
     index = contents[0].index
-    skip_schedulers = "schedulers" in terms.skip
+    skip_schedulers = "schedulers" in options.skip
     return Progress(
         index.step,
-        None if "scaler" in terms.skip else index.scaler,
+        None if "scaler" in options.skip else index.scaler,
         () if skip_schedulers else index.schedulers,
         () if skip_schedulers else index.scheduler_kinds,
     )
 
 
 def _check_same(reports: Sequence[Report]) -> None:
-    """Refuse if ranks have read different checkpoints: hosts may each have a disk of their own
-    under that name.
+    """Check that all ranks have read the same checkpoint.
+
+    Raises:
+        FileError: they have not; hosts may have different local disks under one path.
     """
     first, *others = reports
     for other in others:
         if other.value[0] != first.value[0]:
             _, step, folder = other.value
             raise FileError(
-                f"rank {other.rank} on host {other.host} reads the checkpoint of step {step} in {folder}, and rank 0 on host "
-                f"{first.host} that of step {first.value[1]} in {first.value[2]}: load from one folder, on a disk that all "
-                "hosts share (nothing was loaded on any rank)"
+                f"rank {other.rank} on host {other.host} reads the checkpoint of step {step} in "
+                f"{folder}, and rank 0 on host {first.host} that of step {first.value[1]} in "
+                f"{first.value[2]}: load from one folder, on a disk that all hosts share (nothing "
+                "was loaded on any rank)"
             )
 
 
 def _fail(world: World, error: Exception) -> None:
-    """Let the ranks of other processes know of an error that nobody has foreseen."""
+    """Report an unexpected error to the ranks of other processes, which are waiting."""
     if len(world.local_ranks) < world.size:
 
         def fail(rank: int) -> None:
+            """Raise the error as that of this rank."""
             del rank
             raise error
 
@@ -114,14 +120,14 @@ def _fail(world: World, error: Exception) -> None:
 
 @dataclass(frozen=True)
 class _Content:
-    """What this process has read and verified.
+    """The parts of a checkpoint that this process has read and verified.
 
     Attributes:
-        index: of the checkpoint.
-        tensors: those that are needed here, by name.
-        facts: by parameter, after the prefix of its copy.
-        files: by parameter, likewise, the file that it is in.
-        prefixes: of the stages held here, by id.
+        index: the index of the checkpoint.
+        tensors: the tensors that this process needs, by name.
+        facts: non-tensor optimizer state, by parameter name with the prefix of the stage's copy.
+        files: by the same names, the file of the state.
+        prefixes: the prefixes of the copies of this process, by the `id` of the stage.
     """
 
     index: Checkpoint
@@ -130,73 +136,94 @@ class _Content:
     files: Mapping[str, str]
     prefixes: Mapping[int, str]
 
-    def of_optimizer(self, stage: Stage) -> fit.OptimizerState:
-        """The state of a stage's optimizer: its copy's own, or, where there was no such copy, the
-        first one's.
+    def of_optimizer(self, stage: Stage) -> OptimizerState:
+        """Return the saved state of a stage's optimizer.
+
+        It is that of the same copy of the stage; if fewer copies were saved, that of the first.
         """
         prefix = self.prefixes.get(id(stage), "")
         if not any(key.startswith(f"{prefix}optimizer/") for key in self.tensors):
             prefix = ""
-        return fit.OptimizerState(
+        return OptimizerState(
             _below(f"{prefix}optimizer/", self.tensors),
             _below(prefix, self.facts),
             _below(prefix, self.files),
         )
 
 
-def _read(folder: Path, placed: Placed, versioned: Sequence[Versioned], terms: Terms) -> _Content:
-    """All that is needed here, verified and held against the pipeline.
+def _read(
+    folder: Path, placed: Placed, versioned: Sequence[Versioned], options: CheckpointOptions
+) -> _Content:
+    """Read what this process needs of a checkpoint, and check that it fits the pipeline.
 
     Raises:
         FileError: there is no checkpoint, a file is damaged, or something does not fit.
     """
     index = read_index(folder)
     headers = {name: read_header(folder, name, index) for name in index.files}
-    if index.fingerprint != placed.traced.fingerprint:
-        raise FileError(
-            f"{folder} is a checkpoint of another model: its layers and shapes have fingerprint {index.fingerprint}, this "
-            f"model's have {placed.traced.fingerprint}{fit.model_difference(headers.values(), placed)}"
-        )
+    _check_fingerprint(folder, index, headers.values(), placed)
     prefixes = {id(version.stage): version.prefix for version in versioned}
-    parts = _parts(placed, prefixes.values())
+    needed = _needed_names(placed, prefixes.values())
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Facts] = {}
     files: dict[str, str] = {}
     for name, header in headers.items():
-        own = _facts(folder, name, header)
-        facts.update(own)
-        files.update(dict.fromkeys(own, name))
-        keys = [key for key in header.tensors if key in parts or key.rpartition("/")[0] in parts]
+        file_facts = _facts(folder, name, header)
+        facts.update(file_facts)
+        files.update(dict.fromkeys(file_facts, name))
+        keys = [key for key in header.tensors if key in needed or key.rpartition("/")[0] in needed]
         if keys:
+            # The weight rule's numbers, `weights/<key>`, belong to the whole stage.
             keys += [key for key in header.tensors if key.rpartition("/")[0].endswith("weights")]
             check_content(folder, name, index)
             tensors |= read_tensors(folder, name, set(keys))
     content = _Content(index, tensors, facts, files, prefixes)
-    _check(folder, content, headers, placed, terms)
+    _check(folder, content, headers, placed, options)
     return content
 
 
+def _check_fingerprint(
+    folder: Path, index: Checkpoint, headers: Collection[Header], placed: Placed
+) -> None:
+    """Check that a checkpoint is of this model.
+
+    Raises:
+        FileError: it is not; the message has the first tensors that differ.
+    """
+    if index.fingerprint != placed.traced.fingerprint:
+        raise FileError(
+            f"{folder} is a checkpoint of another model: its layers and shapes have fingerprint "
+            f"{index.fingerprint}, this model's have {placed.traced.fingerprint}"
+            f"{fit.model_difference(headers, placed)}"
+        )
+
+
 def _facts(folder: Path, name: str, header: Header) -> dict[str, Facts]:
+    """Return the non-tensor optimizer state of a file, by parameter.
+
+    Raises:
+        FileError: it is damaged.
+    """
     try:
         return header.facts
     except ValueError as error:
         raise FileError(f"cannot read {name} of the checkpoint {folder}: {error}") from error
 
 
-def _parts(placed: Placed, prefixes: Collection[str]) -> set[str]:
-    """Names of tensors that are needed here, or of what stands before their last part."""
-    names = {name for stage in placed.local for name in state.own(stage)}
-    model = {
-        f"model/{name}"
-        for name in names | {placed.traced.aliases.get(name, name) for name in names}
-    }
-    trained = {name for stage in placed.local for name in names_of(stage).values()}
-    return model | {
-        f"{prefix}{kind}/{name}"
-        for prefix in {"", *prefixes}
-        for kind in ("optimizer", "weights")
-        for name in trained
-    }
+def _needed_names(placed: Placed, prefixes: Collection[str]) -> set[str]:
+    """Return the names of the tensors that this process needs.
+
+    For state of optimizers and weight rules these are the names without the last part, the key.
+    """
+    names = {name for stage in placed.local for name in state.stage_tensors(stage)}
+    names |= {placed.traced.aliases.get(name, name) for name in names}
+    needed = {f"model/{name}" for name in names}
+    for stage in placed.local:
+        for name in names_of(stage).values():
+            # Without prefix too: the first copy's state serves where a copy has not been saved.
+            for prefix in {"", *prefixes}:
+                needed |= {f"{prefix}optimizer/{name}", f"{prefix}weights/{name}"}
+    return needed
 
 
 def _check(
@@ -204,43 +231,57 @@ def _check(
     content: _Content,
     headers: Mapping[str, Header],
     placed: Placed,
-    terms: Terms,
+    options: CheckpointOptions,
 ) -> None:
-    """Refuse what does not fit, all of it in one message."""
+    """Check that a checkpoint fits the pipeline.
+
+    Raises:
+        FileError: it does not; one message has all mismatches.
+    """
     findings = fit.Findings()
-    fit.check_model(placed, _below("model/", content.tensors), findings, nonfinite=terms.nonfinite)
+    model = _below("model/", content.tensors)
+    fit.check_model(placed, model, findings, nonfinite=options.nonfinite)
     fit.check_names(headers.values(), placed, findings)
-    if "optimizer" not in terms.skip:
-        for stage in placed.local:
-            if stage.update.optimizer is not None:
-                saved = content.of_optimizer(stage)
-                fit.check_optimizer_state(stage.update.optimizer, names_of(stage), saved, findings)
-        own_state = {
-            key: value for key, value in content.tensors.items() if not key.startswith("model/")
-        }
-        for name in () if terms.nonfinite else fit.nan_names(own_state):
-            findings.add(fit.NAN, name)
-    if "schedulers" not in terms.skip:
-        fit.check_schedulers(content.index, terms.schedulers, findings)
-    if "scaler" not in terms.skip:
-        fit.check_scaler(content.index, terms.scaler, findings)
-    if "weight_rule" not in terms.skip:
-        fit.check_rule(content.index, terms.rule, findings)
+    if "optimizer" not in options.skip:
+        _check_optimizers(content, placed, options, findings)
+    if "schedulers" not in options.skip:
+        fit.check_schedulers(content.index, options.schedulers, findings)
+    if "scaler" not in options.skip:
+        fit.check_scaler(content.index, options.scaler, findings)
+    if "weight_rule" not in options.skip:
+        fit.check_rule(content.index, options.rule, findings)
     if findings.rows:
         raise FileError(f"the checkpoint {folder} does not fit: {findings.text()}")
+
+
+def _check_optimizers(
+    content: _Content, placed: Placed, options: CheckpointOptions, findings: fit.Findings
+) -> None:
+    """Check the state of the optimizers and weight rules of this process."""
+    for stage in placed.local:
+        if stage.update.optimizer is not None:
+            saved = content.of_optimizer(stage)
+            check_optimizer_state(stage.update.optimizer, names_of(stage), saved, findings)
+    if options.nonfinite:
+        return
+    not_model = {
+        key: value for key, value in content.tensors.items() if not key.startswith("model/")
+    }
+    for name in fit.nan_names(not_model):
+        findings.add(fit.NAN, name)
 
 
 def _apply(
     content: _Content,
     placed: Placed,
-    terms: Terms,
+    options: CheckpointOptions,
     begin_anew: Callable[[], Sequence[Versioned]] | None,
 ) -> None:
-    """Change everything that is held here. All has been checked: nothing may fail any more."""
+    """Copy a checked checkpoint into the stages, optimizers and weight rules of this process."""
     if begin_anew is not None:
         begin_anew()
     try:
-        state.put(placed, _below("model/", content.tensors))
+        state.copy_into_stages(placed, _below("model/", content.tensors))
     except SettingError as error:
         raise FileError(f"the checkpoint does not fit: {error}") from error
     for stage in placed.local:
@@ -248,18 +289,22 @@ def _apply(
         optimizer = stage.update.optimizer
         if optimizer is None:
             continue
-        if "optimizer" in terms.skip:
+        if "optimizer" in options.skip:
             optimizer.state.clear()
             continue
         saved = content.of_optimizer(stage)
         restore_optimizer(optimizer, names_of(stage), saved.tensors, saved.facts)
-    for each in () if begin_anew is None else begin_anew():
-        if "weight_rule" not in terms.skip:
-            entries = _below(f"{each.prefix}weights/", content.tensors)
-            restore_rule(each.stage, each.weights, entries)
+    if begin_anew is None:
+        return
+    # Again, since the weight rules must start from the loaded parameters.
+    for version in begin_anew():
+        if "weight_rule" not in options.skip:
+            entries = _below(f"{version.prefix}weights/", content.tensors)
+            restore_rule(version.stage, version.weights, entries)
 
 
-def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+def _below(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
+    """Return the entries whose keys begin with a prefix, by the rest of their keys."""
     return {
-        key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)
+        key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)
     }

@@ -1,5 +1,7 @@
-"""Checksums of tensors: of weights exactly, of batches exactly or, in the steady state, of a sample
-of their numbers.
+"""Checksums (CRC-32) of tensors.
+
+Weights are read whole. Batches are read whole when ranks are about to be compared, and by a sample
+of their numbers in the steady state.
 """
 
 from __future__ import annotations
@@ -12,26 +14,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Numbers of a tensor that the sampled checksum reads. Their places move from batch to batch.
+#: Numbers per tensor that the sampled checksum reads. Their positions change from batch to batch.
 SAMPLE = 32
 
-#: A tensor of at most this many bytes is read whole; so the targets of a classifier are.
+#: Up to this many bytes the sampled checksum reads a tensor whole, such as a classifier's targets.
 WHOLE_BYTES = 4096
 
-#: A tensor of more bytes is never read whole, but in this many places more.
+#: Above this many bytes even `whole_checksum` reads a sample, of `LARGE_SAMPLE` numbers.
 MOST_BYTES = 1 << 24
 LARGE_SAMPLE = 1 << 14
 
-#: Bytes of a tensor that are remembered for messages, and numbers that these show.
-_GLIMPSE_BYTES, _SHOWN = 64, 4
+#: Bytes of each tensor that are stored for messages.
+_GLIMPSE_BYTES = 64
+#: Numbers of each tensor that a message prints.
+_NUMBERS_IN_MESSAGE = 4
 
-#: Some numbers of a tensor: their type, and they.
+#: The first sampled numbers of a tensor: their dtype and bytes.
 Glimpse = tuple[torch.dtype, bytes]
 
 
 def values_of(tensor: Tensor) -> Any:
-    """A tensor's numbers as a NumPy array, of a type of the same size where NumPy has no such type.
-    GPUs are waited for.
+    """Return a tensor's numbers as a NumPy array; waits for the device.
+
+    Dtypes that NumPy does not have are viewed as integers of the same size.
     """
     try:
         return tensor.numpy()
@@ -43,8 +48,10 @@ def values_of(tensor: Tensor) -> Any:
 
 
 def checksum(tensor: Tensor) -> int | None:
-    """32 bits of all numbers of a tensor, in their order; None where they cannot be read (meta,
-    sparse, quantised).
+    """Return the CRC-32 of all numbers of a tensor, in order.
+
+    Returns:
+        None for tensors that cannot be read: meta, sparse and quantised ones.
     """
     try:
         return zlib.crc32(np.ascontiguousarray(values_of(tensor)).reshape(-1).view(np.uint8).data)
@@ -53,56 +60,59 @@ def checksum(tensor: Tensor) -> int | None:
 
 
 def batch_checksum(tensors: Iterable[Tensor], turn: int) -> tuple[int, list[Glimpse]]:
-    """32 bits of a sample of the numbers of some tensors: of small ones all, of large ones
-    `SAMPLE`; and some of the numbers.
+    """Return the CRC-32 of a sample of a batch, and a glimpse of each tensor.
+
+    Tensors of up to `WHOLE_BYTES` bytes are read whole, of larger ones `SAMPLE` numbers.
 
     Args:
         tensors: inputs and targets.
-        turn: number of the batch, which moves the places that are read.
+        turn: number of the batch, which shifts the sampled positions.
     """
-    result = 1
+    crc = 1
     glimpses = []
     for tensor in tensors:
-        content = _sampled(tensor, turn)
-        result = zlib.crc32(content, result)
+        content = _sample(tensor, turn)
+        crc = zlib.crc32(content, crc)
         glimpses.append((tensor.dtype, content[:_GLIMPSE_BYTES]))
-    return result, glimpses
+    return crc, glimpses
 
 
 def whole_checksum(tensors: Iterable[Tensor]) -> int:
-    """32 bits of all numbers of some tensors; of those above `MOST_BYTES` a sample of
-    `LARGE_SAMPLE`.
+    """Return the CRC-32 of all numbers of some tensors.
+
+    Of tensors above `MOST_BYTES` only `LARGE_SAMPLE` numbers are read.
     """
-    found = 1
+    crc = 1
     for tensor in tensors:
-        found = zlib.crc32(_sampled(tensor, 0, MOST_BYTES, LARGE_SAMPLE), found)
-    return found
+        crc = zlib.crc32(_sample(tensor, 0, MOST_BYTES, LARGE_SAMPLE), crc)
+    return crc
 
 
 def in_words(glimpse: Glimpse) -> str:
-    """The numbers that a glimpse has."""
+    """Format the first numbers of a glimpse for a message."""
     dtype, content = glimpse
     if len(content) < dtype.itemsize:
         return "none"
-    count = min(_SHOWN, len(content) // dtype.itemsize)
+    count = min(_NUMBERS_IN_MESSAGE, len(content) // dtype.itemsize)
     numbers = torch.frombuffer(bytearray(content), dtype=dtype, count=count).tolist()
-    return ", ".join(
-        f"{number:.4g}" if isinstance(number, float) else str(number) for number in numbers
-    )
+    texts = [f"{number:.4g}" if isinstance(number, float) else str(number) for number in numbers]
+    return ", ".join(texts)
 
 
-def _sampled(
-    tensor: Tensor, turn: int, most_bytes: int = WHOLE_BYTES, sample: int = SAMPLE
+def _sample(
+    tensor: Tensor, turn: int, whole_bytes: int = WHOLE_BYTES, sample: int = SAMPLE
 ) -> bytes:
+    """Return the bytes of a tensor, or of evenly spaced numbers of one above `whole_bytes`."""
     try:
         values = values_of(tensor)
     except (TypeError, RuntimeError, NotImplementedError):
-        return b""  # what cannot be read is compared by its form alone
+        return b""  # unreadable tensors are compared by shape and dtype alone
     content: bytes
-    if values.nbytes <= most_bytes:
+    if values.nbytes <= whole_bytes:
         content = values.tobytes()
         return content
     stride = values.size // sample
+    # A prime step, so that successive batches read different positions.
     start = turn * 7919 % stride
     if tensor.is_contiguous():
         content = values.ravel()[start::stride].tobytes()

@@ -1,4 +1,4 @@
-"""Clocks that time ops where they run."""
+"""Clocks that timestamp ops on the device that runs them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ Mark = Any
 
 
 class Clock(Protocol):
-    """Marks are taken between ops, and turned into seconds after the batch."""
+    """Takes marks between ops, which are converted to seconds after the batch."""
 
     def begin(self) -> None:
-        """Begin a batch: marks to come are near each other."""
+        """Begin a batch; its marks are timed from one origin."""
         ...
 
     def mark(self) -> Mark:
-        """Now, on the device."""
+        """Record the current time of the device, without waiting for it."""
         ...
 
     def seconds(self, mark: Mark) -> float:
-        """A mark in seconds, on a time base that ranks of one host share."""
+        """Convert a mark to seconds, on a time base that all ranks of a host share."""
         ...
 
 
 class HostClock:
-    """For devices that compute while the host waits. CLOCK_MONOTONIC is one clock for all processes
-    of a host.
+    """The host's clock, for devices that compute while the host waits.
+
+    It is CLOCK_MONOTONIC, which all processes of a host share.
     """
 
     def begin(self) -> None:
-        """See `Clock.begin`: doubles have room for years."""
+        """See `Clock.begin`. Needs no origin: double precision suffices for years."""
 
     def mark(self) -> float:
         """See `Clock.mark`."""
@@ -47,33 +48,39 @@ class HostClock:
 
 
 class TimedEvent(Protocol):
-    """What is used of `torch.cuda.Event`."""
+    """The methods of `torch.cuda.Event` that are used."""
 
     def synchronize(self) -> None:
-        """Let the host wait until the event has happened."""
+        """Block the host until the device has reached the event."""
         ...
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this event to a later one, as a 32-bit float."""
+        """Return the milliseconds from this event to a later one, with 32-bit precision."""
         ...
 
 
 @dataclass
 class _Origin:
-    """An event that others are timed from. `at_s` is its place on the host's clock, once known."""
+    """The event from which the others of a batch are timed.
+
+    Attributes:
+        event: the event.
+        at_s: its time on the host's clock in seconds; None until a time is asked for.
+    """
 
     event: TimedEvent
     at_s: float | None = None
 
 
 class EventClock:
-    """For a device that computes while the host runs ahead: events in its stream.
+    """Events in the stream of a device that computes while the host runs ahead.
 
-    CUDA tells the time between two events in milliseconds as a 32-bit float: to 0.1 microseconds if
-    they are 1 s apart, to 0.25 ms if they are an hour apart. So ops are timed from an origin of
-    their own batch, and sums are made in double precision. The origin is found on the host's clock
-    when times are first asked for, by an event at that moment: nothing waits before, and clocks
-    that drift apart do so for one batch only.
+    CUDA returns the time between two events in milliseconds as a 32-bit float: exact to 0.1
+    microseconds if they are 1 s apart, but only to 0.25 ms if they are an hour apart. Ops are
+    therefore timed from an origin in their own batch, and sums are formed in double precision. The
+    origin is located on the host's clock when a time is first asked for, by an event recorded at
+    that moment: the host does not wait earlier, and drift between the two clocks is limited to one
+    batch.
 
     Args:
         record: records an event in the device's stream.
@@ -95,7 +102,7 @@ class EventClock:
         return self._origin, self._record()
 
     def seconds(self, mark: tuple[_Origin, TimedEvent]) -> float:
-        """See `Clock.seconds`; waits until the event has happened."""
+        """See `Clock.seconds`; waits until the device has reached the event."""
         origin, event = mark
         event.synchronize()
         if origin.at_s is None:
@@ -113,5 +120,5 @@ def _record_on(device: torch.device) -> TimedEvent:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock that times work on `device`."""
+    """Return the clock for ops on `device`."""
     return EventClock(partial(_record_on, device)) if device.type == "cuda" else HostClock()

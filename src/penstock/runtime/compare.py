@@ -1,26 +1,23 @@
-"""The self-check: one batch through the pipeline and through plain training, side by side."""
+"""Self-check: run one batch through the pipeline and through plain training, and compare."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.runtime import state
 from penstock.runtime.assembly import Assembly, Training
-from penstock.runtime.batch import Batch, join
-from penstock.runtime.device_batch import INPUTS, device_batch
-from penstock.runtime.loss_view import generator_states
+from penstock.runtime.batch import Batch
 from penstock.runtime.numeric_settings import numeric_settings
-from penstock.runtime.reference_model import reference_model
+from penstock.runtime.one_device import OneDevice, output_leaves
 from penstock.runtime.results import by_micro_batch
-from penstock.runtime.stage_loss import LossOptions, StageLoss
 from penstock.runtime.whole_batch import (
     DRAWS,
     NEXT_TO_NOTHING,
@@ -30,13 +27,6 @@ from penstock.runtime.whole_batch import (
     coarse,
     ratio,
 )
-from penstock.tracing.deferred_batch_norm import begin
-from penstock.tracing.host_random import equal_states, host_state
-from penstock.tracing.names import parameters_of, state_of
-from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
-from penstock.tracing.side_loss import collecting_side_losses
-from penstock.tracing.slices import has_past
-from penstock.values.structure import labelled, map_tensors
 
 #: Lines of a printed comparison of each kind.
 _ROWS = 8
@@ -44,15 +34,19 @@ _ROWS = 8
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest absolute differences between the pipeline and one device that accumulates the same
-    micro-batches.
+    """Largest absolute differences between a pipeline and one device with the same micro-batches.
 
-    `gradients` and `buffers` by name, `outputs` by place in the model's output; `loss` is the
-    difference of the mean losses. `scale` has the largest absolute value of each on the one device,
-    to hold the difference against: buffers as `buffer NAME`, outputs as `output PLACE`. `whole` has
-    the differences from one device that takes the batch undivided; `agrees` and `relative` of it
-    are apart. `device` is the one device, that of rank 0, and `settings` what decides there whether
-    equal work gives equal bits.
+    Attributes:
+        gradients: differences by parameter name.
+        buffers: differences by buffer name.
+        loss: difference of the mean losses.
+        scale: the largest absolute value on the one device, to which a difference is related: by
+            parameter name, as `buffer NAME`, as `output PLACE`, and as `loss`.
+        outputs: differences by place in the model's output.
+        whole: the differences from one device that takes the batch undivided; it has its own
+            `agrees` and `relative`, and is not part of those here.
+        device: the one device, that of rank 0.
+        settings: the settings of torch that decide whether equal work there gives equal bits.
     """
 
     gradients: Mapping[str, float] = field(default_factory=dict)
@@ -66,21 +60,19 @@ class Comparison:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The name and size of the largest difference."""
-        everything = {**self.gradients, **self.buffers, **self.outputs, "loss": self.loss}
-        name = max(everything, key=lambda key: everything[key])
-        return name, everything[name]
+        """The name and size of the largest absolute difference."""
+        errors = {**self.gradients, **self.buffers, **self.outputs, "loss": self.loss}
+        name = max(errors, key=lambda key: errors[key])
+        return name, errors[name]
 
     @property
     def relative(self) -> float:
-        """The largest difference in proportion to what it is of; infinite where the one is no
-        number and the other is.
-        """
+        """The largest relative difference; infinite where only one of two values is NaN."""
         return max((row[3] for row in self.rows()), default=0.0)
 
     def rows(self) -> list[tuple[str, str, float, float]]:
-        """Kind, name, largest difference, and that in proportion, worst first."""
-        found = []
+        """Return kind, name, absolute and relative difference of each value, largest first."""
+        rows = []
         for kind, errors in (
             ("gradient", self.gradients),
             ("buffer", self.buffers),
@@ -89,350 +81,273 @@ class Comparison:
         ):
             prefix = "" if kind in ("gradient", "loss") else f"{kind} "
             sizes = {name: self.scale.get(f"{prefix}{name}", 0.0) for name in errors}
+            # Values that are next to nothing beside others of their kind are not divided by.
             least = NEXT_TO_NOTHING * max(sizes.values(), default=0.0)
-            found += [
-                (kind, name, error, ratio(error, max(sizes[name], least)))
-                for name, error in errors.items()
-            ]
-        return sorted(found, key=lambda row: -row[3])
+            for name, error in errors.items():
+                rows.append((kind, name, error, ratio(error, max(sizes[name], least))))
+        return sorted(rows, key=lambda row: -row[3])
 
     def __str__(self) -> str:
         if not self.gradients and not self.outputs:
             return "nothing was compared here: rank 0 has the comparison"
         rows = self.rows()
-        counts = ", ".join(
-            f"{len(of)} {kind}{'s' * (len(of) != 1)}"
-            for kind, of in (
-                ("gradient", self.gradients),
-                ("buffer", self.buffers),
-                ("output", self.outputs),
+        printed = _largest_of_each_kind(rows)
+        width = max(len(name) for _, name, _, _ in printed)
+        summary = f"{self._counts()} and the loss; largest relative difference {self.relative:.2g}"
+        lines = [f"pipeline against one device: {summary}"]
+        for kind, name, error, relative in printed:
+            lines.append(
+                f"  {kind:<8}  {name:<{width}}  differs by {error:.2e} (relative {relative:.1e})"
             )
-        )
-        shown = [
-            row
-            for kind in ("loss", "output", "gradient", "buffer")
-            for row in [each for each in rows if each[0] == kind][:_ROWS]
-        ]
-        width = max(len(name) for _, name, _, _ in shown)
-        lines = [
-            f"pipeline against one device: {counts} and the loss; largest difference {self.relative:.2g} of what it is of"
-        ]
-        lines += [
-            f"  {kind:<8}  {name:<{width}}  differs by {error:.2e}, {ratio:.1e} of it"
-            for kind, name, error, ratio in shown
-        ]
-        left = len(rows) - len(shown)
-        if left:
-            lines.append(f"  and {left} more, none of which differs more than the last of its kind")
+        omitted = len(rows) - len(printed)
+        if omitted:
+            lines.append(
+                f"  and {omitted} more, which differ no more than the last line of their kind"
+            )
         if self.device != "cpu":
-            lines.append(f"  the one device is {'; '.join((self.device, *self.settings))}")
+            device = "; ".join((self.device, *self.settings))
+            lines.append(f"  the one device is {device}")
         if self.whole is not None:
             lines.append(str(self.whole))
         return "\n".join(lines)
 
+    def _counts(self) -> str:
+        """Return how many values of each kind were compared, as text."""
+        counts = {
+            "gradient": len(self.gradients),
+            "buffer": len(self.buffers),
+            "output": len(self.outputs),
+        }
+        return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts.items())
+
+
+def _largest_of_each_kind(
+    rows: list[tuple[str, str, float, float]],
+) -> list[tuple[str, str, float, float]]:
+    """Return the first `_ROWS` rows of each kind, see `Comparison.rows`."""
+    largest: list[tuple[str, str, float, float]] = []
+    for kind in ("loss", "output", "gradient", "buffer"):
+        largest += [row for row in rows if row[0] == kind][:_ROWS]
+    return largest
+
 
 def compare(
-    made: Assembly, play: Callable[[], Tensor], batch: Batch, training: Training
+    assembly: Assembly, play: Callable[[], Tensor], batch: Batch, training: Training
 ) -> Comparison:
-    """Play a batch without updates and hold gradients, buffers, outputs and loss against plain
-    training on rank 0.
+    """Run a batch without updates and compare the results with plain training on rank 0.
 
-    Gradients and buffers of the stages are afterwards as they were before.
+    Gradients and buffers of the stages are restored afterwards.
 
     Args:
-        made: the ranks.
+        assembly: the ranks of this process.
         play: runs the batch's program without updates and returns its mean loss.
         batch: the batch, which keeps its outputs.
         training: how the model is trained.
+
+    Returns:
+        The differences on rank 0; an empty comparison on all other ranks.
+
+    Raises:
+        RunError: the device of rank 0 does not have enough memory for the whole model.
     """
-    world, placed = made.world, made.placed
-    before = state.collect(world, placed)
-    trained = [
-        parameter
-        for stage in made.stages
-        for parameter in (*stage.update.parameters, *stage.update.borrowed)
-    ]
-    grads = [(parameter, parameter.grad) for parameter in trained]
+    world, placed = assembly.world, assembly.placed
+    initial_state = state.collect(world, placed)
+    with _unchanged_stages(assembly):
+        loss = play()
+        grads, final_state = state.collect_grads(world, placed), state.collect(world, placed)
+        outputs = by_micro_batch(world, assembly.setting.schedule, batch)
+    if 0 not in world.local_ranks:
+        return Comparison()
+    reference = OneDevice(placed, batch, training, world.device(0))
+    try:
+        return _compare(reference, initial_state, _Results(loss, grads, final_state, outputs))
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            "compare_with_one_device needs the whole model, its gradients and a batch on "
+            f"{world.device(0)}, in addition to what the stages hold there, and there is not "
+            f"enough memory: {error} Compare a smaller batch, or a smaller model of the same "
+            "layers; penstock train leaves the comparison out by --no-self-check"
+        ) from error
+
+
+@contextmanager
+def _unchanged_stages(assembly: Assembly) -> Iterator[None]:
+    """Run a block with empty gradients and loss scale 1; then restore these and the buffers."""
+    with _unchanged_buffers(assembly), _unchanged_gradients(assembly):
+        yield
+
+
+@contextmanager
+def _unchanged_buffers(assembly: Assembly) -> Iterator[None]:
+    """Run a block, and restore the buffers of all stages of this process."""
     buffers = [
-        (buffer, buffer.detach().clone())
-        for stage in placed.local
+        buffer
+        for stage in assembly.placed.local
         for module in stage.modules()
         for buffer in module._buffers.values()
         if buffer is not None
     ]
-    scales = [(stage, stage.loss_scale) for stage in made.stages]
-    for parameter, _ in grads:
+    contents = [buffer.detach().clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, content in zip(buffers, contents, strict=True):
+                buffer.copy_(content)
+
+
+@contextmanager
+def _unchanged_gradients(assembly: Assembly) -> Iterator[None]:
+    """Run a block with empty gradients and loss scale 1, and restore these."""
+    parameters = [
+        parameter
+        for stage in assembly.stages
+        for parameter in (*stage.update.parameters, *stage.update.borrowed)
+    ]
+    grads = [parameter.grad for parameter in parameters]
+    scales = [stage.loss_scale for stage in assembly.stages]
+    for parameter in parameters:
         parameter.grad = None
-    for stage, _ in scales:
+    for stage in assembly.stages:
         stage.loss_scale = 1.0
     try:
-        found_loss = play()
-        found_grads, found_state = state.collect_grads(world, placed), state.collect(world, placed)
-        found_outputs = by_micro_batch(world, made.setting.schedule, batch)
+        yield
     finally:
-        for parameter, grad in grads:
+        for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
-        for stage, scale in scales:
+        for stage, scale in zip(assembly.stages, scales, strict=True):
             stage.loss_scale = scale
-        with torch.no_grad():
-            for buffer, content in buffers:
-                buffer.copy_(content)
-    if 0 not in world.local_ranks:
-        return Comparison()
-    plain = _OneDevice(placed, batch, training, world.device(0))
-    try:
-        return plain.compared(before, found_loss, found_grads, (found_state, found_outputs))
-    except torch.OutOfMemoryError as error:
-        raise RunError(
-            f"compare_with_one_device needs the whole model, its gradients and a batch on {world.device(0)}, beside what the stages hold "
-            f"there, and there is not enough memory: {error} Compare a smaller batch, or a smaller model of the same layers; "
-            "penstock train leaves the comparison out by --no-self-check"
-        ) from error
 
 
-@dataclass
-class _OneDevice:
-    """Plain training, in the process of rank 0 and on its device.
+class _Results(NamedTuple):
+    """The results of a batch in the pipeline.
 
-    Another device would draw other numbers for dropout from the same seed, and round otherwise.
+    Attributes:
+        loss: the mean loss.
+        grads: by parameter name.
+        state: parameters and buffers after the batch, by name.
+        outputs: by micro-batch.
     """
 
-    placed: state.Placed
-    batch: Batch
-    training: Training
-    device: torch.device
-    loss: float = 0.0
-    drew: bool = False
-    whole: bool = False
-    sides: bool = False
-    modules: list[nn.Module] = field(default_factory=list)
-    outputs: dict[int, Any] = field(default_factory=dict)
-
-    def compared(
-        self,
-        values: Mapping[str, Tensor],
-        loss: Tensor,
-        grads: Mapping[str, Tensor],
-        rest: tuple[Mapping[str, Tensor], Mapping[int, Any]],
-    ) -> Comparison:
-        """Train in both ways, and hold what the pipeline has come to against it.
-
-        Args:
-            values: the state before the batch.
-            loss: of the pipeline.
-            grads: of the pipeline, by name.
-            rest: its state after the batch, by name, and its outputs, by micro-batch.
-        """
-        batch = self.batch
-        # Sequences that the schedule cuts stay whole here, which checks the layers' `forward_slice`
-        # against their `forward`; but where
-        # layers draw random numbers, these go by slice.
-        self.train(values, whole=batch.cuts_tokens)
-        if self.drew and batch.cuts_tokens:
-            self.train(values, whole=False)
-        same = self.against(loss, grads, *rest)
-        self.train_whole(values)
-        return replace(
-            same,
-            whole=self.against_whole(loss, grads),
-            device=str(self.device),
-            settings=numeric_settings(self.device),
-        )
-
-    def train(self, values: Mapping[str, Tensor], *, whole: bool) -> None:
-        """Forward and backward of all micro-batches in turn from these values, gradients
-        accumulated, slices of one in one graph.
-        """
-        batch = self.batch.with_whole_sequences() if whole else self.batch
-        batch = replace(
-            batch, losses={}, outputs={}, loss_weights=None, loss_counts={}, keeps_outputs=False
-        )
-        self._begin(values, len(batch.inputs))
-        self.whole = whole
-        options = self.training.options.loss_division
-        stage_loss = StageLoss(
-            self.training.loss, self.device, options, self.training.seed, self.modules
-        )
-        assert batch.targets is not None
-        waiting: list[Tensor] = []
-        for row in batch.rows():
-            pasts: dict[int, Any] = {}
-            for n in row:
-                with self._mixed(), collecting_side_losses() as sides:
-                    value = self._forward(batch, n, pasts)
-                    loss = stage_loss.of(batch, n, value, sides)
-                assert batch.loss_weights is not None
-                waiting.append(_weighed(loss, sides, batch.loss_weights[n], batch.shares[n]))
-                self.sides = self.sides or bool(sides)
-            if options.loss_on == "micro_batch":
-                _backward(waiting)
-        _backward(waiting)
-        self.loss = sum(float(each) for each in batch.losses.values())
-
-    def train_whole(self, values: Mapping[str, Tensor]) -> None:
-        """Forward and backward of the undivided batch from these values."""
-        x, y = self.batch.whole
-        batch = Batch(self.batch.step, [x], [y], [1.0], self.batch.signature, True, whole=(x, y))
-        self._begin(values, 1)
-        stage_loss = StageLoss(
-            self.training.loss, self.device, LossOptions(), self.training.seed, self.modules
-        )
-        with self._mixed(), collecting_side_losses() as sides:
-            loss = stage_loss.of(batch, 0, self._forward(batch, 0, {}), sides)
-        _backward([_weighed(loss, sides, 1.0, 1.0)])
-        self.loss = float(batch.losses[0])
-
-    def _begin(self, values: Mapping[str, Tensor], micro_batches: int) -> None:
-        self.modules = reference_model(self.placed, values, self.training, self.device)
-        self.loss, self.drew = 0.0, False
-        self.outputs.clear()
-        for module in self.modules:
-            begin(module, micro_batches)
-
-    def _forward(self, batch: Batch, n: int, pasts: dict[int, Any]) -> Any:
-        value, drew = self._plain_forward(batch, n, pasts)
-        # As the loss gets it: some losses work in place.
-        self.outputs[n] = map_tensors(lambda leaf: leaf.detach().clone(), value)
-        self.drew = self.drew or drew
-        return value
-
-    def _plain_forward(self, batch: Batch, n: int, pasts: dict[int, Any]) -> tuple[Any, bool]:
-        """The output for one micro-batch or slice, and whether a layer has drawn; `pasts` moves on."""
-        inputs = batch.inputs[n]
-        if self.device.type != "cpu":
-            inputs = device_batch(batch, self.device).part(INPUTS, n)
-        value = map_tensors(Tensor.clone, inputs)  # for work in place
-        seed, device = self.training.seed, self.device
-        drew = False
-        with drawing(device, host=True):
-            for index, module in enumerate(self.modules):
-                if may_draw(module):
-                    seed_generators(device, stream_seed(seed, batch.step, index, n), host=True)
-                state, of_host = generator_states(device), host_state()
-                if batch.cuts_tokens and has_past(module):
-                    value, pasts[index] = module.forward_slice(value, pasts.get(index))  # type: ignore[operator]
-                else:
-                    value = module(value)
-                drew = drew or not torch.equal(state, generator_states(device))
-                drew = drew or not equal_states(of_host, host_state())
-        return value, drew
-
-    def _mixed(self) -> AbstractContextManager[None]:
-        mixed = self.training.options.autocast
-        return nullcontext() if mixed is None else torch.autocast(self.device.type, dtype=mixed)
-
-    def against(
-        self,
-        loss: Tensor,
-        grads: Mapping[str, Tensor],
-        found: Mapping[str, Tensor],
-        outputs: Mapping[int, Any],
-    ) -> Comparison:
-        """What the pipeline has found, held against it."""
-        aliases = self.placed.traced.aliases
-        plain_grads = self._grads()
-        plain_state: dict[str, Tensor] = {}
-        for layer, module in zip(self.placed.traced.layers, self.modules, strict=True):
-            values = state_of(layer.name, module)
-            plain_state.update({name: tensor.cpu() for name, tensor in values.items()})
-        parameters = {
-            name for layer in self.placed.traced.layers for name in layer.parameters
-        } | set(plain_grads)
-        moved = {
-            name: tensor
-            for name, tensor in found.items()
-            if aliases.get(name, name) not in parameters
-        }
-        made, expected = (
-            _leaves(self.batch, outputs),
-            _leaves(self.batch.with_whole_sequences() if self.whole else self.batch, self.outputs),
-        )
-        scale = {name: _largest(grad) for name, grad in plain_grads.items()} | {
-            "loss": abs(self.loss)
-        }
-        scale |= {f"buffer {name}": _largest(plain_state[name]) for name in moved}
-        scale |= {f"output {place}": max(map(_largest, row)) for place, row in expected.items()}
-        return Comparison(
-            {name: _difference(grad, plain_grads[name]) for name, grad in grads.items()},
-            {name: _difference(tensor, plain_state[name]) for name, tensor in moved.items()},
-            _loss_difference(float(loss), self.loss),
-            scale,
-            {place: max(map(_difference, made[place], row)) for place, row in expected.items()},
-        )
-
-    def against_whole(self, loss: Tensor, grads: Mapping[str, Tensor]) -> WholeBatch:
-        """What the pipeline has found, held against the undivided batch."""
-        plain = self._grads()
-        causes = causes_in(self.modules)
-        causes += [DRAWS] * self.drew + [SIDES] * self.sides
-        return WholeBatch(
-            {name: _difference(grad, plain[name]) for name, grad in grads.items()},
-            _loss_difference(float(loss), self.loss),
-            {name: _largest(grad) for name, grad in plain.items()} | {"loss": abs(self.loss)},
-            tuple(causes),
-            coarse((grad.dtype for grad in plain.values()), self.training.options.autocast),
-        )
-
-    def _grads(self) -> dict[str, Tensor]:
-        """The gradients of the model's parameters by name."""
-        aliases = self.placed.traced.aliases
-        found: dict[str, Tensor] = {}
-        for layer, module in zip(self.placed.traced.layers, self.modules, strict=True):
-            for name, parameter in parameters_of(layer.name, module):
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dense = grad.to_dense() if grad.is_sparse else grad
-                found.setdefault(aliases.get(name, name), dense.cpu())
-        return found
+    loss: Tensor
+    grads: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    outputs: Mapping[int, Any]
 
 
-def _weighed(loss: Tensor, sides: Sequence[Tensor], weight: float, share: float) -> Tensor:
-    """A micro-batch's part of the loss of the batch."""
-    if weight == share:
-        return sum(sides, loss) * share
-    return sum((side * share for side in sides), loss * weight)
+def _compare(reference: OneDevice, values: Mapping[str, Tensor], results: _Results) -> Comparison:
+    """Train with micro-batches and with the undivided batch; compare the pipeline with both.
 
-
-def _backward(waiting: list[Tensor]) -> None:
-    """The gradients of some losses, which are done with then."""
-    live = [loss for loss in waiting if loss.requires_grad]
-    if live:
-        torch.autograd.backward(live)
-    waiting.clear()
-
-
-def _loss_difference(one: float, other: float) -> float:
-    if one == other or (math.isnan(one) and math.isnan(other)):
-        return 0.0
-    return math.inf if math.isnan(one) or math.isnan(other) else abs(one - other)
-
-
-def _leaves(batch: Batch, outputs: Mapping[int, Any]) -> dict[str, list[Tensor]]:
-    """The tensors of some outputs, in the order of the micro-batches, by their place in one output;
-    slices of one joined.
+    Args:
+        reference: plain training of the model.
+        values: the model's state before the batch.
+        results: the results of the pipeline.
     """
-    rows: dict[str, list[Tensor]] = {}
-    for row in batch.rows():
-        value = outputs[row[0]] if len(row) == 1 else join([outputs[n] for n in row], dim=1)
-        for path, leaf in labelled(value):
-            if isinstance(leaf, Tensor):
-                rows.setdefault(f"output{path}", []).append(leaf.detach().cpu())
-    return rows
-
-
-def _largest(tensor: Tensor) -> float:
-    return (
-        float(tensor.abs().max())
-        if tensor.numel() and not tensor.dtype.is_complex
-        else float(tensor.abs().sum())
+    sliced = reference.batch.cuts_tokens
+    # Sequences that the schedule slices stay whole here, which checks the layers' `forward_slice`
+    # against their `forward`. But layers that draw random numbers draw them by slice, so that only
+    # slices can be compared.
+    reference.train(values, whole=sliced)
+    if reference.drew and sliced:
+        reference.train(values, whole=False)
+    comparison = _compare_accumulated(reference, results)
+    reference.train_whole(values)
+    return replace(
+        comparison,
+        whole=_compare_whole(reference, results),
+        device=str(reference.device),
+        settings=numeric_settings(reference.device),
     )
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
-    if one.shape != other.shape:
+def _compare_accumulated(reference: OneDevice, results: _Results) -> Comparison:
+    """Compare the pipeline's results with those of accumulated micro-batches."""
+    reference_grads = reference.grads()
+    reference_state = reference.state()
+    buffers = _buffers(reference, results.state, reference_grads)
+    outputs = output_leaves(reference.batch, results.outputs)
+    expected = reference.output_leaves()
+    scale = {name: _largest(grad) for name, grad in reference_grads.items()}
+    scale["loss"] = abs(reference.loss)
+    scale |= {f"buffer {name}": _largest(reference_state[name]) for name in buffers}
+    scale |= {f"output {place}": max(map(_largest, row)) for place, row in expected.items()}
+    return Comparison(
+        gradients=_differences(results.grads, reference_grads),
+        buffers=_differences(buffers, reference_state),
+        loss=_loss_difference(float(results.loss), reference.loss),
+        scale=scale,
+        outputs={
+            place: max(map(_difference, outputs[place], row)) for place, row in expected.items()
+        },
+    )
+
+
+def _buffers(
+    reference: OneDevice, tensors: Mapping[str, Tensor], grads: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Select from the model's state the tensors that are not parameters.
+
+    Args:
+        reference: the model.
+        tensors: the state by name.
+        grads: the gradients by parameter name.
+    """
+    traced = reference.placed.traced
+    parameters = {name for layer in traced.layers for name in layer.parameters} | set(grads)
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if traced.aliases.get(name, name) not in parameters
+    }
+
+
+def _compare_whole(reference: OneDevice, results: _Results) -> WholeBatch:
+    """Compare the pipeline's results with those of the undivided batch."""
+    reference_grads = reference.grads()
+    causes = causes_in(reference.modules)
+    causes += [DRAWS] * reference.drew + [SIDES] * reference.sides
+    scale = {name: _largest(grad) for name, grad in reference_grads.items()}
+    scale["loss"] = abs(reference.loss)
+    dtypes = (grad.dtype for grad in reference_grads.values())
+    return WholeBatch(
+        _differences(results.grads, reference_grads),
+        _loss_difference(float(results.loss), reference.loss),
+        scale,
+        tuple(causes),
+        coarse(dtypes, reference.training.options.autocast),
+    )
+
+
+def _loss_difference(loss: float, reference: float) -> float:
+    """Return the absolute difference of two losses; 0 for two NaN, infinite for one."""
+    if loss == reference or (math.isnan(loss) and math.isnan(reference)):
+        return 0.0
+    if math.isnan(loss) or math.isnan(reference):
         return math.inf
-    if one.dtype.is_complex or not one.numel():
-        return float((one - other).abs().max()) if one.numel() else 0.0
-    difference = (one.double() - other.double()).abs()
-    # Infinities of one sign and numbers that are none are equal in both, and that is no difference.
-    difference[(one == other) | (one.isnan() & other.isnan())] = 0.0
+    return abs(loss - reference)
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest absolute value; 0 if empty, for complex tensors the sum of them."""
+    if tensor.numel() and not tensor.dtype.is_complex:
+        return float(tensor.abs().max())
+    return float(tensor.abs().sum())
+
+
+def _differences(
+    tensors: Mapping[str, Tensor], references: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Return by name the largest difference of each tensor from its reference."""
+    return {name: _difference(tensor, references[name]) for name, tensor in tensors.items()}
+
+
+def _difference(tensor: Tensor, reference: Tensor) -> float:
+    """Return the largest absolute difference; infinite where shapes differ or one value is NaN."""
+    if tensor.shape != reference.shape:
+        return math.inf
+    if tensor.dtype.is_complex or not tensor.numel():
+        return float((tensor - reference).abs().max()) if tensor.numel() else 0.0
+    difference = (tensor.double() - reference.double()).abs()
+    # Infinities of the same sign and NaN in both are no difference, though their difference is NaN.
+    difference[(tensor == reference) | (tensor.isnan() & reference.isnan())] = 0.0
     return math.inf if bool(difference.isnan().any()) else float(difference.max())

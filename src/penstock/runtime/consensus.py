@@ -1,6 +1,4 @@
-"""One verdict for all ranks: each says whether its part succeeded, and all go on or all refuse with
-the same message.
-"""
+"""Joint success or failure of all ranks: if one rank refuses, all refuse with the same message."""
 
 from __future__ import annotations
 
@@ -19,13 +17,20 @@ from penstock.transport.payload import TensorForm
 
 T = TypeVar("T")
 
-#: Findings that one message shows.
-_SHOWN = 8
+#: Ranks whose errors one message lists.
+_RANKS_IN_MESSAGE = 8
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says: plain data, or why it refuses (the class of the error and its text)."""
+    """The outcome of a job on one rank.
+
+    Attributes:
+        rank: the rank.
+        host: the name of its host.
+        value: the result, JSON-serialisable.
+        error: class name and message of the error, if the job failed.
+    """
 
     rank: int
     host: str
@@ -34,7 +39,10 @@ class Report:
 
 
 def attempt(rank: int, job: Callable[[], Any]) -> Report:
-    """Run `job`; an error that Penstock raises on purpose becomes a report, any other goes on."""
+    """Run a job and report its result, or the `PenstockError` that it raised.
+
+    Errors of other classes are not caught.
+    """
     try:
         return Report(rank, socket.gethostname(), job())
     except PenstockError as error:
@@ -42,17 +50,25 @@ def attempt(rank: int, job: Callable[[], Any]) -> Report:
 
 
 def exchange(world: World, reports: Mapping[int, Report]) -> list[Report]:
-    """The reports of all ranks, on every rank, in the order of the ranks. Every process calls this
-    with its local ranks'.
+    """Return the reports of all ranks, on every rank. Every process calls it.
+
+    Args:
+        world: the ranks.
+        reports: those of the ranks of this process.
+
+    Returns:
+        The reports in the order of the ranks.
     """
+    # As tensors of bytes, since `World.gather` sends tensors alone.
     rows = {
-        rank: torch.frombuffer(bytearray(_text(report).encode()), dtype=torch.uint8)
+        rank: torch.frombuffer(bytearray(_to_json(report).encode()), dtype=torch.uint8)
         for rank, report in reports.items()
     }
-    size = TensorForm((1,), "int64", wants_grad=False)
+    # First the lengths: the receiver must know the shape of each message.
+    length_form = TensorForm((1,), "int64", wants_grad=False)
     lengths = world.gather(
         {rank: [torch.tensor([len(row)])] for rank, row in rows.items()},
-        {rank: [size] for rank in range(world.size)},
+        {rank: [length_form] for rank in range(world.size)},
     )
     forms = {
         rank: [TensorForm((int(length),), "uint8", wants_grad=False)]
@@ -60,44 +76,45 @@ def exchange(world: World, reports: Mapping[int, Report]) -> list[Report]:
     }
     received = world.gather({rank: [row] for rank, row in rows.items()}, forms)
     texts = [bytes(row.tolist()).decode() for _, (row,) in sorted(received.items())]
-    return [_report(text) for text in world.broadcast(texts or None, 0)]
+    return [_from_json(text) for text in world.broadcast(texts or None, 0)]
 
 
-def check_reports(reports: list[Report], where: str) -> None:
-    """Refuse on every rank if any rank refuses.
+def check_reports(reports: list[Report], consequence: str) -> None:
+    """Raise on every rank if any rank has reported an error.
 
     Args:
-        reports: of all ranks.
-        where: what follows the findings, such as "nothing was loaded on any rank".
+        reports: the reports of all ranks.
+        consequence: text after the errors, such as "nothing was loaded on any rank".
 
     Raises:
-        PenstockError: of the class that the first refusals rank names; the text has all findings by
-        rank and host.
+        PenstockError: of the class that the first failed rank has reported; the message has the
+            errors by rank and host, or the one error that all ranks have.
     """
-    refusals = [report for report in reports if report.error is not None]
-    if not refusals:
+    failed = [(report, report.error) for report in reports if report.error is not None]
+    if not failed:
         return
-    name, text = refusals[0].error or ("", "")
-    kind = getattr(errors, name, FileError)
-    if kind not in (FileError, errors.SettingError, errors.RunError):
-        kind = FileError
-    texts = {report.error[1] for report in refusals if report.error is not None}
-    if len(texts) == 1 and len(refusals) == len(reports):
-        raise kind(text)
+    _, (class_name, message) = failed[0]
+    error_class = getattr(errors, class_name, FileError)
+    if error_class not in (FileError, errors.SettingError, errors.RunError):
+        error_class = FileError
+    messages = {text for _, (_, text) in failed}
+    if len(messages) == 1 and len(failed) == len(reports):
+        raise error_class(message)
     lines = [
-        f"rank {report.rank} on host {report.host}: {report.error[1]}"
-        for report in refusals[:_SHOWN]
-        if report.error is not None
+        f"rank {report.rank} on host {report.host}: {text}"
+        for report, (_, text) in failed[:_RANKS_IN_MESSAGE]
     ]
-    if len(refusals) > _SHOWN:
-        lines.append(f"and {len(refusals) - _SHOWN} more ranks")
-    raise kind("\n".join([*lines, f"({where})"]))
+    if len(failed) > _RANKS_IN_MESSAGE:
+        lines.append(f"and {len(failed) - _RANKS_IN_MESSAGE} more ranks")
+    raise error_class("\n".join([*lines, f"({consequence})"]))
 
 
-def _text(report: Report) -> str:
+def _to_json(report: Report) -> str:
+    """Serialise a report."""
     return json.dumps([report.rank, report.host, report.value, report.error])
 
 
-def _report(text: str) -> Report:
+def _from_json(text: str) -> Report:
+    """Restore a report from the text of `_to_json`."""
     rank, host, value, error = json.loads(text)
     return Report(rank, host, value, None if error is None else (error[0], error[1]))

@@ -1,19 +1,18 @@
-"""Copies of a stage on several ranks: they begin with the same weights, and at every U they add up
-their gradients.
+"""Replicas of a stage on several ranks: equal initial weights, and gradients summed at every U.
 
-The sum is made in the order of the ranks, so that it is the same to the bit wherever and whenever
-it is made. Two copies send each other all they have. More of them make an all-reduce out of two
-rounds: each copy owns a piece of the gradients, gets that piece from all others, adds them up, and
-hands the sum round (2 (k - 1) / k of the gradients sent by each of k copies, as little as any
-all-reduce needs: Rabenseifner 2004).
+The sum is formed in the order of the ranks, so that it is bitwise the same on every rank and in
+every run. Two replicas send each other all their gradients. More of them run an all-reduce in two
+rounds: each replica owns a piece of the gradients, receives that piece from all others, sums it,
+and sends the sum to all. Each of k replicas sends 2 (k - 1) / k of the gradients, the minimum for
+an all-reduce (Rabenseifner 2004).
 
-Buffers, such as the running statistics of batch norm, are those of the first copy: it alone sees
-its micro-batches in them, as in torch's DistributedDataParallel.
+Buffers, such as the running statistics of batch norm, are those of the first replica, and thus of
+its micro-batches alone, as in torch's DistributedDataParallel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -30,16 +29,19 @@ from penstock.tracing.single_copy import keeps_sparse_gradients
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Transport
 
-#: Runs what may wait for a rank, and turns what a transport raises into what happened.
+#: Runs a function that may wait for a rank, and converts errors of the transport into those of the
+#: run.
 Guard = Callable[[int, Callable[[], Payload | None]], Payload | None]
 
 
-#: Numbers of messages with waves begin here, after those of meetings.
-_WAVES, _MOST_WAVES = 16, 4096
+#: The first message number of waves, after those of `Round` and `tied.Number`.
+_FIRST_WAVE_NUMBER = 16
+#: Message numbers for waves; they are reused in turn.
+_WAVE_NUMBERS = 4096
 
 
 class Round(IntEnum):
-    """Messages of one meeting."""
+    """Message numbers of one synchronisation."""
 
     GRADIENTS = 0
     SUMS = 1
@@ -49,15 +51,15 @@ class Round(IntEnum):
 
 @dataclass
 class Copies:
-    """One rank's copy of a stage among the others.
+    """One rank's replica of a stage, and its communication with the others.
 
     Attributes:
-        stage: the copy that is held here.
-        ranks: who holds one, ascending.
-        rank: this one.
-        transport: its links.
+        stage: the replica of this rank.
+        ranks: the ranks that hold a replica, ascending.
+        rank: this rank.
+        transport: the links of this rank.
         guard: see `Guard`.
-        apart: parameters that other stages use too, whose gradients come together elsewhere.
+        tied: parameters that other stages use too; `tied.Tied` sums their gradients.
     """
 
     stage: Stage
@@ -65,17 +67,17 @@ class Copies:
     rank: int
     transport: Transport
     guard: Guard
-    apart: Collection[Tensor] = ()
-    _before: list[Tensor | None] | None = None
+    tied: Collection[Tensor] = ()
+    _previous: list[Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take in the parameters that the stage trains now."""
-        elsewhere = set(map(id, self.apart))
+        """Update the list of parameters after some have been frozen or thawed."""
+        tied_ids = set(map(id, self.tied))
         self._parameters = [
-            each for each in self.stage.update.parameters if id(each) not in elsewhere
+            parameter for parameter in self.stage.update.parameters if id(parameter) not in tied_ids
         ]
         self._sparse = {
             id(module.weight)
@@ -84,55 +86,66 @@ class Copies:
         }
 
     def begin(self) -> None:
-        """Before a batch: gradients of earlier ones, which no update has used, are set aside: they
-        have been added up.
+        """Before a batch, set aside gradients of earlier batches that no update has used.
+
+        They are sums over the replicas already, and must not be summed again.
         """
         parameters = self._parameters
-        self._before = (
-            [parameter.grad for parameter in parameters] if self._before is None else self._before
-        )
+        if self._previous is None:
+            self._previous = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
 
     def forget(self) -> None:
-        """Drop what was set aside."""
-        self._before = None
+        """Drop the gradients that `begin` has set aside."""
+        self._previous = None
 
-    def meet(self) -> None:
-        """Add up the gradients of all copies, and take the first one's buffers.
+    def all_reduce(self) -> None:
+        """Sum the gradients over all replicas, and copy the buffers of the first one.
 
-        Every copy must come here, in the same order on ranks that share several stages; until they
-        have, this waits.
+        Blocks until all replicas have called it. Ranks that share several stages must call it in
+        the same order of stages.
         """
         parameters = self._parameters
         if parameters:
-            here = torch.tensor(
+            has_grad = torch.tensor(
                 [parameter.grad is not None for parameter in parameters],
                 dtype=torch.uint8,
                 device=parameters[0].device,
             )
-            own = [self._dense(parameter) for parameter in parameters]
-            tables = [each for each in parameters if id(each) in self._sparse]
-            flags, total = self._all_sum(here, [*own, *map(rows_of, tables)])
-            rows = dict(zip(map(id, tables), total[len(parameters) :], strict=True))
-            before = self._before or [None] * len(parameters)
-            for parameter, there, summed, earlier in zip(
-                parameters, flags.tolist(), total[: len(parameters)], before, strict=True
-            ):
-                found = summed if there else None
-                if found is not None and id(parameter) in rows:
-                    found = sparse_of(found, rows[id(parameter)])
-                parameter.grad = (
-                    found if earlier is None else earlier if found is None else earlier + found
-                )
-            self._before = None
+            grads = [self._dense(parameter) for parameter in parameters]
+            tables = [parameter for parameter in parameters if id(parameter) in self._sparse]
+            counts, sums = self._all_sum(has_grad, [*grads, *map(rows_of, tables)])
+            rows = dict(zip(map(id, tables), sums[len(parameters) :], strict=True))
+            self._set_grads(counts.tolist(), sums[: len(parameters)], rows)
         self._share(Round.BUFFERS, self._buffers())
 
+    def _set_grads(self, counts: list[int], sums: list[Tensor], rows: Mapping[int, Tensor]) -> None:
+        """Set the gradients to sums over all replicas, plus those that `begin` has set aside.
+
+        Args:
+            counts: for each parameter the number of replicas that have a gradient.
+            sums: for each parameter the sum of the gradients.
+            rows: for sparse gradients, by the `id` of the parameter, see `rows_of`.
+        """
+        previous = self._previous or [None] * len(self._parameters)
+        for parameter, count, total, earlier in zip(
+            self._parameters, counts, sums, previous, strict=True
+        ):
+            # A parameter that no replica has a gradient of stays without one.
+            grad = total if count else None
+            if grad is not None and id(parameter) in rows:
+                grad = sparse_of(grad, rows[id(parameter)])
+            if earlier is not None:
+                grad = earlier if grad is None else earlier + grad
+            parameter.grad = grad
+        self._previous = None
+
     def _dense(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter's gradient as it is added up.
+        """Return a parameter's gradient as a dense tensor, zeros if it has none.
 
         Raises:
-            SettingError: it is sparse, and no module of the stage says that it would be.
+            SettingError: it is sparse, and no module of the stage declares sparse gradients.
         """
         grad = parameter.grad
         if grad is None:
@@ -141,14 +154,15 @@ class Copies:
             return grad
         if id(parameter) not in self._sparse:
             raise SettingError(
-                f"a gradient of stage {self.stage.index}, of shape {tuple(grad.shape)}, is {grad.layout}, and copies of the stage can "
-                "add up sparse gradients of nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True) only. Make it dense, or take a "
-                "schedule with one copy of each stage, such as schedule='1f1b'"
+                f"a gradient of stage {self.stage.index}, of shape {tuple(grad.shape)}, is "
+                f"{grad.layout}, and copies of the stage can add up sparse gradients of "
+                "nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True) only. Make it dense, "
+                "or use a schedule with one copy of each stage, such as schedule='1f1b'"
             )
         return grad.to_dense()
 
     def share_weights(self) -> None:
-        """Let all copies begin with the first one's parameters and buffers."""
+        """Copy the first replica's parameters and buffers to all others."""
         tensors = [
             tensor
             for module in self.stage.modules()
@@ -158,6 +172,7 @@ class Copies:
         self._share(Round.WEIGHTS, [*tensors, *self._buffers()])
 
     def _buffers(self) -> list[Tensor]:
+        """Return the buffers of the stage."""
         return [
             buffer
             for module in self.stage.modules()
@@ -166,107 +181,125 @@ class Copies:
         ]
 
     def _all_sum(self, flags: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Flags and tensors added up over the copies, in the order of the ranks."""
+        """Sum flags and tensors over the replicas, in the order of the ranks."""
         if len(self.ranks) == 2:
-            packed = Packed.of(tensors)
-            found = self._exchange(Round.GRADIENTS, [[flags, *packed.parts]] * 2)
-            mine = self.ranks.index(self.rank)
-            own, theirs = found[mine], found[1 - mine]
-            # In place where nobody else has what has arrived: a fresh tensor of that size costs as
-            # much time as its sum.
-            sums = [
-                there + here if self.transport.shares else there.add_(here)
-                for here, there in zip(own, theirs, strict=True)
-            ]
-            return sums[0], packed.unpacked(sums[1:])
-        pieces = list(
-            zip(*(part.tensor_split(len(self.ranks)) for part in flat(tensors)), strict=True)
-        )
-        found = self._exchange(Round.GRADIENTS, [[flags, *piece] for piece in pieces])
-        flags = _sum([row[0] for row in found])
-        own = [_sum(column) for column in zip(*(row[1:] for row in found), strict=True)]
-        handed = self._exchange(Round.SUMS, [own] * len(self.ranks))
-        return flags, unflat([torch.cat(column) for column in zip(*handed, strict=True)], tensors)
+            return self._sum_of_two(flags, tensors)
+        columns = [part.tensor_split(len(self.ranks)) for part in flat(tensors)]
+        pieces = list(zip(*columns, strict=True))
+        received = self._exchange(Round.GRADIENTS, [[flags, *piece] for piece in pieces])
+        flags = _sum([row[0] for row in received])
+        grads = [row[1:] for row in received]
+        sums = [_sum(column) for column in zip(*grads, strict=True)]
+        received = self._exchange(Round.SUMS, [sums] * len(self.ranks))
+        totals = [torch.cat(column) for column in zip(*received, strict=True)]
+        return flags, unflat(totals, tensors)
+
+    def _sum_of_two(self, flags: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Sum flags and tensors over two replicas in one round."""
+        packed = Packed.of(tensors)
+        received = self._exchange(Round.GRADIENTS, [[flags, *packed.parts]] * 2)
+        position = self.ranks.index(self.rank)
+        local_parts, peer_parts = received[position], received[1 - position]
+        # In place unless the transport shares memory with the peer: allocating a tensor of that
+        # size takes as long as summing it.
+        sums = [
+            peer + local if self.transport.shares else peer.add_(local)
+            for local, peer in zip(local_parts, peer_parts, strict=True)
+        ]
+        return sums[0], packed.unpacked(sums[1:])
 
     def _exchange(self, number: Round, rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Send `rows[n]` to the n-th copy; what the copies have sent here, in the order of the
-        ranks, the own row among them.
+        """Send `rows[n]` to the n-th replica, and receive one row from each.
+
+        Returns:
+            The rows in the order of the ranks; in the place of this rank its own.
         """
         message = Message(Kind.U, self.stage.index, number)
-        # Parameters may be thawed: with more of them the message has another form.
+        # With the count: the message has another form after parameters have been thawed.
         signature = f"{number.name} {len(self._parameters)}"
         others = [rank for rank in self.ranks if rank != self.rank]
         arrivals = {rank: self.transport.post(rank, message, signature) for rank in others}
         for rank, row in zip(self.ranks, rows, strict=True):
             if rank != self.rank:
                 self.transport.send(rank, message, Payload.row(row), signature)
-        found: list[list[Tensor]] = []
+        received: list[list[Tensor]] = []
         for rank, row in zip(self.ranks, rows, strict=True):
-            arrived = self.guard(rank, arrivals[rank].wait) if rank != self.rank else None
-            found.append(list(row) if arrived is None else arrived.tensors)
-        return found
+            payload = self.guard(rank, arrivals[rank].wait) if rank != self.rank else None
+            received.append(list(row) if payload is None else payload.tensors)
+        return received
 
     def _share(self, number: Round, tensors: list[Tensor]) -> None:
-        """Let the tensors of all copies be the first one's."""
+        """Copy the first replica's tensors to all others."""
         if not tensors:
             return
         message = Message(Kind.U, self.stage.index, number)
         first, *others = self.ranks
         if self.rank == first:
-            parts = flat(
-                tensors
-            )  # copies: the next batch may change the tensors before they have left
+            # Flat copies, since the next batch may change the tensors before they have been sent.
+            parts = flat(tensors)
             for rank in others:
                 self.transport.send(rank, message, Payload.row(parts), number.name)
             return
-        arrived = self.guard(first, self.transport.post(first, message, number.name).wait)
-        assert arrived is not None
+        payload = self.guard(first, self.transport.post(first, message, number.name).wait)
+        assert payload is not None
         with torch.no_grad():
-            for tensor, value in zip(tensors, unflat(arrived.tensors, tensors), strict=True):
+            for tensor, value in zip(tensors, unflat(payload.tensors, tensors), strict=True):
                 tensor.copy_(value)
 
 
 @dataclass(frozen=True)
 class WaveMessages:
-    """What copies of a stage that do not meet at every U hand on to each other (see
-    `penstock.optim.stage_weights.WaveExchange`).
+    """Messages between replicas that do not synchronise at every U but once per wave.
+
+    Implements `penstock.optim.stage_weights.WaveExchange`.
+
+    Attributes:
+        replica: the replica of this rank.
     """
 
-    here: Copies
+    replica: Copies
 
     @property
     def copies(self) -> int:
-        """How many there are, this one included."""
-        return len(self.here.ranks)
+        """The number of replicas, this one included."""
+        return len(self.replica.ranks)
 
     def hand_on(self, wave: int, tensors: list[Tensor]) -> None:
-        """Send the tensors of a wave to the other copies, and go on at once. Nobody may change them
-        afterwards.
+        """Send the tensors of a wave to the other replicas, without waiting.
+
+        The tensors must not be changed afterwards.
         """
         for rank in self._others:
             payload = Payload.row(tensors)
-            self.here.guard(
-                rank, partial(self.here.transport.send, rank, self._message(wave), payload, "wave")
-            )
+            send = partial(self.replica.transport.send, rank, self._message(wave), payload, "wave")
+            self.replica.guard(rank, send)
 
     def take_in(self, wave: int) -> list[list[Tensor]]:
-        """What the other copies have handed on for a wave, in the order of their ranks, waited for."""
+        """Wait for the tensors that the other replicas have sent for a wave.
+
+        Returns:
+            The tensors of each other replica, in the order of the ranks.
+        """
         arrivals = {
-            rank: self.here.transport.post(rank, self._message(wave), "wave")
+            rank: self.replica.transport.post(rank, self._message(wave), "wave")
             for rank in self._others
         }
-        arrived = [self.here.guard(rank, arrival.wait) for rank, arrival in arrivals.items()]
-        return [list(payload.tensors) for payload in arrived if payload is not None]
+        payloads = [self.replica.guard(rank, arrival.wait) for rank, arrival in arrivals.items()]
+        return [list(payload.tensors) for payload in payloads if payload is not None]
 
     @property
     def _others(self) -> list[int]:
-        return [rank for rank in self.here.ranks if rank != self.here.rank]
+        """The ranks of the other replicas."""
+        return [rank for rank in self.replica.ranks if rank != self.replica.rank]
 
     def _message(self, wave: int) -> Message:
-        return Message(Kind.U, self.here.stage.index, _WAVES + wave % _MOST_WAVES)
+        """Return the message of a wave."""
+        number = _FIRST_WAVE_NUMBER + wave % _WAVE_NUMBERS
+        return Message(Kind.U, self.replica.stage.index, number)
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:
+    """Add tensors up from left to right, on the device of the first partial sum."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term.to(total.device)
@@ -274,8 +307,10 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
 
 
 def rows_of(parameter: nn.Parameter) -> Tensor:
-    """One number for every row of a table: above 0 where its gradient has the row, even if with
-    zeros.
+    """Mark the rows of an embedding that its gradient has, even those with zeros.
+
+    Returns:
+        One float per row, 1 for a row of the gradient and 0 for the others.
     """
     rows = torch.zeros(parameter.shape[0], dtype=torch.float32, device=parameter.device)
     grad = parameter.grad
@@ -288,8 +323,9 @@ def rows_of(parameter: nn.Parameter) -> Tensor:
 
 
 def sparse_of(dense: Tensor, rows: Tensor) -> Tensor:
-    """The sparse gradient with these rows: what an optimizer for sparse gradients steps, and no
-    other rows.
+    """Return the sparse gradient with the marked rows of a dense one.
+
+    An optimizer for sparse gradients steps exactly these rows.
     """
     indices = rows.nonzero().reshape(1, -1)
     return torch.sparse_coo_tensor(

@@ -1,4 +1,4 @@
-"""Differences between what ranks are about to run, in words."""
+"""Differences between the descriptions of all ranks' runs, as text."""
 
 from __future__ import annotations
 
@@ -6,25 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: What a layer's weights are, if not a checksum: on the meta device; or older than the training
-#: that other ranks have done.
-META, STALE = "meta", "stale"
+#: Instead of a checksum of a layer's weights: they are on the meta device.
+META = "meta"
+#: Instead of a checksum: other ranks have trained the layer since these weights were set.
+STALE = "stale"
 
-#: Characters of a value that a message shows, and lines of one kind of difference.
-_WIDTH, _MOST = 100, 4
+#: Characters of a value that a message shows.
+_WIDTH = 100
+#: Lines that a message has of one kind of difference.
+_LINES_PER_KIND = 4
 
-_CUT = ("ranks", "layers", "cut", "schedule", "program of rank", "layer")
+#: What a difference in the cut or the schedule begins with.
+_CUT_PREFIXES = ("ranks", "layers", "cut", "schedule", "program of rank", "layer")
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a rank is about to run.
+    """A description of the run that a rank is about to start.
 
     Attributes:
-        facts: by what they are of, short texts.
-        lists: by what they are of, texts that are compared one by one, each with a name: of every
-        layer, say. weights: per layer its name, and a checksum of its parameters and buffers,
-        `META` or `STALE`. homes: per layer, the rank whose values count.
+        facts: short texts by topic.
+        lists: by topic, rows of name and text that are compared one by one, such as one per layer.
+        weights: for each layer its name, and a checksum of its parameters and buffers, `META` or
+            `STALE`.
+        homes: for each layer, the rank whose weights count.
     """
 
     facts: dict[str, str]
@@ -33,54 +38,71 @@ class Description:
     homes: list[int]
 
     @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> Description:
-        """What `dataclasses.asdict` has made, and JSON has changed."""
-        lists = {name: [(key, text) for key, text in rows] for name, rows in found["lists"].items()}
-        weights = [(name, text) for name, text in found["weights"]]
-        return cls(dict(found["facts"]), lists, weights, list(found["homes"]))
+    def of_json(cls, fields: Mapping[str, Any]) -> Description:
+        """Restore a description from the fields of `dataclasses.asdict` after a JSON round trip."""
+        lists = {topic: _rows(rows) for topic, rows in fields["lists"].items()}
+        return cls(dict(fields["facts"]), lists, _rows(fields["weights"]), list(fields["homes"]))
+
+
+def _rows(rows: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
+    """Convert rows of two texts, which JSON has turned into lists, back to tuples."""
+    return [(name, text) for name, text in rows]
 
 
 def differences(ranks: Sequence[Description]) -> list[str]:
-    """What differs between ranks, a line for each difference; none if they agree."""
-    found = []
-    for name in _names([rank.facts for rank in ranks]):
-        line = _line(
-            name,
-            {number: rank.facts[name] for number, rank in enumerate(ranks) if name in rank.facts},
-        )
-        found += line
-    for name in _names([rank.lists for rank in ranks]):
-        found += _of_lists(name, [rank.lists.get(name, []) for rank in ranks])
-    if not any(line.startswith((*_CUT, "parameter")) for line in found):
-        found += _of_weights(ranks)
-    return found
+    """Compare the descriptions of all ranks.
+
+    Args:
+        ranks: the descriptions in the order of the ranks.
+
+    Returns:
+        One line per difference; empty if all agree. Weights are compared only if the ranks agree
+        on the cut and the parameters.
+    """
+    lines = []
+    for topic in _keys([description.facts for description in ranks]):
+        values = {
+            rank: description.facts[topic]
+            for rank, description in enumerate(ranks)
+            if topic in description.facts
+        }
+        lines += _compare(topic, values)
+    for topic in _keys([description.lists for description in ranks]):
+        lines += _compare_lists(topic, [rank.lists.get(topic, []) for rank in ranks])
+    if not any(line.startswith((*_CUT_PREFIXES, "parameter")) for line in lines):
+        lines += _compare_weights(ranks)
+    return lines
 
 
-def message_of(found: Sequence[str]) -> str:
-    """What is raised on every rank."""
-    lines = [
-        f"the ranks do not run the same thing ({len(found)} difference{'s' * (len(found) != 1)}):"
-    ]
-    lines += [f"  {line}" for line in found]
-    advice = "Every rank must make its Pipeline from the same model and the same settings"
-    if any(line.startswith(_CUT) for line in found):
+def message_of(lines: Sequence[str]) -> str:
+    """Return the error message for some differences, with advice that fits them."""
+    plural = "s" * (len(lines) != 1)
+    head = f"the ranks do not run the same thing ({len(lines)} difference{plural}):"
+    advice = "Every rank must construct its Pipeline from the same model and the same settings"
+    if any(line.startswith(_CUT_PREFIXES) for line in lines):
         advice += "; plan on one rank, and load that plan on all of them (plan.save, ps.Plan.load)"
-    if any(line.startswith("weights of layer") for line in found):
+    if any(line.startswith("weights of layer") for line in lines):
         advice += (
-            ". Models with weights of their own must have the same values on every rank: seed their initialisation "
-            "(torch.manual_seed before the model is made), load one state into the model on every rank before the Pipeline is "
-            "made, or build the model on the meta device, where the Pipeline's own seed= counts. After training by an earlier "
-            "Pipeline: call its load_into(model) first"
+            ". A model that is not on the meta device must have the same weights on every rank: "
+            "seed its initialisation (torch.manual_seed before the model is built), load one state "
+            "into the model on every rank before the Pipeline is constructed, or build the model "
+            "on the meta device, where the Pipeline's own seed= counts. After training by an "
+            "earlier Pipeline, call its load_into(model) first"
         )
-    return "\n".join([*lines, advice])
+    return "\n".join([head, *(f"  {line}" for line in lines), advice])
 
 
-def _names(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))
+def _keys(mappings: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return all keys of some mappings, each once, in the order of their first appearance."""
+    return list(dict.fromkeys(key for mapping in mappings for key in mapping))
 
 
-def _line(name: str, values: Mapping[int, str]) -> list[str]:
-    """One line, or none if all ranks have the same value."""
+def _compare(topic: str, values: Mapping[int, str]) -> list[str]:
+    """Compare one value of several ranks.
+
+    Returns:
+        One line with the ranks of each value; empty if all have the same.
+    """
     groups: dict[str, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
@@ -90,11 +112,11 @@ def _line(name: str, values: Mapping[int, str]) -> list[str]:
         f"{text} on {ranks_in_words(ranks)}"
         for text, ranks in zip(shortened(list(groups)), groups.values(), strict=True)
     ]
-    return [f"{name}: {'; '.join(parts)}"]
+    return [f"{topic}: {'; '.join(parts)}"]
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """`rank 1`, or `ranks 0, 2 and 3`."""
+    """List ranks as `rank 1`, or `ranks 0, 2 and 3`."""
     numbers = [str(rank) for rank in ranks]
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
@@ -102,79 +124,75 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def shortened(texts: Sequence[str]) -> list[str]:
-    """Texts that differ, without what is the same in all where they are long."""
+    """Shorten long texts that differ to the part around their first difference."""
     if max(map(len, texts)) <= _WIDTH:
         return list(texts)
     columns = zip(*texts, strict=False)
-    same = next((place for place, letters in enumerate(columns) if len(set(letters)) > 1), 0)
-    start = max(0, same - _WIDTH // 4)
+    differing = (place for place, letters in enumerate(columns) if len(set(letters)) > 1)
+    start = max(0, next(differing, 0) - _WIDTH // 4)
+    end = start + _WIDTH
     return [
-        ("…" if start else "")
-        + text[start : start + _WIDTH]
-        + ("…" if start + _WIDTH < len(text) else "")
+        ("…" if start else "") + text[start:end] + ("…" if end < len(text) else "")
         for text in texts
     ]
 
 
-def _of_lists(name: str, lists: Sequence[Sequence[tuple[str, str]]]) -> list[str]:
-    """Differences of named rows: by place where the names agree or the rows have no order of their
-    own, and by name.
-    """
-    if name == "parameter":
+def _compare_lists(topic: str, lists: Sequence[Sequence[tuple[str, str]]]) -> list[str]:
+    """Compare the rows of all ranks: parameters by their names, all else by position."""
+    lines = []
+    if topic == "parameter":
         tables = [dict(rows) for rows in lists]
-        keys = _names(tables)
-        found = [
-            _line(
-                f"{name} {key!r}", {r: table.get(key, "missing") for r, table in enumerate(tables)}
-            )
-            for key in keys
-        ]
+        for name in _keys(tables):
+            values = {rank: table.get(name, "missing") for rank, table in enumerate(tables)}
+            lines += _compare(f"{topic} {name!r}", values)
     else:
-        most = max(map(len, lists))
-        found = [
-            _line(f"{name} {place}", {r: _row(rows, place) for r, rows in enumerate(lists)})
-            for place in range(most)
-        ]
-    lines = [line for row in found for line in row]
-    if len(lines) > _MOST:
-        lines[_MOST:] = [f"{name}: {len(lines) - _MOST} more differ"]
-    return lines
+        for place in range(max(map(len, lists))):
+            values = {rank: _row(rows, place) for rank, rows in enumerate(lists)}
+            lines += _compare(f"{topic} {place}", values)
+    return _limited(lines, f"{topic}: {{}} more differ")
+
+
+def _limited(lines: list[str], rest: str) -> list[str]:
+    """Return the first lines, and a line with the number of the others in the place of {}."""
+    more = len(lines) - _LINES_PER_KIND
+    return lines if more <= 0 else [*lines[:_LINES_PER_KIND], rest.format(more)]
 
 
 def _row(rows: Sequence[tuple[str, str]], place: int) -> str:
+    """Return a row as text: its name, unless that is its position, and its text."""
     if place >= len(rows):
         return "missing"
     name, text = rows[place]
     return text if name == str(place) else f"{name!r} {text}"
 
 
-def _of_weights(ranks: Sequence[Description]) -> list[str]:
-    """Differences of the initial values, layer by layer.
+def _compare_weights(ranks: Sequence[Description]) -> list[str]:
+    """Compare the initial weights layer by layer.
 
-    A layer that is on the meta device, or older, on ranks that do not train it has the values of
-    the rank that does.
+    Weights on the meta device and stale weights are ignored on ranks that do not train the layer:
+    the weights of its home rank count.
     """
     lines = []
     for place, rows in enumerate(zip(*[rank.weights for rank in ranks], strict=True)):
+        layer = rows[0][0]
         values = {rank: text for rank, (_, text) in enumerate(rows)}
         home = ranks[0].homes[place]
-        if home not in values:  # fewer ranks than the schedule has, which is refused next
+        if home not in values:  # the run has too few ranks for the schedule: refused elsewhere
             continue
-        if values[home] not in (META, STALE):
-            values = {rank: text for rank, text in values.items() if text not in (META, STALE)}
-        elif values[home] == STALE:
+        if values[home] == STALE:
             lines.append(
-                f"weights of layer {rows[0][0]!r}: on rank {home}, which is to train it, from before the training by an "
-                "earlier Pipeline, which trained it elsewhere"
+                f"weights of layer {layer!r}: on rank {home}, which is to train it, from before "
+                "the training by an earlier Pipeline, which trained it on another rank"
             )
             continue
-        words = {rank: _in_words(text) for rank, text in values.items()}
-        lines += _line(f"weights of layer {rows[0][0]!r}", words)
-    if len(lines) > _MOST:
-        lines[_MOST:] = [f"weights of layer: {len(lines) - _MOST} more layers differ"]
-    return lines
+        if values[home] != META:
+            values = {rank: text for rank, text in values.items() if text not in (META, STALE)}
+        texts = {rank: _weights_in_words(text) for rank, text in values.items()}
+        lines += _compare(f"weights of layer {layer!r}", texts)
+    return _limited(lines, "weights of layer: {} more layers differ")
 
 
-def _in_words(text: str) -> str:
-    words = {META: "on the meta device", STALE: "from before an earlier training"}
-    return words.get(text, f"values with checksum {text}")
+def _weights_in_words(text: str) -> str:
+    """Describe a layer's checksum, `META` or `STALE`."""
+    special = {META: "on the meta device", STALE: "from before an earlier training"}
+    return special.get(text, f"values with checksum {text}")

@@ -1,8 +1,7 @@
-"""What a forward keeps for its backward, made so that it can leave the rank and come back (BPipe's
-evict and load).
+"""Saved activations that can be moved to another rank and back (BPipe's evict and load).
 
-Only what the graph has saved goes: not weights, which stay, nor what the stage has been given or
-has passed on. Source: Kim et al. 2023, BPipe (ICML).
+Only the tensors that the autograd graph has saved are moved: not the weights, and not the inputs
+and outputs of the stage. Source: Kim et al. 2023, BPipe (ICML).
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from torch import Tensor
 
 from penstock.grad.saved import ChangedInPlace, SavedVersion, unpack_checked
 
+#: Each tensor begins at a multiple of this many bytes in the moved tensor.
 _ALIGN = 64
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How a tensor lay in memory."""
+class _Layout:
+    """The layout of a saved tensor in memory."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -30,14 +30,18 @@ class _Form:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """The size of the tensor's elements in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 @dataclass
 class Saved:
-    """The tensors that one micro-batch's graph has saved. The graph holds their numbers, this holds
-    them.
+    """The tensors that one micro-batch's graph has saved.
+
+    The graph has only their numbers in this object, so that the tensors can be taken out.
+
+    Attributes:
+        weights: memory addresses of the stage's parameters and buffers, which stay in the graph.
     """
 
     weights: frozenset[int]
@@ -46,16 +50,20 @@ class Saved:
     _numbers: dict[tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], int] = field(
         default_factory=dict
     )
-    _forms: list[_Form] = field(default_factory=list)
+    _layouts: list[_Layout] = field(default_factory=list)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """What autograd saves in here is held by this."""
+        """Take over the tensors that autograd saves in a `with` block."""
         with torch.autograd.graph.saved_tensors_hooks(self._put, self._get):
             yield
 
     def take_out(self) -> Tensor:
-        """All bytes in one tensor; nothing is held any more."""
+        """Return the bytes of all tensors as one tensor, and drop the tensors.
+
+        Raises:
+            ChangedInPlace: a tensor has been changed since it was saved.
+        """
         parts = []
         for number, tensor in enumerate(self._tensors):
             assert tensor is not None
@@ -65,55 +73,67 @@ class Saved:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
     def put_back(self, content: Tensor) -> None:
-        """What `take_out` returned."""
+        """Restore the tensors from the bytes that `take_out` returned."""
         start = 0
-        for number, form in enumerate(self._forms):
-            found = content[start : start + form.bytes].view(form.dtype).to(form.device)
+        for number, layout in enumerate(self._layouts):
+            elements = content[start : start + layout.bytes].view(layout.dtype).to(layout.device)
             tensor = torch.empty_strided(
-                form.shape, form.stride, dtype=form.dtype, device=form.device
+                layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
             )
-            _in_memory_order(tensor).copy_(found)
+            _in_memory_order(tensor).copy_(elements)
             self._tensors[number], self._versions[number] = tensor, tensor._version
-            start += -(-form.bytes // _ALIGN) * _ALIGN
+            start += -(-layout.bytes // _ALIGN) * _ALIGN
 
     def _put(self, tensor: Tensor) -> int | SavedVersion:
+        """Pack a tensor for autograd: store it and return its number; keep weights in the graph."""
         if (
             tensor.untyped_storage().data_ptr() in self.weights
             or tensor.layout is not torch.strided
         ):
             return SavedVersion(tensor, holds=True)
+        # Several nodes may save the same tensor; it is stored, and moved, once.
         key = tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._tensors)
-            # Detached: the graph holds this object, and must not be held by it. It still counts
-            # changes in place.
+            # Detached, to avoid a reference cycle with the graph. The version counter is shared.
             self._tensors.append(tensor.detach())
             self._versions.append(tensor._version)
             dense = _dense(tensor)
             stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-            self._forms.append(_Form(tensor.shape, tuple(stride), tensor.dtype, tensor.device))
+            self._layouts.append(_Layout(tensor.shape, tuple(stride), tensor.dtype, tensor.device))
         return number
 
-    def _get(self, held: int | SavedVersion) -> Tensor:
-        if isinstance(held, SavedVersion):
-            return unpack_checked(held)
-        tensor = self._tensors[held]
+    def _get(self, packed: int | SavedVersion) -> Tensor:
+        """Unpack what `_put` returned.
+
+        Raises:
+            RuntimeError: the tensors have been taken out and not put back.
+            ChangedInPlace: the tensor has been changed since it was saved.
+        """
+        if isinstance(packed, SavedVersion):
+            return unpack_checked(packed)
+        tensor = self._tensors[packed]
         if tensor is None:
             raise RuntimeError(
                 "a backward asks for activations that have been evicted and not loaded"
             )
-        self._check(held, tensor)
+        self._check(packed, tensor)
         return tensor
 
     def _check(self, number: int, tensor: Tensor) -> None:
+        """Check that a tensor has not been changed in place.
+
+        Raises:
+            ChangedInPlace: it has.
+        """
         if tensor._version != self._versions[number]:
             kind = f"[{tensor.type()} {list(tensor.shape)}]"
             raise ChangedInPlace(kind, tensor._version, self._versions[number])
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory, each once."""
+    """Whether a tensor's elements fill an interval of memory without gaps or overlaps."""
     expected = 1
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent == 1:
@@ -125,13 +145,13 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A flat view in the order of memory; of a tensor with gaps or overlaps, a flat copy."""
+    """Return a tensor as a flat view in the order of memory; if it is not dense, a flat copy."""
     if not _dense(tensor):
         return tensor.contiguous().reshape(-1)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def _padded(content: Tensor) -> Tensor:
-    """With zeros up to a multiple of what tensors are aligned to."""
-    missing = -content.numel() % _ALIGN
-    return torch.cat([content, content.new_zeros(missing)]) if missing else content
+    """Append zeros up to a multiple of `_ALIGN` bytes."""
+    padding = -content.numel() % _ALIGN
+    return torch.cat([content, content.new_zeros(padding)]) if padding else content

@@ -1,4 +1,4 @@
-"""What a rank really holds between forwards and backwards, in bytes."""
+"""Measurement of the memory that a rank holds between forwards and backwards, in bytes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from penstock.grad.saved import looking_at_saved
 
 
-class Held:
-    """Counts the activations that the stages of one rank keep.
+class ActivationMeter:
+    """Counts the bytes of activations that the stages of one rank hold.
 
-    What a graph has saved is looked at once for every form that it comes in; from then on its size
-    is known.
+    The tensors that a graph saves are measured once for each form of graph; later graphs of the
+    form have the same size.
     """
 
     def __init__(self) -> None:
@@ -26,75 +26,86 @@ class Held:
         self._provisional: set[str] = set()
 
     @contextmanager
-    def looking(
+    def measuring(
         self,
         form: str,
-        given: Iterable[Tensor],
+        inputs: Iterable[Tensor],
         weights: frozenset[int],
         targets: Iterable[Tensor] = (),
         final: bool = True,
     ) -> Iterator[None]:
-        """Count what autograd saves in here, if the form is new.
+        """Measure what autograd saves in a `with` block, unless the form is known.
 
         Args:
             form: a name that graphs of the same shapes share.
-            given: tensors that are kept in any case.
-            weights: where the memory of parameters and buffers begins, which are not counted.
-            targets: tensors that count only if they are kept; a micro-batch of them.
-            final: whether the next graph of this form will be like this one; else that one is
-            looked at again.
+            inputs: tensors that the rank holds in any case.
+            weights: memory addresses of parameters and buffers, which are not counted.
+            targets: a micro-batch's targets, which are counted only if the graph saves them.
+            final: whether later graphs of this form are like this one; otherwise the next one is
+                measured again.
         """
         if form in self._sizes and form not in self._provisional:
             yield
             return
-        # Storages are told apart by address: all that were met stay alive meanwhile. What is given
-        # may be a view, such as a
-        # micro-batch of its batch: the rest of its storage is other micro-batches', which count it
-        # themselves.
-        views = {tensor.untyped_storage().data_ptr(): tensor for tensor in given}
-        parts = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in targets}
-        met: dict[int, torch.UntypedStorage] = {}
+        # Storages are identified by address, which is unique since all of them stay alive until
+        # the end. Inputs and targets may be views, such as a micro-batch of its batch: only the
+        # bytes of the view count, since the other micro-batches count the rest.
+        views = {tensor.untyped_storage().data_ptr(): tensor for tensor in inputs}
+        target_bytes = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in targets}
+        saved: dict[int, torch.UntypedStorage] = {}
 
         def count(tensor: Tensor) -> None:
+            """Add the storage of a saved tensor."""
             if tensor.layout is not torch.strided:
-                return  # a sparse tensor has no storage to be told by, and does not count
+                return  # a sparse tensor has no storage to identify it by, and is not counted
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights and storage.data_ptr() not in views:
-                met[storage.data_ptr()] = storage
+                saved[storage.data_ptr()] = storage
 
         with looking_at_saved(count):
             yield
-        (self._provisional.discard if final else self._provisional.add)(form)
-        kept = sum(parts.get(start, storage.nbytes()) for start, storage in met.items())
-        self._sizes[form] = kept + sum(tensor.nbytes for tensor in views.values())
+        self._settle(form, final)
+        saved_bytes = sum(
+            target_bytes.get(address, storage.nbytes()) for address, storage in saved.items()
+        )
+        self._sizes[form] = saved_bytes + sum(tensor.nbytes for tensor in views.values())
+
+    def _settle(self, form: str, final: bool) -> None:
+        """Note whether the size of a form is final."""
+        if final:
+            self._provisional.discard(form)
+        else:
+            self._provisional.add(form)
 
     def size(self, form: str) -> int:
-        """Bytes that a graph of this form keeps."""
+        """Return the bytes that a graph of this form holds."""
         return self._sizes[form]
 
     def settled(self, form: str) -> bool:
-        """Whether that is known for good."""
+        """Whether the size of a form is final."""
         return form in self._sizes and form not in self._provisional
 
     def take(self, size: int) -> None:
-        """So many bytes more."""
+        """Add `size` bytes to those that are held now."""
         self.now += size
         self.peak = max(self.peak, self.now)
 
     def give(self, size: int) -> None:
-        """So many bytes less."""
+        """Subtract `size` bytes from those that are held now."""
         self.now -= size
 
     def begin(self) -> None:
-        """Nothing is held, and none has been."""
+        """Reset the current and the peak bytes."""
         self.now = self.peak = 0
 
 
 def optimizer_bytes(optimizer: Optimizer | None) -> int:
-    """Bytes of the tensors that an optimizer keeps."""
-    kept = (
-        (value for state in optimizer.state.values() for value in state.values())
-        if optimizer is not None
-        else ()
+    """Return the bytes of the tensors in an optimizer's state."""
+    if optimizer is None:
+        return 0
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
     )
-    return sum(value.nbytes for value in kept if isinstance(value, Tensor))

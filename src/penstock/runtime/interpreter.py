@@ -15,7 +15,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.board import Board
 from penstock.runtime.clock import Clock, Mark
 from penstock.runtime.copies import Copies
-from penstock.runtime.held import Held, optimizer_bytes
+from penstock.runtime.held import ActivationMeter, optimizer_bytes
 from penstock.runtime.stage import Stage
 from penstock.runtime.steps import Step, steps_of
 from penstock.runtime.under_way import UnderWay
@@ -48,7 +48,7 @@ class Interpreter:
     copies: Mapping[int, Copies] = field(default_factory=dict)
     weights: Mapping[int, StageWeights] = field(default_factory=dict)
     told: Callable[[Batch], None] | None = None
-    held: Held = field(default_factory=Held)
+    held: ActivationMeter = field(default_factory=ActivationMeter)
     marks: dict[Op, tuple[Mark, Mark]] = field(default_factory=dict)
     _arrivals: dict[Message, Arrival] = field(default_factory=dict)
     _values: dict[Message, Payload] = field(default_factory=dict)
@@ -188,12 +188,12 @@ class Interpreter:
         elif (found := batches.find(step.number)) is not None:
             batch, number = found
             self._at_step = batch.step
-            arrived = None if step.taken is None else self._arrived(step, batch)
+            arrived = None if step.input_message is None else self._arrived(step, batch)
             self._begun(step)
             made = self._compute(op, batch, number, arrived)
             self._ended(op)
-            if made is not None and step.fed is not None:
-                self._values[step.fed] = made
+            if made is not None and step.output_message is not None:
+                self._values[step.output_message] = made
         for peer, message in step.sends:
             if (expected := batches.find(message.micro_batch)) is not None:
                 self._stands_at, self._since = peer, time.monotonic()
@@ -212,7 +212,7 @@ class Interpreter:
 
     def _arrived(self, step: Step, batch: Batch) -> Payload | None:
         """What the op takes from another stage or rank, waited for."""
-        message = step.taken
+        message = step.input_message
         assert message is not None
         if (here := self._values.pop(message, None)) is not None:
             return here
@@ -281,7 +281,7 @@ class Interpreter:
     def _update(self, op: Op) -> None:
         if op.stage in self.copies:
             self.board.doing(f"waits for the other copies at {op}")
-            self.copies[op.stage].meet()
+            self.copies[op.stage].all_reduce()
         if not self._updating:
             return
         weights = self._weights(op.stage)

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from penstock.runtime.batch import Batch
 from penstock.runtime.device_batch import INPUTS, device_batch
 from penstock.runtime.loss_terms import MEAN, SUM, UnknownForm, class_count
-from penstock.tracing.flow import op_name
+from penstock.tracing.ops import op_name
 from penstock.tracing.traced import StageInputs, TracedLayer
 from penstock.tracing.variants import Variant
 from penstock.values.structure import map_tensors, tensors_of

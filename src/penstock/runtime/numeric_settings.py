@@ -1,4 +1,4 @@
-"""Settings of torch that decide whether equal work on a GPU gives equal bits."""
+"""Settings of torch that decide whether equal work on a GPU gives bitwise equal results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def numeric_settings(device: torch.device) -> tuple[str, ...]:
-    """Return the settings of a device in words; none for devices other than CUDA's.
+    """Describe the settings that apply to a CUDA device; empty for other devices.
 
     Two runs of the same ops on the same values may differ in the last bits on a GPU: some kernels
     add in the order in which threads arrive, and TF32 rounds the factors of products to 10 bits.
@@ -30,7 +30,7 @@ def numeric_settings(device: torch.device) -> tuple[str, ...]:
 
 
 def _tf32(*backends: object) -> str:
-    """Return "on" or "off", from the first of some settings of torch that says anything."""
+    """Return "on" or "off" from the first backend that has an explicit precision setting."""
     settings = [getattr(backend, "fp32_precision", "none") for backend in backends]
     chosen = next((setting for setting in settings if setting != "none"), "none")
     return "on" if chosen == "tf32" else "off"

@@ -1,5 +1,6 @@
-"""What a stage keeps besides its weights, as a checkpoint has it: by parameters' names, whatever
-the cut.
+"""State of optimizers and weight rules in the form of checkpoints.
+
+It is keyed by the names of the parameters, and thus independent of the cut into stages.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from penstock.tracing.names import parameters_of
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one parameter: the options of its group, and what its optimizer keeps besides tensors.
+    """The non-tensor optimizer state of one parameter.
 
-    `group` is the place of that group in the optimizer that wrote it, `kind` the name of the
-    optimizer's class; checkpoints of schema 1 have neither.
+    Attributes:
+        options: the options of its parameter group.
+        state: plain values of its optimizer state.
+        group: the number of its group in the optimizer; None in checkpoints of schema 1.
+        kind: the class name of the optimizer; None in checkpoints of schema 1.
     """
 
     options: dict[str, Any]
@@ -34,7 +38,10 @@ class Facts:
 
 
 def names_of(stage: Stage) -> dict[Tensor, str]:
-    """The parameters that the stage's optimizer may have, frozen ones too, by their first name."""
+    """Return the parameters that a stage's optimizer may have, with their first names.
+
+    Frozen parameters are included.
+    """
     names: dict[Tensor, str] = {}
     for layer in stage.layers:
         for name, parameter in parameters_of(layer.name, layer.module):
@@ -43,8 +50,18 @@ def names_of(stage: Stage) -> dict[Tensor, str]:
 
 
 def optimizer_state(stage: Stage, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by `<prefix>optimizer/<parameter>/<key>`; by parameter, plain state and the options
-    of its group.
+    """Return the state of a stage's optimizer.
+
+    Args:
+        stage: the stage.
+        prefix: the prefix of all names.
+
+    Returns:
+        Tensors on the CPU by `<prefix>optimizer/<parameter>/<key>`; and by `<prefix><parameter>`
+        the fields of `Facts`.
+
+    Raises:
+        SettingError: the optimizer keeps something else than tensors and plain values.
     """
     optimizer = stage.update.optimizer
     if optimizer is None:
@@ -54,30 +71,24 @@ def optimizer_state(stage: Stage, prefix: str) -> tuple[dict[str, Tensor], dict[
     names = names_of(stage)
     kind = class_name(optimizer)
     for number, group in enumerate(optimizer.param_groups):
-        options = {
-            key: value.item() if _is_number(value) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        options = {key: value for key, value in options.items() if _plain(value)}
+        options = _plain_options(group)
         for parameter in group["params"]:
             name = names[parameter]
-            kept: dict[str, Any] = {}
+            plain_state: dict[str, Any] = {}
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[f"{prefix}optimizer/{name}/{key}"] = (
-                        value.detach().cpu().contiguous().clone()
-                    )
-                elif _plain(value):
-                    kept[key] = value
+                    saved = value.detach().cpu().contiguous().clone()
+                    tensors[f"{prefix}optimizer/{name}/{key}"] = saved
+                elif _is_plain(value):
+                    plain_state[key] = value
                 else:
                     raise SettingError(
-                        f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {name}: a "
-                        "checkpoint can hold tensors and plain numbers"
+                        f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of "
+                        f"{name}: a checkpoint can hold tensors and plain numbers"
                     )
             facts[f"{prefix}{name}"] = {
                 "options": options,
-                "state": kept,
+                "state": plain_state,
                 "group": number,
                 "kind": kind,
             }
@@ -90,66 +101,93 @@ def restore_optimizer(
     tensors: Mapping[str, Tensor],
     facts: Mapping[str, Facts],
 ) -> None:
-    """Options and state as they were saved, tensors by `<parameter>/<key>`; a parameter that had no
-    state then has none.
+    """Restore the options and the state of an optimizer.
+
+    Args:
+        optimizer: the optimizer.
+        names: the names of its parameters.
+        tensors: the saved tensors, by `<parameter>/<key>`.
+        facts: the saved non-tensor state, by parameter. A parameter without any gets no state.
     """
-    kept: dict[str, dict[str, Tensor]] = {}
+    saved_tensors: dict[str, dict[str, Tensor]] = {}
     for path, tensor in tensors.items():
         name, _, key = path.rpartition("/")
-        kept.setdefault(name, {})[key] = tensor
+        saved_tensors.setdefault(name, {})[key] = tensor
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state.pop(parameter, None)
-            found = facts.get(names[parameter])
-            if found is None:
+            name = names[parameter]
+            if name not in facts:
                 continue
-            # Lists stand where tuples were; an optimizer reads both alike.
-            for key in found.options.keys() & group.keys() - {"params"}:
-                group[key] = (
-                    torch.full_like(group[key], found.options[key])
-                    if _is_number(group[key])
-                    else found.options[key]
-                )
+            _restore_options(group, facts[name].options)
             on_device = group.get("capturable") or group.get("fused")
-            held: dict[str, Any] = dict(found.state)
-            for key, value in kept.get(names[parameter], {}).items():
-                # Counters stay on the CPU, where optimizers keep them; everything shaped like the
-                # parameter goes with it.
-                held[key] = value.to(parameter.device) if value.dim() or on_device else value
-            if held:
-                optimizer.state[parameter] = held
+            state: dict[str, Any] = dict(facts[name].state)
+            for key, value in saved_tensors.get(name, {}).items():
+                # Step counters stay on the CPU, where optimizers keep them by default; tensors of
+                # the parameter's shape go to its device.
+                state[key] = value.to(parameter.device) if value.dim() or on_device else value
+            if state:
+                optimizer.state[parameter] = state
 
 
-def _is_number(value: object) -> bool:
+def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group that are plain values, scalar tensors as numbers."""
+    options = {}
+    for key, value in group.items():
+        option = value.item() if _is_scalar(value) else value
+        if key != "params" and _is_plain(option):
+            options[key] = option
+    return options
+
+
+def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set those options of a parameter group that it has and that were saved."""
+    # Tuples have become lists in JSON; optimizers accept both.
+    for key in options.keys() & group.keys() - {"params"}:
+        if _is_scalar(group[key]):
+            group[key] = torch.full_like(group[key], options[key])
+        else:
+            group[key] = options[key]
+
+
+def _is_scalar(value: object) -> bool:
+    """Whether a value is a tensor without dimensions."""
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-def _plain(value: object) -> bool:
+def _is_plain(value: object) -> bool:
+    """Whether a value is a number, a text, a flag or None, or a list of these."""
     if isinstance(value, (list, tuple)):
-        return all(map(_plain, value))
+        return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
 def rule_state(stage: Stage, weights: StageWeights, prefix: str) -> dict[str, Tensor]:
-    """Tensors of a stage's weight rule by `<prefix>weights/<parameter>/<key>`; plain numbers by
-    `<prefix>weights/facts/<key>`.
+    """Return the state of a stage's weight rule.
+
+    Returns:
+        Tensors by `<prefix>weights/<parameter>/<key>`, and numbers, as tensors, by
+        `<prefix>weights/<key>`.
     """
     names = names_of(stage)
-    tensors = {
-        f"{prefix}weights/{names[parameter]}/{key}": tensor.detach().cpu().contiguous().clone()
-        for key, row in weights.state().items()
-        for parameter, tensor in zip(stage.update.parameters, row, strict=True)
-        if tensor is not None
-    }
-    return tensors | {
-        f"{prefix}weights/{key}": torch.tensor(value, dtype=torch.float64)
-        for key, value in weights.facts().items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for key, row in weights.state().items():
+        for parameter, tensor in zip(stage.update.parameters, row, strict=True):
+            if tensor is not None:
+                path = f"{prefix}weights/{names[parameter]}/{key}"
+                tensors[path] = tensor.detach().cpu().contiguous().clone()
+    for key, value in weights.facts().items():
+        tensors[f"{prefix}weights/{key}"] = torch.tensor(value, dtype=torch.float64)
+    return tensors
 
 
 def restore_rule(stage: Stage, weights: StageWeights, tensors: Mapping[str, Tensor]) -> None:
-    """What `rule_state` gave, without its prefix. Of a rule that keeps other things nothing is
-    found, and it begins anew.
+    """Restore the state of a stage's weight rule.
+
+    Args:
+        stage: the stage.
+        weights: its weight rule. A rule ignores keys that it does not have.
+        tensors: the result of `rule_state` by names without `<prefix>weights/`.
     """
     names = names_of(stage)
     rows: dict[str, list[Tensor | None]] = {}

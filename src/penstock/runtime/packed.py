@@ -1,4 +1,4 @@
-"""Many tensors in few parts: what ranks send each other of gradients and weights at once."""
+"""Packing of many tensors into few messages, for gradients and weights."""
 
 from __future__ import annotations
 
@@ -8,15 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Numbers from which on a tensor travels by itself, and how many of those one message takes.
+#: Number of elements from which on a tensor is sent as it is.
 _LARGE = 1 << 16
-_MOST_LARGE = 24
+#: Most large tensors in one message; further ones are copied.
+_MAX_LARGE = 24
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Tensors in few parts: the large ones as they are, since copies cost time, the small ones flat
-    and in a row.
+    """Tensors packed into few parts.
+
+    Large tensors are parts of their own, since copying them takes time. The small ones are
+    concatenated into flat parts.
+
+    Attributes:
+        parts: the large tensors, then the flat parts.
+        large: the positions of the large tensors.
+        small: the small tensors.
+        count: the number of tensors.
     """
 
     parts: list[Tensor]
@@ -26,44 +35,41 @@ class Packed:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Packed:
-        """Pack them."""
+        """Pack some tensors."""
         by_size = sorted(range(len(tensors)), key=lambda i: -tensors[i].numel())
-        large = sorted(i for i in by_size[:_MOST_LARGE] if tensors[i].numel() >= _LARGE)
-        small = [tensor for i, tensor in enumerate(tensors) if i not in set(large)]
-        return cls(
-            [*(tensors[i].detach() for i in large), *flat(small)], large, small, len(tensors)
-        )
+        large = sorted(i for i in by_size[:_MAX_LARGE] if tensors[i].numel() >= _LARGE)
+        is_large = set(large)
+        small = [tensor for i, tensor in enumerate(tensors) if i not in is_large]
+        parts = [*(tensors[i].detach() for i in large), *flat(small)]
+        return cls(parts, large, small, len(tensors))
 
     def unpacked(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Others' parts, laid out as the tensors were."""
-        found: dict[int, Tensor] = dict(zip(self.large, parts[: len(self.large)], strict=True))
-        rest = iter(unflat(parts[len(self.large) :], self.small))
-        return [found[i] if i in found else next(rest) for i in range(self.count)]
+        """Unpack the parts of other tensors of the same shapes, in the order of the tensors."""
+        large: dict[int, Tensor] = dict(zip(self.large, parts[: len(self.large)], strict=True))
+        small = iter(unflat(parts[len(self.large) :], self.small))
+        return [large[i] if i in large else next(small) for i in range(self.count)]
 
 
 def flat(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """One flat tensor for every dtype and device among them."""
-    return [
-        torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        for group in _groups(tensors).values()
-    ]
+    """Concatenate tensors into one flat tensor per dtype and device."""
+    parts = []
+    for group in _groups(tensors).values():
+        parts.append(torch.cat([tensor.detach().reshape(-1) for tensor in group]))
+    return parts
 
 
 def unflat(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of `flat`."""
-    found: dict[int, Tensor] = {}
-    for whole, group in zip(parts, _groups(like).values(), strict=True):
-        pieces = torch.split(whole, [tensor.numel() for tensor in group])
-        found.update(
-            {
-                id(tensor): piece.reshape(tensor.shape)
-                for tensor, piece in zip(group, pieces, strict=True)
-            }
-        )
-    return [found[id(tensor)] for tensor in like]
+    """Split the results of `flat` into views with the shapes of the tensors `like`."""
+    views: dict[int, Tensor] = {}
+    for part, group in zip(parts, _groups(like).values(), strict=True):
+        pieces = torch.split(part, [tensor.numel() for tensor in group])
+        for tensor, piece in zip(group, pieces, strict=True):
+            views[id(tensor)] = piece.reshape(tensor.shape)
+    return [views[id(tensor)] for tensor in like]
 
 
 def _groups(tensors: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+    """Group tensors by dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)

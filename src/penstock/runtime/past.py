@@ -1,9 +1,9 @@
-"""What slices of the same sequences hand on to each other within a stage: keys and values, states,
-how many tokens there were.
+"""State that slices of the same sequences pass on within a stage.
 
-Going forward, a layer leaves it for the next slice, which finds it as leaves of a graph of its own.
-Going backward, the gradients that gather in these leaves are those of what had been left: roots,
-beside the output, of the backward of the slice before.
+It is what a layer needs of the earlier tokens: keys and values, recurrent states, the number of
+tokens. In the forward a layer returns it for the next slice, which gets it as leaves of its own
+graph. In the backward the gradients of these leaves are those of the tensors that were passed on:
+further roots, beside the output, of the backward of the slice before.
 
 Source: Li et al. 2021, TeraPipe, section 3.2.
 """
@@ -24,44 +24,58 @@ _CONSTANTS = (type(None), bool, int, float, str)
 
 @dataclass
 class Past:
-    """What one slice finds of the slices before, and leaves for the next, by layer. `keeps` is
-    false where there is no next.
+    """The state that one slice gets from the slices before and passes on to the next.
+
+    Attributes:
+        incoming: the state from the slices before, by layer.
+        keeps: whether there is a next slice.
+        outgoing: the state for the next slice, by layer.
     """
 
-    found: dict[int, Any] = field(default_factory=dict)
+    incoming: dict[int, Any] = field(default_factory=dict)
     keeps: bool = True
-    left: dict[int, Any] = field(default_factory=dict)
+    outgoing: dict[int, Any] = field(default_factory=dict)
     _versions: list[tuple[str, Tensor, int]] = field(default_factory=list)
 
     def run(self, index: int, name: str, module: nn.Module, value: Any) -> Any:
-        """A layer's output for this slice.
+        """Run a layer's `forward_slice` and return its output.
+
+        Args:
+            index: number of the layer.
+            name: its name, for messages.
+            module: the layer.
+            value: its input.
 
         Raises:
-            RunError: it did not return a value and a past.
+            RunError: it did not return an output and a state.
         """
-        found = self.found.get(index)
-        self._watch(name, found)
-        made = module.forward_slice(value, found)  # type: ignore[operator]  # tracing.slices.has_past has seen it
-        if not isinstance(made, tuple) or len(made) != 2:
+        incoming = self.incoming.get(index)
+        self._watch(name, incoming)
+        # tracing.slices.has_past has checked that the layer has a forward_slice.
+        result = module.forward_slice(value, incoming)  # type: ignore[operator]
+        if not isinstance(result, tuple) or len(result) != 2:
             raise RunError(
-                f"forward_slice of layer {name} ({type(module).__name__}) returned {type(made).__name__}: it returns two "
-                "things, its output and what the next slice needs of this one and those before"
+                f"forward_slice of layer {name} ({type(module).__name__}) returned "
+                f"{type(result).__name__}: it must return its output, and the state that the next "
+                "slice needs of this one and those before"
             )
-        value, left = made
+        output, outgoing = result
         if self.keeps:
-            for leaf in pytree.tree_leaves(left):
+            for leaf in pytree.tree_leaves(outgoing):
                 if not isinstance(leaf, (Tensor, *_CONSTANTS)):
                     raise RunError(
-                        f"the past of layer {name} ({type(module).__name__}) has a {type(leaf).__name__} in it: make it of "
-                        "tensors and plain constants in nested tuples, lists and dicts"
+                        f"the past of layer {name} ({type(module).__name__}) has a "
+                        f"{type(leaf).__name__} in it: make it of tensors and plain constants in "
+                        "nested tuples, lists and dicts"
                     )
-            self._watch(name, left)
-            self.left[index] = left
-        return value
+            self._watch(name, outgoing)
+            self.outgoing[index] = outgoing
+        return output
 
     def check_unchanged(self) -> None:
-        """Nobody may write into what slices share: another one would read it, and no gradient would
-        tell.
+        """Check that no layer has changed shared state in place.
+
+        Another slice would read the change, and autograd would not notice it.
 
         Raises:
             RunError: a layer has.
@@ -69,11 +83,13 @@ class Past:
         for name, tensor, version in self._versions:
             if tensor._version != version:
                 raise RunError(
-                    f"the past of layer {name} was changed in place: its forward_slice must make new tensors (torch.cat), and "
-                    "layers after it must not work in place on what it keeps"
+                    f"the past of layer {name} was changed in place: its forward_slice must make "
+                    "new tensors (torch.cat), and layers after it must not work in place on what "
+                    "it keeps"
                 )
 
     def _watch(self, name: str, value: Any) -> None:
+        """Record the versions of all tensors in a layer's state for `check_unchanged`."""
         self._versions += [
             (name, leaf, leaf._version)
             for leaf in pytree.tree_leaves(value)
@@ -82,39 +98,52 @@ class Past:
 
 
 def tensors_of(past: dict[int, Any]) -> list[Tensor]:
-    """All tensors in it, in an order that is always the same."""
+    """Return all tensors of a state, in an order that depends on its structure alone."""
     return [leaf for leaf in pytree.tree_leaves(past) if isinstance(leaf, Tensor)]
 
 
 @dataclass
 class Pasts:
-    """On a stage, by slice: what waits for its forward, and the gradients of it that its backward
-    has found.
+    """The states that slices of a stage have passed on, and their gradients.
+
+    Attributes:
+        waiting: by slice, the state that waits for its forward.
     """
 
     waiting: dict[int, dict[int, Any]] = field(default_factory=dict)
     _grads: dict[int, list[Tensor | None]] = field(default_factory=dict)
 
-    def leave(self, after: int, left: dict[int, Any], wants_grad: Sequence[bool]) -> None:
-        """Let slice `after` find `left`, as leaves of its own graph; `wants_grad` by tensor."""
-        wanted = iter(wants_grad)
+    def store(self, after: int, state: dict[int, Any], wants_grad: Sequence[bool]) -> None:
+        """Store a state for slice `after`, as leaves of that slice's graph.
+
+        Args:
+            after: the next slice.
+            state: the state.
+            wants_grad: for each of its tensors, whether it gets a gradient.
+        """
+        flags = iter(wants_grad)
         self.waiting[after] = pytree.tree_map(
             lambda leaf: (
-                leaf.detach().requires_grad_(next(wanted)) if isinstance(leaf, Tensor) else leaf
+                leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, Tensor) else leaf
             ),
-            left,
+            state,
         )
 
-    def give_back(self, number: int, grads: list[Tensor | None]) -> None:
-        """The gradients of what slice `number` found, for those of its tensors that want one."""
+    def store_grads(self, number: int, grads: list[Tensor | None]) -> None:
+        """Store the gradients of the state that slice `number` got from the slice before.
+
+        Args:
+            number: the slice.
+            grads: one for each tensor that gets a gradient.
+        """
         if grads:
             self._grads[number] = grads
 
-    def take_back(self, after: int | None) -> list[Tensor | None]:
-        """What slice `after` gave back, if there is one."""
+    def pop_grads(self, after: int | None) -> list[Tensor | None]:
+        """Return and drop the gradients that slice `after` has stored; empty if it is None."""
         return [] if after is None else self._grads.pop(after, [])
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all states and gradients."""
         self.waiting.clear()
         self._grads.clear()

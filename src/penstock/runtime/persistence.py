@@ -1,6 +1,4 @@
-"""What a `Pipeline` keeps from one process to the next: checkpoints, and the learning-rate
-schedulers that go on from them.
-"""
+"""Saving and loading of a `Pipeline`'s checkpoints and learning-rate schedulers."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from penstock.errors import SettingError
 from penstock.optim.schedulers import SchedulerFactory, Schedulers
 from penstock.runtime import checkpoint, checkpoint_load
 from penstock.runtime.assembly import Assembly
-from penstock.runtime.checkpoint import Progress, Terms, Versioned, parse_skip
+from penstock.runtime.checkpoint import CheckpointOptions, Progress, Versioned, parse_skip
 from penstock.runtime.checkpoint_files import RuleFacts
 from penstock.runtime.checkpoint_fit import saved_kind
 from penstock.runtime.streaming import Streaming
@@ -24,106 +22,127 @@ class Persistence:
     """Checkpoints of one pipeline.
 
     Attributes:
-        made: its ranks.
-        together: its scaler.
-        stream: of an asynchronous schedule.
-        schedulers: its learning-rate schedulers, in the order in which they were made.
-        progress: of the checkpoint that was loaded last.
+        assembly: the ranks of this process.
+        together: the global step, which has the loss scaler.
+        stream: the stream of an asynchronous schedule; None for other schedules.
+        schedulers: the learning-rate schedulers, in the order of their construction.
+        progress: the progress of the checkpoint that was loaded last.
     """
 
-    made: Assembly
+    assembly: Assembly
     together: Together
     stream: Streaming | None = None
     schedulers: list[Schedulers] = field(default_factory=list)
     progress: Progress = field(default_factory=lambda: Progress(0))
 
     def scheduler(self, make: SchedulerFactory) -> Schedulers:
-        """See `Pipeline.scheduler`."""
+        """Construct a learning-rate scheduler, with the saved state if there is one.
+
+        See `Pipeline.scheduler`.
+        """
         number = len(self.schedulers)
         saved = self.progress.schedulers[number] if number < len(self.progress.schedulers) else None
         kind = saved_kind(self.progress.scheduler_kinds, number)
-        self.schedulers.append(Schedulers(make, self.made.optimizers(), saved, kind))
+        self.schedulers.append(Schedulers(make, self.assembly.optimizers(), saved, kind))
         return self.schedulers[-1]
 
     def check_schedulers(self) -> None:
-        """Before training: every scheduler of the checkpoint that was loaded has been made again.
+        """Check before training that every scheduler of the loaded checkpoint exists again.
 
         Raises:
-            SettingError: the learning rate would stay for ever what it was when the checkpoint was
-            taken.
+            SettingError: one does not, and the learning rate would stay at its saved value.
         """
         missing = self.progress.schedulers[len(self.schedulers) :]
-        if missing and self.made.steps:
+        if missing and self.assembly.steps:
             kinds = self.progress.scheduler_kinds[len(self.schedulers) :]
-            what = f" ({', '.join(kinds)})" if kinds else ""
+            classes = f" ({', '.join(kinds)})" if kinds else ""
             raise SettingError(
-                f"the checkpoint of step {self.progress.step} has the state of {len(self.progress.schedulers)} learning-rate "
-                f"schedulers, and {len(self.schedulers)} were made here: the learning rate would not move any more. Make the "
-                f"missing one{what} by pipe.scheduler(...) before training, or load with skip='schedulers'"
+                f"the checkpoint of step {self.progress.step} has the state of "
+                f"{len(self.progress.schedulers)} learning-rate schedulers, and "
+                f"{len(self.schedulers)} were made here: the learning rate would stay constant. "
+                f"Make the missing one{classes} by pipe.scheduler(...) before training, or load "
+                "with skip='schedulers'"
             )
 
     def save(self, folder: str | Path, step: int, waiting: int, *, nonfinite: bool = False) -> None:
-        """See `Pipeline.save`.
+        """Save a checkpoint, see `Pipeline.save`.
 
         Args:
-            folder: where to.
-            step: batches trained.
-            waiting: batches whose gradients wait for their step.
+            folder: the folder to write.
+            step: number of trained batches.
+            waiting: number of batches whose gradients no step has used yet.
             nonfinite: whether NaN values may be written.
+
+        Raises:
+            SettingError: gradients wait for a step; or as for `checkpoint.save`.
+            FileError: the folder cannot be written.
         """
-        if waiting and self.made.steps:
+        if waiting and self.assembly.steps:
             raise SettingError(
-                f"the gradients of {waiting} batches wait for their step, and a checkpoint does not hold gradients: training would "
-                "go on from it without them. Save after the step, or call update() or zero_grad() before save()"
+                f"the gradients of {waiting} batches wait for their step, and a checkpoint does "
+                "not hold gradients: training would resume without them. Save after the step, or "
+                "call update() or zero_grad() before save()"
             )
-        own = self.schedulers
-        texts = self.made.told([*(each.as_json() for each in own), *(each.kind for each in own)])
-        # Of schedulers that nobody has made again since the load, the state goes on as it is.
-        later = slice(len(own), None)
+        count = len(self.schedulers)
+        states = [scheduler.as_json() for scheduler in self.schedulers]
+        kinds = [scheduler.kind for scheduler in self.schedulers]
+        texts = self.assembly.told([*states, *kinds])
+        # Schedulers that were loaded but not constructed again are saved as they were loaded.
         progress = Progress(
             step,
             self.together.state(),
-            texts[: len(own)] + self.progress.schedulers[later],
-            texts[len(own) :] + self.progress.scheduler_kinds[later],
+            texts[:count] + self.progress.schedulers[count:],
+            texts[count:] + self.progress.scheduler_kinds[count:],
         )
-        terms = Terms(self._rule(), self.made.lives, nonfinite)
-        made = self.made
-        checkpoint.save(Path(folder), made.world, made.placed, progress, made.versioned(), terms)
+        options = CheckpointOptions(self._rule(), self.assembly.lives, nonfinite)
+        world, placed = self.assembly.world, self.assembly.placed
+        versioned = self.assembly.versioned()
+        checkpoint.save(Path(folder), world, placed, progress, versioned, options)
 
     def load(
         self, folder: str | Path, *, skip: str | Collection[str] = (), nonfinite: bool = False
     ) -> int:
-        """See `Pipeline.load`; returns the step."""
+        """Load a checkpoint, see `Pipeline.load`.
+
+        Returns:
+            The number of trained batches.
+
+        Raises:
+            FileError: as for `checkpoint_load.load`.
+            SettingError: `skip` has an unknown name.
+        """
         parts = parse_skip(skip)
-        terms = Terms(
+        options = CheckpointOptions(
             self._rule(),
-            self.made.lives,
+            self.assembly.lives,
             nonfinite,
             parts,
             self.schedulers,
             self.together.scaler is not None,
         )
-        content = checkpoint_load.load(
+        self.progress = checkpoint_load.load(
             Path(folder),
-            self.made.world,
-            self.made.placed,
-            self.made.versioned(),
-            terms,
+            self.assembly.world,
+            self.assembly.placed,
+            self.assembly.versioned(),
+            options,
             None if self.stream is None else self._begin_anew,
         )
-        self.progress = content
-        self.together.restore(content.scaler)
-        for each, text in zip(self.schedulers, content.schedulers, strict=False):
-            each.load_json(text)
-        return content.step
+        self.together.restore(self.progress.scaler)
+        # Fewer schedulers may exist than were saved: `check_schedulers` looks before training.
+        for scheduler, text in zip(self.schedulers, self.progress.schedulers, strict=False):
+            scheduler.load_json(text)
+        return self.progress.step
 
     def _begin_anew(self) -> Sequence[Versioned]:
+        """Empty the stream, and initialise the weight rules from the current parameters."""
         assert self.stream is not None
         self.stream.begin_anew()
-        return self.made.let_read()
+        return self.assembly.let_read()
 
     def _rule(self) -> RuleFacts | None:
-        stream = self.made.setting.schedule.stream
+        """Describe the weight rule of an asynchronous schedule; None for other schedules."""
+        stream = self.assembly.setting.schedule.stream
         if stream is None:
             return None
-        return RuleFacts(self.made.setting.weights, stream.pipelines, self.made.lives)
+        return RuleFacts(self.assembly.setting.weights, stream.pipelines, self.assembly.lives)

@@ -23,7 +23,7 @@ from penstock.runtime.calls import END_OF_TRAIN
 from penstock.runtime.compare import Comparison, compare
 from penstock.runtime.inspection import Inspection
 from penstock.runtime.loss_parameters import check_training
-from penstock.runtime.meeting import announced
+from penstock.runtime.meeting import report_failures
 from penstock.runtime.model_state import ModelState, guard_for
 from penstock.runtime.optimizing import Optimizing
 from penstock.runtime.options import Options, check_accumulate
@@ -107,7 +107,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
         settings; the message says in what. RunError: the ranks are not there.
     """
 
-    @announced
+    @report_failures
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | TracedChain,
@@ -271,11 +271,11 @@ class Pipeline(Optimizing, ModelState, Inspection):
                 yield self.train_batch(x, y)
                 continue
             self._feed(self._stream, self._batch(x, y, training=True, call="train_batch"))
-            yield from self._stream.taken(first)
+            yield from self._stream.take_losses(first)
         self._world.calls.enter(END_OF_TRAIN)
         self.flush()
         if self._stream is not None:
-            yield from self._stream.taken(first)
+            yield from self._stream.take_losses(first)
 
     def _feed(self, stream: Streaming, batch: Batch) -> None:
         self._player.played = None

@@ -1,4 +1,4 @@
-"""A plan's memory under the optimizer that a run really has."""
+"""Check of a plan's memory against the optimizer of the run."""
 
 from __future__ import annotations
 
@@ -12,41 +12,59 @@ from penstock.units import format_bytes
 
 
 def check_optimizer_memory(plan: Plan, description: Chain, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that keeps so much more than the one planned for that a rank's memory no
-    longer suffices.
+    """Check that a plan's memory limits hold with an optimizer other than the planned one.
 
-    An optimizer whose numbers are not known passes, and so does every optimizer where the plan does
-    not say what ranks may hold.
+    Optimizers of unknown classes are accepted, and so is every optimizer if the plan has no memory
+    limits.
 
     Args:
-        plan: what is to be run.
+        plan: the plan of the run.
         description: the model's chain.
-        optimizer: as every stage will have one.
+        optimizer: an optimizer of the class that every stage has.
 
     Raises:
-        PlanError: some ranks would hold more than they may.
+        PlanError: the optimizer keeps so much more state that some ranks would exceed their limits.
     """
     try:
         kind = optimizer_kind(optimizer)
     except SettingError:
         return
-    more = kind.states - plan.optimizer_states
-    if more <= 0 or not plan.memory_limits:
+    more_states = kind.states - plan.optimizer_states
+    if more_states <= 0 or not plan.memory_limits:
         return
-    weights = description.weights
-    sizes = [sum(each.parameter_bytes for each in weights[first:end]) for first, end in plan.bounds]
-    lines = []
-    for rank, stages in enumerate(plan.schedule.stages_of_rank):
-        needs = plan.predicted.peak_memory[rank] + more * sum(sizes[stage] for stage in stages)
-        if needs > plan.memory_limits[rank]:
-            lines.append(
-                f"rank {rank} would hold {format_bytes(round(needs))} and may hold {format_bytes(plan.memory_limits[rank])}"
-            )
+    lines = _shortfalls(plan, description, more_states)
     if lines:
         planned = plan.optimizer or "SGD with momentum"
+        plural = "s" * (plan.optimizer_states != 1)
         detail = "\n  ".join(lines)
         raise PlanError(
-            f"the plan is for an optimizer that keeps {plan.optimizer_states:g} number"
-            f"{'s' * (plan.optimizer_states != 1)} for each parameter ({planned}), and "
-            f"{type(optimizer).__name__} keeps {kind.states:g}:\n  {detail}\nPlan for this optimizer: ps.plan(…, optimizer={kind.name.lower()!r})"
+            f"the plan is for an optimizer that keeps {plan.optimizer_states:g} number{plural} for "
+            f"each parameter ({planned}), and {type(optimizer).__name__} keeps {kind.states:g}:"
+            f"\n  {detail}\nPlan for this optimizer: "
+            f"ps.plan(…, optimizer={kind.name.lower()!r})"
         )
+
+
+def _shortfalls(plan: Plan, description: Chain, more_states: float) -> list[str]:
+    """Describe the ranks that would exceed their memory limits.
+
+    Args:
+        plan: the plan of the run.
+        description: the model's chain.
+        more_states: optimizer state per parameter beyond that of the plan, as a multiple of the
+            parameter.
+    """
+    stage_bytes = []
+    for first, end in plan.bounds:
+        stage_bytes.append(sum(layer.parameter_bytes for layer in description.weights[first:end]))
+    lines = []
+    for rank, stages in enumerate(plan.schedule.stages_of_rank):
+        parameter_bytes = sum(stage_bytes[stage] for stage in stages)
+        needed = plan.predicted.peak_memory[rank] + more_states * parameter_bytes
+        limit = plan.memory_limits[rank]
+        if needed > limit:
+            lines.append(
+                f"rank {rank} would hold {format_bytes(round(needed))} and may hold "
+                f"{format_bytes(limit)}"
+            )
+    return lines

@@ -98,7 +98,8 @@ class Player:
                 for copies in interpreter.copies.values():
                     copies.begin()
             if not self.made.steps:
-                together.hand_out(rank)  # whoever steps the weights by hand may have done so since
+                # The user may have stepped the weights since the last batch.
+                together.send_tied_weights(rank)
             interpreter.play(lowered.programs[rank], batch, update=apart)
             if mode is not Mode.EVALUATE:
                 together.gather(rank)
@@ -117,7 +118,7 @@ class Player:
                 self.zero()
             raise
         if steps and not apart:
-            together.stepped({rank: row for rank, row in told.items() if row is not None})
+            together.record_step({rank: row for rank, row in told.items() if row is not None})
         self.played = (batch.micro_batches, mode)
 
     def _begin_statistics(self, lowered: LoweredSchedule) -> None:
@@ -137,7 +138,7 @@ class Player:
         except BaseException:
             self.zero()
             raise
-        self.together.stepped(told)
+        self.together.record_step(told)
 
     def zero(self) -> None:
         """Drop the gradients of the stages held here."""

@@ -1,8 +1,7 @@
-"""What the ranks do before a batch of a traced model: see that its graphs are right for it, and
-trace what is missing.
+"""Tracing before a batch: check that a traced model's graphs fit it, and trace missing ones.
 
-Every rank has the whole batch, so each traces for itself and all do so at the same time, before any
-of them runs an op: in the middle of a step the others would wait, and their deadline would run.
+Every rank has the whole batch, so all ranks trace at the same time, before any of them runs an op.
+If a rank traced in the middle of a step, the others would wait and could exceed their deadline.
 """
 
 from __future__ import annotations
@@ -17,29 +16,32 @@ from penstock.runtime.batch import Batch
 from penstock.tracing.capture import Form
 from penstock.tracing.variants import Variants
 
+#: Keys of prepared batches that are stored at most; then all are dropped, and looked up again.
+_MAX_KEYS = 4096
+
 
 class Preparation:
-    """Of one `Pipeline`.
+    """Checks and traces the graphs of one `Pipeline` before its batches.
 
     Args:
-        made: the ranks.
-        autocast: the dtype of mixed precision.
-        settle: lets everything under way finish.
+        assembly: the ranks of this process.
+        autocast: the dtype of mixed precision; None without it.
+        settle: finishes all batches in flight.
     """
 
     def __init__(
-        self, made: Assembly, autocast: torch.dtype | None, settle: Callable[[], None]
+        self, assembly: Assembly, autocast: torch.dtype | None, settle: Callable[[], None]
     ) -> None:
-        self._made, self._autocast, self._settle = made, autocast, settle
-        self._known: set[tuple[object, ...]] = set()
+        self._assembly, self._autocast, self._settle = assembly, autocast, settle
+        self._prepared: set[tuple[object, ...]] = set()
 
     def begin(self) -> None:
-        """Trace the example's form, where no graph has come along from where the chain was made.
+        """Trace the form of the example inputs, unless its graph was traced with the chain.
 
         Raises:
-            ChainError: the model cannot be traced as it is.
+            ChainError: the model cannot be traced.
         """
-        variants = self._made.traced.variants
+        variants = self._assembly.traced.variants
         if variants is None or variants.example is None:
             return
         self._refresh(variants, training=True)
@@ -47,18 +49,21 @@ class Preparation:
             self._trace(variants, [variants.example], training=True)
 
     def prepare(self, batch: Batch) -> Batch:
-        """Make ready for a batch. Costs some 0.1 ms where nothing has changed and the form is
-        known.
+        """Trace what a batch needs. Takes about 0.1 ms if nothing has changed.
+
+        Returns:
+            The batch; its signature includes the state of the model that the graphs depend on.
 
         Raises:
-            ChainError: the model is not the one that was traced, or cannot be traced for inputs of
-            this form.
+            ChainError: the model has changed since it was traced, or cannot be traced for inputs of
+                this form.
         """
-        variants = self._made.traced.variants
+        variants = self._assembly.traced.variants
         if variants is None:
             return batch
         self._refresh(variants, batch.training)
         state = variants.state(batch.training)
+        # What decides which graph a batch needs.
         key = (
             batch.signature,
             state,
@@ -66,30 +71,32 @@ class Preparation:
             torch.get_autocast_dtype("cpu"),
             torch.get_default_dtype(),
         )
-        if key not in self._known:
+        if key not in self._prepared:
             forms = [Form.of(inputs) for inputs in batch.inputs]
             self._trace(variants, forms, training=batch.training)
-            if len(self._known) > 4096:
-                self._known.clear()
-            self._known.add(key)
+            if len(self._prepared) > _MAX_KEYS:
+                self._prepared.clear()
+            self._prepared.add(key)
         if state:
-            # Other graphs may send other tensors between stages.
+            # Different graphs may send different tensors between stages.
             batch.signature = f"{batch.signature}/{state}"
         return batch
 
     def _refresh(self, variants: Variants, training: bool) -> None:
+        """Update the graphs if the model has changed since they were traced."""
         if variants.is_current(training):
             return
-        self._settle()  # micro-batches under way have come from the graphs before
+        self._settle()  # micro-batches in flight belong to the previous graphs
         if variants.refresh(training):
-            for stage in self._made.stages:
+            for stage in self._assembly.stages:
                 stage.renew()
 
     def _trace(self, variants: Variants, forms: list[Form], *, training: bool) -> None:
-        """Find or make the graphs for some forms; the others learn from the board that this takes
-        its time.
+        """Look up or trace the graphs for some forms of inputs.
+
+        The status board says that this rank is tracing, for messages of ranks that wait.
         """
-        world = self._made.world
+        world = self._assembly.world
         drawing = variants.drawing
         for form in forms:
             with self._mixed():
@@ -100,11 +107,13 @@ class Preparation:
                     world.board(rank).doing(f"traces the model for inputs of {shapes}")
                 variants.find(form, training)
         if variants.drawing != drawing:
-            for stage in self._made.stages:
+            for stage in self._assembly.stages:
                 stage.renew()
 
     def _mixed(self) -> AbstractContextManager[None]:
-        device = self._made.world.device(self._made.world.local_ranks[0])
+        """Return the autocast context of the training."""
         if self._autocast is None:
             return nullcontext()
+        world = self._assembly.world
+        device = world.device(world.local_ranks[0])
         return torch.autocast(device.type, dtype=self._autocast)

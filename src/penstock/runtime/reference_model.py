@@ -1,6 +1,4 @@
-"""The whole model on one device, with the values that the stages have: what a pipeline is compared
-with.
-"""
+"""Copy of the whole model on one device, with the current values of the stages."""
 
 from __future__ import annotations
 
@@ -21,11 +19,21 @@ from penstock.tracing.names import state_of
 def reference_model(
     placed: state.Placed, values: Mapping[str, Tensor], training: Training, device: torch.device
 ) -> list[nn.Module]:
-    """A copy of the whole model on a device with these values."""
+    """Copy the whole model to a device.
+
+    Args:
+        placed: the placement of the stages.
+        values: parameters and buffers by name.
+        training: how the model is trained.
+        device: the device.
+
+    Returns:
+        The layers, with the hooks of the model's weights.
+    """
     copied = tuple(copy.deepcopy(nn.ModuleList(placed.traced.modules)))
     copy_weight_hooks(placed.traced.modules, copied)
-    _give_memory(copied)
-    # What is still on the meta device is initialised, for the buffers that no state has.
+    _allocate_parameters(copied)
+    # Initialises the tensors that are still on the meta device: the non-persistent buffers.
     modules = materialise(
         TracedChain(placed.traced.description, copied, placed.traced.aliases),
         range(len(copied)),
@@ -34,7 +42,10 @@ def reference_model(
     )
     layout = training.options.memory_format
     if layout is not None:
-        modules = [module.to(memory_format=layout) for module in modules]  # type: ignore[call-overload]
+        modules = [
+            module.to(memory_format=layout)  # type: ignore[call-overload]
+            for module in modules
+        ]
     with torch.no_grad():
         for layer, module in zip(placed.traced.layers, modules, strict=True):
             module.zero_grad()
@@ -43,15 +54,20 @@ def reference_model(
     return modules
 
 
-def _give_memory(modules: Sequence[nn.Module]) -> None:
-    """Real parameters for those on the meta device: all get their values from the state."""
-    made: dict[int, nn.Parameter] = {}
-    for part in (part for module in modules for part in module.modules()):
-        for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(
-                        torch.empty_like(parameter, device="cpu"), parameter.requires_grad
-                    )
-                    copy_tensor_hooks(parameter, made[id(parameter)])
-                part._parameters[name] = made[id(parameter)]
+def _allocate_parameters(modules: Sequence[nn.Module]) -> None:
+    """Replace parameters on the meta device by ones with memory; their values come later.
+
+    A parameter that several modules use stays one parameter.
+    """
+    replacements: dict[int, nn.Parameter] = {}
+    for module in modules:
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is None or not parameter.is_meta:
+                    continue
+                if id(parameter) not in replacements:
+                    memory = torch.empty_like(parameter, device="cpu")
+                    replacement = nn.Parameter(memory, parameter.requires_grad)
+                    copy_tensor_hooks(parameter, replacement)
+                    replacements[id(parameter)] = replacement
+                part._parameters[name] = replacements[id(parameter)]

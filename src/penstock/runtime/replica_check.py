@@ -1,9 +1,9 @@
-"""Copies of a stage train as one would, or are refused: before anything starts where it can be
-seen, else at the first micro-batch.
+"""Checks that replicas of a stage train to the same weights as a single copy would.
 
-Every copy runs some of the micro-batches, and the gradients of all are added up before the update.
-That is what one copy does as long as a forward depends on weights and inputs alone, and gradients
-are only added up.
+Each replica runs some of the micro-batches, and the gradients of all are summed before the update.
+This gives the result of a single copy as long as a forward depends on weights and inputs alone, and
+gradients are only summed. Layers that violate it are refused before training where they can be
+recognised, else at the first micro-batch.
 """
 
 from __future__ import annotations
@@ -34,76 +34,90 @@ from penstock.tracing.single_copy import (
 from penstock.transport.payload import Payload
 from penstock.values.structure import map_tensors
 
-#: What to do about a layer that cannot have copies.
+#: Advice for layers that cannot be replicated.
 REMEDY = (
-    "Take a schedule with one copy of each stage, such as schedule='1f1b'; "
+    "Use a schedule with one copy of each stage, such as schedule='1f1b'; "
     "from ps.plan, by max_replicas=1 and schedules without copies"
 )
 
 
 def check_replicas(traced: TracedChain, setting: Setting) -> None:
-    """Refuse layers that cannot be held by several ranks, where the schedule has copies of their
-    stage; and hooks on weights that see only a part of a micro-batch's gradient.
+    """Check that no layer would train differently because of replicas, cuts or slices.
+
+    Refused are layers that cannot be replicated, in stages with replicas; and hooks on weights that
+    would see only a part of a micro-batch's gradient, or would be lost.
 
     Raises:
-        SettingError: there are such; the message has all of them.
+        SettingError: there are such layers; the message lists all.
     """
-    findings = [*_in_copies(traced, setting), *_in_parts(traced, setting), *_unmade(traced)]
+    findings = [
+        *_layers_in_replicas(traced, setting),
+        *_weights_of_several_stages(traced, setting),
+        *_hooks_on_meta(traced),
+    ]
     if findings:
         raise SettingError("\n  ".join(findings))
 
 
-def _in_copies(traced: TracedChain, setting: Setting) -> list[str]:
+def _layers_in_replicas(traced: TracedChain, setting: Setting) -> list[str]:
+    """Describe the layers that cannot be replicated, in stages that several ranks hold."""
     schedule = setting.schedule
     if not _has_copies(schedule):
         return []
     reasons = single_copy_reasons(traced)
     bounds = traced.description.stage_bounds(setting.lengths)
-    lines = [
-        f"stage {stage} (ranks {', '.join(map(str, ranks))}): {reason}"
-        for stage, ((first, end), ranks) in enumerate(
-            zip(bounds, schedule.ranks_of_stage, strict=True)
-        )
-        for layer in range(first, end)
-        for reason in reasons.get(layer, ())
-        if len(ranks) > 1
-    ]
-    head = f"{schedule.name} holds copies of stages, and these layers would train to other numbers in copies. {REMEDY}"
+    lines = []
+    for stage, ((first, end), ranks) in enumerate(
+        zip(bounds, schedule.ranks_of_stage, strict=True)
+    ):
+        if len(ranks) == 1:
+            continue
+        rank_list = ", ".join(map(str, ranks))
+        for layer in range(first, end):
+            for reason in reasons.get(layer, ()):
+                lines.append(f"stage {stage} (ranks {rank_list}): {reason}")
+    head = (
+        f"{schedule.name} holds copies of stages, and these layers would train to other numbers in "
+        f"copies. {REMEDY}"
+    )
     return [head, *lines] if lines else []
 
 
-def _in_parts(traced: TracedChain, setting: Setting) -> list[str]:
-    """Hooks on weights whose gradient comes in several parts, and tables that a forward changes and
-    another stage uses.
+def _weights_of_several_stages(traced: TracedChain, setting: Setting) -> list[str]:
+    """Describe hooks and `max_norm` that stages, or slices, would apply separately.
+
+    These are gradient hooks on weights whose gradient is the sum of several parts, and embeddings
+    that a forward changes and another stage uses.
     """
     schedule, hooks = setting.schedule, weights_with_hooks(traced)
     normed = weights_with_max_norm(traced)
-    found = []
+    findings = []
     for shared in shared_tensors(traced.description, setting.lengths, schedule):
         stages = ", ".join(map(str, shared.stages))
         if shared.name in hooks:
-            found.append(
-                f"{shared.name} has a gradient hook ({hooks[shared.name]}) and is used by stages {stages}: the hook would see the "
-                "gradient of each use, not their sum. Move the cut so that these layers stay in one stage, or remove the hook"
+            findings.append(
+                f"{shared.name} has a gradient hook ({hooks[shared.name]}) and is used by stages "
+                f"{stages}: the hook would see the gradient of each use, not their sum. Move the "
+                "cut so that these layers stay in one stage, or remove the hook"
             )
         if shared.name in normed:
-            found.append(
-                f"{shared.name} has max_norm and is used by stages {stages}: an embedding changes it in its forward, which the other "
-                "stages do not see in time. Move the cut so that these layers stay in one stage, or do without max_norm"
+            findings.append(
+                f"{shared.name} has max_norm and is used by stages {stages}: an embedding changes "
+                "it in its forward, which the other stages do not see in time. Move the cut so "
+                "that these layers stay in one stage, or do without max_norm"
             )
     if schedule.slicing is not None and hooks:
         name, kind = next(iter(hooks.items()))
-        found.append(
-            f"{name} has a gradient hook ({kind}) and {schedule.name} cuts micro-batches into slices: the hook would see the gradient "
-            "of each slice, not of the micro-batch. Take a schedule without slices, such as schedule='1f1b', or remove the hook"
+        findings.append(
+            f"{name} has a gradient hook ({kind}) and {schedule.name} cuts micro-batches into "
+            "slices: the hook would see the gradient of each slice, not of the micro-batch. Use a "
+            "schedule without slices, such as schedule='1f1b', or remove the hook"
         )
-    return found
+    return findings
 
 
-def _unmade(traced: TracedChain) -> list[str]:
-    """Hooks on weights that have no memory yet: the parameter that takes their place would not have
-    them.
-    """
+def _hooks_on_meta(traced: TracedChain) -> list[str]:
+    """Describe hooks on weights on the meta device: the parameters that replace them lose them."""
     hooks = weights_with_hooks(traced)
     on_meta = {
         traced.aliases.get(name, name)
@@ -112,22 +126,24 @@ def _unmade(traced: TracedChain) -> list[str]:
         if parameter.is_meta
     }
     return [
-        f"{name} has a gradient hook ({kind}) and is on the meta device: the parameter that is made in its place would not have the "
-        "hook. Build this layer on a real device, or remove the hook"
+        f"{name} has a gradient hook ({kind}) and is on the meta device: the parameter that is "
+        "made in its place would not have the hook. Build this layer on a real device, or remove "
+        "the hook"
         for name, kind in hooks.items()
         if name in on_meta
     ]
 
 
 def _has_copies(schedule: Schedule) -> bool:
+    """Whether several ranks hold the same stage."""
     return any(len(ranks) > 1 for ranks in schedule.ranks_of_stage)
 
 
 class ReplicatedStage(Stage):
-    """One of several copies of a stage: refuses forwards that read what forwards change.
+    """A replica of a stage, which refuses forwards that read state that forwards change.
 
-    The first micro-batch is observed. Afterwards the versions of the buffers that it left alone are
-    compared at every forward.
+    The first micro-batch is observed. From then on every forward compares the version counters of
+    the buffers that the first one did not change.
     """
 
     schedule_name: str = "the schedule"
@@ -144,26 +160,31 @@ class ReplicatedStage(Stage):
         """
         loss = self.loss if isinstance(self.loss, nn.Module) and batch.training else None
         before = None if loss is None else _versions(loss)
-        made = super().forward(batch, micro_batch, arrived)
+        output = super().forward(batch, micro_batch, arrived)
         if loss is not None and _versions(loss) != before:
             self._refuse(
                 [f"a buffer of the loss ({type(loss).__name__}) is changed by its forward"]
             )
-        return made
+        return output
 
     def _refuse(self, findings: list[str]) -> None:
+        """Raise the error for a stage that cannot be replicated.
+
+        Raises:
+            SettingError: always.
+        """
         raise SettingError(
-            f"{self.schedule_name} holds copies of stage {self.index}, each of which runs some of the micro-batches, and its layers "
-            f"would train to other numbers than in one copy: {'; '.join(findings)}. {REMEDY}. Nothing has been updated"
+            f"{self.schedule_name} holds copies of stage {self.index}, each of which runs some of "
+            "the micro-batches, and its layers would train to other numbers than in one copy: "
+            f"{'; '.join(findings)}. {REMEDY}. Nothing has been updated"
         )
 
 
 class HookedStage(Stage):
-    """A stage whose weights have hooks that run when a gradient has been added up: refuses those
-    that change the weight.
+    """A stage with post-accumulate-grad hooks, which refuses hooks that change their weights.
 
-    A hook that steps its weight makes a new weight after every micro-batch. A pipeline runs
-    forwards of later micro-batches before, and would train to other numbers than the same
+    A hook that steps its weight creates a new weight after every micro-batch. A pipeline runs
+    forwards of later micro-batches before that, and would train to other weights than the same
     micro-batches one after another.
     """
 
@@ -174,30 +195,49 @@ class HookedStage(Stage):
             SettingError: a hook has changed its weight, and the batch has several micro-batches.
         """
         before = self._hooked_versions()
-        made = super().backward(batch, micro_batch, arrived)
+        input_grads = super().backward(batch, micro_batch, arrived)
         self._check_unchanged(before, batch)
-        return made
+        return input_grads
 
     def weight_grad(self, batch: Batch, micro_batch: int) -> None:
-        """See `Stage.weight_grad`; raises as `backward`."""
+        """See `Stage.weight_grad`.
+
+        Raises:
+            SettingError: as for `backward`.
+        """
         before = self._hooked_versions()
         super().weight_grad(batch, micro_batch)
         self._check_unchanged(before, batch)
 
     def _hooked_versions(self) -> list[int]:
-        return [each._version for each in self.update.parameters if weight_hook(each)]
+        """Return the version counters of the weights with hooks."""
+        return [
+            parameter._version for parameter in self.update.parameters if weight_hook(parameter)
+        ]
 
     def _check_unchanged(self, before: list[int], batch: Batch) -> None:
+        """Check that no hook has changed its weight since the versions `before`.
+
+        Raises:
+            SettingError: one has, and the batch has several micro-batches.
+        """
         if batch.micro_batches > 1 and self._hooked_versions() != before:
             raise SettingError(
-                f"a hook (register_post_accumulate_grad_hook) of a weight of stage {self.index} changes the weight during the backward of "
-                f"a micro-batch, while {batch.micro_batches} micro-batches of one batch are under way: later ones would run with other "
-                "weights than in one process. Take micro_batches=1, or let optimizer= step the weights"
+                "a hook (register_post_accumulate_grad_hook) of a weight of stage "
+                f"{self.index} changes the weight during the backward of a micro-batch, while "
+                f"{batch.micro_batches} micro-batches of one batch are under way: later ones would "
+                "run with other weights than in one process. Use micro_batches=1, or let "
+                "optimizer= step the weights"
             )
 
 
 def stage_class(layers: Sequence[StageLayer], copies: int) -> type[Stage]:
-    """The kind of stage that checks what these layers, held by so many ranks, may do wrong."""
+    """Return the class of stage with the checks that some layers need.
+
+    Args:
+        layers: the layers of the stage.
+        copies: the number of ranks that hold the stage.
+    """
     if copies > 1:
         return ReplicatedStage
     weights = (weight for layer in layers for weight in layer.module.parameters())
@@ -206,38 +246,57 @@ def stage_class(layers: Sequence[StageLayer], copies: int) -> type[Stage]:
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    """Return identity and version counter of a module's buffers."""
     return [(id(buffer), buffer._version) for buffer in module.buffers()]
 
 
 class _ObservedLayers:
-    """The layers of a stage with copies. See `StageLayers`."""
+    """The layers of a replicated stage; a `StageLayers` that observes its forwards.
+
+    Args:
+        layers: the layers.
+        refuse: raises the error for some findings.
+    """
 
     def __init__(self, layers: StageLayers, refuse: Callable[[list[str]], None]) -> None:
         self._layers, self._refuse = layers, refuse
+        #: The buffers that the first forward did not change: name, holding dictionary and key.
         self._steady: list[tuple[str, dict[str, Any], str]] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layers, name)
 
     def run(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
-        """What the layers make of `value`, and what they leave in `past`."""
+        """Run the layers, see `StageLayers.run`.
+
+        Raises:
+            SettingError: the forward reads state that forwards change.
+        """
         if not batch.training:
             return self._layers.run(batch, micro_batch, value, past)
         if self._steady is None:
-            return self._observed(batch, micro_batch, value, past)
+            return self._observed_run(batch, micro_batch, value, past)
         before = [(id(holder[key]), holder[key]._version) for _, holder, key in self._steady]
-        made = self._layers.run(batch, micro_batch, value, past)
+        output = self._layers.run(batch, micro_batch, value, past)
         after = [(id(holder[key]), holder[key]._version) for _, holder, key in self._steady]
         if before != after:
-            names = [
-                f"buffer {name} is changed by the forward, which it was not at the first micro-batch"
-                for (name, *_), old, new in zip(self._steady, before, after, strict=True)
-                if old != new
-            ]
-            self._refuse(names)
-        return made
+            names = [name for name, _, _ in self._steady]
+            self._refuse(
+                [
+                    f"buffer {name} is changed by the forward, which it was not at the first "
+                    "micro-batch"
+                    for name, old, new in zip(names, before, after, strict=True)
+                    if old != new
+                ]
+            )
+        return output
 
-    def _observed(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+    def _observed_run(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+        """Run the first micro-batch and record which state the forward reads and changes.
+
+        Raises:
+            SettingError: the forward reads state that it changes.
+        """
         state = ModuleState(
             (name, module)
             for layer in self._layers.layers
@@ -245,23 +304,25 @@ class _ObservedLayers:
                 prefix=prefix_of(layer.name, layer.module)
             )
         )
-        given = map_tensors(Tensor.clone, value)
+        inputs = map_tensors(Tensor.clone, value)
 
         def run() -> tuple[Any, list[Tensor]]:
-            made = self._layers.run(batch, micro_batch, value, past)
-            return made, tensors_of(past.left)
+            """Run the forward; return its output and the state for the next slice."""
+            output = self._layers.run(batch, micro_batch, value, past)
+            return output, tensors_of(past.outgoing)
 
         def again() -> Any:
-            fresh = map_tensors(Tensor.clone, given)
+            """Run the forward on a copy of the same inputs."""
+            fresh = map_tensors(Tensor.clone, inputs)
             return self._layers.run(batch, micro_batch, fresh, Past(keeps=False))
 
-        found = observe(
+        observation = observe(
             state,
             run,
             None if batch.cuts_tokens else again,
             follow=self._layers.compile is None,
         )
-        if found.findings:
-            self._refuse(list(found.findings))
-        self._steady = steady_buffers(state, found.changed)
-        return found.output[0]
+        if observation.findings:
+            self._refuse(list(observation.findings))
+        self._steady = steady_buffers(state, observation.changed)
+        return observation.output[0]

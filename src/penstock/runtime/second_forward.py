@@ -1,5 +1,7 @@
-"""A stage's forward that runs a second time for its backward: what both are to see alike, and
-whether they came to the same.
+"""Consistency of a stage's recomputation: its second forward must repeat the first.
+
+The second forward gets the buffers and plain attributes that the first one had, and the results of
+both are compared by fingerprints.
 """
 
 from __future__ import annotations
@@ -20,22 +22,28 @@ from penstock.grad.fingerprint import Fingerprint, difference, fingerprint
 
 @dataclass(slots=True)
 class FirstForward:
-    """What a first forward has seen, and the fingerprint of what it made."""
+    """The state before a first forward, and the fingerprint of its results.
+
+    Attributes:
+        buffers: contents of the modules' buffers.
+        attributes: values of the modules' plain attributes.
+        outcome: the fingerprint; None where second forwards are not compared.
+    """
 
     buffers: Contents
     attributes: Values
     outcome: Fingerprint | None = None
 
     def note(self, outcome: Any) -> None:
-        """Keep the fingerprint of what it has made."""
+        """Store the fingerprint of the tensors in the forward's results."""
         self.outcome = fingerprint(pytree.tree_leaves(outcome))
 
 
 class SecondForwards:
-    """The second forwards of a stage.
+    """Runs and compares the second forwards of a stage.
 
     Args:
-        layers: modules, in order.
+        layers: the layers of the stage, in order.
         others: further modules whose buffers forwards may change.
         name: the stage and its layers, for messages.
     """
@@ -47,13 +55,14 @@ class SecondForwards:
         self._name = name
 
     def first(self) -> FirstForward:
-        """Before a first forward."""
+        """Record the state before a first forward."""
         return FirstForward(self._buffers.contents(), self._attributes.contents())
 
     @contextmanager
     def seeing(self, first: FirstForward) -> Iterator[None]:
-        """Let a forward see buffers and plain attributes as the first did, and leave them as they
-        are. `first` gives its buffers up.
+        """Run a block with the buffers and plain attributes of the first forward.
+
+        Afterwards those from before the block are restored, and the buffers in `first` are dropped.
         """
         with (
             self._buffers.as_they_were(first.buffers),
@@ -63,29 +72,40 @@ class SecondForwards:
         first.buffers = {}
 
     def check(self, first: FirstForward, outcome: Any, micro_batch: int) -> None:
-        """Compare a second forward with the first.
+        """Compare the results of a second forward with those of the first.
+
+        Args:
+            first: the first forward.
+            outcome: the results of the second.
+            micro_batch: number of the micro-batch, for the message.
 
         Raises:
-            RunError: it has made something else.
+            RunError: the results differ.
         """
         if first.outcome is None:
             return
-        found = difference(pytree.tree_leaves(outcome), first.outcome)
-        if found is not None:
-            raise unlike(f"{self._name}, micro-batch {micro_batch}", found)
+        mismatch = difference(pytree.tree_leaves(outcome), first.outcome)
+        if mismatch is not None:
+            raise unlike(f"{self._name}, micro-batch {micro_batch}", mismatch)
 
 
-def unlike(where: str, found: str) -> RunError:
-    """The error for a second forward that made something else than the first."""
+def unlike(place: str, mismatch: str) -> RunError:
+    """Return the error for a second forward that differs from the first.
+
+    Args:
+        place: stage, layers and micro-batch.
+        mismatch: how its results differ.
+    """
     return RunError(
-        f"{where}: run again for the backward, the forward made {found}: the gradients would be those of another network. A second "
-        "forward has the inputs, buffers, plain attributes (numbers, strings, flags) and random numbers of torch, random and "
-        "numpy.random that the first had. State that is elsewhere (global variables, lists, a generator of its own) it has not: "
-        "keep that in a buffer or an attribute, draw from the global generators, or run nothing again (recompute='never', "
-        "checkpoint='never')"
+        f"{place}: run again for the backward, the forward made {mismatch}: the gradients would be "
+        "those of another network. A second forward has the inputs, buffers, plain attributes "
+        "(numbers, strings, flags) and random numbers of torch, random and numpy.random that the "
+        "first had. It does not have other state (global variables, lists, a generator of its "
+        "own): keep that in a buffer or an attribute, draw from the global generators, or do not "
+        "recompute (recompute='never', checkpoint='never')"
     )
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each tensor was changed in place; inference tensors do not count."""
+    """Return the version counter of each tensor; 0 for inference tensors, which have none."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

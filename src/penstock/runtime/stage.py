@@ -18,7 +18,7 @@ from penstock.runtime.crossing import InPlace, check_devices, check_same_flags
 from penstock.runtime.device_batch import INPUTS, device_batch, moved
 from penstock.runtime.draws import Place
 from penstock.runtime.eviction import Saved
-from penstock.runtime.held import Held
+from penstock.runtime.held import ActivationMeter
 from penstock.runtime.layers import StageLayer, StageLayers
 from penstock.runtime.past import Past, Pasts, tensors_of
 from penstock.runtime.reach import Reach
@@ -63,7 +63,7 @@ class Stage:
     recompute: str = "never"
     loss: Loss | None = None
     evicted: Collection[int] = ()
-    held: Held = field(default_factory=Held)
+    held: ActivationMeter = field(default_factory=ActivationMeter)
     entry: nn.Module | None = None
     exit: Callable[[Any], Any] | None = None
     autocast: torch.dtype | None = None
@@ -174,21 +174,21 @@ class Stage:
         ):
             result, own, loss = self._run(batch, micro_batch, inputs, past)
         made = [] if result is None else result.tensors
-        left = [] if after is None else tensors_of(past.left)
+        left = [] if after is None else tensors_of(past.outgoing)
         if first is not None and self._compares:
             first.note([*made, *own, *left])
         flags = tuple([tensor.requires_grad for tensor in (*made, *left)])
         roots = [tensor for tensor in made if tensor.requires_grad] + own
         roots += [tensor for tensor in left if tensor.requires_grad]
         if after is not None:
-            self._pasts.leave(after, past.left, flags[len(made) :])
+            self._pasts.store(after, past.outgoing, flags[len(made) :])
         if again and result is not None:
             result = result.with_tensors([tensor.detach() for tensor in made])
         if batch.training:
             size = inputs.nbytes if again else self.held.size(self._form(batch, micro_batch))
             self._kept[batch.step, micro_batch] = SavedForward(
                 inputs,
-                past.found,
+                past.incoming,
                 None if again else roots,
                 len(own),
                 first,
@@ -309,7 +309,7 @@ class Stage:
         if live:
             with self._drawing(batch, micro_batch):
                 torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
-        self._pasts.give_back(micro_batch, [leaf.grad for leaf in past])
+        self._pasts.store_grads(micro_batch, [leaf.grad for leaf in past])
         self.held.give(size)
         assert isinstance(kept, SavedForward)
         if kept.input_grads is None:
@@ -347,7 +347,7 @@ class Stage:
         with self._drawing(batch, micro_batch):
             found, pending = input_grad(roots, grads, [*leaves, *past])
         self._pending[batch.step, micro_batch] = pending, size
-        self._pasts.give_back(micro_batch, found[len(leaves) :])
+        self._pasts.store_grads(micro_batch, found[len(leaves) :])
         return Payload.flat(found[: len(leaves)])
 
     def weight_grad(self, batch: Batch, micro_batch: int) -> None:
@@ -451,7 +451,7 @@ class Stage:
         # The first graph may be of copies of the inputs, see `_run`.
         final = self._in_place.known(training=batch.training)
         targets = [] if self._losses is None else self._losses.targets(batch, micro_batch)
-        return self.held.looking(
+        return self.held.measuring(
             self._form(batch, micro_batch), inputs.tensors, self._running.weights(), targets, final
         )
 
@@ -480,7 +480,7 @@ class Stage:
             [] if arrived is None else [moved(leaf, self.device) for leaf in arrived.leaves]
         )
         after = batch.next_slice(micro_batch)
-        grads_of_past = self._pasts.take_back(after)
+        grads_of_past = self._pasts.pop_grads(after)
         roots = kept.roots
         if roots is None:
             roots = self._run_again(batch, micro_batch, kept)
@@ -517,7 +517,7 @@ class Stage:
         full = self.held.size(self._form(batch, micro_batch))
         self.held.take(full - kept.size)
         outputs = [] if result is None else result.tensors
-        left = [] if after is None else tensors_of(past.left)
+        left = [] if after is None else tensors_of(past.outgoing)
         self._again.check(kept.first, [*outputs, *own, *left], micro_batch)
         check_same_flags(kept.flags, [*outputs, *left], f"stage {self.index}")
         kept.size, kept.own, kept.loss = full, len(own), loss

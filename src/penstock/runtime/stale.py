@@ -1,8 +1,7 @@
-"""A guard on the user's model: on a rank, layers that other ranks train keep the values from before
-the training.
+"""Guard against reading stale layers of the user's model.
 
-Reading them by `model.state_dict()`, running them by `model(x)` or pickling the model would give
-wrong numbers without a word.
+On a rank, layers that other ranks train have the weights from before the training. Without the
+guard, `model.state_dict()`, `model(x)` and pickling the model would silently give wrong values.
 """
 
 from __future__ import annotations
@@ -18,22 +17,21 @@ from torch.utils.hooks import RemovableHandle
 from penstock.errors import RunError
 from penstock.tracing.chain import TracedChain
 
-#: Where torch looks for what to run in place of a module's forward and hooks; a module's copies do
-#: not have it.
+#: The attribute of a module that torch calls instead of its forward and hooks; copies of a module
+#: do not have it.
 _CALL = "_compiled_call_impl"
 
 
 @dataclass
 class Guard:
-    """The layers of a model that this process does not train.
+    """Refuses to read the layers of a model that other ranks have trained.
 
     Attributes:
-        rank: this process's rank.
-        layers: how many layers the model has.
-        elsewhere: names of those that other ranks train, by index.
-        stale: whether they have been trained since they had the right values here.
-        successor: the guard of a later pipeline over the same model, which has taken this one's
-        place.
+        rank: the rank of this process.
+        layers: the number of layers of the model.
+        elsewhere: the names of the layers that other ranks train, by index.
+        stale: whether these have been trained since their weights here were right.
+        successor: the guard of a later pipeline over the same model, which replaces this one.
     """
 
     rank: int
@@ -47,45 +45,50 @@ class Guard:
     def watch(
         self, roots: Sequence[nn.Module], layers: Iterable[nn.Module], *, copies: bool
     ) -> None:
-        """Guard the modules that a user may read or run.
+        """Install the guard on the modules that a user may read or run.
 
         Args:
-            roots: the model, or the modules of a list that have layers which other ranks train.
-            layers: those layers, where they are modules of the user's own.
-            copies: whether the pipeline itself may copy the model.
+            roots: the model, or the modules of a list that contain layers of other ranks.
+            layers: these layers, if they are the user's own modules.
+            copies: whether copying the model is allowed, since the pipeline itself copies it.
         """
         for root in roots:
             hook = Hook(self, copies=copies)
-            self._handles.append(root.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+            handle = root.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
         for module in dict.fromkeys([*roots, *layers]):
             self._calls.append(_Call(self, module))
 
     def check(self, call: str) -> None:
-        """Refuse to read what is stale.
+        """Check that the model may be read.
+
+        Args:
+            call: how it is read, such as "state_dict()", for the message.
 
         Raises:
-            RunError: it is.
+            RunError: it has stale layers.
         """
         if not self.stale:
             return
         names = list(dict.fromkeys(self.elsewhere.values()))
-        shown = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
+        examples = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
         raise RunError(
-            f"{call} of the model on rank {self.rank} would give wrong values: {len(names)} of its {self.layers} layers ({shown}) are trained on other ranks, and "
-            "their values here are from before the training. Take pipe.model_state() (the whole state on every rank), "
-            "pipe.state_dict() (on rank 0) or pipe.forward(x); or call pipe.load_into(model) on every rank first. For averages of "
-            "the weights there is pipe.ema()"
+            f"{call} of the model on rank {self.rank} would give wrong values: {len(names)} of its "
+            f"{self.layers} layers ({examples}) are trained on other ranks, and their values here "
+            "are from before the training. Use pipe.model_state() (the whole state on every rank), "
+            "pipe.state_dict() (on rank 0) or pipe.forward(x); or call pipe.load_into(model) on "
+            "every rank first. For averages of the weights use pipe.ema()"
         )
 
     def mark(self) -> None:
-        """Other ranks have trained their layers."""
+        """Note that other ranks have trained their layers."""
         guard: Guard | None = self
         while guard is not None:
             guard.stale = True
             guard = guard.successor
 
     def release(self) -> None:
-        """Take the guard off the model. Copies of the modules keep hooks that do nothing any more."""
+        """Remove the guard from the model. Hooks in copies of its modules have no effect then."""
         self.stale = False
         for handle in self._handles:
             handle.remove()
@@ -96,10 +99,10 @@ class Guard:
 
 
 class _Call:
-    """A check before a module is run.
+    """A check before each call of a module.
 
-    No forward hook: a module with hooks is taken for another one, by `ps.chain` and where traced
-    models are watched for changes.
+    It is not a forward hook, because `ps.chain` and the detection of changes in traced models
+    would take a module with another hook for another module.
     """
 
     def __init__(self, guard: Guard, module: nn.Module) -> None:
@@ -108,7 +111,7 @@ class _Call:
         vars(module)[_CALL] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `module(...)` is."""
+        """Call the module if it is not stale."""
         self._guard.check("running")
         module = self._module()
         assert module is not None
@@ -116,7 +119,7 @@ class _Call:
         return run(*args, **kwargs)
 
     def remove(self) -> None:
-        """Let the module be run as before."""
+        """Restore the module's own call."""
         module = self._module()
         if module is None or vars(module).get(_CALL) is not self:
             return
@@ -127,21 +130,19 @@ class _Call:
 
 
 class Hook:
-    """A hook that refuses to read the state while its guard's layers are stale. Copying and
-    pickling are reading too.
-    """
+    """A `state_dict` pre-hook that refuses to read, copy or pickle a module with stale layers."""
 
     def __init__(self, guard: Guard, *, copies: bool) -> None:
         self.guard, self._copies = guard, copies
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        """Before `state_dict`, with the arguments that torch gives to hooks."""
+        """Check the guard before `state_dict`; the arguments are those of torch's hooks."""
         del module, args
         self.guard.check("state_dict()")
 
     def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
         if not self.guard.stale:
-            return _nothing  # a copy has the right values, and keeps them
+            return _no_check  # the copy has the right values, and later training leaves it alone
         if not self._copies:
             self.guard.check("copying")
         return self
@@ -151,32 +152,32 @@ class Hook:
         return _no_hook, ()
 
 
-def _nothing(*args: Any) -> None:
-    """What a hook is in another process."""
+def _no_check(*args: Any) -> None:
+    """Replace the hook in copies of a module and in other processes, where nothing is checked."""
 
 
 def _no_hook() -> Callable[..., None]:
-    return _nothing
+    """Return the hook of an unpickled module."""
+    return _no_check
 
 
 def guards_of(roots: Iterable[nn.Module]) -> list[Guard]:
-    """The guards that earlier pipelines have left on a model."""
-    found: dict[int, Guard] = {}
+    """Return the guards that earlier pipelines have installed on a model."""
+    guards: dict[int, Guard] = {}
     for root in roots:
         for hook in _hooks(root):
-            found[id(hook.guard)] = hook.guard
-    return list(found.values())
+            guards[id(hook.guard)] = hook.guard
+    return list(guards.values())
 
 
 def _hooks(module: nn.Module) -> Iterator[Hook]:
+    """Yield the guards' hooks on a module and its submodules."""
     for part in module.modules():
         yield from (hook for hook in part._state_dict_pre_hooks.values() if isinstance(hook, Hook))
 
 
 def stale_layers(traced: TracedChain) -> frozenset[int]:
-    """Indices of layers that an earlier pipeline has trained on other ranks, and whose values here
-    are older.
-    """
+    """Return the indices of the layers that an earlier pipeline has trained on other ranks."""
     names: set[str] = set()
     for guard in guards_of(traced.roots):
         if guard.stale:
@@ -185,47 +186,65 @@ def stale_layers(traced: TracedChain) -> frozenset[int]:
 
 
 def guard_model(traced: TracedChain, held: Collection[int], rank: int) -> Guard | None:
-    """A guard on a model, in place of those that earlier pipelines have left.
+    """Install a guard on a model, in place of those of earlier pipelines.
 
     Args:
         traced: the chain with the user's own modules.
-        held: layers that this process trains.
-        rank: its rank.
+        held: the layers that this process trains.
+        rank: the rank of this process.
 
     Returns:
-        The guard; None where every layer with weights or buffers is trained here.
+        The guard; None if this process trains every layer with weights or buffers.
     """
-    earlier = guards_of(traced.roots)
-    stale = any(guard.stale for guard in earlier)
-    foreign = {
+    earlier_guards = guards_of(traced.roots)
+    stale = any(earlier.stale for earlier in earlier_guards)
+    for earlier in earlier_guards:
+        earlier.release()
+    foreign = _foreign_layers(traced, held)
+    if not foreign:
+        return None
+    elsewhere = {index: traced.layers[index].name for index in foreign}
+    guard = Guard(rank, len(traced), elsewhere, stale)
+    for earlier in earlier_guards:
+        earlier.successor = guard
+    if any(getattr(module, "whole_names", False) for module in traced.modules):
+        # The layers of a traced model are cut out of it, and are not the user's own modules.
+        guard.watch(traced.roots, (), copies=True)
+    else:
+        _watch_modules(guard, traced, held, foreign.values())
+    return guard
+
+
+def _foreign_layers(traced: TracedChain, held: Collection[int]) -> dict[int, nn.Module]:
+    """Return the layers with weights or buffers that are not in `held`, by index."""
+    return {
         index: module
         for index, module in enumerate(traced.modules)
         if index not in held and _has_values(module)
     }
-    if not foreign:
-        for guard in earlier:
-            guard.release()
-        return None
-    elsewhere = {index: traced.layers[index].name for index in foreign}
-    guard = Guard(rank, len(traced), elsewhere, stale)
-    for other in earlier:
-        other.release()
-        other.successor = guard
-    inside = {id(part) for module in foreign.values() for part in module.modules()}
-    traced_model = any(getattr(module, "whole_names", False) for module in traced.modules)
-    if traced_model:  # layers that were cut out of it are not the user's own modules
-        guard.watch(traced.roots, (), copies=True)
-        return guard
-    roots = [root for root in traced.roots if any(id(part) in inside for part in root.modules())]
-    running = {id(part) for index in held for part in traced.modules[index].modules()}
-    guard.watch(
-        [root for root in roots if id(root) not in running],
-        [module for module in foreign.values() if id(module) not in running],
-        copies=False,
-    )
-    return guard
+
+
+def _watch_modules(
+    guard: Guard, traced: TracedChain, held: Collection[int], foreign: Collection[nn.Module]
+) -> None:
+    """Install a guard on foreign layers, and on the roots that contain some.
+
+    Modules that this process runs itself must stay callable, and are left out.
+    """
+    local_parts = _parts([traced.modules[index] for index in held])
+    foreign_parts = _parts(foreign)
+    others = [root for root in traced.roots if id(root) not in local_parts]
+    roots = [root for root in others if _parts([root]) & foreign_parts]
+    layers = [module for module in foreign if id(module) not in local_parts]
+    guard.watch(roots, layers, copies=False)
+
+
+def _parts(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the `id` of some modules and all of their submodules."""
+    return {id(part) for module in modules for part in module.modules()}
 
 
 def _has_values(module: nn.Module) -> bool:
+    """Whether a module has trainable parameters or buffers."""
     trained = any(parameter.requires_grad for parameter in module.parameters())
     return trained or next(iter(module.buffers()), None) is not None

@@ -1,6 +1,4 @@
-"""A rank's lowered program as the interpreter takes it: every op with what it waits for and who
-gets what it makes.
-"""
+"""A rank's lowered program as steps: each op with its receives, its input and its sends."""
 
 from __future__ import annotations
 
@@ -14,15 +12,23 @@ from penstock.schedule.rules import feeds, takes
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One op, the receives that are posted before it and the sends after it; without an op,
-    transfers alone.
+    """One op with the receives posted before it and the sends after it.
+
+    A step without an op has transfers alone.
 
     Attributes:
-        op, kind, stage, number: the op, and its parts.
-        text: what the rank is at.
-        taken: the message that the op takes, if it takes one; waits: what the rank waits for until
-        it is there. fed: under which name what the op makes is kept, if somebody takes it. posts,
-        sends: peers and messages.
+        op: the op.
+        kind: its kind.
+        stage: its stage.
+        number: its micro-batch.
+        text: the rank's status while it runs the op.
+        input_message: the message that the op consumes; None if it consumes none.
+        maker: the op that produces this message.
+        waits: the rank's status while it waits for the message.
+        output_message: the message under which the op's output is stored; None if no op consumes
+            it.
+        posts: peers and messages of the receives.
+        sends: peers and messages of the sends.
     """
 
     op: Op | None
@@ -30,20 +36,26 @@ class Step:
     stage: int
     number: int
     text: str
-    taken: Message | None
+    input_message: Message | None
     maker: str
     waits: str
-    fed: Message | None
+    output_message: Message | None
     posts: tuple[tuple[int, Message], ...]
     sends: tuple[tuple[int, Message], ...]
 
 
 def steps_of(actions: Sequence[Action], stages: int) -> tuple[Step, ...]:
-    """The steps of a program, or of a part of one."""
+    """Return the steps of a program, or of a part of one.
+
+    Args:
+        actions: ops and transfers, in order.
+        stages: the number of stages.
+    """
     return tuple(_steps(actions, stages))
 
 
 def _steps(actions: Sequence[Action], stages: int) -> Iterator[Step]:
+    """Group actions into steps: receives, then at most one op, then sends."""
     posts: list[Transfer] = []
     op: Op | None = None
     sends: list[Transfer] = []
@@ -58,18 +70,16 @@ def _steps(actions: Sequence[Action], stages: int) -> Iterator[Step]:
             posts.append(action)
         else:
             sends.append(action)
-    if posts or op is not None or sends:
+    if actions:  # the last step is still open
         yield _step(posts, op, sends, stages)
 
 
 def _step(posts: Sequence[Transfer], op: Op | None, sends: Sequence[Transfer], stages: int) -> Step:
-    taken = fed = None
-    if op is not None and op.kind is not Kind.U:
-        whence = (op.kind, op.stage) if op.kind in HANDING else takes(op, stages)
-        taken = None if whence is None else Message(*whence, op.micro_batch)
-        whither = (op.kind, op.stage) if op.kind in HANDING else feeds(op, stages)
-        fed = None if whither is None else Message(whither[0], op.stage, op.micro_batch)
-    maker = "" if taken is None else f"{taken.stage}{taken.kind.value}{taken.micro_batch}"
+    """Build one step."""
+    input_message, output_message = (None, None) if op is None else _messages(op, stages)
+    maker = ""
+    if input_message is not None:
+        maker = f"{input_message.stage}{input_message.kind.value}{input_message.micro_batch}"
     kind, stage, number = (Kind.U, -1, -1) if op is None else op
     return Step(
         op,
@@ -77,10 +87,26 @@ def _step(posts: Sequence[Transfer], op: Op | None, sends: Sequence[Transfer], s
         stage,
         number,
         f"is at {op}",
-        taken,
+        input_message,
         maker,
         f"waits for {maker}",
-        fed,
+        output_message,
         tuple((post.peer, post.message) for post in posts),
         tuple((send.peer, send.message) for send in sends),
+    )
+
+
+def _messages(op: Op, stages: int) -> tuple[Message | None, Message | None]:
+    """Return the messages that an op consumes and produces; None for those that it does not."""
+    if op.kind is Kind.U:
+        return None, None
+    if op.kind in HANDING:
+        # An op that moves activations consumes and produces a message of its own kind.
+        message = Message(op.kind, op.stage, op.micro_batch)
+        return message, message
+    source = takes(op, stages)
+    consumer = feeds(op, stages)
+    return (
+        None if source is None else Message(*source, op.micro_batch),
+        None if consumer is None else Message(consumer[0], op.stage, op.micro_batch),
     )

@@ -1,5 +1,6 @@
-"""An asynchronous schedule as it runs: fed batch by batch, full from one to the next, drained when
-somebody asks for it.
+"""Execution of an asynchronous schedule as a stream of batches.
+
+The pipeline stays full from one batch to the next, and is drained only on request.
 """
 
 from __future__ import annotations
@@ -26,13 +27,12 @@ class Streaming:
     """The stream of one `Pipeline`.
 
     Attributes:
-        made: the ranks of this process; their schedule has a stream.
-        portions: what ranks play.
-        ready: losses of batches that are wholly done, with their steps, in order, until they are
-        taken.
+        assembly: the ranks of this process; their schedule has a stream.
+        portions: the ops that each rank runs when a batch is fed.
+        ready: steps and losses of completed batches, in order, until they are taken.
     """
 
-    made: Assembly
+    assembly: Assembly
     portions: Portions
     ready: deque[tuple[int, Tensor]] = field(default_factory=deque)
     _fed: int = 0
@@ -42,26 +42,24 @@ class Streaming:
     _sizes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.world, self.schedule, self.interpreters = (
-            self.made.world,
-            self.made.setting.schedule,
-            self.made.interpreters,
-        )
+        self.world = self.assembly.world
+        self.schedule = self.assembly.setting.schedule
+        self.interpreters = self.assembly.interpreters
         self._under_way = UnderWay(self.schedule.micro_batches)
-        self._losses = StreamLosses(
-            self.world, prolonged(self.schedule, self.portions.period.batches)
-        )
-        # What a timeline shows, and what may have been run of later batches by then.
-        longest = prolonged(self.schedule, 2 * self.schedule.batches + self.portions.period.batches)
+        period_batches = self.portions.period.batches
+        self._losses = StreamLosses(self.world, prolonged(self.schedule, period_batches))
+        # Times are stored for the batches of a timeline, and for those that ranks may have begun
+        # after them.
+        longest = prolonged(self.schedule, 2 * self.schedule.batches + period_batches)
         self._most_marks = {rank: len(longest.programs[rank]) for rank in self.interpreters}
         for interpreter in self.interpreters.values():
             interpreter.told = self._losses.tell
 
     def feed(self, batch: Batch) -> None:
-        """Give one more batch to the ranks, and let them run what they can with it.
+        """Feed a batch to the ranks, and run the ops that become possible with it.
 
         Raises:
-            RunError: an op failed, here or elsewhere, now or before.
+            RunError: an op has failed on any rank, now or before.
         """
         self._check()
         if self._drained:
@@ -73,18 +71,20 @@ class Streaming:
         index = self._fed
         self._under_way.add(index, batch)
         self._sizes.append(len(batch.inputs))
+        # Broken until the batch is complete: an exception anywhere leaves it so.
         self._broken = True
         self._losses.expect(index, batch)
         self.world.run(lambda rank: self._play(rank, index))
         self._fed += 1
         self._collect(self.portions.done(index))
         self._broken = False
-        if batch.step < self.made.setting.weights_options.get("warm_up", 0):
+        if batch.step < self.assembly.setting.weights_options.get("warm_up", 0):
             self.flush()
 
-    def taken(self, first: int) -> Iterator[Tensor]:
-        """The losses that are there, of the batches from step `first` on: those before were
-        somebody's who has stopped asking.
+    def take_losses(self, first: int) -> Iterator[Tensor]:
+        """Yield and drop the ready losses of batches from step `first` on.
+
+        Earlier losses are dropped: the iterator that they belong to has been abandoned.
         """
         while self.ready:
             step, loss = self.ready.popleft()
@@ -92,8 +92,10 @@ class Streaming:
                 yield loss
 
     def flush(self) -> None:
-        """Let everything under way finish: every batch is done, and parameters are the newest
-        version. Raises as `feed`.
+        """Complete all batches in flight; the parameters are then of the newest version.
+
+        Raises:
+            RunError: as for `feed`.
         """
         self._check()
         if self._drained:
@@ -104,8 +106,10 @@ class Streaming:
         self._drained, self._broken = True, False
 
     def begin_anew(self) -> None:
-        """Before parameters are given new values: let what is under way finish, or, after a
-        failure, forget it, and the failure too.
+        """Empty the stream before parameters get new values.
+
+        Batches in flight are completed; after a failure they are dropped, and the failure is
+        cleared.
         """
         if not self._broken:
             self.flush()
@@ -117,53 +121,67 @@ class Streaming:
         self._drained, self._broken = True, False
 
     def window(self) -> dict[int, list[tuple[Op, Op]]]:
-        """Per rank, the ops of the last batches that are wholly done: as they would count had these
-        been the first, and as they were run.
+        """Return the ops of the last completed batches.
+
+        Returns:
+            By rank, pairs of an op numbered as if these batches had been the first, and the op as
+            it was run.
         """
         period = self.portions.period
         loops = max(0, self._done - self.schedule.batches) // period.batches
         first = loops * period.batches
-        shown = prolonged(self.schedule, self._done - first) if self._done > first else None
+        if self._done <= first:
+            return {rank: [] for rank in range(self.schedule.ranks)}
+        window = prolonged(self.schedule, self._done - first)
         rows: dict[int, list[tuple[Op, Op]]] = {}
         for rank in range(self.schedule.ranks):
-            ops = shown.programs[rank] if shown is not None else ()
-            pairs = [(op, period.moved(rank, op, loops)) for op in ops]
-            rows[rank] = [
-                (op, ran) for op, ran in pairs if op.kind is Kind.U or self._had(ran.micro_batch)
-            ]
+            rows[rank] = []
+            for op in window.programs[rank]:
+                run_op = period.moved(rank, op, loops)
+                if op.kind is Kind.U or self._has_samples(run_op.micro_batch):
+                    rows[rank].append((op, run_op))
         return rows
 
-    def _had(self, number: int) -> bool:
-        index, own = divmod(number, self.schedule.micro_batches)
-        return own < self._sizes[index]
+    def _has_samples(self, number: int) -> bool:
+        """Whether a micro-batch existed: a small batch has fewer than the schedule."""
+        index, micro_batch = divmod(number, self.schedule.micro_batches)
+        return micro_batch < self._sizes[index]
 
     def _check(self) -> None:
+        """Check that no batch has failed.
+
+        Raises:
+            RunError: one has.
+        """
         if self._broken:
             raise RunError(
-                "this pipeline cannot go on after a batch that failed: its stages have had different updates. Load a "
-                "checkpoint, or make a new Pipeline"
+                "this pipeline cannot go on after a batch that failed: its stages have had "
+                "different updates. Load a checkpoint, or make a new Pipeline"
             )
 
     def _play(self, rank: int, index: int) -> None:
+        """Run a rank's ops for batch `index`."""
         interpreter = self.interpreters[rank]
         interpreter.go_on(self.portions.fed(rank, index), self._under_way)
-        # All ranks come to the end of their portions with what has been sent by now, and take what
-        # is of batches done by then.
+        # With what has been sent by now, every rank can complete its portion, and receive the
+        # messages of completed batches: so waiting for these sends cannot block for ever.
         interpreter.release((self.portions.done(index) - 1) * self.schedule.micro_batches)
         marks = interpreter.marks
         for op in list(islice(marks, max(0, len(marks) - self._most_marks[rank]))):
             del marks[op]
 
     def _drain(self, rank: int) -> None:
+        """Run a rank's remaining ops, and bring all replicas to the same weights."""
         interpreter = self.interpreters[rank]
         interpreter.go_on(self.portions.rest(rank, self._fed), self._under_way)
         for weights in interpreter.weights.values():
             weights.drain()
-        for copies in self.made.apart[rank].values():
+        for copies in self.assembly.apart[rank].values():
             copies.share_weights()
         interpreter.finish()
 
     def _collect(self, done: int) -> None:
+        """Move the losses of the batches before `done` to `ready`."""
         for index in range(self._done, done):
             batch = self._under_way.take(index)
             self.ready.append((batch.step, self._losses.mean(batch)))

@@ -1,9 +1,8 @@
-"""What all ranks do together when a program has been played: tied weights, the norm of all
-gradients, loss scaling.
+"""Global step after a program: tied weights, clipping of the global gradient norm, loss scaling.
 
-A U is played by one stage, when its own gradients are there, and fills a bubble. What needs the
-gradients of all stages cannot be done there: where it is asked for, a U only lets copies of its
-stage meet, and all ranks step here, after the program.
+A U is run by one stage as soon as its own gradients are complete, and fills a bubble. What needs
+the gradients of all stages cannot be done there. If it is enabled, a U only sums the gradients of
+its stage's replicas, and all ranks step here, after the program.
 """
 
 from __future__ import annotations
@@ -26,20 +25,22 @@ from penstock.transport.payload import Payload
 
 @dataclass
 class Together:
-    """The steps of all ranks that live in this process.
+    """The global step of the ranks of this process.
 
     Attributes:
-        made: the ranks.
-        scaler: the loss scaler, if there is one.
-        clip_grad_norm: how long the gradients of all stages may be together.
-        norm_type: of that norm: 2.0, infinity, or any other that torch.nn.utils.clip_grad_norm_
-        takes. trained: names of tied parameters that were frozen when the pipeline was made and
-        have been thawed since. epoch: how often parameters have been frozen or thawed: messages of
-        gradients then have other lengths. grad_norm: how long they were at the last step that was
-        made here, before clipping.
+        assembly: the ranks.
+        scaler: the loss scaler; None without loss scaling.
+        clip_grad_norm: the maximum global gradient norm; None without clipping.
+        grad_norm: the global gradient norm at the last step here, before clipping.
+        norm_type: the order of the norm, as for `torch.nn.utils.clip_grad_norm_`: 2.0, infinity or
+            another.
+        trained: names of tied parameters that were frozen when the pipeline was constructed and
+            have been thawed since.
+        epoch: how often parameters have been frozen or thawed; messages of gradients have other
+            lengths afterwards.
     """
 
-    made: Assembly
+    assembly: Assembly
     scaler: LossScaler | None = None
     clip_grad_norm: float | None = None
     grad_norm: float | None = None
@@ -49,151 +50,194 @@ class Together:
     _homes: Mapping[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        holders = self.made.setting.schedule.ranks_of_stage
-        self._homes = {
-            rank: [stage for stage, ranks in enumerate(holders) if ranks[0] == rank]
-            for rank in range(self.made.world.size)
-        }
+        holders = self.assembly.setting.schedule.ranks_of_stage
+        homes: dict[int, list[int]] = {rank: [] for rank in range(self.assembly.world.size)}
+        for stage, ranks in enumerate(holders):
+            homes[ranks[0]].append(stage)
+        self._homes = homes
 
     @property
     def needed(self) -> bool:
-        """Whether a step needs all stages, so that a U cannot make it alone."""
-        return self.talks or any(
-            shared.trainable or shared.name in self.trained for shared in self.made.shared
+        """Whether a step needs the gradients of all stages, so that a U cannot step alone."""
+        return self.exchanges_norms or any(
+            shared.trainable or shared.name in self.trained for shared in self.assembly.shared
         )
 
     @property
-    def talks(self) -> bool:
-        """Whether the ranks have to tell each other something about their gradients."""
+    def exchanges_norms(self) -> bool:
+        """Whether the ranks exchange norms and the finiteness of their gradients."""
         return self.scaler is not None or self.clip_grad_norm is not None
 
     def state(self) -> dict[str, float] | None:
-        """What a checkpoint keeps of the scaler."""
+        """Return the state of the loss scaler for a checkpoint; None without a scaler."""
         return None if self.scaler is None else self.scaler.state_dict()
 
     def restore(self, state: Mapping[str, float] | None) -> None:
-        """Take that back, if there was a scaler then and there is one now."""
+        """Restore the state of the loss scaler, if there are both a scaler and a saved state."""
         if self.scaler is not None and state is not None:
             self.scaler.load_state_dict(state)
 
     def begin(self, factor: float) -> None:
-        """Before a batch: gradients that were used are dropped, and those to come are multiplied by
-        `factor` and the scale.
+        """Before a batch, drop used gradients and set the scale of the losses.
+
+        Args:
+            factor: multiplied by the loss scale.
         """
         scale = factor * (1.0 if self.scaler is None else self.scaler.scale)
-        for stage in self.made.stages:
+        for stage in self.assembly.stages:
             stage.update.begin()
             stage.loss_scale = scale
 
     def gather(self, rank: int) -> None:
-        """After a program, on every rank: gradients of tied weights go to their homes."""
-        if rank in self.made.tied:
-            self.made.tied[rank].gather()
-            self.made.interpreters[rank].finish()
+        """After a program, send the gradients of tied weights to their homes. On every rank."""
+        if rank in self.assembly.tied:
+            self.assembly.tied[rank].gather()
+            self.assembly.interpreters[rank].finish()
 
-    def hand_out(self, rank: int) -> None:
-        """Tied weights go from their homes to the other holders."""
-        if rank in self.made.tied:
-            self.made.tied[rank].hand_out()
-            self.made.interpreters[rank].finish()
+    def send_tied_weights(self, rank: int) -> None:
+        """Send tied weights from their homes to the other ranks that hold them."""
+        if rank in self.assembly.tied:
+            self.assembly.tied[rank].send_weights()
+            self.assembly.interpreters[rank].finish()
 
     def step(self, rank: int) -> tuple[float, float]:
-        """On every rank: step, unless a gradient anywhere is not finite and there is a scaler, and
-        hand out tied weights.
+        """Step all stages of a rank and send tied weights. On every rank.
+
+        With a loss scaler the step is skipped if any rank has a gradient that is not finite.
 
         Returns:
-            The norm of all gradients, 0 if nobody asks for it, and a number above 0 if the step was
+            The global gradient norm, 0 if it is not computed; and a number above 0 if the step was
             skipped.
         """
-        norm, found = self._look(rank) if self.talks else (None, 0.0)
-        interpreter = self.made.interpreters[rank]
+        norm, nonfinite = self._unscale(rank) if self.exchanges_norms else (None, 0.0)
+        interpreter = self.assembly.interpreters[rank]
         for stage in interpreter.stages.values():
-            if found:
+            if nonfinite:
                 stage.update.skip()
                 continue
             if self.clip_grad_norm is not None and norm is not None:
                 clip(stage.update.parameters, self.clip_grad_norm, norm.to(stage.device))
             stage.update.step()
-        if not found:
-            self.hand_out(rank)
-        return 0.0 if norm is None else float(norm), found
+        if not nonfinite:
+            self.send_tied_weights(rank)
+        return 0.0 if norm is None else float(norm), nonfinite
 
-    def stepped(self, told: Mapping[int, tuple[float, float]]) -> None:
-        """Take note of what the ranks of this process have found in `step`: they have all found the
-        same.
+    def record_step(self, results: Mapping[int, tuple[float, float]]) -> None:
+        """Store the norm of a step and update the loss scale.
+
+        Args:
+            results: by rank of this process, the result of `step`, which is the same on all.
         """
-        norm, found = next(iter(told.values()))
-        if self.talks:
+        norm, nonfinite = next(iter(results.values()))
+        if self.exchanges_norms:
             self.grad_norm = norm
         if self.scaler is not None:
-            self.scaler.update(found)
+            self.scaler.update(nonfinite)
 
-    def _look(self, rank: int) -> tuple[Tensor, float]:
-        """Unscale, and learn from all ranks the norm of all gradients and whether any is not
-        finite.
+    def _unscale(self, rank: int) -> tuple[Tensor, float]:
+        """Unscale the gradients of a rank, and exchange norms with all ranks.
+
+        Returns:
+            The global gradient norm, and a number above 0 if any rank has a gradient that is not
+            finite.
         """
-        interpreter = self.made.interpreters[rank]
-        device = self.made.world.device(rank)
-        found = torch.zeros(1, device=device)
+        interpreter = self.assembly.interpreters[rank]
+        device = self.assembly.world.device(rank)
+        nonfinite = torch.zeros(1, device=device)
         if self.scaler is not None:
             for stage in interpreter.stages.values():
-                found += self.scaler.unscale(stage.update.parameters, stage.device)
-        # Copies of a stage have the same gradients, and count once: at home.
+                nonfinite += self.scaler.unscale(stage.update.parameters, stage.device)
+        # Replicas of a stage have the same gradients, and count once: on the stage's home rank.
         rows = [
             norms_of(interpreter.stages[stage].update.parameters, device, self.norm_type)
             for stage in self._homes[rank]
         ]
-        total, found = self._decided(interpreter, rows, found)
-        return total, float(found)
+        total, nonfinite = self._global_norm(interpreter, rows, nonfinite)
+        return total, float(nonfinite)
 
-    def _decided(
-        self, interpreter: Interpreter, rows: list[Tensor], found: Tensor
+    def _global_norm(
+        self, interpreter: Interpreter, rows: list[Tensor], nonfinite: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Rank 0 hears all norms, adds up in the order of the stages, and tells all the same
-        number.
+        """Compute the global norm on rank 0 and send it to all, so that all have the same bits.
+
+        Args:
+            interpreter: that of a rank.
+            rows: for each stage whose home is this rank, the norms of its gradients.
+            nonfinite: above 0 if this rank has a gradient that is not finite.
+
+        Returns:
+            The global norm, and the sum of `nonfinite` over all ranks.
         """
-        transport, told, verdict = interpreter.transport, Number.NORMS, Number.VERDICT
-        signature = f"{told.name} {self.epoch}"
         if interpreter.rank:
-            arrival = transport.post(0, verdict.message, verdict.name)
-            own = Payload.row([found, *self._packed(interpreter, rows)])
-            interpreter.guard(0, lambda: transport.send(0, told.message, own, signature))
-            total, found = interpreter.guard(0, arrival.wait).tensors
+            total, nonfinite = self._ask_rank_0(interpreter, rows, nonfinite)
         else:
-            others = range(1, self.made.world.size)
-            arrivals = {rank: transport.post(rank, told.message, signature) for rank in others}
-            by_stage = dict(zip(self._homes[0], rows, strict=True))
-            for rank, arrival in arrivals.items():
-                theirs, lengths, packed = interpreter.guard(rank, arrival.wait).tensors
-                found = found + theirs
-                parts = torch.split(packed, lengths.tolist())
-                by_stage.update(
-                    zip(self._homes[rank], (part[~(part < 0)] for part in parts[1:]), strict=True)
-                )
-            norms = [by_stage[stage] for stage in sorted(by_stage)]
-            total = total_norm(norms, self.norm_type).to(found.device)
-            answer = Payload.row([total, found])
-            for rank in others:
-                interpreter.guard(
-                    rank, partial(transport.send, rank, verdict.message, answer, verdict.name)
-                )
+            total, nonfinite = self._answer_ranks(interpreter, rows, nonfinite)
         interpreter.finish()
-        return total, found
+        return total, nonfinite
+
+    def _ask_rank_0(
+        self, interpreter: Interpreter, rows: list[Tensor], nonfinite: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Send a rank's norms to rank 0 and receive the result of `_global_norm`."""
+        transport, verdict = interpreter.transport, Number.VERDICT
+        arrival = transport.post(0, verdict.message, verdict.name)
+        payload = Payload.row([nonfinite, *self._packed(interpreter, rows)])
+        interpreter.guard(
+            0,
+            lambda: transport.send(0, Number.NORMS.message, payload, self._norms_signature),
+        )
+        total, nonfinite = interpreter.guard(0, arrival.wait).tensors
+        return total, nonfinite
+
+    def _answer_ranks(
+        self, interpreter: Interpreter, rows: list[Tensor], nonfinite: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """On rank 0, receive all norms, add them in the order of the stages and send the result."""
+        transport, verdict = interpreter.transport, Number.VERDICT
+        others = range(1, self.assembly.world.size)
+        arrivals = {
+            rank: transport.post(rank, Number.NORMS.message, self._norms_signature)
+            for rank in others
+        }
+        by_stage = dict(zip(self._homes[0], rows, strict=True))
+        for rank, arrival in arrivals.items():
+            rank_nonfinite, lengths, packed = interpreter.guard(rank, arrival.wait).tensors
+            nonfinite = nonfinite + rank_nonfinite
+            parts = torch.split(packed, lengths.tolist())
+            for stage, part in zip(self._homes[rank], parts[1:], strict=True):
+                # Without the padding. Not `part >= 0`, which would drop NaN.
+                by_stage[stage] = part[~(part < 0)]
+        norms = [by_stage[stage] for stage in sorted(by_stage)]
+        total = total_norm(norms, self.norm_type).to(nonfinite.device)
+        answer = Payload.row([total, nonfinite])
+        for rank in others:
+            interpreter.guard(
+                rank, partial(transport.send, rank, verdict.message, answer, verdict.name)
+            )
+        return total, nonfinite
+
+    @property
+    def _norms_signature(self) -> str:
+        """A name for the form of the norms' message, which changes with every freeze and thaw."""
+        return f"{Number.NORMS.name} {self.epoch}"
 
     def _packed(self, interpreter: Interpreter, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Lengths and contents of some rows, after one of a single number, since a rank may have
-        none. What parameters without a gradient lack is filled up with -1, so that every batch's
-        message has one form.
+        """Pack the norms of a rank's stages into one tensor of a fixed form.
+
+        Each row is padded with -1 to the number of the stage's parameters, since parameters without
+        a gradient have no norm. A row of one number comes first, since a rank may have no stage.
+
+        Returns:
+            The lengths of the rows, and their concatenation.
         """
         lengths = [
             len(interpreter.stages[stage].update.parameters)
             for stage in self._homes[interpreter.rank]
         ]
-        full = [
+        padded = [
             pad(row, (0, length - len(row)), value=-1.0)
             for row, length in zip(rows, lengths, strict=True)
         ]
-        device = self.made.world.device(interpreter.rank)
-        return torch.tensor([1, *lengths], device=device), torch.cat(
-            [torch.zeros(1, device=device), *full]
-        )
+        device = self.assembly.world.device(interpreter.rank)
+        first_row = torch.zeros(1, device=device)
+        return torch.tensor([1, *lengths], device=device), torch.cat([first_row, *padded])
