@@ -270,7 +270,7 @@ REFUSED = [
     ),
     (
         Case("stash", 3, 2, "sgd", schedule="hetpipe"),
-        "in hetpipe copies of a stage do not meet at every U",
+        "in hetpipe copies of a stage do not synchronise at every U",
     ),
     (
         Case("hetpipe", 2, 1, "sgd", schedule="hetpipe", making={"distance": -1}),

@@ -162,7 +162,7 @@ def test_what_we_refuse_torch_plays_with_other_gradients(theirs):
         ("receives out of order", "compute_comms"),
     ]:
         assert error(theirs[key, form][1], expected) > 0.01
-    with pytest.raises(ScheduleError, match="torch keeps losses in the order of these forwards"):
+    with pytest.raises(ScheduleError, match="torch stores losses in the order of these forwards"):
         to_csv(from_csv(FAULTS["last stage out of order"][0]))
     with pytest.raises(ScheduleError, match=r"\[receive order\] message 1 from rank 0 to rank 1"):
         from_csv(FAULTS["receives out of order"][1])

@@ -38,7 +38,7 @@ def test_any_schedule_that_torch_can_say_comes_back_sound_from_csv(made):
     if why_not(made) is not None:
         with pytest.raises(
             ScheduleError,
-            match=r"stage \d has copies on ranks .* on one rank|torch keeps losses in the order",
+            match=r"stage \d has copies on ranks .* on one rank|torch stores losses in the order",
         ):
             to_csv(made)
         return
@@ -125,39 +125,42 @@ def test_ranks_without_ops_keep_their_place():
     [
         (
             "0F0,2BW0",
-            r"row 1, column 2: '2BW0' is of the dialect of torch 2\.4, in which BW was the whole backward",
+            r"row 1, column 2: '2BW0' is in the format of torch 2\.4, in which BW was the whole backward",
         ),
         (
             "0F0\n1F0,0F0garbage",
-            r"row 2, column 2: '0F0garbage' is no action of torch's: write stage, kind, micro-batch",
+            r"row 2, column 2: '0F0garbage' is not an action of torch's: write stage, kind, micro-batch",
         ),
-        ("0F0,0F", r"row 1, column 2: '0F' is no action of torch's"),
-        ("0F0,0SEND_F", r"row 1, column 2: '0SEND_F' is no action of torch's"),
-        ("0F0,0SEND_W0", r"row 1, column 2: '0SEND_W0' is no action of torch's"),
-        ("0F0,0UNSHARD0", r"row 1, column 2: '0UNSHARD0' is no action of torch's"),
-        ("0F0,0B0,0U1", r"row 1, column 3: '0U1' is no action of torch's"),
-        ("0F0,0E0", r"row 1, column 2: '0E0' is no action of torch's"),
-        ("0F0;0B0", r"row 1, column 1: '0F0;0B0' is no action of torch's"),
-        ("(0F0)OVERLAP_F_B", r"row 1, column 1: '\(0F0\)OVERLAP_F_B' is no action"),
+        ("0F0,0F", r"row 1, column 2: '0F' is not an action of torch's"),
+        ("0F0,0SEND_F", r"row 1, column 2: '0SEND_F' is not an action of torch's"),
+        ("0F0,0SEND_W0", r"row 1, column 2: '0SEND_W0' is not an action of torch's"),
+        ("0F0,0UNSHARD0", r"row 1, column 2: '0UNSHARD0' is not an action of torch's"),
+        ("0F0,0B0,0U1", r"row 1, column 3: '0U1' is not an action of torch's"),
+        ("0F0,0E0", r"row 1, column 2: '0E0' is not an action of torch's"),
+        ("0F0;0B0", r"row 1, column 1: '0F0;0B0' is not an action of torch's"),
+        ("(0F0)OVERLAP_F_B", r"row 1, column 1: '\(0F0\)OVERLAP_F_B' is not an action"),
         (
             "(0F0;0F1)OVERLAP_F_B",
-            r"row 1, column 1: '.*' overlaps no forward with a backward: write \(0F3;1B2\)OVERLAP_F_B",
+            r"row 1, column 1: '.*' does not overlap a forward with a backward: write \(0F3;1B2\)OVERLAP_F_B",
         ),
-        ("(0F0;0B1;0W0)OVERLAP_F_B", r"row 1, column 1: .* is no action"),
-        ("(0F0;0SEND_F0)OVERLAP_F_B", r"row 1, column 1: .* overlaps no forward with a backward"),
-        ("(0F1;0B0)", r"row 1, column 1: '\(0F1;0B0\)' is no action"),
-        ("\ufeff0F0", r"row 1, column 1: '\\ufeff0F0' is no action"),
+        ("(0F0;0B1;0W0)OVERLAP_F_B", r"row 1, column 1: .* is not an action"),
+        (
+            "(0F0;0SEND_F0)OVERLAP_F_B",
+            r"row 1, column 1: .* does not overlap a forward with a backward",
+        ),
+        ("(0F1;0B0)", r"row 1, column 1: '\(0F1;0B0\)' is not an action"),
+        ("\ufeff0F0", r"row 1, column 1: '\\ufeff0F0' is not an action"),
         (
             "0F0,0B0\n\n1F0,1B0",
             r"row 2 is blank: take it out, or write \"\" for a rank without ops",
         ),
-        ('0F0,"0B0\n1F0"', r"row 1, column 2: '0B0\\n1F0' is no action"),
+        ('0F0,"0B0\n1F0"', r"row 1, column 2: '0B0\\n1F0' is not an action"),
         ("", "the CSV has no ops"),
         ("\n\n", "the CSV has no ops"),
         (" , ,\n,", "the CSV has no ops"),
         ("0UNSHARD,0SEND_F0", "the CSV has no ops"),
-        ("0F0," + "9" * 200_000, "this is no CSV: field larger than field limit"),
-        (f"0F{'9' * 5000}", r"row 1, column 1: '0F9+' … \(5002 characters\) is no action"),
+        ("0F0," + "9" * 200_000, "this is not CSV: field larger than field limit"),
+        (f"0F{'9' * 5000}", r"row 1, column 1: '0F9+' … \(5002 characters\) is not an action"),
     ],
 )
 def test_what_is_no_action_is_refused_with_its_place(text, message):
@@ -181,7 +184,7 @@ def test_what_is_no_action_is_refused_with_its_place(text, message):
 def test_ten_megabytes_of_nonsense_are_one_short_message(content):
     """A file of another kind, given by mistake: what is wrong must not fill the screen."""
     with pytest.raises(
-        FileError, match=r"row 1, column 1|this is no CSV|the CSV has no ops"
+        FileError, match=r"row 1, column 1|this is not CSV|the CSV has no ops"
     ) as caught:
         from_csv(content)
     assert len(str(caught.value)) < 400
@@ -196,7 +199,7 @@ def test_ten_megabytes_of_nonsense_are_one_short_message(content):
         ),
         (
             schedule("pipedream", 2, 4),
-            "pipedream is asynchronous: torch's CSV has no optimizer step and no weight versions, and is of one batch",
+            "pipedream is asynchronous: torch's CSV has no optimizer step and no weight versions, and describes one batch",
         ),
         (
             Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0U1", "copies"),
@@ -224,11 +227,11 @@ def test_ten_megabytes_of_nonsense_are_one_short_message(content):
         ),
         (
             Schedule.parse("0F0&0F1 0B0 0B1 0U1"),
-            "0F0&0F1 run as one: torch's OVERLAP_F_B is of a forward and the backward",
+            "0F0&0F1 run as one: torch's OVERLAP_F_B takes a forward and the backward",
         ),
         (
             Schedule.parse("0F0 0F1&0B0&0F2 0B1 0B2 0U1"),
-            "share an op with another pair: torch's OVERLAP_F_B is of two ops",
+            "share an op with another pair: torch's OVERLAP_F_B takes two ops",
         ),
         (
             Schedule.parse(
@@ -236,7 +239,7 @@ def test_ten_megabytes_of_nonsense_are_one_short_message(content):
                 .replace("F0", "F1")
                 .replace("Fx", "F0")
             ),
-            "the last stage runs 1F1 before 1F0: torch keeps losses in the order of these forwards",
+            "the last stage runs 1F1 before 1F0: torch stores losses in the order of these forwards",
         ),
     ],
 )

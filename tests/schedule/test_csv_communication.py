@@ -122,9 +122,7 @@ def test_an_update_stands_where_gradients_are_reduced():
 
 def test_programs_that_never_finish_are_not_written():
     """There is no order for their transfers."""
-    with pytest.raises(
-        ScheduleError, match="mine never finishes: `verify` says where it stands still"
-    ):
+    with pytest.raises(ScheduleError, match="mine deadlocks: `verify` says where"):
         to_csv(
             Schedule.parse("0F0 0B0 0F1 0B1 0U1\n1F0 1F1 1B0 1B1 1U1", "mine"), communication=True
         )

@@ -13,7 +13,7 @@ from tests.schedule.custom_schedules import custom_schedules, custom_streams
 from penstock.errors import ScheduleError
 from penstock.event import Timeline
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.graph import build, channel_depth
+from penstock.schedule.graph import build_graph, channel_depth
 from penstock.schedule.lower import Direction, lower
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.stream import Stream, Waves
@@ -129,7 +129,7 @@ def test_the_order_of_a_sound_schedule_has_everything_after_what_it_waits_for(ma
     """Times are longest paths along this order: one node too early and its times are wrong without
     any error.
     """
-    graph = build(made, overlap)
+    graph = build_graph(made, overlap)
     order, stuck = graph.order()
     place = {node: i for i, node in enumerate(order)}
     assert stuck == []
@@ -153,12 +153,12 @@ def test_the_order_of_a_sound_schedule_has_everything_after_what_it_waits_for(ma
 def test_an_op_whose_predecessor_nobody_runs_is_refused(text, message):
     """It once started at second 0 as if it needed nothing, and the makespan looked splendid."""
     with pytest.raises(ScheduleError, match=message):
-        build(Schedule.parse(text))
+        build_graph(Schedule.parse(text))
 
 
 def test_a_node_is_known_by_its_rank_and_op_and_a_transfer_by_those_that_made_its_value():
     """Messages about a cycle name them; the first transfer stands right after the last op."""
-    graph = build(Schedule.parse("0F0 0B0 0U1\n1F0 1B0 1U1"))
+    graph = build_graph(Schedule.parse("0F0 0B0 0U1\n1F0 1B0 1U1"))
     assert [(rank, str(op)) for rank, op in map(graph.work, range(len(graph.waits_for)))] == [
         (0, "0F0"),
         (0, "0B0"),
@@ -176,7 +176,9 @@ def test_copies_of_a_stage_start_their_update_together():
     which it once did.
     """
     made = Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0F2 0B2 0U1")
-    line = Timeline.of(build(made).events(lambda rank, op: 1.0, lambda link, message: 0.0), 2, 1)
+    line = Timeline.of(
+        build_graph(made).events(lambda rank, op: 1.0, lambda link, message: 0.0), 2, 1
+    )
     assert [(e.rank, e.start, e.end) for e in line.compute if e.op.kind is Kind.U] == [
         (0, 4.0, 5.0),
         (1, 4.0, 5.0),
@@ -186,7 +188,7 @@ def test_copies_of_a_stage_start_their_update_together():
 def test_copies_of_two_stages_that_update_in_opposite_orders_wait_for_each_other_forever():
     """Each rank would stand in the other's second collective; found before anything runs."""
     made = Schedule.parse("0F0 1F0 1B0 0B0 0U1 1U1\n0F1 1F1 1B1 0B1 1U1 0U1")
-    graph = build(made)
+    graph = build_graph(made)
     assert sorted(str(graph.work(node)[1]) for node in graph.order()[1]) == [
         "0U1",
         "0U1",
@@ -200,10 +202,12 @@ def test_the_last_send_of_a_program_keeps_nobody_waiting():
     first is not it.
     """
     made = Schedule.parse("0F0 0F1\n1F0 1F1")
-    assert build(made, overlap=False).order()[1] == []
+    assert build_graph(made, overlap=False).order()[1] == []
     starts = {
         event[1]: event[2]
-        for event in build(made, overlap=False).events(lambda rank, op: 1.0, lambda link, m: 2.0)
+        for event in build_graph(made, overlap=False).events(
+            lambda rank, op: 1.0, lambda link, m: 2.0
+        )
         if event[5] is None
     }
     assert starts == {
@@ -219,13 +223,15 @@ def test_a_sender_that_stands_still_delays_its_own_next_op():
     made = Schedule.parse("0F0 0F1 0B0 0B1 0U1\n1F0 1F1 1B0 1B1 1U1")
     first = {
         event[1]: event[2]
-        for event in build(made, overlap=False).events(lambda rank, op: 1.0, lambda link, m: 2.0)
+        for event in build_graph(made, overlap=False).events(
+            lambda rank, op: 1.0, lambda link, m: 2.0
+        )
         if event[5] is None
     }
     assert first[Op.parse("0F1")] == 3.0
     second = {
         event[1]: event[2]
-        for event in build(made).events(lambda rank, op: 1.0, lambda link, m: 2.0)
+        for event in build_graph(made).events(lambda rank, op: 1.0, lambda link, m: 2.0)
         if event[5] is None
     }
     assert second[Op.parse("0F1")] == 1.0
@@ -238,12 +244,12 @@ def test_streams_finish(made):
     is sound.
     """
     for overlap in (True, False):
-        assert build(made, overlap).order()[1] == []
+        assert build_graph(made, overlap).order()[1] == []
 
 
 def waits_of(made, rank, op):
     """What an op waits for beside the op before it, as (rank, op) in words."""
-    graph = build(made)
+    graph = build_graph(made)
     node = graph.ops.index((rank, op))
     return sorted(
         f"{home} {other}" for home, other in map(graph.work, graph.waits_for[node]) if home != rank

@@ -164,5 +164,5 @@ def test_a_value_that_nobody_takes_is_refused_by_name(text, maker):
     """Sent into the void it would block the link for all that follow; also when the taker is away
     from its activations.
     """
-    with pytest.raises(ScheduleError, match=rf"nobody takes what {maker} makes for stage"):
+    with pytest.raises(ScheduleError, match=rf"no op takes the output of {maker} for stage"):
         lower(Schedule.parse(text))

@@ -11,7 +11,7 @@ from tests.schedule.custom_schedules import custom_schedules
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
-from penstock.schedule.graph import build
+from penstock.schedule.graph import build_graph
 from penstock.schedule.lower import lower
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.period import prolonged
@@ -197,7 +197,7 @@ def _check_forwards(made):
     forwards = made.forward_only()
     assert {op.kind for op in forwards.ops} == {Kind.F}
     assert forwards.placement == made.placement
-    assert build(forwards).order()[1] == []
+    assert build_graph(forwards).order()[1] == []
     crossings = sum(
         made.placement[s, m] != made.placement[s + 1, m]
         for s, m in made.placement

@@ -174,8 +174,8 @@ def test_what_repeats_only_once_is_not_known_to_repeat():
     """
     with pytest.raises(
         ScheduleError,
-        match="pipedream does not repeat itself from batch to batch within its 4 batches, so it cannot go on "
-        "for ever: give programs of more batches, in which the same order comes twice",
+        match="pipedream does not repeat itself from batch to batch within its 4 batches, so it cannot be "
+        "continued: give programs of more batches, in which the same order of ops occurs twice",
     ):
         period_of(schedule("pipedream", 4, 1, batches=4))
     assert prolonged(schedule("pipedream", 4, 1, batches=4), 2) == schedule(
@@ -209,7 +209,7 @@ def test_only_streams_of_plain_ops_go_on():
     """A flush is an end; and nobody has said what a pair or a slice of a later batch would be."""
     with pytest.raises(
         ScheduleError,
-        match="1f1b is no stream: its programs are those of one batch, after which they end",
+        match="1f1b is not a stream: its programs are those of one batch, after which they end",
     ):
         prolonged(schedule("1f1b", 2, 2), 2)
     assert prolonged(schedule("1f1b", 2, 2), 1) == schedule("1f1b", 2, 2)
@@ -220,7 +220,7 @@ def test_only_streams_of_plain_ops_go_on():
     ):
         with pytest.raises(
             ScheduleError,
-            match="pipedream pairs ops or cuts micro-batches further: only a stream of plain ops can go on",
+            match="pipedream pairs ops or cuts micro-batches into slices: only a stream of plain ops can be continued",
         ):
             prolonged(other, 2)
 

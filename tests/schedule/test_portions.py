@@ -41,8 +41,8 @@ def streams(draw):
 def played(portions, ranks, batches):
     """Per rank, all that it plays when that many batches come."""
     return [
-        [action for batch in range(batches) for action in portions.fed(rank, batch)]
-        + list(portions.rest(rank, batches))
+        [action for batch in range(batches) for action in portions.increment(rank, batch)]
+        + list(portions.remainder(rank, batches))
         for rank in range(ranks)
     ]
 
@@ -67,7 +67,7 @@ def test_a_portion_names_no_batch_that_has_not_come(made, batch):
     for rank in range(made.ranks):
         numbers = [
             action.micro_batch if isinstance(action, Op) else action.message.micro_batch
-            for action in portions.fed(rank, batch)
+            for action in portions.increment(rank, batch)
             if not (isinstance(action, Op) and action.kind is Kind.U)
         ]
         assert all(number < (batch + 1) * size for number in numbers)
@@ -97,9 +97,9 @@ def test_a_batch_is_done_when_no_rank_has_an_op_of_it_left(made, batch):
         (rank, action)
         for rank in range(made.ranks)
         for t in range(batch + 1)
-        for action in portions.fed(rank, t)
+        for action in portions.increment(rank, t)
     }
-    done = portions.done(batch)
+    done = portions.completed_batches(batch)
     whole = prolonged(made, batch + 2)
     shorter = (
         [set(row) for row in prolonged(whole, done).programs] if done else [set()] * made.ranks

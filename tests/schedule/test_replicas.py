@@ -166,9 +166,9 @@ def test_a_slow_stage_on_more_ranks_is_no_longer_in_the_way():
     def seconds(_, op):
         return {Kind.F: 1, Kind.B: 2}.get(op.kind, 0) * (3 if op.stage == 0 else 1)
 
-    from penstock.schedule.graph import build
+    from penstock.schedule.graph import build_graph
 
-    assert max(row[3] for row in build(made).events(seconds, lambda *_: 0)) == 24 * 3 + 9
+    assert max(row[3] for row in build_graph(made).events(seconds, lambda *_: 0)) == 24 * 3 + 9
     assert all(len(program) == 2 * 8 + 1 for program in made.programs[:3])
 
 
@@ -195,7 +195,7 @@ def test_a_warm_up_that_is_given_counts_for_a_stages_ranks_together():
         (1.5, "1f1b needs at least 1 of replicas and got 1.5"),
         ((2, 0), "1f1b needs at least 1 of replicas and got 0"),
         ((2,), "1f1b in 2 stages takes one number of replicas, or 2, one per stage, not 1"),
-        (5, "1f1b with replicas=5 needs 5 micro-batches or more, one for each, and got 4"),
+        (5, "1f1b with replicas=5 needs at least 5 micro-batches, one for each replica, and got 4"),
         (
             (5, 1),
             "stage 0 has 5 replicas, but there are only 4 micro-batches: every replica needs one",
@@ -214,16 +214,16 @@ def test_replicas_that_cannot_be_are_refused(replicas, message):
         (
             "interleaved",
             4,
-            "several stages on a rank, or copies: only replicas for all stages alike go with it, such as replicas=2",
+            "several stages on a rank, or copies: it takes only the same number of replicas for all stages, such as replicas=2",
         ),
         ("chimera", 4, "chimera has several stages on a rank, or copies"),
         (
             "seq1f1b",
             4,
-            "seq1f1b cuts, pairs or hands on micro-batches: only replicas for all stages alike go with it",
+            "seq1f1b pairs ops, cuts micro-batches, or moves activations to other ranks: it takes only the same number of replicas",
         ),
-        ("fbp-as", 4, "fbp-as cuts, pairs or hands on micro-batches"),
-        ("bpipe", 4, "bpipe cuts, pairs or hands on micro-batches"),
+        ("fbp-as", 4, "fbp-as pairs ops, cuts micro-batches, or moves activations"),
+        ("bpipe", 4, "bpipe pairs ops, cuts micro-batches, or moves activations"),
     ],
 )
 def test_uneven_replicas_of_other_forms_are_refused(name, stages, message):
@@ -236,7 +236,7 @@ def test_a_family_that_refuses_the_share_of_a_pipeline_says_so():
     """The number in its message is not the one the user gave."""
     with pytest.raises(
         ScheduleError,
-        match=r"even number of them and got 3; .* \(with replicas=2, 3 of the 6 go to the first\)",
+        match=r"even number of them and got 3; .* \(with replicas=2, the first replica has 3 of the 6 micro-batches\)",
     ):
         schedule("chimera", 4, 6, replicas=2)
 
@@ -253,7 +253,7 @@ def test_copies_that_do_not_add_up_their_gradients_have_no_replicas(replicas):
     """Replicas share every batch, virtual workers share none."""
     with pytest.raises(
         ScheduleError,
-        match="hetpipe has copies of its own, which do not add up their gradients: it takes no replicas, "
+        match="hetpipe already has copies of its stages, which do not add up their gradients: it takes no replicas, "
         "but more virtual workers",
     ):
         schedule("hetpipe", 2, 4, replicas=replicas)
@@ -262,10 +262,13 @@ def test_copies_that_do_not_add_up_their_gradients_have_no_replicas(replicas):
 @pytest.mark.parametrize(
     ("replicas", "message"),
     [
-        (2, r"pipedream goes on from batch to batch, so with replicas=2 .*: 3 is no multiple of 2"),
+        (
+            2,
+            r"pipedream runs batch after batch without a flush, so with replicas=2 .*: 3 is not a multiple of 2",
+        ),
         (
             (1, 2),
-            r"pipedream goes on from batch to batch, so every replica of a stage needs .*: stage 1 has 2 replicas, but 3 is no multiple of 2",
+            r"pipedream runs batch after batch without a flush, so every replica of a stage needs .*: stage 1 has 2 replicas, but 3 is not a multiple of 2",
         ),
         (
             (1, 4),

@@ -74,31 +74,31 @@ def test_a_gradient_and_an_update_in_each_others_places_are_found(made, rng):
             "0F0 0F1 0F2 0F3 0B0 0B2 0U1 0B1 0B3 0U2",
             2,
             ("update", "0B2", 0),
-            r"0B2 on rank 0 is of batch 1, and batch 0 has had no U of stage 0 yet: its update would take both",
+            r"0B2 on rank 0 is of batch 1, but batch 0 has had no U of stage 0 yet: its update would include both",
         ),
         (
             "0F0 0B0 0F1 0B1 0U1",
             2,
             ("update", "0B1", 0),
-            r"0B1 on rank 0 is of batch 1, and batch 0 has had no U",
+            r"0B1 on rank 0 is of batch 1, but batch 0 has had no U",
         ),
         (
             "0F0 0B0 0U1 0U2 0F1 0B1 0U3",
             2,
             ("update", "0U2", 0),
-            r"0U2 on rank 0 has no gradient before it",
+            r"0U2 on rank 0 follows no gradient",
         ),
         (
             "0F0 0B0 0U1 0F1 0B1 0U2 0F2 0B2 0U3",
             2,
             ("stream", None, None),
-            r"3 micro-batches are not 2 batches of equally many",
+            r"3 micro-batches are not 2 batches of equal size",
         ),
         (
             "0F0 0B0 0U1 0F1 0B1 0U2",
             3,
             ("stream", None, None),
-            r"2 micro-batches are not 3 batches of equally many",
+            r"2 micro-batches are not 3 batches of equal size",
         ),
     ],
 )
@@ -115,9 +115,11 @@ def test_a_stream_is_neither_synchronous_nor_of_slices():
     """Both say of one batch what a stream says of many."""
     made = schedule("pipedream", 1, 1, batches=1)
     _, text = findings_of(replace(made, synchronous=True))
-    assert "a synchronous schedule is of one batch, and a stream goes on without a flush" in text
+    assert (
+        "a synchronous schedule describes one batch, and a stream continues without a flush" in text
+    )
     _, text = findings_of(replace(made, slicing=Slicing("samples", ((1.0,),))))
-    assert "its micro-batches are cut, which those of a stream cannot be yet" in text
+    assert "its micro-batches are cut into slices, which streams do not support" in text
 
 
 def test_copies_with_waves_have_whole_batches_in_turn():
@@ -126,7 +128,7 @@ def test_copies_with_waves_have_whole_batches_in_turn():
     found, message = findings_of(stream(text, 4, weights="hetpipe", waves=Waves(1)))
     assert ("stream", "0F2", 1) in found
     assert (
-        "0F2 of batch 2 stands on rank 1: with waves, copies have whole batches in turn, this one rank 0"
+        "0F2 of batch 2 stands on rank 1: with waves, copies take whole batches in turn, this one rank 0"
         in message
     )
 

@@ -219,7 +219,7 @@ def test_a_schedule_over_the_limit_names_the_op_that_passes_it():
     found, message = findings_of(str(schedule("1f1b", 3, 4)), limit=1)
     assert found == [("in flight", "0F1", 0), ("in flight", "1F1", 1)]
     assert (
-        "rank 0 holds 3 micro-batches in flight, over the limit of 1, which 0F1 is the first to pass"
+        "rank 0 holds 3 micro-batches in flight, over the limit of 1, which 0F1 is the first to exceed"
         in message
     )
 

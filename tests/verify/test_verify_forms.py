@@ -176,7 +176,7 @@ def test_what_a_partner_takes_in_counts_against_its_limit():
             3,
             lambda row: row.replace("0E2", "X").replace("0L2", "0E2").replace("X", "0L2"),
             ("evict and load", "0L2", 3),
-            r"rank 3 gives 0L2 back before it takes 0E2 in",
+            r"rank 3 runs 0L2, which returns the activations, before 0E2",
         ),
         # a circle: the partner waits for an eviction that comes after what waits for the partner
         (

@@ -61,5 +61,5 @@ def test_a_rule_that_says_nothing_else_is_for_one_copy_of_the_weights_that_meets
     with pytest.raises(ScheduleError, match="has 2 copies of the weights that take turns"):
         rule.check(schedule("avgpipe", 2, 2))
     made = schedule("pipedream", 2, 2, replicas=2)
-    with pytest.raises(ScheduleError, match="copies of a stage do not meet at every U"):
+    with pytest.raises(ScheduleError, match="copies of a stage do not synchronise at every U"):
         rule.check(replace(made, stream=replace(made.stream, waves=Waves(2))))

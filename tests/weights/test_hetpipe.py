@@ -118,7 +118,7 @@ def test_waves_shorter_than_what_is_in_flight_are_refused():
     short = replace(made, stream=replace(made.stream, waves=Waves(length=2)))
     with pytest.raises(
         ScheduleError,
-        match=r"\[wave\] 0F\d+ on rank 0 lacks 2 updates .* a wave has 2: .* may lack 1",
+        match=r"\[wave\] 0F\d+ on rank 0 reads weights without 2 updates .* a wave has 2: .* at most 1 may be missing",
     ):
         verify(short)
 
@@ -127,7 +127,7 @@ def test_copies_that_meet_at_every_update_are_refused():
     """They have no waves."""
     with pytest.raises(
         ScheduleError,
-        match=r"'hetpipe' is for copies of stages that tell each other in waves .* pipedream has none",
+        match=r"'hetpipe' is for copies of stages that exchange their updates in waves, and pipedream has none",
     ):
         verify(schedule("pipedream", 2, 2, replicas=2), weights="hetpipe")
 
@@ -136,7 +136,7 @@ def test_other_rules_are_refused_where_copies_do_not_meet():
     """Their arithmetic hands nothing on."""
     with pytest.raises(
         ScheduleError,
-        match=r"in hetpipe copies of a stage do not meet at every U.*such as 'hetpipe'",
+        match=r"in hetpipe copies of a stage do not synchronise at every U.*such as 'hetpipe'",
     ):
         verify(schedule("hetpipe", 2, 1), weights="stash")
     assert readings(schedule("hetpipe", 2, 1), RULE).across

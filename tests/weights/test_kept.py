@@ -7,17 +7,17 @@ import pytest
 from penstock.schedule.op import Schedule
 from penstock.schedule.period import with_batches
 from penstock.weights.catalogue import WeightRule, weight_rule
-from penstock.weights.kept import versions_held
+from penstock.weights.kept import count_versions
 from penstock.weights.reads import Reads
-from penstock.weights.walk import walk
+from penstock.weights.walk import trace_versions
 
 
 def held(text, rule, size=1, pipelines=1):
     """Versions per stage, and the findings, of one program."""
     rows = [list(with_batches(program, size)) for program in Schedule.parse(text).programs]
-    found = walk(rows, 1, pipelines)
-    reads = [{number: rule.reads(found.place(0, number)) for number in found.standings[0]}]
-    return versions_held(rows, found, reads, rule, pipelines)
+    found = trace_versions(rows, 1, pipelines)
+    reads = [{number: rule.reads(found.place(0, number)) for number in found.stages[0]}]
+    return count_versions(rows, found, reads, rule, pipelines)
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ def test_staleness_and_versions_are_those_of_a_long_program_however_short_the_gi
     assert found.versions == ((1,) * stages if rule.one_version else slow.kept(long, reads))
     ages = slow.ages(long, reads)
     assert [list(row) for row in found.ages] == [row[: made.slices] for row in ages]
-    assert found.oldest == tuple(map(max, ages))
-    assert found.mean == tuple(sum(row[-period:]) / period for row in ages)
+    assert found.max_staleness == tuple(map(max, ages))
+    assert found.mean_staleness == tuple(sum(row[-period:]) / period for row in ages)
 
 
 @every_stream
@@ -146,7 +146,7 @@ def test_any_stream_has_the_staleness_and_the_versions_of_a_slow_count(made):
         try:
             found = readings(made, rule)
         except ScheduleError as error:
-            assert (rule.name, "which is gone" in str(error)) == ("mine", True)  # noqa: PT017 - it depends on the order
+            assert (rule.name, "which has been dropped" in str(error)) == ("mine", True)  # noqa: PT017 - it depends on the order
             continue
         assert [list(row) for row in found.ages] == slow.ages(made, reads)
         same_versions(made, found, reads)
@@ -272,7 +272,7 @@ def test_a_version_that_is_not_there_yet_or_no_longer_is_refused_with_op_rank_an
     assert caught.value.findings[0].rank == 0
     with pytest.raises(
         ScheduleError,
-        match=r"2F4 on rank 2 reads version 0 of stage 2, which is gone: kept is 3, 4; a",
+        match=r"2F4 on rank 2 reads version 0 of stage 2, which has been dropped \(kept: 3, 4\); a",
     ) as caught:
         readings(
             made,
@@ -294,7 +294,8 @@ def test_a_backward_cannot_read_what_was_let_go_before_its_forward_or_comes_afte
     """Nobody kept it, and nobody has it yet."""
     made = schedule("pipedream", 2, 1)
     with pytest.raises(
-        ScheduleError, match=r"1F1 on rank 1 reads version 0 of stage 1, which is gone: kept is 1;"
+        ScheduleError,
+        match=r"1F1 on rank 1 reads version 0 of stage 1, which has been dropped \(kept: 1\);",
     ) as caught:
         readings(made, rule_that_reads(lambda p: Reads(p.at_forward, max(p.at_forward - 1, 0))))
     assert {finding.op[1] for finding in caught.value.findings} == {"F"}
@@ -316,7 +317,7 @@ def test_what_has_one_version_reads_older_ones_only_as_predictions_that_were_mad
     assert versions_kept(made, kept) == (1, 1, 1, 1)
     with pytest.raises(
         ScheduleError,
-        match=r"0F7 on rank 0 reads version 0 of stage 0, which is gone: kept is 1; a",
+        match=r"0F7 on rank 0 reads version 0 of stage 0, which has been dropped \(kept: 1\); a",
     ):
         versions_kept(
             made,

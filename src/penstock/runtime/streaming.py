@@ -77,7 +77,7 @@ class Streaming:
         self._losses.expect(index, batch)
         self.world.run(lambda rank: self._play(rank, index))
         self._fed += 1
-        self._collect(self.portions.done(index))
+        self._collect(self.portions.completed_batches(index))
         self._broken = False
         if batch.step < self.made.setting.weights_options.get("warm_up", 0):
             self.flush()
@@ -146,17 +146,19 @@ class Streaming:
 
     def _play(self, rank: int, index: int) -> None:
         interpreter = self.interpreters[rank]
-        interpreter.go_on(self.portions.fed(rank, index), self._under_way)
+        interpreter.go_on(self.portions.increment(rank, index), self._under_way)
         # All ranks come to the end of their portions with what has been sent by now, and take what
         # is of batches done by then.
-        interpreter.release((self.portions.done(index) - 1) * self.schedule.micro_batches)
+        interpreter.release(
+            (self.portions.completed_batches(index) - 1) * self.schedule.micro_batches
+        )
         marks = interpreter.marks
         for op in list(islice(marks, max(0, len(marks) - self._most_marks[rank]))):
             del marks[op]
 
     def _drain(self, rank: int) -> None:
         interpreter = self.interpreters[rank]
-        interpreter.go_on(self.portions.rest(rank, self._fed), self._under_way)
+        interpreter.go_on(self.portions.remainder(rank, self._fed), self._under_way)
         for weights in interpreter.weights.values():
             weights.drain()
         for copies in self.made.apart[rank].values():

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from penstock.event import Timeline
-from penstock.schedule.graph import build
+from penstock.schedule.graph import build_graph
 from penstock.schedule.op import HANDING, Kind, Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
@@ -87,7 +87,7 @@ def played(
         Kind.W: b / 2 if w is None else w,
     }
     shares = made.shares
-    events = build(made).events(
+    events = build_graph(made).events(
         lambda _, op: u if op.kind is Kind.U else seconds.get(op.kind, 0) * shares[op.micro_batch],
         lambda _, message: handing if message.kind in HANDING else 0,
     )

@@ -73,7 +73,7 @@ def test_between_1f1b_and_all_that_a_copy_may_the_forwards_ahead_are_free():
         "one more would be of a copy's next batch, before its update; take more pipelines",
     ):
         schedule("avgpipe", 3, 4, warm_up=(6, 2, 1))
-    with pytest.raises(ScheduleError, match="avgpipe would hang: stage 1 wants 2 forwards"):
+    with pytest.raises(ScheduleError, match="avgpipe would deadlock: stage 1 needs 2 forwards"):
         schedule("avgpipe", 2, 4, warm_up=(1, 2))
 
 

@@ -111,8 +111,8 @@ def test_numbers_and_words_that_breadth_first_does_not_take_are_refused():
     """Each message has what was given and what is taken."""
     with pytest.raises(
         ScheduleError,
-        match="breadth-first with chunks=3 holds 3 stages on every rank, so it takes a multiple of 3 "
-        "stages, not 8: say 6 or 9, or other chunks",
+        match="breadth-first with chunks=3 has 3 stages on every rank, so it takes a multiple of 3 "
+        "stages, not 8: use 6 or 9, or another value of chunks",
     ):
         schedule("breadth-first", 8, 8, chunks=3)
     with pytest.raises(ScheduleError, match="breadth-first needs at least 1 of chunks and got -2"):

@@ -9,7 +9,7 @@ from tests.schedule.families.laws import check_copies, played
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.placement import both_ways
+from penstock.schedule.placement import bidirectional
 
 #: LITERATURE 11.3, p = 4, m = 8: d down the ranks, u up; `&` joins a pair.
 ORDER = """\
@@ -66,7 +66,7 @@ def test_dualpipe_keeps_its_formulas(half, more, unit):
     made = schedule("dualpipe", p, m)
     assert played(made, unit, 2 * unit).makespan == unit * (3 * m + (p // 2 - 1) * (3 + 2 - 3))
     assert check_copies(made).peak_on_rank == (p + 1,) * p
-    ways = both_ways(p)
+    ways = bidirectional(p)
     assert made.placement == {
         (s, m): ways[m % 2][s] for s in range(p) for m in range(made.micro_batches)
     }

@@ -111,7 +111,7 @@ def test_numbers_that_dualpipe_v_does_not_take_are_refused():
         schedule("dualpipe-v", 8, 7)
     with pytest.raises(
         ScheduleError,
-        match=r"dualpipe-v goes down .* an even number of stages and got 5; ask for 4 or 6$",
+        match=r"dualpipe-v goes down .* an even number of stages and got 5; use 4 or 6$",
     ):
         schedule("dualpipe-v", 5, 16)
 

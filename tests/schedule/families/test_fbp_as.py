@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.schedule.families.laws import check_laws, played
 
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.graph import build
+from penstock.schedule.graph import build_graph
 from penstock.schedule.op import Kind
 
 sizes = given(st.integers(1, 8), st.integers(1, 32))
@@ -34,7 +34,7 @@ def test_fbp_as_at_fixed_shares_takes_a_pipeline_of_twice_the_length(p, m):
     """
     made = schedule("fbp-as", p, m)
     paired = {op for pair in made.pairs for op in pair}
-    rows = build(made).events(
+    rows = build_graph(made).events(
         lambda _, op: 0 if op.kind is Kind.U else 0.5 if op in paired else 1, lambda *_: 0
     )
     assert max(end for _, _, _, end, *_ in rows) == m + 2 * p - 1

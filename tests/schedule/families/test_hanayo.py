@@ -105,8 +105,8 @@ def test_stages_that_make_no_whole_waves_are_refused():
     """The last wave would not come back to the first rank."""
     with pytest.raises(
         ScheduleError,
-        match="hanayo with waves=2 holds 4 stages on every rank, so it takes a multiple of 4 stages, "
-        "not 6: say 4 or 8, or other waves",
+        match="hanayo with waves=2 has 4 stages on every rank, so it takes a multiple of 4 stages, "
+        "not 6: use 4 or 8, or another value of waves",
     ):
         schedule("hanayo", 6, 4, waves=2)
     with pytest.raises(ScheduleError, match=r"hanayo needs at least 1 of waves and got 1\.5"):

@@ -133,8 +133,8 @@ def test_stages_that_the_ranks_cannot_share_evenly_are_refused():
     """The rank of a stage would not be told by its number."""
     with pytest.raises(
         ScheduleError,
-        match="interleaved with chunks=2 holds 2 stages on every rank, so it takes a multiple of 2 "
-        "stages, not 7: say 6 or 8, or other chunks",
+        match="interleaved with chunks=2 has 2 stages on every rank, so it takes a multiple of 2 "
+        "stages, not 7: use 6 or 8, or another value of chunks",
     ):
         schedule("interleaved", 7, 8)
     with pytest.raises(ScheduleError, match="interleaved needs at least 1 of chunks and got 0"):

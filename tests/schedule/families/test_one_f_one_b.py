@@ -153,8 +153,8 @@ def test_a_warm_up_that_grows_is_refused_since_it_would_hang():
     """Stage 2 would wait for a forward that stage 1 runs only after stage 2's backward."""
     with pytest.raises(
         ScheduleError,
-        match="1f1b would hang: stage 2 wants 3 forwards before its first backward, but stage 1 passes "
-        "on 2 before it waits for that backward; let warm_up never grow from one stage to the next",
+        match="1f1b would deadlock: stage 2 needs 3 forwards before its first backward, but stage 1 passes "
+        "on 2 before it waits for that backward; warm_up must not increase from one stage to the next",
     ):
         schedule("1f1b", 3, 4, warm_up=(4, 2, 3))
     assert schedule("1f1b", 3, 2, warm_up=(4, 2, 3)).programs == schedule("gpipe", 3, 2).programs

@@ -142,7 +142,7 @@ def test_a_warm_up_that_would_hang_is_refused_by_its_own_name():
     """As in 1f1b; a stream has no end, so no number is too large to matter."""
     with pytest.raises(
         ScheduleError,
-        match="pipedream would hang: stage 2 wants 3 forwards before its first backward, but stage 1 "
+        match="pipedream would deadlock: stage 2 needs 3 forwards before its first backward, but stage 1 "
         "passes on 2 before it waits",
     ):
         schedule("pipedream", 3, 1, warm_up=(4, 2, 3))

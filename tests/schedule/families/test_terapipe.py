@@ -67,7 +67,7 @@ def test_slices_that_are_none_are_refused(name):
         schedule(name, 2, 2, slices=3, slice_shares=[0.5, 0.5])
     with pytest.raises(
         ScheduleError,
-        match=r"slices of micro-batch 0 have shares \(0.5, 0.6\): they are above 0 and add up to 1",
+        match=r"slices of micro-batch 0 have shares \(0.5, 0.6\): shares must be above 0 and add up to 1",
     ):
         schedule(name, 2, 2, slice_shares=[0.5, 0.6])
 

@@ -118,8 +118,8 @@ def test_an_odd_number_of_stages_is_refused(name, stages, around):
     """The way back would lack a stage."""
     with pytest.raises(
         ScheduleError,
-        match=f"{name} goes down the ranks and back up, two stages on each: it takes an even "
-        f"number of stages and got {stages}; ask for {around}$",
+        match=f"{name} goes down the ranks and back up, with two stages on each: it takes an even "
+        f"number of stages and got {stages}; use {around}$",
     ):
         schedule(name, stages, 8)
 

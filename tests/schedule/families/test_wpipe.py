@@ -73,7 +73,7 @@ def test_an_odd_number_of_stages_is_refused():
     """Every rank holds one of each group."""
     with pytest.raises(
         ScheduleError,
-        match="wpipe with groups=2 holds 2 stages on every rank, so it takes a multiple of 2 stages, not 5",
+        match="wpipe with groups=2 has 2 stages on every rank, so it takes a multiple of 2 stages, not 5",
     ):
         schedule("wpipe", 5, 8)
 

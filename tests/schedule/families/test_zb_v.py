@@ -86,8 +86,8 @@ def test_zb_v_of_an_odd_number_of_stages_is_refused(stages, around):
     """The way back would lack a stage."""
     with pytest.raises(
         ScheduleError,
-        match="zb-v goes down the ranks and back up, two stages on each: it takes an even number "
-        f"of stages and got {stages}; ask for {around}$",
+        match="zb-v goes down the ranks and back up, with two stages on each: it takes an even number "
+        f"of stages and got {stages}; use {around}$",
     ):
         schedule("zb-v", stages, 8)
 
