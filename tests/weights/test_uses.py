@@ -187,7 +187,7 @@ def test_any_stream_under_vertical_sync_reads_one_version_on_all_stages_or_is_re
         for stage in range(made.stages)
     ]
     if late:
-        with pytest.raises(ScheduleError, match=r"another update has to come before it") as caught:
+        with pytest.raises(ScheduleError, match=r"another update has to come before the op") as caught:
             readings(made, rule)
         assert late <= {finding.op for finding in caught.value.findings}
     elif all(
