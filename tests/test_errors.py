@@ -1,4 +1,4 @@
-"""One family of exceptions: caught by one name, with fields, whole after a copy."""
+"""Exceptions: one base class, values as attributes, and copies that keep them."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ def test_an_error_is_whole_after_a_copy(error, text, fields):
 
 def test_every_error_is_of_the_family_and_of_a_kind_that_python_knows():
     """`except penstock.PenstockError` catches all, and `except ValueError` what it always did."""
-    found = [
+    classes = [
         value
         for value in vars(errors).values()
         if isinstance(value, type) and issubclass(value, Exception)
     ]
-    assert len(found) >= 15
-    for kind in found:
+    assert len(classes) >= 15
+    for kind in classes:
         assert issubclass(kind, PenstockError)
         assert kind is PenstockError or issubclass(kind, (ValueError, RuntimeError, ImportError))
     assert issubclass(StageFailed, RunError)

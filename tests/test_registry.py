@@ -1,4 +1,4 @@
-"""Registry: one file each in a folder of their kind, found by name."""
+"""Registry: entries in one file each, found by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CSV of torch.distributed.pipelining: there, back, and refusals that name row, column and cell."""
+"""CSV of torch.distributed.pipelining: writing, reading, and errors with row, column and cell."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from penstock.schedule.slicing import Slicing
 from penstock.verify.verify import verify
 
 
-def without_updates(made):
-    return tuple(tuple(op for op in program if op.kind is not Kind.U) for program in made.programs)
+def without_updates(schedule):
+    return tuple(
+        tuple(op for op in program if op.kind is not Kind.U) for program in schedule.programs
+    )
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive"])
@@ -27,38 +29,39 @@ def test_a_family_comes_back_from_csv_as_it_was(name):
     """Updates are left out and put back right after the last backward, where the families have
     them.
     """
-    made = schedule(name, 3, 5)
-    assert from_csv(to_csv(made), name) == made
+    family_schedule = schedule(name, 3, 5)
+    assert from_csv(to_csv(family_schedule), name) == family_schedule
 
 
 @given(custom_schedules(synchronous=True))
 @settings(deadline=None, max_examples=80)
-def test_any_schedule_that_torch_can_say_comes_back_sound_from_csv(made):
+def test_any_schedule_that_torch_can_say_comes_back_sound_from_csv(schedule):
     """Ranks without ops, several stages on a rank and split backwards all have to survive."""
-    if why_not(made) is not None:
+    if why_not(schedule) is not None:
         with pytest.raises(
             ScheduleError,
             match=r"stage \d has copies on ranks .* on one rank|torch stores losses in the order",
         ):
-            to_csv(made)
+            to_csv(schedule)
         return
-    back = from_csv(to_csv(made))
+    back = from_csv(to_csv(schedule))
     verify(back)
-    assert without_updates(back) == without_updates(made)
+    assert without_updates(back) == without_updates(schedule)
 
 
 @given(custom_schedules(synchronous=True))
 @settings(deadline=None, max_examples=40)
-def test_torch_reads_our_cells_as_we_mean_them(made):
+def test_torch_reads_our_cells_as_we_mean_them(schedule):
     """The CSV is for torch; the words are its own, so its own parser is the judge."""
     from torch.distributed.pipelining.schedules import (
         _Action,
     )  # here: planning's other tests need no torch
 
-    if why_not(made) is not None:
+    if why_not(schedule) is not None:
         return
     rows = [
-        [_Action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(to_csv(made)))
+        [_Action.from_str(cell) for cell in row]
+        for row in csv.reader(io.StringIO(to_csv(schedule)))
     ]
     read = [
         [
@@ -68,7 +71,7 @@ def test_torch_reads_our_cells_as_we_mean_them(made):
         ]
         for row in rows
     ]
-    assert read == [[tuple(op) for op in program] for program in without_updates(made)]
+    assert read == [[tuple(op) for op in program] for program in without_updates(schedule)]
 
 
 def test_torchs_own_text_of_an_action_is_ours():
@@ -86,8 +89,8 @@ def test_a_pair_is_torchs_overlap_with_the_forward_first_and_comes_back_as_a_pai
     """
     from torch.distributed.pipelining.schedules import OVERLAP_F_B, _Action
 
-    made = Schedule.parse("0F0 0F1 0F2&0B0 0B1 0B2 0U1\n1F0 1B0&1F1 1F2&1I1 1W1 1B2 1U1", "csv")
-    text = to_csv(made)
+    schedule = Schedule.parse("0F0 0F1 0F2&0B0 0B1 0B2 0U1\n1F0 1B0&1F1 1F2&1I1 1W1 1B2 1U1", "csv")
+    text = to_csv(schedule)
     assert (
         text
         == "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,(1F1;1B0)OVERLAP_F_B,(1F2;1I1)OVERLAP_F_B,1W1,1B2\n"
@@ -96,28 +99,28 @@ def test_a_pair_is_torchs_overlap_with_the_forward_first_and_comes_back_as_a_pai
     assert (action.computation_type, repr(action)) == (OVERLAP_F_B, "(0F2;0B0)OVERLAP_F_B")
     back = from_csv(text)
     verify(back)
-    assert str(back) == str(made).replace("1B0&1F1", "1F1&1B0")
+    assert str(back) == str(schedule).replace("1B0&1F1", "1F1&1B0")
     assert to_csv(back) == text
 
 
 def test_idle_slots_and_spaces_are_skipped():
     """torch writes an empty cell for a slot in which a rank stands still."""
-    made = from_csv("0F0, ,0F1,,0B0,0B1\r\n,1F0,1B0,1F1,1B1,\r\n\r\n")
-    assert str(made) == "rank 0 | 0F0 0F1 0B0 0B1 0U1\nrank 1 | 1F0 1B0 1F1 1B1 1U1"
+    schedule = from_csv("0F0, ,0F1,,0B0,0B1\r\n,1F0,1B0,1F1,1B1,\r\n\r\n")
+    assert str(schedule) == "rank 0 | 0F0 0F1 0B0 0B1 0U1\nrank 1 | 1F0 1B0 1F1 1B1 1U1"
 
 
 def test_the_update_stands_after_the_last_weight_gradient():
     """With a split backward the last I is not the end of the gradients."""
-    made = from_csv("0F0,0F1,0I0,0I1,0W1,0W0")
-    assert str(made) == "rank 0 | 0F0 0F1 0I0 0I1 0W1 0W0 0U1"
+    schedule = from_csv("0F0,0F1,0I0,0I1,0W1,0W0")
+    assert str(schedule) == "rank 0 | 0F0 0F1 0I0 0I1 0W1 0W0 0U1"
 
 
 def test_ranks_without_ops_keep_their_place():
     """A blank line at the end of a file is lost to every reader, so an idle rank is written as one
     idle slot.
     """
-    made = Schedule.parse("rank 0 |\nrank 1 | 0F0 0B0 0U1\nrank 2 |")
-    assert from_csv(to_csv(made), "custom") == made
+    schedule = Schedule.parse("rank 0 |\nrank 1 | 0F0 0B0 0U1\nrank 2 |")
+    assert from_csv(to_csv(schedule), "custom") == schedule
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,7 @@ def test_ten_megabytes_of_nonsense_are_one_short_message(content):
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("custom_schedule", "message"),
     [
         (
             Schedule.parse("0F0 0B0 0U1", "mine", synchronous=False),
@@ -244,10 +247,10 @@ def test_ten_megabytes_of_nonsense_are_one_short_message(content):
     ],
 )
 @pytest.mark.parametrize("communication", [False, True])
-def test_what_torch_cannot_say_is_refused_by_name(made, message, communication):
+def test_what_torch_cannot_say_is_refused_by_name(custom_schedule, message, communication):
     """An export that loads and means something else is worse than none."""
     with pytest.raises(ScheduleError, match=message):
-        to_csv(made, communication)
+        to_csv(custom_schedule, communication)
 
 
 def test_a_file_is_named_after_its_name(tmp_path):

@@ -1,4 +1,4 @@
-"""Updates of stages with copies: sound whatever the programs, and early where ranks are idle."""
+"""Gradient synchronisation of stages with copies: sound for all programs, early in idle times."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ def met(*rows):
 
 @given(custom_schedules(synchronous=True))
 @settings(deadline=None, max_examples=150)
-def test_any_sound_programs_stay_sound_with_their_meetings(made):
-    """Whatever copies there are, nobody waits in a circle; and nothing but updates is added."""
-    bare = tuple(tuple(op for op in program if op.kind is not Kind.U) for program in made.programs)
-    back = replace(made, programs=with_gradient_sync(bare))
+def test_any_sound_programs_stay_sound_with_their_meetings(schedule):
+    """For any copies there is no deadlock, and only updates are added."""
+    bare = tuple(
+        tuple(op for op in program if op.kind is not Kind.U) for program in schedule.programs
+    )
+    back = replace(schedule, programs=with_gradient_sync(bare))
     verify(back)
     assert (
         tuple(tuple(op for op in program if op.kind is not Kind.U) for program in back.programs)
@@ -56,5 +58,5 @@ def test_no_meeting_parts_a_pair():
     """Both begin at one moment, before which or after which the meeting is."""
     ops = [Op.parse(word) for word in ["0F0", "0F1", "0B0", "0B1"]]
     pairs = frozenset({(ops[1], ops[2])})
-    made = Schedule(with_gradient_sync([ops], pairs), pairs=pairs)
-    assert str(made) == "rank 0 | 0F0 0F1&0B0 0B1 0U1"
+    schedule = Schedule(with_gradient_sync([ops], pairs), pairs=pairs)
+    assert str(schedule) == "rank 0 | 0F0 0F1&0B0 0B1 0U1"

@@ -1,4 +1,4 @@
-"""Where stages stand."""
+"""Placement of stages on ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.schedule.placement import (
 
 
 def test_the_drawing_at_the_top_of_the_file_is_right():
-    """Whoever reads indices from it must be able to trust it."""
+    """Readers take stage indices from it."""
     assert [stages_of(linear(4), rank) for rank in range(4)] == [(0,), (1,), (2,), (3,)]
     assert [stages_of(ring(8, 4), rank) for rank in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert [stages_of(vee(8, 4), rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
@@ -33,15 +33,19 @@ def test_the_drawing_at_the_top_of_the_file_is_right():
 
 @given(st.integers(1, 9), st.integers(1, 6))
 @settings(deadline=None, max_examples=40)
-def test_every_rank_holds_as_many_stages_and_a_step_goes_to_a_neighbour_or_nowhere(ranks, each):
+def test_every_rank_holds_as_many_stages_and_a_step_goes_to_a_neighbour_or_nowhere(
+    ranks, stages_per_rank
+):
     """A ring also steps from the last rank to the first, a zigzag never: its turns are what saves
     the hops.
     """
     for placement, far in (
-        (ring(ranks * each, ranks), {1, 1 - ranks}),
-        (zigzag(ranks * each, ranks), {-1, 0, 1}),
+        (ring(ranks * stages_per_rank, ranks), {1, 1 - ranks}),
+        (zigzag(ranks * stages_per_rank, ranks), {-1, 0, 1}),
     ):
-        assert [len(stages_of(placement, rank)) for rank in range(ranks)] == [each] * ranks
+        assert [len(stages_of(placement, rank)) for rank in range(ranks)] == [
+            stages_per_rank
+        ] * ranks
         assert {after - before for before, after in pairwise(placement)} <= far
 
 

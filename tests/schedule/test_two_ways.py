@@ -1,6 +1,4 @@
-"""The pen of ranks with two stages: it counts micro-batches, pairs W with its I, and leaves out
-what is not there.
-"""
+"""Programs of ranks with two stages: micro-batch numbers, pairs, and W after its I."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""V shapes: how many ranks, and which stages on them."""
+"""V shapes: number of ranks, and the stages on each."""
 
 from __future__ import annotations
 

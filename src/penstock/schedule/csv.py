@@ -165,7 +165,7 @@ def _rows(text: str) -> Iterator[list[Cell]]:
 
 def _rank_of_stage(rows: Sequence[Sequence[Cell]]) -> dict[int, int]:
     """Return the rank of every stage that has an op."""
-    rank_of_stage = {}
+    rank_of_stage: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for cell in row:
             if isinstance(cell, Compute):
