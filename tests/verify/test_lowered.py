@@ -56,7 +56,7 @@ def test_a_transfer_that_lacks_or_stands_twice_or_elsewhere_is_found_whatever_th
     transfer = programs[rank].pop(i)
     for extra, message in (
         ([], "is missing on rank"),
-        ([transfer, transfer], "stands 2 times, on ranks"),
+        ([transfer, transfer], "occurs 2 times, on ranks"),
     ):
         planted = [
             row[:i] + extra + row[i:] if r == rank else row for r, row in enumerate(programs)
@@ -72,7 +72,7 @@ def test_a_transfer_that_lacks_or_stands_twice_or_elsewhere_is_found_whatever_th
         other = rng.choice([r for r in range(schedule.ranks) if r != rank])
         planted = [[*row, transfer] if r == other else row for r, row in enumerate(programs)]
         with pytest.raises(
-            ScheduleError, match=rf"\[one transfer\] {transfer} stands on rank {other}, but"
+            ScheduleError, match=rf"\[one transfer\] {transfer} is on rank {other}, but"
         ) as caught:
             verify_lowered(LoweredSchedule(tuple(map(tuple, planted))))
         assert (other, str(transfer)) in [
@@ -167,13 +167,13 @@ def test_a_sound_file_passes_with_the_depth_of_its_own_transfers():
             "0F1 0SEND_F1",
             "0SEND_F1 0F1",
             ("one transfer", 0, "0SEND_F1"),
-            "0SEND_F1 on rank 0 stands before 0F1, which makes its value",
+            "0SEND_F1 on rank 0 comes before 0F1, which produces its value",
         ),
         (
             "0F0 0SEND_F0",
             "0F0 0SEND_F0 0SEND_F0",
             ("one transfer", 0, "0SEND_F0"),
-            "0SEND_F0 stands 2 times, on ranks 0, 0",
+            "0SEND_F0 occurs 2 times, on ranks 0, 0",
         ),
         (
             "0RECV_B0 0B0",
@@ -219,7 +219,7 @@ def test_a_transfer_between_stages_of_one_rank_is_needless():
     schedule, lowered = lowered_from("0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0")
     with pytest.raises(
         ScheduleError,
-        match="0SEND_F0 on rank 0 carries what stays there: stages 0 and 1 both stand on rank 0",
+        match="0SEND_F0 on rank 0 carries a value within one rank: stages 0 and 1 are both on rank 0",
     ):
         verify_lowered(lowered, schedule=schedule)
 
@@ -230,7 +230,7 @@ def test_a_transfer_for_another_rank_than_holds_the_stage_is_found():
     place = next(i for i, action in enumerate(programs[0]) if isinstance(action, Transfer))
     programs[0][place] = programs[0][place]._replace(peer=2)
     with pytest.raises(
-        ScheduleError, match=r"0SEND_F0 on rank 0 is for rank 2, but 1F0 stands on rank 1"
+        ScheduleError, match=r"0SEND_F0 on rank 0 is for rank 2, but 1F0 is on rank 1"
     ):
         verify_lowered(LoweredSchedule(tuple(map(tuple, programs))))
 

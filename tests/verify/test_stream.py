@@ -131,7 +131,7 @@ def test_copies_with_waves_have_whole_batches_in_turn():
     findings, message = findings_of(stream(text, 4, weights="hetpipe", waves=Waves(1)))
     assert ("stream", "0F2", 1) in findings
     assert (
-        "0F2 of batch 2 stands on rank 1: with waves, copies take whole batches in turn, this one rank 0"
+        "0F2 of batch 2 is on rank 1: with waves, copies take whole batches in turn, this one rank 0"
         in message
     )
 

@@ -67,7 +67,7 @@ def test_any_schedule_that_lacks_an_op_or_has_one_twice_is_refused_by_its_name(s
     programs[other] = (
         schedule.programs[other] + (op,) if other != rank else (op, *schedule.programs[other])
     )
-    with pytest.raises(ScheduleError, match=rf"\[once\] {op} stands 2 times, on ranks") as caught:
+    with pytest.raises(ScheduleError, match=rf"\[once\] {op} occurs 2 times, on ranks") as caught:
         verify(Schedule(tuple(programs), synchronous=schedule.synchronous))
     assert caught.value.findings[0].op == str(op)
 
@@ -97,20 +97,20 @@ def test_any_schedule_that_lacks_an_op_or_has_one_twice_is_refused_by_its_name(s
         ("0U1", ("one forward", None, None), r"the schedule has no forward at all"),
         ("", ("one forward", None, None), r"the schedule has no forward at all"),
         # an op too many
-        ("0F0 0F0 0B0 0U1", ("once", "0F0", 0), r"\[once\] 0F0 stands 2 times, on ranks 0, 0"),
-        ("0F0 0B0 0U1\n0F0 0B0 0U1", ("once", "0F0", 1), r"0B0 stands 2 times, on ranks 0, 1"),
+        ("0F0 0F0 0B0 0U1", ("once", "0F0", 0), r"\[once\] 0F0 occurs 2 times, on ranks 0, 0"),
+        ("0F0 0B0 0U1\n0F0 0B0 0U1", ("once", "0F0", 1), r"0B0 occurs 2 times, on ranks 0, 1"),
         ("0F0 0B0 0I0 0W0 0U1", ("one backward", "0B0", 0), r"stage 0 has both 0B0 and 0I0 or 0W0"),
         ("0F0 0B0 0W0 0U1", ("one backward", "0B0", 0), r"stage 0 has both 0B0 and 0I0 or 0W0"),
         # an op elsewhere
         (
             "0F0 0U1\n0B0 0U1",
             ("one rank", "0B0", 1),
-            r"0B0 stands on rank 1, but 0F0 on rank 0 holds its activations",
+            r"0B0 is on rank 1, but 0F0 on rank 0 holds its activations",
         ),
         (
             "0F0 0I0 0U1\n0W0 0U1",
             ("one rank", "0W0", 1),
-            r"0W0 stands on rank 1, but 0F0 on rank 0",
+            r"0W0 is on rank 1, but 0F0 on rank 0",
         ),
         # an op too early
         (

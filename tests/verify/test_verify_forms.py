@@ -29,7 +29,7 @@ def test_one_micro_batch_on_two_copies_of_a_stage_is_refused():
     """Its gradient would count twice."""
     findings, message = refused(Schedule.parse("0F0 0B0 0F1 0B1 0U1\n0F1 0B1 0U1"))
     assert ("once", "0F1", 1) in findings
-    assert "0F1 stands 2 times, on ranks 0, 1" in message
+    assert "0F1 occurs 2 times, on ranks 0, 1" in message
 
 
 def test_a_backward_on_the_other_copy_is_refused():
@@ -120,38 +120,38 @@ def test_what_a_partner_takes_in_counts_against_its_limit():
             3,
             lambda row: row.replace(" 0E2", ""),
             ("evict and load", "0E2", 0),
-            r"0E2 stands on ranks 0: it stands on two, that of 0F2 \(0\) and",
+            r"0E2 is on ranks 0: it must be on two, that of 0F2 \(0\) and",
         ),
         (
             0,
             lambda row: row.replace(" 0E2", ""),
             ("evict and load", "0E2", 3),
-            r"0E2 stands on ranks 3",
+            r"0E2 is on ranks 3",
         ),
         (
             3,
             lambda row: row.replace(" 0L5", ""),
             ("evict and load", "0L5", 0),
-            r"0L5 stands on ranks 0",
+            r"0L5 is on ranks 0",
         ),
         (
             0,
             lambda row: row.replace(" 0L5", ""),
             ("evict and load", "0L5", 3),
-            r"0L5 stands on ranks 3",
+            r"0L5 is on ranks 3",
         ),
         # a half too many
         (
             3,
             lambda row: row.replace("0E2", "0E2 0E2"),
             ("evict and load", "0E2", 3),
-            r"0E2 stands twice on rank 3",
+            r"0E2 occurs twice on rank 3",
         ),
         (
             1,
             lambda row: row.replace("1F2", "1F2 0E2"),
             ("evict and load", "0E2", 0),
-            r"0E2 stands on ranks 0, 1, 3",
+            r"0E2 is on ranks 0, 1, 3",
         ),
         # of nothing that is there
         (
@@ -265,7 +265,7 @@ def test_a_pair_of_ops_apart_is_refused():
     separated_pair = replace(schedule, pairs=frozenset({(Op.parse("0F1"), Op.parse("0F2"))}))
     findings, message = refused(separated_pair)
     assert findings == [("pair", "0F1", None)]
-    assert "0F1&0F2 do not stand next to each other in that order on any rank" in message
+    assert "0F1&0F2 are not adjacent in that order on any rank" in message
     findings, _ = refused(replace(schedule, pairs=frozenset({(Op.parse("0B0"), Op.parse("0F1"))})))
     assert findings == [("pair", "0B0", None)]
 
@@ -345,7 +345,7 @@ def test_slices_of_a_sequence_on_two_copies_of_a_stage_are_refused():
     findings, message = refused(replace(schedule, slicing=Slicing.even("tokens", 2, 1)))
     assert findings == [("slices", "0F1", 1)]
     assert (
-        "0F1 stands on rank 1, but 0F0, the slice before it of the same micro-batch, on rank 0"
+        "0F1 is on rank 1, but 0F0, the slice before it of the same micro-batch, on rank 0"
         in message
     )
     verify(replace(schedule, slicing=Slicing.even("samples", 2, 1)))

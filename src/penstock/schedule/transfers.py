@@ -163,7 +163,7 @@ def _check_transfer(
         ranks = ", ".join(str(transfer.rank) for transfer in transfers)
         return Finding(
             "one transfer",
-            f"{text} stands {len(transfers)} times, on ranks {ranks}",
+            f"{text} occurs {len(transfers)} times, on ranks {ranks}",
             transfers[1].rank,
             text,
         )
@@ -190,13 +190,13 @@ def _misplacement(
         local_rank, local_op, peer, peer_op = link.target, consumer, link.source, producer
     text = str(transfer)
     if rank != local_rank:
-        return f"{text} stands on rank {rank}, but {local_op} on rank {local_rank}"
+        return f"{text} is on rank {rank}, but {local_op} on rank {local_rank}"
     if transfer.peer != peer:
-        recipient = f"is for rank {transfer.peer}, but {peer_op} stands on rank {peer}"
+        recipient = f"is for rank {transfer.peer}, but {peer_op} is on rank {peer}"
         return f"{text} on rank {rank} {recipient}"
     op_place = places[rank, local_op]
     if transfer.direction is Direction.SEND and place < op_place:
-        return f"{text} on rank {rank} stands before {producer}, which makes its value"
+        return f"{text} on rank {rank} comes before {producer}, which produces its value"
     if transfer.direction is Direction.RECV and place > op_place:
         return f"{text} on rank {rank} comes after {consumer}, which needs it"
     return None
@@ -208,8 +208,8 @@ def _needless(schedule: Schedule, direction: Direction, message: Message) -> str
     target = schedule.placement.get((message.target, message.micro_batch))
     if source is not None and source == target:
         return (
-            f"carries what stays there: stages {message.stage} and {message.target} both stand on "
-            f"rank {source}"
+            f"carries a value within one rank: stages {message.stage} and {message.target} are "
+            f"both on rank {source}"
         )
     verb = "sends" if direction is Direction.SEND else "receives"
     return (

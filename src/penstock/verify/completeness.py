@@ -49,7 +49,7 @@ def _numbers_and_duplicates(ranks_of: Mapping[Op, Sequence[int]]) -> Iterator[Fi
         if op.kind is not Kind.U and len(ranks) > 1:
             yield Finding(
                 "once",
-                f"{op} stands {len(ranks)} times, on ranks {', '.join(map(str, ranks))}",
+                f"{op} occurs {len(ranks)} times, on ranks {', '.join(map(str, ranks))}",
                 ranks[1],
                 str(op),
             )
@@ -111,7 +111,7 @@ def _forward_and_backward(
         if ranks_of[op][0] != forward_rank:
             yield Finding(
                 "one rank",
-                f"{op} stands on rank {ranks_of[op][0]}, but {forward} on rank {forward_rank} "
+                f"{op} is on rank {ranks_of[op][0]}, but {forward} on rank {forward_rank} "
                 "holds its activations",
                 ranks_of[op][0],
                 str(op),

@@ -100,7 +100,7 @@ def _whole_batches_per_copy(schedule: Schedule) -> Iterator[Finding]:
         if rank != expected_rank:
             yield Finding(
                 "stream",
-                f"{stage}F{number} of batch {batch} stands on rank {rank}: with waves, copies take "
+                f"{stage}F{number} of batch {batch} is on rank {rank}: with waves, copies take "
                 f"whole batches in turn, this one rank {expected_rank}",
                 rank,
                 f"{stage}F{number}",

@@ -123,7 +123,7 @@ def _slice_numbers(schedule: Schedule) -> Iterator[Finding]:
         if previous is not None and schedule.placement[stage, previous] != rank:
             yield Finding(
                 "slices",
-                f"{stage}F{number} stands on rank {rank}, but {stage}F{previous}, the slice before "
+                f"{stage}F{number} is on rank {rank}, but {stage}F{previous}, the slice before "
                 f"it of the same micro-batch, on rank {schedule.placement[stage, previous]}",
                 rank,
                 f"{stage}F{number}",
@@ -140,7 +140,7 @@ def _evict_and_load(schedule: Schedule) -> Iterator[Finding]:
         moves = [(i, op) for i, op in enumerate(program) if op.kind in HANDING]
         for i, op in moves:
             if rank in places[op]:
-                yield Finding("evict and load", f"{op} stands twice on rank {rank}", rank, str(op))
+                yield Finding("evict and load", f"{op} occurs twice on rank {rank}", rank, str(op))
             places[op][rank] = i
     for op in list(places):
         yield from _evict_or_load(schedule, op, places)
@@ -156,7 +156,7 @@ def _evict_or_load(
     if owner not in places[op] or len(places[op]) != 2:
         yield Finding(
             "evict and load",
-            f"{op} stands on ranks {', '.join(map(str, places[op]))}: it stands on two, that "
+            f"{op} is on ranks {', '.join(map(str, places[op]))}: it must be on two, that "
             f"of {stage}F{number} ({'none' if owner is None else owner}) and a partner",
             min(places[op]),
             str(op),
@@ -211,7 +211,7 @@ def _pairs(schedule: Schedule) -> Iterator[Finding]:
         if (first, second) not in adjacent:
             yield Finding(
                 "pair",
-                f"{first}&{second} do not stand next to each other in that order on any rank",
+                f"{first}&{second} are not adjacent in that order on any rank",
                 None,
                 str(first),
             )
