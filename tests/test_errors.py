@@ -1,4 +1,4 @@
-"""One family of exceptions: caught by one name, with fields, whole after a copy."""
+"""Exceptions: one base class, values as attributes, and copies that keep them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXAMPLES = [
     (
         UnknownName("schedule", "zb-h1", ["zb_h1", "gpipe"]),
         "no schedule called 'zb-h1'. Did you mean 'zb_h1'? Known: zb_h1, gpipe",
-        {"kind": "schedule", "name": "zb-h1", "known": ("zb_h1", "gpipe")},
+        {"kind": "schedule", "name": "zb-h1", "valid_names": ("zb_h1", "gpipe")},
     ),
     (FileError("plan.json is not JSON"), "plan.json is not JSON", {}),
     (
@@ -58,12 +58,12 @@ EXAMPLES = [
     ),
     (
         DeadlineExceeded(1, "0F3 from rank 0", 61.4, ["rank 0 waits for 1B0 from rank 1"]),
-        "rank 1 waits for 0F3 from rank 0 since 61 s, which is over its deadline\n  rank 0 waits for 1B0 from rank 1",
+        "rank 1 has waited 61 s for 0F3 from rank 0, past its deadline\n  rank 0 waits for 1B0 from rank 1",
         {
             "rank": 1,
             "waited_for": "0F3 from rank 0",
             "seconds": 61.4,
-            "elsewhere": ("rank 0 waits for 1B0 from rank 1",),
+            "other_ranks": ("rank 0 waits for 1B0 from rank 1",),
         },
     ),
     (
@@ -74,7 +74,7 @@ EXAMPLES = [
     (
         RankDied(3, 4242, "was killed by signal 9", "; ranks 0, 1 and 2 were stopped"),
         "rank 3 (pid 4242) was killed by signal 9; ranks 0, 1 and 2 were stopped",
-        {"rank": 3, "pid": 4242, "how": "was killed by signal 9"},
+        {"rank": 3, "pid": 4242, "exit_reason": "was killed by signal 9"},
     ),
 ]
 every_error = pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_an_error_is_whole_after_a_copy(error, text, fields):
 
 def test_every_error_is_of_the_family_and_of_a_kind_that_python_knows():
     """`except penstock.PenstockError` catches all, and `except ValueError` what it always did."""
-    found = [
+    classes = [
         value
         for value in vars(errors).values()
         if isinstance(value, type) and issubclass(value, Exception)
     ]
-    assert len(found) >= 15
-    for kind in found:
+    assert len(classes) >= 15
+    for kind in classes:
         assert issubclass(kind, PenstockError)
         assert kind is PenstockError or issubclass(kind, (ValueError, RuntimeError, ImportError))
     assert issubclass(StageFailed, RunError)

@@ -1,4 +1,4 @@
-"""Timeline: every figure from its definition, on timelines made by hand."""
+"""Timeline: each figure from its definition, on hand-written timelines."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def line(*rows, ranks=2, stages=2):
 
 def test_seconds_count_from_the_first_event():
     """Measured clocks start anywhere; drawings start at 0."""
-    made = line((0, "0F0", 101.5, 102.5), (1, "1F0", 100.5, 101.0))
-    assert [(e.rank, e.start, e.end) for e in made.events] == [(1, 0.0, 0.5), (0, 1.0, 2.0)]
-    assert made.makespan == 2.0
+    timeline = line((0, "0F0", 101.5, 102.5), (1, "1F0", 100.5, 101.0))
+    assert [(e.rank, e.start, e.end) for e in timeline.events] == [(1, 0.0, 0.5), (0, 1.0, 2.0)]
+    assert timeline.makespan == 2.0
 
 
 def test_a_timeline_takes_events_and_plain_rows_alike():
@@ -45,11 +45,11 @@ def test_a_timeline_takes_events_and_plain_rows_alike():
 
 
 def test_transfers_are_not_work_and_do_not_lengthen_the_step():
-    """A value still on its way when all ranks are done is nobody's time."""
-    made = line((0, "0F0", 0, 2), (0, "0F0", 2, 9, 1), (1, "1F0", 3, 4))
-    assert made.compute == (made.events[0], made.events[2])
-    assert made.busy == (2.0, 1.0)
-    assert made.makespan == 4.0
+    """A transfer that ends after all compute does not lengthen the step."""
+    timeline = line((0, "0F0", 0, 2), (0, "0F0", 2, 9, 1), (1, "1F0", 3, 4))
+    assert timeline.compute == (timeline.events[0], timeline.events[2])
+    assert timeline.busy == (2.0, 1.0)
+    assert timeline.makespan == 4.0
 
 
 def test_bubble_ratio_is_idle_over_all_ranks_times_makespan():
@@ -61,18 +61,18 @@ def test_span_bubble_ratio_is_over_the_longest_span_of_a_rank():
     """LITERATURE 0.2: first op's start to last op's end of a rank, updates left out; spans 4 and 3,
     work 4 + 2.
     """
-    made = line(
+    timeline = line(
         (0, "0F0", 0, 2), (0, "0B0", 2, 4), (0, "0U1", 6, 9), (1, "1F0", 3, 4), (1, "1B0", 5, 6)
     )
-    assert made.span_bubble_ratio == 1 - 6 / (2 * 4)
-    assert made.bubble_ratio == 1 - 9 / (2 * 9)
+    assert timeline.span_bubble_ratio == 1 - 6 / (2 * 4)
+    assert timeline.bubble_ratio == 1 - 9 / (2 * 9)
 
 
 def test_a_late_start_counts_in_the_makespan_and_not_in_the_span():
     """The two definitions part where every rank works without a gap, one after the other."""
-    made = line((0, "0F0", 0, 3), (1, "1F0", 3, 6))
-    assert made.span_bubble_ratio == 0.0
-    assert made.bubble_ratio == 0.5
+    timeline = line((0, "0F0", 0, 3), (1, "1F0", 3, 6))
+    assert timeline.span_bubble_ratio == 0.0
+    assert timeline.bubble_ratio == 0.5
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -81,26 +81,33 @@ def test_the_two_bubble_ratios_agree_for_gpipe_and_one_f_one_b(name, p, m):
     """LITERATURE 0.2: some rank spans the whole makespan, and (cost - m(f+b)) / cost is the papers'
     own form.
     """
-    made = simulate_schedule(schedule(name, p, m), Costs(forward=1, backward=2))
-    assert made.span_bubble_ratio == pytest.approx(made.bubble_ratio)
-    assert made.span_bubble_ratio == pytest.approx((made.makespan - m * 3) / made.makespan)
+    timeline = simulate_schedule(schedule(name, p, m), Costs(forward=1, backward=2))
+    assert timeline.span_bubble_ratio == pytest.approx(timeline.bubble_ratio)
+    assert timeline.span_bubble_ratio == pytest.approx(
+        (timeline.makespan - m * 3) / timeline.makespan
+    )
 
 
 def test_an_empty_timeline_has_no_figures():
     """Nothing ran: 0 everywhere, no division by it."""
-    made = Timeline.of([], 2, 3)
-    assert (made.makespan, made.busy, made.bubble_ratio, made.span_bubble_ratio) == (
+    timeline = Timeline.of([], 2, 3)
+    assert (
+        timeline.makespan,
+        timeline.busy,
+        timeline.bubble_ratio,
+        timeline.span_bubble_ratio,
+    ) == (
         0.0,
         (0.0, 0.0),
         0.0,
         0.0,
     )
-    assert made.peak_in_flight == (0, 0, 0)
+    assert timeline.peak_in_flight == (0, 0, 0)
 
 
 def test_peak_in_flight_is_per_stage_the_most_that_one_of_its_ranks_holds():
     """Copies share the work, not the memory: 2 on rank 0 and 1 on rank 1 are 2."""
-    made = line(
+    timeline = line(
         (0, "0F0", 0, 1),
         (0, "0F1", 1, 2),
         (1, "0F2", 0, 1),
@@ -109,26 +116,26 @@ def test_peak_in_flight_is_per_stage_the_most_that_one_of_its_ranks_holds():
         (1, "0B2", 1, 3),
         stages=1,
     )
-    assert made.peak_in_flight == (2,)
+    assert timeline.peak_in_flight == (2,)
 
 
 @given(custom_schedules())
 @settings(deadline=None, max_examples=60)
-def test_peak_in_flight_does_not_depend_on_how_long_ops_take(made):
+def test_peak_in_flight_does_not_depend_on_how_long_ops_take(schedule):
     """It once did: where ops take no time, an end was counted before the start it belongs to."""
     for costs in (
         Costs(forward=0, backward=0),
         Costs(forward=1, backward=0),
         Costs(forward=0, backward=1),
     ):
-        assert simulate_schedule(made, costs).peak_in_flight == verify(made).peak_in_flight
+        assert simulate_schedule(schedule, costs).peak_in_flight == verify(schedule).peak_in_flight
 
 
 @given(custom_schedules(), st.floats(1e-9, 1e3), st.floats(1e-9, 1e3))
 @settings(deadline=None, max_examples=60)
-def test_bubble_ratios_lie_between_0_and_1(made, forward, backward):
+def test_bubble_ratios_lie_between_0_and_1(schedule, forward, backward):
     """Sums of floats may pass the whole by a rounding error; `-0.0 %` in a report looks like a bug."""
-    timeline = simulate_schedule(made, Costs(forward=forward, backward=backward))
+    timeline = simulate_schedule(schedule, Costs(forward=forward, backward=backward))
     assert 0 <= timeline.bubble_ratio < 1
     assert 0 <= timeline.span_bubble_ratio < 1
     assert timeline.ranks * timeline.makespan * (1 - timeline.bubble_ratio) == pytest.approx(
@@ -140,22 +147,26 @@ def test_a_simulated_timeline_makes_its_events_when_they_are_asked_for():
     """Eight million tuples take a hundred times as long as the times themselves, and most callers
     want the makespan.
     """
-    made = simulate_schedule(schedule("1f1b", 3, 4), Costs(transfer=0.5))
-    assert (made.makespan, made.busy, made.peak_in_flight) == (22.0, (12.0,) * 3, (3, 2, 1))
-    assert "events" not in vars(made)
-    assert made.events == tuple(
-        sorted(made.events, key=lambda event: (event.start, event.end, event.rank))
+    timeline = simulate_schedule(schedule("1f1b", 3, 4), Costs(transfer=0.5))
+    assert (timeline.makespan, timeline.busy, timeline.peak_in_flight) == (
+        22.0,
+        (12.0,) * 3,
+        (3, 2, 1),
     )
-    assert made.events is made.events
-    assert len(made.compute) == 3 * (2 * 4 + 1)
+    assert "events" not in vars(timeline)
+    assert timeline.events == tuple(
+        sorted(timeline.events, key=lambda event: (event.start, event.end, event.rank))
+    )
+    assert timeline.events is timeline.events
+    assert len(timeline.compute) == 3 * (2 * 4 + 1)
 
 
 def test_a_simulated_timeline_equals_one_made_of_its_events():
     """One form, however it came about; figures are computed from either."""
-    made = simulate_schedule(schedule("zb-h1", 3, 5), Costs(transfer=0.5, activation_bytes=3))
-    again = Timeline(made.events, 3, 3, made.peak_memory, title=made.title)
-    assert again == made
-    assert hash(again) == hash(made)
+    timeline = simulate_schedule(schedule("zb-h1", 3, 5), Costs(transfer=0.5, activation_bytes=3))
+    again = Timeline(timeline.events, 3, 3, timeline.peak_memory, title=timeline.title)
+    assert again == timeline
+    assert hash(again) == hash(timeline)
     for name in (
         "makespan",
         "busy",
@@ -164,7 +175,7 @@ def test_a_simulated_timeline_equals_one_made_of_its_events():
         "peak_in_flight",
         "peak_on_rank",
     ):
-        assert getattr(again, name) == getattr(made, name)
+        assert getattr(again, name) == getattr(timeline, name)
     assert (again.memory, again.memory_holders) == (None, None)
 
 
@@ -172,51 +183,52 @@ def test_a_timeline_can_be_copied_changed_and_pickled():
     """Ranks send theirs to each other; drawings give theirs another title, and keep the memory's
     curves.
     """
-    made = simulate_schedule(schedule("1f1b", 2, 3), Costs(activation_bytes=3))
-    assert pickle.loads(pickle.dumps(made)) == made == copy.copy(made)
-    renamed = replace(made, title="other")
-    assert (renamed.title, renamed.events) == ("other", made.events)
-    assert renamed.memory is made.memory
+    timeline = simulate_schedule(schedule("1f1b", 2, 3), Costs(activation_bytes=3))
+    assert pickle.loads(pickle.dumps(timeline)) == timeline == copy.copy(timeline)
+    renamed = replace(timeline, title="other")
+    assert (renamed.title, renamed.events) == ("other", timeline.events)
+    assert renamed.memory is timeline.memory
     with pytest.raises(AttributeError, match="a Timeline has no 'duration'"):
-        made.duration  # noqa: B018
+        timeline.duration  # noqa: B018
 
 
 def test_ops_that_run_as_one_are_busy_once():
     """The two events of a pair have one span; a rank can't be busy for more than all the time."""
-    made = line(
+    timeline = line(
         (0, "0F0", 0, 1), (0, "0F1", 1, 4), (0, "0B0", 1, 4), (0, "0B1", 4, 6), ranks=1, stages=1
     )
-    assert made.busy == (6.0,)
-    assert (made.bubble_ratio, made.span_bubble_ratio) == (0.0, 0.0)
+    assert timeline.busy == (6.0,)
+    assert (timeline.bubble_ratio, timeline.span_bubble_ratio) == (0.0, 0.0)
 
 
 def test_evictions_are_not_in_the_span_nor_in_flight():
     """They compute nothing, and what is away is not held; the partner holds it, for a stage that is
     not its own.
     """
-    made = line((0, "0F0", 0, 1), (0, "0E0", 1, 1), (0, "0F1", 1, 2), (0, "0B1", 2, 3), (0, "0L0", 5, 5), (0, "0B0", 5, 6),
+    timeline = line((0, "0F0", 0, 1), (0, "0E0", 1, 1), (0, "0F1", 1, 2), (0, "0B1", 2, 3), (0, "0L0", 5, 5), (0, "0B0", 5, 6),
                 (1, "0E0", 2, 2), (1, "0L0", 9, 9), stages=1)  # fmt: skip
-    assert made.peak_in_flight == (1,)
-    assert made.peak_on_rank == (1, 1)
-    assert made.span_bubble_ratio == 1 - 4 / (2 * 6)
+    assert timeline.peak_in_flight == (1,)
+    assert timeline.peak_on_rank == (1, 1)
+    assert timeline.span_bubble_ratio == 1 - 4 / (2 * 6)
 
 
 def test_a_rank_of_two_stages_holds_both_s_micro_batches():
     """Per stage 1, on the rank 2: what memory follows is the rank's."""
-    made = line((0, "0F0", 0, 1), (0, "1F0", 1, 2), (0, "1B0", 2, 3), (0, "0B0", 3, 4), ranks=1)
-    assert made.peak_in_flight == (1, 1)
-    assert made.peak_on_rank == (2,)
+    timeline = line((0, "0F0", 0, 1), (0, "1F0", 1, 2), (0, "1B0", 2, 3), (0, "0B0", 3, 4), ranks=1)
+    assert timeline.peak_in_flight == (1, 1)
+    assert timeline.peak_on_rank == (2,)
 
 
 def test_slices_are_in_flight_as_the_shares_that_they_are():
     """Memory is counted in micro-batches, whatever they are cut into; a whole number prints as one."""
-    made = line(
+    timeline = line(
         (0, "0F0", 0, 1), (0, "0F1", 1, 2), (0, "0F2", 2, 3), (0, "0B1", 3, 4), ranks=1, stages=1
     )
-    cut = replace(made, slicing=Slicing("samples", ((0.25, 0.75), (0.5, 0.5))))
-    assert (made.peak_in_flight, cut.peak_in_flight) == ((3,), (1.5,))
+    cut = replace(timeline, slicing=Slicing("samples", ((0.25, 0.75), (0.5, 0.5))))
+    assert (timeline.peak_in_flight, cut.peak_in_flight) == ((3,), (1.5,))
     assert (
-        str(replace(made, slicing=Slicing("samples", ((0.25, 0.25, 0.5),))).peak_on_rank) == "(1,)"
+        str(replace(timeline, slicing=Slicing("samples", ((0.25, 0.25, 0.5),))).peak_on_rank)
+        == "(1,)"
     )
 
 

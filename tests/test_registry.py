@@ -1,4 +1,4 @@
-"""Registry: one file each in a folder of their kind, found by name."""
+"""Registry: entries in one file each, found by name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_unknown_name_is_refused_with_the_closest_and_all(folder):
     message = r"^no colour scheme called 'dusc'\. Did you mean 'dusk'\? Known: noon, sunset, dusk$"
     with pytest.raises(UnknownName, match=message) as caught:
         folder.find("dusc")
-    assert (caught.value.kind, caught.value.name, caught.value.known) == (
+    assert (caught.value.kind, caught.value.name, caught.value.valid_names) == (
         "colour scheme",
         "dusc",
         ("noon", "sunset", "dusk"),

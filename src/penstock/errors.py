@@ -1,6 +1,7 @@
-"""One family of exceptions: what was wrong, where, which numbers, what to do now.
+"""Exception classes of Penstock, all derived from `PenstockError`.
 
-Every value that a message quotes is also an attribute, so that tools need not parse text.
+A message says what is wrong, where, with which numbers, and what to do. Every value that a message
+quotes is also an attribute, so that tools need not parse the text.
 """
 
 from __future__ import annotations
@@ -11,57 +12,77 @@ from dataclasses import dataclass
 
 
 class PenstockError(Exception):
-    """What Penstock raises on purpose; the command line prints its text and no traceback."""
+    """Base class of all errors that Penstock raises on purpose.
+
+    The command line prints the message without a traceback.
+    """
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Copied as it is: Exception's own way would call the constructor with the message alone."""
-        return _restored, (type(self), self.args, self.__dict__)
+        """Support copying and pickling.
+
+        `Exception.__reduce__` would call the subclass's constructor with the message as its only
+        argument, which fails where the constructor takes other arguments.
+        """
+        return _rebuild_error, (type(self), self.args, self.__dict__)
 
 
-def _restored(
-    kind: type[PenstockError], args: tuple[object, ...], state: dict[str, object]
+def _rebuild_error(
+    error_class: type[PenstockError], args: tuple[object, ...], state: dict[str, object]
 ) -> PenstockError:
-    error = kind.__new__(kind, *args)
+    """Rebuild a copied or unpickled error without calling its constructor."""
+    error = error_class.__new__(error_class, *args)
     error.__dict__.update(state)
     return error
 
 
 class UnknownName(PenstockError, ValueError):
-    """A name that no registry of its kind holds."""
+    """No entry of this kind has the requested name.
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        self.kind, self.name, self.known = kind, name, tuple(known)
-        close = difflib.get_close_matches(name, self.known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        super().__init__(f"no {kind} called {name!r}.{hint} Known: {', '.join(self.known)}")
+    Args:
+        kind: what was looked up, e.g. "schedule".
+        name: the requested name.
+        valid_names: all names that exist; the message lists them and suggests the closest.
+    """
+
+    def __init__(self, kind: str, name: str, valid_names: Iterable[str]) -> None:
+        self.kind, self.name, self.valid_names = kind, name, tuple(valid_names)
+        close_matches = difflib.get_close_matches(name, self.valid_names, n=1)
+        hint = f" Did you mean {close_matches[0]!r}?" if close_matches else ""
+        super().__init__(f"no {kind} called {name!r}.{hint} Known: {', '.join(self.valid_names)}")
 
 
 class ChainError(PenstockError, ValueError):
-    """A model that cannot be made a chain of layers, or a chain used in a way it does not allow."""
+    """A model cannot be converted to a chain of layers, or a chain is used in an invalid way."""
 
 
 class PartitionError(PenstockError, ValueError):
-    """A cut that cannot be made."""
+    """The chain cannot be partitioned into stages as requested."""
 
 
 class ClusterError(PenstockError, ValueError):
-    """A cluster description that cannot be read."""
+    """A cluster description is invalid."""
 
 
 class PlanError(PenstockError, ValueError):
-    """A plan that cannot be made, or that does not fit what it is used with."""
+    """No plan can be made, or a plan does not fit the model, cluster or settings of its use."""
 
 
 class SettingError(PenstockError, ValueError):
-    """A setting that makes no sense: a flag, a field of a config file, an argument."""
+    """A setting is invalid: a command-line flag, a field of a config file, or an argument."""
 
 
 class FileError(PenstockError, ValueError):
-    """A file that is missing, foreign, short or of another version."""
+    """A file is missing, truncated, in another format, or of another version."""
 
 
 class MissingExtra(PenstockError, ImportError):
-    """An optional dependency that the work at hand needs."""
+    """An optional dependency is not installed.
+
+    Args:
+        package: the missing package.
+        extra: the extra of Penstock that installs it.
+        purpose: the feature that needs it.
+    """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         self.package, self.extra, self.purpose = package, extra, purpose
@@ -72,8 +93,13 @@ class MissingExtra(PenstockError, ImportError):
 
 @dataclass(frozen=True)
 class Finding:
-    """One broken rule of a schedule: the rule's name, the op's text (`2F0`) and rank if one is to
-    blame.
+    """One violated rule of a schedule.
+
+    Attributes:
+        rule: name of the rule.
+        message: what is wrong.
+        rank: the rank at fault, if one is.
+        op: text of the op at fault (`2F0`), if one is.
     """
 
     rule: str
@@ -83,7 +109,10 @@ class Finding:
 
 
 class ScheduleError(PenstockError, ValueError):
-    """A schedule that is unsound or cannot be made; `findings` has every broken rule, worst first."""
+    """A schedule is unsound or cannot be generated.
+
+    `findings` lists every violated rule, most severe first.
+    """
 
     def __init__(self, message: str, findings: Iterable[Finding] = ()) -> None:
         self.findings = tuple(findings)
@@ -91,11 +120,11 @@ class ScheduleError(PenstockError, ValueError):
 
 
 class RunError(PenstockError, RuntimeError):
-    """A run that could not start or go on."""
+    """A run could not start or could not continue."""
 
 
 class LayerFailed(RunError):
-    """A layer raised while it was measured alone."""
+    """A layer raised an exception while it was profiled by itself."""
 
     def __init__(self, layer: str, cause: str) -> None:
         self.layer, self.cause = layer, cause
@@ -103,7 +132,7 @@ class LayerFailed(RunError):
 
 
 class StageFailed(RunError):
-    """An op raised on this rank; the cause is chained and its text quoted."""
+    """An op raised an exception on this rank; it is chained as the cause, and quoted."""
 
     def __init__(self, rank: int, stage: int, op: str, step: int, cause: str) -> None:
         self.rank, self.stage, self.op, self.step, self.cause = rank, stage, op, step, cause
@@ -111,7 +140,7 @@ class StageFailed(RunError):
 
 
 class PeerFailed(RunError):
-    """This rank is sound, but another one failed and took the step with it."""
+    """This rank was stopped because another rank failed."""
 
     def __init__(self, rank: int, waited_for: str, reason: str) -> None:
         self.rank, self.waited_for, self.reason = rank, waited_for, reason
@@ -119,22 +148,28 @@ class PeerFailed(RunError):
 
 
 class DeadlineExceeded(RunError):
-    """An op waited longer than the deadline; the text says who waits for what since when."""
+    """An op waited longer than the deadline.
+
+    Args:
+        rank: the rank that waited.
+        waited_for: the message or rank that did not arrive.
+        seconds: how long it has waited.
+        other_ranks: one line for each other rank, with what that rank was doing.
+    """
 
     def __init__(
-        self, rank: int, waited_for: str, seconds: float, elsewhere: Iterable[str]
+        self, rank: int, waited_for: str, seconds: float, other_ranks: Iterable[str]
     ) -> None:
         self.rank, self.waited_for, self.seconds = rank, waited_for, seconds
-        self.elsewhere = tuple(elsewhere)
-        lines = [
-            f"rank {rank} waits for {waited_for} since {seconds:.0f} s, which is over its deadline"
-        ]
-        super().__init__("\n  ".join([*lines, *self.elsewhere]))
+        self.other_ranks = tuple(other_ranks)
+        summary = f"rank {rank} has waited {seconds:.0f} s for {waited_for}, past its deadline"
+        super().__init__("\n  ".join([summary, *self.other_ranks]))
 
 
 class RanksDiffer(RunError):
-    """Ranks do not run the same model, settings, batches or calls; `differences` has a line for
-    each difference.
+    """Ranks run different models, settings, batches or calls.
+
+    `differences` has one line per difference.
     """
 
     def __init__(self, message: str, differences: Iterable[str] = ()) -> None:
@@ -143,10 +178,16 @@ class RanksDiffer(RunError):
 
 
 class RankDied(RunError):
-    """A rank's process ended without a word of its own: killed, out of memory, a crash in native
-    code.
+    """A rank's process ended without reporting an error.
+
+    Typical causes: killed by a signal, out of memory, a crash in native code.
+
+    Args:
+        rank, pid: the rank and its process id.
+        exit_reason: how the process ended, e.g. "was killed by signal 9".
+        others: end of the message: what happened to the other ranks.
     """
 
-    def __init__(self, rank: int, pid: int, how: str, others: str) -> None:
-        self.rank, self.pid, self.how = rank, pid, how
-        super().__init__(f"rank {rank} (pid {pid}) {how}{others}")
+    def __init__(self, rank: int, pid: int, exit_reason: str, others: str) -> None:
+        self.rank, self.pid, self.exit_reason = rank, pid, exit_reason
+        super().__init__(f"rank {rank} (pid {pid}) {exit_reason}{others}")

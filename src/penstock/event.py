@@ -1,27 +1,27 @@
-"""Event and Timeline: what happened, simulated and real alike."""
+"""Event and Timeline: when each op and transfer ran, simulated or measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import starmap
+from itertools import pairwise, starmap
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from penstock.notebook import Shown
 from penstock.schedule.arrays import Array, OpArrays, runs
-from penstock.schedule.graph import Row
+from penstock.schedule.graph import EventRow
 from penstock.schedule.op import HANDING, Kind, Op
 from penstock.schedule.slicing import Slicing
 
 
 class Event(NamedTuple):
-    """One op on one rank, or one transfer (`to_rank` set: the op's value goes from `rank` to
-    `to_rank`), in seconds.
+    """One op on one rank, or one transfer between ranks. Times are in seconds.
 
-    The two ops of a pair have one start and one end.
+    For a transfer, `to_rank` is set: the value that `op` produced goes from `rank` to `to_rank`.
+    The two ops of a pair have the same start and end.
     """
 
     rank: int
@@ -34,8 +34,10 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MemoryCurve:
-    """What a rank holds: `bytes[i]` from `seconds[i]` to `seconds[i + 1]`, the last for good.
-    Seconds may repeat, where what is held changes more than once at a time.
+    """Memory of one rank over time, as a step function.
+
+    The rank holds `bytes[i]` from `seconds[i]` to `seconds[i + 1]`; the last value stays until the
+    end. A moment occurs several times in `seconds` if the memory changes several times then.
     """
 
     seconds: Array
@@ -43,31 +45,37 @@ class MemoryCurve:
 
     @property
     def peak(self) -> int:
-        """The most bytes at any moment."""
+        """Maximum number of bytes."""
         return int(self.bytes.max(initial=0))
 
     @property
     def peak_at(self) -> float:
-        """When that is first, in seconds."""
+        """Time at which the maximum is first reached, in seconds."""
         return float(self.seconds[int(np.argmax(self.bytes))]) if len(self.bytes) else 0.0
 
 
-class Account(Protocol):
-    """Who knows what the ranks hold over time."""
+class MemoryAccount(Protocol):
+    """Source of the memory figures of a timeline, which computes them on demand."""
 
     @property
     def curves(self) -> tuple[MemoryCurve, ...]:
-        """Per rank, its bytes over time."""
+        """Memory over time, per rank."""
 
     @property
     def holders(self) -> tuple[dict[str, int], ...]:
-        """Per rank, what the bytes are for when it is fullest."""
+        """Bytes by purpose at the moment of peak memory, per rank."""
 
 
 @dataclass(frozen=True, eq=False)
-class Moves:
-    """The transfers of a log. Per op: `link` (-1 where its value crosses none), `start` and `end`
-    of its transfer, and the `place` of its size in `sizes`, in bytes. Per link: `to_rank`.
+class TransferArrays:
+    """The transfers of an `EventArrays`, as arrays.
+
+    Attributes:
+        link: per op, the link that its value crosses, -1 if it crosses none.
+        to_rank: per link, the receiving rank.
+        start, end: per op, times of its transfer in seconds.
+        place: per op, the index of its transfer's size in `sizes`.
+        sizes: sizes in bytes.
     """
 
     link: Array
@@ -79,171 +87,180 @@ class Moves:
 
 
 @dataclass(frozen=True, eq=False)
-class Log:
-    """The same as a timeline's events, as arrays: a rank's ops stand in the order in which it ran
-    them.
+class EventArrays:
+    """The events of a timeline as arrays, rank by rank.
+
+    The ops of a rank are in the order in which the rank ran them.
+
+    Attributes:
+        ops: the ops.
+        start, end: per op, its times in seconds.
+        moves: the transfers, if they are known.
     """
 
     ops: OpArrays
     start: Array
     end: Array
-    moves: Moves | None = None
+    moves: TransferArrays | None = None
 
     @classmethod
-    def of(cls, events: Iterable[Event], ranks: int, slicing: Slicing | None) -> Log:
-        """That of compute events."""
+    def of(cls, events: Iterable[Event], ranks: int, slicing: Slicing | None) -> EventArrays:
+        """Build the arrays from compute events."""
         rows: list[list[Event]] = [[] for _ in range(ranks)]
         for event in events:
             rows[event.rank].append(event)
-        ops = OpArrays.of(((event.op for event in row) for row in rows), slicing)
-        start, end = (
-            np.array([event[place] for row in rows for event in row], float) for place in (2, 3)
-        )
+        programs = []
+        rank_by_rank: list[Event] = []
+        for row in rows:
+            programs.append([event.op for event in row])
+            rank_by_rank += row
+        ops = OpArrays.of(programs, slicing)
+        start = np.array([event.start for event in rank_by_rank], float)
+        end = np.array([event.end for event in rank_by_rank], float)
         return cls(ops, start, end)
 
     def events(self) -> tuple[Event, ...]:
-        """All of it, in order of start, end and rank; of one rank's that begin and end together, in
-        the order of its program.
+        """Return all events, ordered by start, end and rank.
+
+        Events of one rank with the same start and end are in program order.
         """
         ops, moves = self.ops, self.moves
-        rows = np.arange(len(ops))
-        crossing = np.flatnonzero(moves.link >= 0) if moves is not None else rows[:0]
-        maker, start, end = np.concatenate([rows, crossing]), self.start, self.end
-        to_rank: list[int | None] = [None] * len(rows)
-        sizes = [0] * len(rows)
+        op_indices = np.arange(len(ops))
+        # An event is an op, or the transfer of an op's value: `producer` is the index of that op.
+        producer, start, end = op_indices, self.start, self.end
+        to_rank: list[int | None] = [None] * len(op_indices)
+        sizes = [0] * len(op_indices)
         if moves is not None:
-            start, end = (
-                np.concatenate([start, moves.start[crossing]]),
-                np.concatenate([end, moves.end[crossing]]),
-            )
+            crossing = np.flatnonzero(moves.link >= 0)
+            producer = np.concatenate([op_indices, crossing])
+            start = np.concatenate([start, moves.start[crossing]])
+            end = np.concatenate([end, moves.end[crossing]])
             to_rank += moves.to_rank[moves.link[crossing]].tolist()
             sizes += list(map(round, moves.sizes[moves.place[crossing]].tolist()))
-        rank = ops.rank[maker]
-        order = np.lexsort((maker, rank, end, start)).tolist()
-        found, makers, ranks, starts, ends = (
-            ops.all_ops(),
-            maker.tolist(),
-            rank.tolist(),
-            start.tolist(),
-            end.tolist(),
-        )
+        rank = ops.rank[producer]
+        order = np.lexsort((producer, rank, end, start)).tolist()
+        # Python lists: element access is several times faster than in NumPy arrays.
+        all_ops = ops.all_ops()
+        producers, ranks = producer.tolist(), rank.tolist()
+        starts, ends = start.tolist(), end.tolist()
         return tuple(
-            Event(ranks[i], found[makers[i]], starts[i], ends[i], sizes[i], to_rank[i])
+            Event(ranks[i], all_ops[producers[i]], starts[i], ends[i], sizes[i], to_rank[i])
             for i in order
         )
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Per rank, the seconds in which it works; those that two ops share count once."""
-        seconds = []
-        for low, high in zip(
-            self.ops.first[:-1].tolist(), self.ops.first[1:].tolist(), strict=True
-        ):
+        """Busy time per rank in seconds; time that two ops share counts once."""
+        bounds = self.ops.first.tolist()
+        busy_seconds = []
+        for low, high in pairwise(bounds):
             start, end = self.start[low:high], self.end[low:high]
-            before = np.maximum.accumulate(end)[:-1]
-            own = end - start
-            own[1:] = np.maximum(end[1:] - np.maximum(start[1:], before), 0.0)
-            seconds.append(float(own.sum()))
-        return tuple(seconds)
+            # Of every op only the part after the end of all earlier ops counts.
+            previous_end = np.maximum.accumulate(end)[:-1]
+            added_seconds = end - start
+            added_seconds[1:] = np.maximum(end[1:] - np.maximum(start[1:], previous_end), 0.0)
+            busy_seconds.append(float(added_seconds.sum()))
+        return tuple(busy_seconds)
 
     @cached_property
     def span_bubble_ratio(self) -> float:
         """See `Timeline.span_bubble_ratio`."""
-        rows = np.flatnonzero(~self.ops.of_kind(Kind.U, *HANDING))
-        starts = runs(self.ops.rank[rows])
-        if not len(starts):
+        compute = np.flatnonzero(~self.ops.of_kind(Kind.U, *HANDING))
+        rank_starts = runs(self.ops.rank[compute])
+        if not len(rank_starts):
             return 0.0
-        start, end = self.start[rows], self.end[rows]
-        longest = float(
-            (np.maximum.reduceat(end, starts) - np.minimum.reduceat(start, starts)).max()
+        start, end = self.start[compute], self.end[compute]
+        spans = np.maximum.reduceat(end, rank_starts) - np.minimum.reduceat(start, rank_starts)
+        longest_span = float(spans.max())
+        if not longest_span:
+            return 0.0
+        compute_ops = OpArrays(
+            self.ops.rank[compute],
+            self.ops.kind[compute],
+            self.ops.stage[compute],
+            self.ops.micro_batch[compute],
+            np.searchsorted(compute, self.ops.first),
         )
-        within = Log(
-            OpArrays(
-                self.ops.rank[rows],
-                self.ops.kind[rows],
-                self.ops.stage[rows],
-                self.ops.micro_batch[rows],
-                np.searchsorted(rows, self.ops.first),
-            ),
-            start,
-            end,
-        )
-        return max(1.0 - sum(within.busy) / (len(self.busy) * longest), 0.0) if longest else 0.0
+        busy = EventArrays(compute_ops, start, end).busy
+        return max(1.0 - sum(busy) / (len(self.busy) * longest_span), 0.0)
 
 
-def _unknown() -> None:
-    return None
+def _no_peak_memory() -> None:
+    """Return None, the default of `Timeline.peak_memory`."""
 
 
 @dataclass(frozen=True)
 class Timeline(Shown):
-    """The events of one step, in order of start. Seconds count from the first event.
+    """The events of one step, ordered by start. Times are in seconds from the first event.
 
     Attributes:
-        events: ops and transfers. Of a simulated timeline they are made when they are first asked
-        for. ranks, stages: numbers of them. peak_memory: bytes per rank where they are known, else
-        None. source: "simulated" or "measured". title: the schedule's name. slicing: how
-        micro-batches are cut, if they are: ops then count slices. account: what knows the memory
-        over time, if anything does.
+        events: ops and transfers. A simulated timeline builds them at the first access.
+        ranks, stages: how many there are.
+        peak_memory: bytes per rank, None if unknown.
+        source: "simulated" or "measured".
+        title: name of the schedule.
+        slicing: how micro-batches are cut into slices, if they are; ops then count slices.
+        account: source of the memory over time, if it is known.
     """
 
     events: tuple[Event, ...]
     ranks: int
     stages: int
-    peak_memory: tuple[int, ...] | None = field(
-        default_factory=_unknown
-    )  # no class attribute: see __getattr__
+    # A default factory, since a plain default would become a class attribute, and `__getattr__`
+    # would not be called for it.
+    peak_memory: tuple[int, ...] | None = field(default_factory=_no_peak_memory)
     source: str = "simulated"
     title: str = ""
     slicing: Slicing | None = None
-    account: Account | None = field(default=None, compare=False, repr=False)
+    account: MemoryAccount | None = field(default=None, compare=False, repr=False)
 
+    # Type checkers know the fields and must not see the untyped `__getattr__`.
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name):  # noqa: ANN001, ANN204 - hidden from checkers, who know the fields
-            """What `of_log` has left to be made when it is asked for."""
+        def __getattr__(self, name):  # noqa: ANN001, ANN204 - see above
+            """Compute the fields that `of_log` leaves out, at their first access."""
             if name not in ("events", "peak_memory") or "log" not in self.__dict__:
                 raise AttributeError(f"a Timeline has no {name!r}")
             if name == "events":
                 value = self.__dict__["log"].events()
+            elif self.account is None:
+                value = None
             else:
-                value = (
-                    None
-                    if self.account is None
-                    else tuple(curve.peak for curve in self.account.curves)
-                )
+                value = tuple(curve.peak for curve in self.account.curves)
             object.__setattr__(self, name, value)
             return value
 
     @classmethod
     def of(
         cls,
-        events: Iterable[Row],
+        events: Iterable[EventRow],
         ranks: int,
         stages: int,
         peak_memory: tuple[int, ...] | None = None,
         source: str = "simulated",
         title: str = "",
     ) -> Timeline:
-        """A timeline whose first event starts at 0, of Events or of a schedule graph's rows.
+        """Build a timeline from Events or from rows of `Graph.events`.
 
-        Events of a rank that begin and end together stay in the order given.
+        Times are shifted so that the first event starts at 0. Events of a rank with the same start
+        and end stay in the order given.
         """
         ordered = sorted(
             starmap(Event, events), key=lambda event: (event.start, event.end, event.rank)
         )
         origin = ordered[0].start if ordered else 0.0
-        moved = tuple(
+        shifted = tuple(
             event._replace(start=event.start - origin, end=event.end - origin) for event in ordered
         )
-        return cls(moved, ranks, stages, peak_memory, source, title)
+        return cls(shifted, ranks, stages, peak_memory, source, title)
 
     @classmethod
-    def of_log(cls, log: Log, title: str, account: Account | None = None) -> Timeline:
-        """A simulated timeline of arrays that count from 0; its events are made when somebody asks
-        for them.
+    def of_log(cls, log: EventArrays, title: str, account: MemoryAccount | None = None) -> Timeline:
+        """Build a simulated timeline from arrays whose times start at 0.
+
+        `events` and `peak_memory` are computed at their first access.
         """
-        made = cls.__new__(cls)
+        timeline = cls.__new__(cls)
         fields = {
             "ranks": len(log.ops.first) - 1,
             "stages": log.ops.stages,
@@ -254,17 +271,17 @@ class Timeline(Shown):
             "log": log,
         }
         for name, value in fields.items():
-            object.__setattr__(made, name, value)
-        return made
+            object.__setattr__(timeline, name, value)
+        return timeline
 
     @cached_property
-    def log(self) -> Log:
-        """The compute events as arrays; of a simulated timeline the transfers too."""
-        return Log.of(self.compute, self.ranks, self.slicing)
+    def log(self) -> EventArrays:
+        """The compute events as arrays; for a simulated timeline the transfers too."""
+        return EventArrays.of(self.compute, self.ranks, self.slicing)
 
     @cached_property
     def compute(self) -> tuple[Event, ...]:
-        """The events that are work of a rank, transfers left out."""
+        """The events without the transfers."""
         return tuple(event for event in self.events if event.to_rank is None)
 
     @cached_property
@@ -274,49 +291,53 @@ class Timeline(Shown):
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Seconds of work per rank; those of a pair once."""
+        """Busy time per rank in seconds; the time of a pair counts once."""
         return self.log.busy
 
     @property
     def bubble_ratio(self) -> float:
         """Idle time of all ranks / (ranks x makespan)."""
-        whole = self.ranks * self.makespan
-        return (
-            max(1.0 - sum(self.busy) / whole, 0.0) if whole else 0.0
-        )  # sums of floats may pass the whole
+        rank_seconds = self.ranks * self.makespan
+        if not rank_seconds:
+            return 0.0
+        # The sum of busy times may exceed the total by a rounding error.
+        return max(1.0 - sum(self.busy) / rank_seconds, 0.0)
 
     @property
     def span_bubble_ratio(self) -> float:
-        """The zero-bubble papers' ratio: idle share of the longest span of a rank, first op's start
-        to last op's end.
+        """Idle share of the longest span of a rank, from its first op's start to its last op's end.
 
-        Source: Qi et al. 2024, section 2.3; with equal stages, (cost - m(f+i+w)) / cost. Updates
-        are left out as there: they are not synchronised across ranks. So are evictions and loads,
-        which compute nothing.
+        This is the bubble ratio of the zero-bubble papers. Source: Qi et al. 2024, section 2.3;
+        with equal stages, (cost - m(f+i+w)) / cost. As there, updates are left out, because they
+        are not synchronised across ranks. Evictions and loads are left out too, because they
+        compute nothing.
         """
         return self.log.span_bubble_ratio
 
     @property
     def peak_in_flight(self) -> tuple[float, ...]:
-        """Per stage: the most micro-batches that a rank of it had run forward and not yet finished
-        backward, nor handed to a partner. Fractions where micro-batches are cut.
+        """Maximum number of micro-batches in flight on any rank of a stage, per stage.
+
+        In flight: the forward has run, the backward has not finished, and the activations are not
+        on a partner rank. A fraction where micro-batches are cut into slices.
         """
         by_stage = self.log.ops.in_flight[0]
         return by_stage + (0,) * (self.stages - len(by_stage))
 
     @property
     def peak_on_rank(self) -> tuple[float, ...]:
-        """Per rank: the most micro-batches whose activations it held, of all stages together."""
+        """Maximum number of micro-batches whose activations a rank holds, over all its stages."""
         return self.log.ops.in_flight[1]
 
     @property
     def memory(self) -> tuple[MemoryCurve, ...] | None:
-        """Per rank, its bytes over time, where they are known."""
+        """Memory over time, per rank; None if unknown."""
         return None if self.account is None else self.account.curves
 
     @property
     def memory_holders(self) -> tuple[dict[str, int], ...] | None:
-        """Per rank, what the bytes are for when it is fullest, where that is known: weights,
-        gradients, optimizer, activations, boundary, recompute.
+        """Bytes by purpose at the moment of peak memory, per rank; None if unknown.
+
+        The purposes are weights, gradients, optimizer, activations, boundary and recompute.
         """
         return None if self.account is None else self.account.holders

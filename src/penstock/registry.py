@@ -1,4 +1,4 @@
-"""Things of which there are many: one file each in a folder of their kind, found by name."""
+"""Registry of named entries, one file per entry in a package of their kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Registered(Generic[T]):
-    """A registered function with what its file says about it."""
+    """A registered function.
+
+    Attributes:
+        name: the name to look it up by.
+        make: the function.
+        facts: the keyword arguments of its `register` decorator.
+    """
 
     name: str
     make: T
@@ -23,8 +29,14 @@ class Registered(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """The entries of one kind. The folder's files are imported at the first look-up, so a new entry
-    is one new file.
+    """The entries of one kind, such as schedules.
+
+    All modules of the package are imported at the first look-up, so adding an entry means adding
+    one file.
+
+    Args:
+        kind: name of the kind for messages, e.g. "schedule".
+        package: dotted name of the package that holds one module per entry.
     """
 
     def __init__(self, kind: str, package: str) -> None:
@@ -32,41 +44,46 @@ class Registry(Generic[T]):
         self._package = package
         self._entries: dict[str, Registered[T]] = {}
         self._aliases: dict[str, str] = {}
-        self._complete = False
+        self._loaded = False
 
     def register(
         self, name: str, *, aliases: tuple[str, ...] = (), **facts: object
     ) -> Callable[[T], T]:
-        """Decorate the function that makes the entry called `name`."""
+        """Return a decorator that registers a function as the entry `name`.
+
+        Args:
+            name: the entry's name.
+            aliases: other names to find it by.
+            facts: properties of the entry, available as `Registered.facts`.
+        """
 
         def add(make: T) -> T:
-            self._entries[name] = Registered(
-                name, make, {**facts, "aliases": aliases} if aliases else facts
-            )
+            """Register the function and return it unchanged."""
+            entry_facts = {**facts, "aliases": aliases} if aliases else facts
+            self._entries[name] = Registered(name, make, entry_facts)
             self._aliases.update(dict.fromkeys(aliases, name))
             return make
 
         return add
 
     def entries(self) -> dict[str, Registered[T]]:
-        """Every entry by its own name, in alphabetical order."""
-        if not self._complete:
+        """Return all entries by name, in alphabetical order, without aliases."""
+        if not self._loaded:
             package = importlib.import_module(self._package)
             for module in pkgutil.iter_modules(package.__path__, f"{self._package}."):
                 importlib.import_module(module.name)
-            self._complete = True
+            self._loaded = True
         return dict(sorted(self._entries.items()))
 
     def find(self, name: str) -> Registered[T]:
-        """The entry called `name` or one of its aliases.
+        """Return the entry called `name`, or with `name` as an alias.
 
         Raises:
-            UnknownName: there is none; the message lists all and the closest.
+            UnknownName: no entry has that name; the message lists all names and the closest one.
         """
         entries = self.entries()
-        entry = entries.get(name) or entries.get(
-            self._aliases.get(name, name)
-        )  # a name goes before an alias
+        # Names take precedence over aliases.
+        entry = entries.get(name) or entries.get(self._aliases.get(name, name))
         if entry is None:
             raise UnknownName(self.kind, name, [*entries, *sorted(self._aliases)])
         return entry

@@ -150,9 +150,11 @@ class Case:
     updates: int = 40
 
     def __str__(self) -> str:
-        made = "".join(f"-{key}{value}" for key, value in (self.making | self.options).items())
+        options_text = "".join(
+            f"-{key}{value}" for key, value in (self.making | self.options).items()
+        )
         rest = f"{'' if self.recompute == 'never' else '-recomputed'}{'' if self.dtype == torch.float64 else '-float32'}"
-        return f"{self.rule}-{self.schedule}-S{self.ranks}-m{self.m}-{self.optimizer}-{self.model}{made}{rest}"
+        return f"{self.rule}-{self.schedule}-S{self.ranks}-m{self.m}-{self.optimizer}-{self.model}{options_text}{rest}"
 
     @property
     def stages(self) -> int:
@@ -174,8 +176,10 @@ class Case:
         """Always the same; `sizes`: samples of each."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(4)
-            made = [LEARNING[self.model].data(size) for size in sizes or [SAMPLES] * self.updates]
-        return [(x.to(self.dtype) if x.is_floating_point() else x, y) for x, y in made]
+            batches = [
+                LEARNING[self.model].data(size) for size in sizes or [SAMPLES] * self.updates
+            ]
+        return [(x.to(self.dtype) if x.is_floating_point() else x, y) for x, y in batches]
 
     def pipeline(self, executor: str | None = "threads", **options: Any) -> ps.Pipeline:
         """What is tested."""
@@ -231,14 +235,14 @@ class Case:
         )
 
 
-def assert_same(found: Any, expected: Any, case: Case) -> None:
+def assert_same(actual: Any, expected: Any, case: Case) -> None:
     """Every loss and every number of the state, buffers of batch norm included, to float tolerance."""
     tolerance = (
         {"rtol": 1e-9, "atol": 1e-11}
         if case.dtype == torch.float64
         else {"rtol": 2e-4, "atol": 2e-5}
     )
-    (losses, state), (expected_losses, expected_state) = found, expected
+    (losses, state), (expected_losses, expected_state) = actual, expected
     losses, expected_losses = (
         torch.stack(list(values)).double() for values in (losses, expected_losses)
     )
@@ -259,14 +263,14 @@ def assert_same(found: Any, expected: Any, case: Case) -> None:
 
 def run_all(cases: Sequence[Case]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
     """In a rank: every case in turn."""
-    found = []
+    results = []
     for case in cases:
         try:
-            found.append(case.run(None))
+            results.append(case.run(None))
         except Exception as error:
             error.add_note(f"in {case}")
             raise
-    return found
+    return results
 
 
 def save_half_way(cases: Sequence[Case], folders: Sequence[Path]) -> list[tuple[Any, ...]]:
@@ -274,7 +278,7 @@ def save_half_way(cases: Sequence[Case], folders: Sequence[Path]) -> list[tuple[
     the end; and then the later losses and the state once more, by a pipeline that has loaded in
     mid-stream what was saved.
     """
-    found = []
+    results = []
     for case, folder in zip(cases, folders, strict=True):
         pipe, losses, fed = case.pipeline(None), [], 0
         for loss in pipe.train(case.batches()):
@@ -285,7 +289,7 @@ def save_half_way(cases: Sequence[Case], folders: Sequence[Path]) -> list[tuple[
         state = pipe.state_dict()
         list(islice(pipe.train(iter(case.batches())), 3))
         pipe.load(folder)
-        found.append(
+        results.append(
             (
                 fed,
                 torch.stack(losses),
@@ -295,4 +299,4 @@ def save_half_way(cases: Sequence[Case], folders: Sequence[Path]) -> list[tuple[
             )
         )
         pipe.close()
-    return found
+    return results

@@ -40,7 +40,7 @@ class AvgPipe:
         self.lines = [Line(*args, **rest) for _ in range(pipelines)]
         self.stages, self.n, self.t = self.lines[0].stages, pipelines, 0
         self.reference = [copies(versions[0]) for versions in self.lines[0].weights]
-        self.moved = [[torch.zeros_like(w) for w in own] for own in self.reference]
+        self.moved = [[torch.zeros_like(w) for w in weights] for weights in self.reference]
 
     def batch(self, x: Any, y: Any) -> Tensor:
         """One batch on the copy whose turn it is."""

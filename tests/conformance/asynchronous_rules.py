@@ -59,8 +59,10 @@ class Line:
             recompute,
         )
         self.parameters = [[w for w in stage.parameters() if w.requires_grad] for stage in stages]
-        self.optimizers = [optimizer(own) if own else None for own in self.parameters]
-        self.weights: list[list[Weights]] = [[copies(own)] for own in self.parameters]
+        self.optimizers = [
+            optimizer(parameters) if parameters else None for parameters in self.parameters
+        ]
+        self.weights: list[list[Weights]] = [[copies(parameters)] for parameters in self.parameters]
         #: What the optimizer of stage s knew when it had made version v, by parameter; nothing
         #: before the first update.
         self.known: list[list[list[dict[str, Tensor]] | None]] = [[None] for _ in stages]
@@ -88,13 +90,13 @@ class Line:
         self, x: Any, y: Any, share: float, read: list[tuple[Weights, Weights]]
     ) -> Tensor:
         """Gradients add up in `.grad`."""
-        taken, given = [], []
+        inputs, outputs = [], []
         for s, stage in enumerate(self.stages):
             self.put(s, read[s][0])
-            taken.append(x.detach().requires_grad_(s > 0 and x.is_floating_point()))
-            x = stage(taken[s].clone())  # a layer may change its input in place
-            given.append(x)
-        given[-1] = found = self.loss(x, y) * share
+            inputs.append(x.detach().requires_grad_(s > 0 and x.is_floating_point()))
+            x = stage(inputs[s].clone())  # a layer may change its input in place
+            outputs.append(x)
+        outputs[-1] = loss = self.loss(x, y) * share
         grad = None
         for s in reversed(range(self.p)):
             # Into the memory that the graph refers to: what it saved of the weights are these now,
@@ -102,12 +104,12 @@ class Line:
             # activations are still those of the forward.
             self.put(s, read[s][1])
             if self.recompute:
-                given[s] = self.stages[s](taken[s].clone())
-                given[s] = self.loss(given[s], y) * share if s == self.p - 1 else given[s]
-            if given[s].requires_grad:
-                given[s].backward(grad)
-            grad = taken[s].grad
-        return found.detach()
+                outputs[s] = self.stages[s](inputs[s].clone())
+                outputs[s] = self.loss(outputs[s], y) * share if s == self.p - 1 else outputs[s]
+            if outputs[s].requires_grad:
+                outputs[s].backward(grad)
+            grad = inputs[s].grad
+        return loss.detach()
 
     def update(self) -> None:
         """One step of every stage's optimizer, from the newest weights to the next."""
@@ -151,12 +153,12 @@ class Line:
         """Version v of stage s, moved on by `ahead` steps in the optimizer's direction; as it is
         before the first step.
         """
-        known = self.known[s][v]
-        if known is None:
+        adam_state = self.known[s][v]
+        if adam_state is None:
             return self.weights[s][v]
         return [
             w - state["lr"] * ahead * direction(state)
-            for w, state in zip(self.weights[s][v], known, strict=True)
+            for w, state in zip(self.weights[s][v], adam_state, strict=True)
         ]
 
 
@@ -167,8 +169,8 @@ class Stash(Line):
 
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
         """One version per micro-batch and stage."""
-        found = self.weights[s][t - min(t, gap(self.p, s, j, self.m))]
-        return found, found
+        version = self.weights[s][t - min(t, gap(self.p, s, j, self.m))]
+        return version, version
 
 
 class VerticalSync(Line):
@@ -176,8 +178,8 @@ class VerticalSync(Line):
 
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
         """One version per micro-batch."""
-        found = self.weights[s][t - min(t, gap(self.p, 0, j, self.m))]
-        return found, found
+        version = self.weights[s][t - min(t, gap(self.p, 0, j, self.m))]
+        return version, version
 
 
 class DoubleBuffer(Line):
@@ -188,8 +190,8 @@ class DoubleBuffer(Line):
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
         """One version per batch."""
         k = t * self.m + j + 1
-        found = self.weights[s][max((k - 1) // self.m - 1, 0)]
-        return found, found
+        version = self.weights[s][max((k - 1) // self.m - 1, 0)]
+        return version, version
 
 
 class Newest(Line):
@@ -226,17 +228,17 @@ class XPipe(Line):
 
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
         """What the bellwether's forward predicted, what its backward predicted."""
-        found = t - min(t, gap(self.p, s, 0, self.m))
+        version = t - min(t, gap(self.p, s, 0, self.m))
         forward = self.predicted(
-            s, found, round((self.p + self.m - s / 2 - 2) / self.m), self._direction
+            s, version, round((self.p + self.m - s / 2 - 2) / self.m), self._direction
         )
         return forward, self.predicted(s, t, round((self.m + s // 2 - 1) / self.m), self._direction)
 
     @staticmethod
-    def _direction(known: dict[str, Any]) -> Tensor:
-        gamma, lam = known["betas"]
-        v, q = known["exp_avg"] / (1 - gamma), known["exp_avg_sq"] / (1 - lam)
-        return v / (q.sqrt() + known["eps"])
+    def _direction(state: dict[str, Any]) -> Tensor:
+        gamma, lam = state["betas"]
+        v, q = state["exp_avg"] / (1 - gamma), state["exp_avg_sq"] / (1 - lam)
+        return v / (q.sqrt() + state["eps"])
 
 
 class PipeOptim(Line):
@@ -250,16 +252,16 @@ class PipeOptim(Line):
         return self.predicted(s, t - min(t, missing), missing, self._direction), self.weights[s][t]
 
     @staticmethod
-    def _direction(known: dict[str, Any]) -> Tensor:
-        if "betas" in known:
-            beta1, beta2 = known["betas"]
-            steps = float(known["step"])
-            m = known["exp_avg"] / (1 - beta1**steps)
-            v = known["max_exp_avg_sq" if known["amsgrad"] else "exp_avg_sq"] / (1 - beta2**steps)
-            return m / (v.sqrt() + known["eps"])
-        if "alpha" in known:
-            return known["gradient"] / (known["square_avg"].sqrt() + known["eps"])
-        return known["momentum_buffer"] if known["momentum"] else known["gradient"]
+    def _direction(state: dict[str, Any]) -> Tensor:
+        if "betas" in state:
+            beta1, beta2 = state["betas"]
+            steps = float(state["step"])
+            m = state["exp_avg"] / (1 - beta1**steps)
+            v = state["max_exp_avg_sq" if state["amsgrad"] else "exp_avg_sq"] / (1 - beta2**steps)
+            return m / (v.sqrt() + state["eps"])
+        if "alpha" in state:
+            return state["gradient"] / (state["square_avg"].sqrt() + state["eps"])
+        return state["momentum_buffer"] if state["momentum"] else state["gradient"]
 
 
 class PipeMare(Line):
@@ -289,15 +291,15 @@ class PipeMare(Line):
             self.tau = [(2 * (self.p - (s + 1)) + 1) / self.m for s in range(self.p)]
         self.warm_up = warm_up
         self.gamma = [decay ** (1 / tau) if tau else 0.0 for tau in self.tau]
-        self.delta = [[torch.zeros_like(w) for w in own] for own in self.parameters]
+        self.delta = [[torch.zeros_like(w) for w in weights] for weights in self.parameters]
         self.annealing, self.k = annealing, 0
 
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
         """Found by the forward; corrected towards it for the backward."""
         if self.k < self.warm_up:
             return super().reads(s, t, j)
-        found = self.weights[s][t - min(t, gap(self.p, s, j, self.m))]
-        return found, [
+        version = self.weights[s][t - min(t, gap(self.p, s, j, self.m))]
+        return version, [
             w - self.tau[s] * d for w, d in zip(self.weights[s][t], self.delta[s], strict=True)
         ]
 
@@ -306,7 +308,7 @@ class PipeMare(Line):
         power = (
             1 - min(self.k / self.annealing, 1) if self.annealing and self.k >= self.warm_up else 0
         )
-        kept = [
+        previous = [
             [group["lr"] for group in optimizer.param_groups] if optimizer else []
             for optimizer in self.optimizers
         ]
@@ -314,7 +316,7 @@ class PipeMare(Line):
             for group in optimizer.param_groups if optimizer else ():
                 group["lr"] /= max(tau, 1) ** power
         super().update()
-        for optimizer, rates in zip(self.optimizers, kept, strict=True):
+        for optimizer, rates in zip(self.optimizers, previous, strict=True):
             for group, rate in zip(optimizer.param_groups if optimizer else (), rates, strict=True):
                 group["lr"] = rate
         for s, gamma in enumerate(self.gamma):
@@ -335,8 +337,8 @@ class WPipe(Line):
 
     def reads(self, s: int, t: int, j: int) -> tuple[Weights, Weights]:
         """Group 0 is one update late, group 1 none."""
-        found = self.weights[s][max(t - 1, 0) if s < self.p // 2 else t]
-        return found, found
+        version = self.weights[s][max(t - 1, 0) if s < self.p // 2 else t]
+        return version, version
 
 
 class VirtualWorker(Line):
@@ -359,5 +361,5 @@ class VirtualWorker(Line):
             if self.in_flight >= self.p
             else math.ceil((self.p - s) * self.in_flight / self.p)
         )
-        found = self.weights[s][t - min(t, max(0, math.ceil((ahead - 1 - j) / self.m)))]
-        return found, found
+        version = self.weights[s][t - min(t, max(0, math.ceil((ahead - 1 - j) / self.m)))]
+        return version, version

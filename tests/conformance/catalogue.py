@@ -47,12 +47,12 @@ def one_of_each(micro_batches: int) -> dict[str, Schedule]:
     """Every schedule that does not cut its micro-batches once, by name, in three stages, or else
     four, two, or one.
     """
-    made = {
+    schedules = {
         name: [made_as(name, stages, micro_batches) for stages in (3, 4, 2, 1)]
         for name in SYNCHRONOUS
     }
     whole = {
         name: [schedule for schedule in sizes if schedule and schedule.slicing is None]
-        for name, sizes in made.items()
+        for name, sizes in schedules.items()
     }
     return {name: sizes[0] for name, sizes in whole.items() if sizes}

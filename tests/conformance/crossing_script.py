@@ -145,10 +145,10 @@ def main():
         net[1].seen.clear()
         pipe.train_batch(x, y)
         rank = int(os.environ["RANK"])
-        for own, other in zip(net[rank].parameters(), plain[rank].parameters(), strict=True):
-            if not torch.equal(own.grad, other.grad):
+        for parameter, other in zip(net[rank].parameters(), plain[rank].parameters(), strict=True):
+            if not torch.equal(parameter.grad, other.grad):
                 differing.append(f"gradient under {recompute}")
-        if rank == 1 and any(seen != plain[1].seen[0] for seen in net[1].seen):
+        if rank == 1 and any(shapes != plain[1].seen[0] for shapes in net[1].seen):
             differing.append(f"{net[1].seen[0]} and {plain[1].seen[0]}")
     outputs = ps.Pipeline(
         nn.Sequential(First(type(plain[0](x)["local"])), Last()),
@@ -158,8 +158,8 @@ def main():
         loss=functional.mse_loss,
         device="cpu",
     )
-    made = outputs.forward(x)
-    if type(made) is not Plain or type(made.pair.state) is not State:
+    result = outputs.forward(x)
+    if type(result) is not Plain or type(result.pair.state) is not State:
         differing.append("the output's classes")
     return differing
 

@@ -66,7 +66,7 @@ def random_schedules(
 def random_slicings(
     along: str, most_slices: int = 3, most_micro_batches: int = 3
 ) -> st.SearchStrategy[Slicing]:
-    """Micro-batches cut into up to so many slices, each its own way."""
+    """Micro-batches cut into up to that number of slices, each in its own way."""
     weights = st.lists(st.integers(1, 4), min_size=1, max_size=most_slices)
     rows = st.lists(
         weights.map(lambda row: tuple(weight / sum(row) for weight in row)),

@@ -80,16 +80,16 @@ class PlainTraining:
     ) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """As `backward`, but with every micro-batch's gradients apart, by name."""
         parts = min(micro_batches, samples_of(x))
-        losses, found = [], []
+        losses, part_gradients = [], []
         for m, (own_x, own_y) in enumerate(zip(split(x, parts), split(y, parts), strict=True)):
             self.model.zero_grad()
             share = self.loss(self.forward(own_x, m), own_y) * (samples_of(own_x) / samples_of(x))
             share.backward()
             losses.append(share.detach())
-            found.append(gradients(self.model))
+            part_gradients.append(gradients(self.model))
         self.model.zero_grad()
         self.step += 1
-        return torch.stack(losses).sum(), found
+        return torch.stack(losses).sum(), part_gradients
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -116,9 +116,11 @@ def in_order_of(
     names = {parameter: name for name, parameter in model.named_parameters()}
     total: dict[str, Tensor] = {}
     for stage, length in enumerate(lengths):
-        own, layers = layers[:length], layers[length:]
-        held = {names[parameter] for layer in own for parameter in layer.parameters()}
-        kept = [{name: grad for name, grad in part.items() if name in held} for part in parts]
+        stage_layers, layers = layers[:length], layers[length:]
+        held = {names[parameter] for layer in stage_layers for parameter in layer.parameters()}
+        stage_parts = [
+            {name: grad for name, grad in part.items() if name in held} for part in parts
+        ]
         copies = []
         for program in schedule.programs:
             order = [
@@ -126,16 +128,16 @@ def in_order_of(
                 for op in program
                 if op.stage == stage and op.kind in (Kind.B, Kind.W)
             ]
-            copies.append(added_up(kept, [m for m in order if m < len(parts)]))
+            copies.append(added_up(stage_parts, [m for m in order if m < len(parts)]))
         total |= added_up(copies, range(len(copies)))
     return total
 
 
-def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+def differences(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     """Names that differ, in being there or in any bit."""
-    names = found.keys() | expected.keys()
+    names = actual.keys() | expected.keys()
     return sorted(
         n
         for n in names
-        if n not in found or n not in expected or not torch.equal(found[n], expected[n])
+        if n not in actual or n not in expected or not torch.equal(actual[n], expected[n])
     )

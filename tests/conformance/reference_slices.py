@@ -1,7 +1,7 @@
 """Plain training in one process on slices, written out: what every pipeline that cuts sequences
 must equal, to the bit.
 
-No slice's graph is cut off from the next one's here, and nobody hands gradients over: all slices of
+No slice's graph is cut off from the next one's here, and no gradients are handed over: all slices of
 a micro-batch are one graph, and one backward goes through it. That the gradients of each slice can
 be told apart, each has a copy of the model to itself, so that they can be added up in the order in
 which a program has its backwards.

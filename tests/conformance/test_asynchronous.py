@@ -150,7 +150,7 @@ def test_forty_updates_of_every_rule_equal_its_papers_equation(case):
 
 
 def in_processes(ranks):
-    """Every rule whose pipeline has so many processes. HetPipe's two virtual workers take twice the
+    """All rules whose pipeline has this number of processes. HetPipe's two virtual workers take twice the
     ranks of one.
     """
     for number, (rule, optimizers) in enumerate(TAKES.items()):
@@ -196,7 +196,10 @@ def played(ranks):
 )
 def test_the_same_in_processes_of_their_own(ranks, number):
     """Real ranks and real messages: every rule at every number of stages."""
-    case, (first, *others) = IN_PROCESSES[ranks][number], [found[number] for found in played(ranks)]
+    case, (first, *others) = (
+        IN_PROCESSES[ranks][number],
+        [results[number] for results in played(ranks)],
+    )
     assert_same(first, case.expected(), case)
     for losses, state in others:
         assert torch.equal(torch.stack(losses), torch.stack(first[0]))
@@ -214,8 +217,8 @@ def test_unequal_micro_batches_and_a_short_last_batch_are_weighed_by_their_sampl
         case = Case(rule, 3, 4, optimizer)
         batches = case.batches([7] * 11 + [2])
         pipe = case.pipeline()
-        found = list(pipe.train(batches)), pipe.state_dict()
-        assert_same(found, case.expected(batches=batches), case)
+        actual = list(pipe.train(batches)), pipe.state_dict()
+        assert_same(actual, case.expected(batches=batches), case)
 
 
 REFUSED = [
@@ -270,7 +273,7 @@ REFUSED = [
     ),
     (
         Case("stash", 3, 2, "sgd", schedule="hetpipe"),
-        "in hetpipe copies of a stage do not meet at every U",
+        "in hetpipe copies of a stage do not synchronise at every U",
     ),
     (
         Case("hetpipe", 2, 1, "sgd", schedule="hetpipe", making={"distance": -1}),
@@ -304,6 +307,6 @@ def test_no_case_would_pass_by_training_synchronously(rule):
     for case in CASES:
         if case.rule == rule:
             losses, plain = (
-                torch.stack(found[0][:12]) for found in (expected(case), case.synchronous(12))
+                torch.stack(run[0][:12]) for run in (expected(case), case.synchronous(12))
             )
             assert (losses - plain).abs().max() > 1e-5, str(case)

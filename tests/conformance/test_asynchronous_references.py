@@ -110,13 +110,13 @@ def numpy_pipeline(model, batches, m, *, stash):
             if not stage.todo or (stage.todo[0][0], s, stage.todo[0][1]) not in ready:
                 continue
             kind, n = stage.todo.pop(0)
-            taken = ready.pop((kind, s, n))
+            value = ready.pop((kind, s, n))
             if kind == "B":
-                ready["B", s - 1, n] = stage.backward(n, taken)
+                ready["B", s - 1, n] = stage.backward(n, value)
             elif s < p - 1:
-                ready["F", s + 1, n] = stage.forward(n, taken)
+                ready["F", s + 1, n] = stage.forward(n, value)
             else:
-                error = stage.forward(n, taken) - ys[n]
+                error = stage.forward(n, value) - ys[n]
                 losses[n // m] += (error**2).mean() / m
                 ready["B", s, n] = 2 * error / error.size / m
     assert size * m == SAMPLES
@@ -135,8 +135,8 @@ def test_references_equal_a_pipeline_with_one_array_per_stage_and_backwards_by_h
     losses, state = simulate(rule, model, lengths, sgd, functional.mse_loss, batches, m)
     expected, arrays = numpy_pipeline(model, batches, m, stash=rule == "stash")
     np.testing.assert_allclose(torch.stack(losses).numpy(), expected, rtol=1e-12)
-    for found, array in zip(state.values(), arrays, strict=True):
-        np.testing.assert_allclose(found.numpy(), array, rtol=1e-11, atol=1e-13)
+    for tensor, array in zip(state.values(), arrays, strict=True):
+        np.testing.assert_allclose(tensor.numpy(), array, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("rule", ["stash", "none"])
@@ -173,8 +173,8 @@ def test_rules_with_one_version_per_batch_are_descent_on_delayed_weights(
         loss = functional.mse_loss(read(x), y)
         loss.backward()
         torch.testing.assert_close(losses[t], loss.detach(), rtol=1e-12, atol=0)
-        for own, other in zip(newest.parameters(), read.parameters(), strict=True):
-            own.grad = other.grad.clone()
+        for parameter, other in zip(newest.parameters(), read.parameters(), strict=True):
+            parameter.grad = other.grad.clone()
         stepper.step()
         history.append(copy.deepcopy(newest))
     torch.testing.assert_close(state, dict(newest.state_dict()), rtol=1e-10, atol=1e-12)
@@ -192,9 +192,9 @@ def test_rules_with_one_version_per_batch_are_descent_on_delayed_weights(
 def test_on_one_stage_every_rule_without_a_delay_of_its_own_is_plain_training(rule, m):
     """Nothing is in flight, so nothing is stale, ahead or apart."""
     options = {"virtual_workers": 1, "in_flight": 1, "distance": 1} if rule == "hetpipe" else {}
-    found = simulate(rule, mlp(3), [5], momentum, functional.mse_loss, data(10), m, **options)
+    simulated = simulate(rule, mlp(3), [5], momentum, functional.mse_loss, data(10), m, **options)
     plain = simulate("flush", mlp(3), [5], momentum, functional.mse_loss, data(10), m)
-    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(simulated, plain, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -208,22 +208,22 @@ def test_with_a_drain_after_every_batch_no_rule_that_predicts_nothing_differs_fr
     """
     optimizer, m, options = SETTINGS.get(rule, (momentum, 4, {}))
     args = (mlp(4), [2, 1, 2, 2], optimizer, functional.mse_loss, data(8), m)
-    found, plain = simulate(rule, *args, drains=range(8), **options), simulate("flush", *args)
-    same = torch.allclose(torch.stack(found[0]), torch.stack(plain[0]), rtol=1e-9)
+    simulated, plain = simulate(rule, *args, drains=range(8), **options), simulate("flush", *args)
+    same = torch.allclose(torch.stack(simulated[0]), torch.stack(plain[0]), rtol=1e-9)
     assert same == (rule not in ("spectrain", "xpipe", "pipeoptim", "pipemare"))
 
 
 def test_any_two_rules_differ_by_far_more_than_the_tolerance_of_the_comparison():
     """A runtime that mixed two rules up would not pass by chance."""
-    found = {}
+    states = {}
     for rule in REFERENCES:
         optimizer, m, options = SETTINGS.get(rule, (momentum, 4, {}))
-        found[rule] = torch.stack(
+        states[rule] = torch.stack(
             simulate(
                 rule, mlp(4), [2, 1, 2, 2], optimizer, functional.mse_loss, data(20), m, **options
             )[0]
         )
-    for (one, a), (other, b) in itertools.combinations(found.items(), 2):
+    for (one, a), (other, b) in itertools.combinations(states.items(), 2):
         assert (a - b).abs().max() > 1e-5, (one, other)
 
 
@@ -300,12 +300,12 @@ def test_hetpipe_counts_every_update_of_every_virtual_worker_once(count, distanc
     x, y = steady(1)[0]
     assert x.shape == y.shape
     whole = -RATE * count * y.mean(0) / WIDTH
-    for found in state.values():
-        torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-12)
+    for tensor in state.values():
+        torch.testing.assert_close(tensor, whole, rtol=1e-10, atol=1e-12)
 
 
 def test_hetpipe_with_one_virtual_worker_is_pipedream():
-    """There is nobody to hear from."""
+    """There are no other copies."""
     args = (mlp(4), [2, 1, 2, 2], momentum, functional.mse_loss, data(10), 1)
     options = {"virtual_workers": 1, "in_flight": 4, "distance": 0}
     torch.testing.assert_close(simulate("hetpipe", *args, **options), simulate("stash", *args))
@@ -327,8 +327,8 @@ def test_avgpipes_reference_moves_by_the_mean_of_what_its_copies_do(count, pipel
         pipelines=pipelines,
     )
     whole = -RATE * count / pipelines * steady(1)[0][1].mean(0) / WIDTH
-    for found in state.values():
-        torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-12)
+    for tensor in state.values():
+        torch.testing.assert_close(tensor, whole, rtol=1e-10, atol=1e-12)
 
 
 def test_distances_and_gaps_are_those_of_the_papers_tables():

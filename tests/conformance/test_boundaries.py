@@ -134,7 +134,7 @@ def test_nested_tuples_lists_and_dicts_cross_with_integers_flags_none_and_consta
 
 
 class Counted(nn.Module):
-    """Beside its output, float statistics that nothing is trained by, and a tensor that nobody
+    """Beside its output, float statistics that nothing is trained by, and a tensor that no stage
     uses.
     """
 

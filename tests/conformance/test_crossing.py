@@ -123,12 +123,12 @@ class Wrap(nn.Module):
             hidden.argmax(-1),
             hidden > 0,
         ]
-        made = draw.choice(WRAPS)(hidden + 1, (parts[0], 3, None, "text", 0.5))
+        wrapped = draw.choice(WRAPS)(hidden + 1, (parts[0], 3, None, "text", 0.5))
         for part in draw.sample(parts, draw.randint(1, 3)):
-            made = draw.choice(WRAPS)(
-                made if draw.random() < 0.5 else {"in": made, "part": part}, [part]
+            wrapped = draw.choice(WRAPS)(
+                wrapped if draw.random() < 0.5 else {"in": wrapped, "part": part}, [part]
             )
-        return made
+        return wrapped
 
 
 def chain_of(seed):
@@ -233,14 +233,14 @@ def test_inputs_and_outputs_may_be_mappings_and_records(wrap):
     pipe = ps.Pipeline(
         net, balance=[1, 1], schedule="gpipe", micro_batches=3, loss=loss, executor="threads"
     )
-    made = pipe.forward(wrap(x))
-    assert type(made) is type(net(wrap(x)))
-    torch.testing.assert_close(tensors_of(made)[0], tensors_of(net(wrap(x)))[0])
+    pipe_output = pipe.forward(wrap(x))
+    assert type(pipe_output) is type(net(wrap(x)))
+    torch.testing.assert_close(tensors_of(pipe_output)[0], tensors_of(net(wrap(x)))[0])
     assert float(pipe.train_batch(wrap(x), y)) == pytest.approx(float(loss(net(wrap(x)), y)))
     assert pipe.compare_with_one_device(wrap(x), y).relative < 1e-5
     module = ps.Pipe(net, balance=[1, 1], devices=2, chunks=3)
-    assert type(module(wrap(x))) is type(made)
-    torch.testing.assert_close(tensors_of(module(wrap(x)))[0], tensors_of(made)[0])
+    assert type(module(wrap(x))) is type(pipe_output)
+    torch.testing.assert_close(tensors_of(module(wrap(x)))[0], tensors_of(pipe_output)[0])
 
 
 def test_a_loader_of_dicts_is_refused_with_what_to_yield():
@@ -374,7 +374,7 @@ def test_one_tensor_twice_stays_one_tensor(kind, inplace):
     "views", [lambda h: (h, h[:, 1:]), lambda h: (h.view(-1, WIDTH), h), lambda h: (h, h.detach())]
 )
 def test_views_cross_and_work_in_place_on_one_of_them_is_refused(kind, views):
-    """Each arrives in memory of its own; the other would not change with it, and nobody would know."""
+    """Each arrives in memory of its own; the other would not change with it, without an error."""
     torch.manual_seed(0)
     net = nn.Sequential(Shared(views), Works(inplace=False))
     x, y = batch()
@@ -422,7 +422,7 @@ class Seen(nn.Module):
         self.flags = []
 
     def forward(self, value):
-        """A loss for every sample, weighed; torch has no gradient for the weights."""
+        """A weighted loss for every sample; torch has no gradient for the weights."""
         self.flags.append([tensor.requires_grad for tensor in value])
         logits, weight = value
         return functional.cross_entropy(logits, logits.argmax(-1), weight=weight, reduction="none")

@@ -1,4 +1,4 @@
-"""Law 1 for schedules that nobody named: any sound program runs, and its gradients are exact."""
+"""Law 1 for user-defined schedules: any sound program runs, and its gradients are exact."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_any_sound_schedule_has_exact_gradients(name):
         )
         try:
             loss = pipe.train_batch(x, y)
-            found = gradients(model)
+            actual = gradients(model)
             plain, parts = PlainTraining(model, case.loss).backward_in_parts(
                 x, y, schedule.micro_batches
             )
             assert torch.equal(loss, plain)
-            assert differences(found, in_order_of(schedule, lengths, model, parts)) == []
+            assert differences(actual, in_order_of(schedule, lengths, model, parts)) == []
         finally:
             pipe.close()
 
@@ -75,9 +75,9 @@ def test_batch_norm_in_any_schedule_has_exact_gradients(schedule):
     )
     try:
         pipe.train_batch(x, y)
-        found = gradients(model)
+        actual = gradients(model)
         _, parts = PlainTraining(model, case.loss).backward_in_parts(x, y, schedule.micro_batches)
-        assert differences(found, in_order_of(schedule, lengths, model, parts)) == []
+        assert differences(actual, in_order_of(schedule, lengths, model, parts)) == []
     finally:
         pipe.close()
 

@@ -54,14 +54,14 @@ def test_forward_and_eval_batch_equal_the_plain_model_in_evaluation_mode(name, s
         parts = list(x.tensor_split(3))
         output = torch.cat([plain(part) for part in parts])
         loss = sum(
-            case.loss(plain(part), own) * len(part) / len(x)
-            for part, own in zip(parts, y.tensor_split(3), strict=True)
+            case.loss(plain(part), target) * len(part) / len(x)
+            for part, target in zip(parts, y.tensor_split(3), strict=True)
         )
-    found = pipe.forward(x)
-    assert torch.equal(found, output)
-    assert not found.requires_grad
+    pipe_output = pipe.forward(x)
+    assert torch.equal(pipe_output, output)
+    assert not pipe_output.requires_grad
     assert torch.allclose(pipe.eval_batch(x, y), loss, rtol=1e-6)
-    assert torch.allclose(found, plain(x), atol=1e-5)
+    assert torch.allclose(pipe_output, plain(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
@@ -104,7 +104,7 @@ def test_evaluation_leaves_weights_gradients_buffers_modes_and_random_state_alon
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_modes_come_back_after_an_evaluation_that_failed(stages):
-    """Somebody catches the error and trains on: in evaluation mode, without knowing it."""
+    """A user who catches the error and trains on would do so in evaluation mode, unknowingly."""
     case = CASES["vgg"]
     model, x, y = made(case)
     pipe = ps.Pipeline(
@@ -155,12 +155,12 @@ def test_nested_outputs_are_joined_in_the_order_of_the_batch():
         executor="threads",
     )
     x = torch.randn(10, 16)
-    found, expected = pipe.forward(x), model(x)
-    assert found.keys() == expected.keys()
-    assert found["count"] == 2
-    assert found["rest"][1] is None
-    assert torch.allclose(found["a"], expected["a"], atol=1e-6)
-    assert torch.allclose(found["rest"][0], expected["rest"][0], atol=1e-6)
+    output, expected = pipe.forward(x), model(x)
+    assert output.keys() == expected.keys()
+    assert output["count"] == 2
+    assert output["rest"][1] is None
+    assert torch.allclose(output["a"], expected["a"], atol=1e-6)
+    assert torch.allclose(output["rest"][0], expected["rest"][0], atol=1e-6)
 
 
 def test_an_output_without_samples_is_refused_in_words():

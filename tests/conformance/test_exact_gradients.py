@@ -81,24 +81,31 @@ class SeenByFirstCopies:
         first = 0
         for stage, (length, ranks) in enumerate(zip(lengths, schedule.ranks_of_stage, strict=True)):
             model, x, _ = made(case, 10)
-            own = [m for m in range(self.parts) if schedule.placement[stage, m] == ranks[0]]
+            micro_batches = [
+                m for m in range(self.parts) if schedule.placement[stage, m] == ranks[0]
+            ]
             inner = layers_of(model)[first : first + length]
             names = {id(buffer): key for key, buffer in model.named_buffers()}
-            kept = [(names[id(buffer)], buffer) for layer in inner for buffer in layer.buffers()]
+            buffers = [(names[id(buffer)], buffer) for layer in inner for buffer in layer.buffers()]
             self.stages.append(
-                (PlainTraining(model, case.loss), torch.tensor_split(x, self.parts), own, kept)
+                (
+                    PlainTraining(model, case.loss),
+                    torch.tensor_split(x, self.parts),
+                    micro_batches,
+                    buffers,
+                )
             )
             first += length
 
     def next(self):
         """After one step more."""
-        found = {}
-        for plain, parts, own, kept in self.stages:
-            for m in own:
+        values = {}
+        for plain, parts, micro_batches, buffers in self.stages:
+            for m in micro_batches:
                 plain.forward(parts[m], m)
             plain.step += 1
-            found |= {key: buffer.clone() for key, buffer in kept}
-        return found
+            values |= {key: buffer.clone() for key, buffer in buffers}
+        return values
 
 
 def test_every_synchronous_schedule_of_the_catalogue_is_held_against_plain_training():
@@ -127,18 +134,23 @@ def test_losses_gradients_and_buffers_equal_plain_training_to_the_bit(schedule, 
     """
     pipe, model, x, y = pipeline(name, schedule, recompute)
     copied = max(map(len, schedule.ranks_of_stage)) > 1
-    seen = SeenByFirstCopies(schedule, pipe.setting.lengths, name) if copied else None
+    first_copies = SeenByFirstCopies(schedule, pipe.setting.lengths, name) if copied else None
     for loss, parts, buffers in expected(name, 10, schedule.micro_batches):
         pipe.zero_grad()
         assert torch.equal(pipe.train_batch(x, y), loss)
         assert wrong_gradients(pipe, model, parts) == []
-        assert differences(dict(model.named_buffers()), seen.next() if seen else buffers) == []
+        assert (
+            differences(
+                dict(model.named_buffers()), first_copies.next() if first_copies else buffers
+            )
+            == []
+        )
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.whole])
 @pytest.mark.parametrize("samples", [37, 16, 8])
 def test_gradients_equal_the_undivided_batch_to_float_tolerance(name, samples):
-    """Unequal micro-batches are weighed by their samples: 37 in 8 parts are five of 5 and three of
+    """Unequal micro-batches are weighted by their samples: 37 in 8 parts are five of 5 and three of
     4.
     """
     pipe, model, x, y = pipeline(name, AT_8["1f1b"], "never", samples)

@@ -47,7 +47,9 @@ class Case:
         sizes = [(s, m) for s in (2, 3, 4) for m in (1, 2, 3, 4) if s <= len(model)]
         rng.shuffle(sizes)
         name = rng.choice(self.schedules)
-        schedule = next(made for s, m in sizes if (made := made_as(name, s, m)) is not None)
+        schedule = next(
+            candidate for s, m in sizes if (candidate := made_as(name, s, m)) is not None
+        )
         lengths = random_lengths(self.seed, len(model), schedule.stages)
         layers = sorted(rng.sample(range(len(model)), rng.randint(1, len(model))))
         recompute = rng.choice(["never", "except_last", "always", layers])

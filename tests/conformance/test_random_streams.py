@@ -105,7 +105,7 @@ def plain_gradients(model, batches=1):
     """Gradients of a plain loop over the micro-batches, every layer with its own stream, and the
     generators as they were.
     """
-    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    generator_states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     for step in range(batches):
         x, y = batch_of(step)
         for number, (part, target) in enumerate(zip(x.chunk(4), y.chunk(4), strict=True)):
@@ -116,9 +116,9 @@ def plain_gradients(model, batches=1):
                 torch.manual_seed(seed)
                 part = layer(part)  # noqa: PLW2901
             (functional.mse_loss(part, target) / 4).backward()
-    random.setstate(kept[0])
-    np.random.set_state(kept[1])  # noqa: NPY002
-    torch.set_rng_state(kept[2])
+    random.setstate(generator_states[0])
+    np.random.set_state(generator_states[1])  # noqa: NPY002
+    torch.set_rng_state(generator_states[2])
     return gradients(model)
 
 
@@ -152,10 +152,10 @@ def test_a_layer_that_draws_trains_as_in_a_plain_loop_under_every_schedule_and_r
         pipe = pipeline(model, balance, schedule, recompute)
         for number in range(2):
             pipe.train_batch(*batch_of(number), update=False)
-        found = gradients(model)
-        assert found.keys() == expected.keys()
+        actual = gradients(model)
+        assert actual.keys() == expected.keys()
         for name, grad in expected.items():
-            torch.testing.assert_close(found[name], grad, msg=f"{schedule} {recompute} {name}")
+            torch.testing.assert_close(actual[name], grad, msg=f"{schedule} {recompute} {name}")
         assert torch.equal(torch.get_rng_state(), after)
     assert random.getstate() == before[0]
 
@@ -164,7 +164,7 @@ def test_a_layer_that_draws_trains_as_in_a_plain_loop_under_every_schedule_and_r
 @pytest.mark.parametrize("way", WAYS)
 def test_in_a_pipe_a_layer_draws_the_same_with_threads_or_none_under_every_balance(way, mode):
     """A recompute by the layer itself, in the backward, has to meet the state that its forward met."""
-    found = []
+    results = []
     for balance, threads in (([5], False), ([2, 3], True), ([1, 2, 2], False), ([1, 2, 2], True)):
         model = model_of(lambda: Drawing(way))
         pipe = ps.Pipe(model, balance, devices=["cpu"] * len(balance), chunks=4, checkpoint=mode)
@@ -173,11 +173,11 @@ def test_in_a_pipe_a_layer_draws_the_same_with_threads_or_none_under_every_balan
             functional.mse_loss(pipe(batch_of(number)[0]), batch_of(number)[1]).backward()
             for choice in pipe._engine.choices.values():
                 choice.forced = threads
-        found.append(
+        results.append(
             [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None]
         )
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0])
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "reentrant checkpoint"])
@@ -331,15 +331,15 @@ class NoisyBackward(nn.Module):
 
 def test_numbers_that_are_drawn_in_a_backward_do_not_depend_on_the_cut():
     """They came from the generator as the last stage had left it."""
-    found = []
+    results = []
     for balance, schedule, recompute in (([5], "gpipe", "never"), *CASES[:2], CASES[4]):
         model = model_of(NoisyBackward)
         pipe = pipeline(model, balance, schedule, recompute)
         for number in range(3):
             pipe.train_batch(*batch_of(number), update=False)
-        found.append(gradients(model))
-    for other in found[1:]:
-        for name, grad in found[0].items():
+        results.append(gradients(model))
+    for other in results[1:]:
+        for name, grad in results[0].items():
             torch.testing.assert_close(other[name], grad)
 
 
@@ -360,11 +360,11 @@ def test_evaluation_draws_the_same_under_every_cut_and_anew_at_every_call():
             return functional.dropout(x, 0.5)
 
     x, y = batch_of()
-    found = []
+    outputs = []
     for balance in ([4], [1, 3], [2, 1, 1]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), Sampled(), Sampled(), nn.Linear(6, 6))
         pipe = pipeline(model, balance, "gpipe")
-        found.append([float(pipe.eval_batch(x, y)) for _ in range(6)])
-        assert len(set(found[-1])) == 6
-    assert found[0] == found[1] == found[2]
+        outputs.append([float(pipe.eval_batch(x, y)) for _ in range(6)])
+        assert len(set(outputs[-1])) == 6
+    assert outputs[0] == outputs[1] == outputs[2]

@@ -17,7 +17,7 @@ STATE = {"calls": 0}
 
 
 class Other(nn.Module):
-    """Another forward each time, by state that nobody can restore."""
+    """Another forward each time, by state that cannot be restored."""
 
     def __init__(self, way):
         super().__init__()
@@ -84,7 +84,7 @@ def test_recomputed_layers_that_go_another_way_are_refused_or_right(way, recompu
     """Constants of the first forward stay in its graph: only what it has saved comes from the
     second.
     """
-    found = []
+    results = []
     for again in ("never", recompute):
         STATE["calls"] = 0
         model = model_of(lambda: Other(way))
@@ -102,9 +102,9 @@ def test_recomputed_layers_that_go_another_way_are_refused_or_right(way, recompu
         except StageFailed as error:
             assert "run again for the backward" in str(error)  # noqa: PT017 - refused
             return
-        found.append(gradients(model))
-    for name, grad in found[0].items():
-        torch.testing.assert_close(found[1][name], grad)
+        results.append(gradients(model))
+    for name, grad in results[0].items():
+        torch.testing.assert_close(results[1][name], grad)
 
 
 def test_the_message_names_stage_layers_micro_batch_and_what_to_do():

@@ -42,14 +42,16 @@ def test_a_sound_pipeline_differs_by_nothing_from_one_device(name, recompute):
     buffer is named.
     """
     pipe, model, x, y = pipeline(name, recompute=recompute)
-    found = pipe.compare_with_one_device(x, y)
-    assert set(found.gradients) == {key for key, _ in model.named_parameters()}
-    assert set(found.buffers) == {key for key, _ in model.named_buffers()}
-    assert set(found.gradients.values()) == {0.0}
-    assert set(found.buffers.values()) <= {0.0}
-    assert found.loss <= 1e-6
-    assert found.worst[1] <= 1e-6
-    assert all(found.scale[key] > 0 for key in found.gradients if not key.endswith("qkv.bias"))
+    comparison = pipe.compare_with_one_device(x, y)
+    assert set(comparison.gradients) == {key for key, _ in model.named_parameters()}
+    assert set(comparison.buffers) == {key for key, _ in model.named_buffers()}
+    assert set(comparison.gradients.values()) == {0.0}
+    assert set(comparison.buffers.values()) <= {0.0}
+    assert comparison.loss <= 1e-6
+    assert comparison.worst[1] <= 1e-6
+    assert all(
+        comparison.scale[key] > 0 for key in comparison.gradients if not key.endswith("qkv.bias")
+    )
 
 
 def test_a_wrong_gradient_on_one_stage_is_found_and_named(monkeypatch):
@@ -64,12 +66,12 @@ def test_a_wrong_gradient_on_one_stage_is_found_and_named(monkeypatch):
         return sent
 
     monkeypatch.setattr(Stage, "backward", wrong)
-    found = pipe.compare_with_one_device(x, y)
-    off = {name for name, error in found.gradients.items() if error}
+    comparison = pipe.compare_with_one_device(x, y)
+    off = {name for name, error in comparison.gradients.items() if error}
     assert off == {"fc1.weight", "fc1.bias"}
-    assert found.worst[0] in off
-    assert found.worst[1] > 1e-4 * found.scale["fc1.weight"]
-    assert found.loss <= 1e-6
+    assert comparison.worst[0] in off
+    assert comparison.worst[1] > 1e-4 * comparison.scale["fc1.weight"]
+    assert comparison.loss <= 1e-6
 
 
 def test_a_buffer_that_moves_twice_is_found(monkeypatch):
@@ -78,8 +80,8 @@ def test_a_buffer_that_moves_twice_is_found(monkeypatch):
     """
     pipe, model, x, y = pipeline("resnet", recompute="always")
     monkeypatch.setattr("penstock.grad.buffers.Buffers.contents", lambda self: {})
-    found = pipe.compare_with_one_device(x, y)
-    assert {name for name, error in found.buffers.items() if error} == {
+    comparison = pipe.compare_with_one_device(x, y)
+    assert {name for name, error in comparison.buffers.items() if error} == {
         name for name, _ in model.named_buffers()
     }
 
@@ -96,8 +98,8 @@ def test_comparing_between_batches_changes_nothing_of_the_training(optimizer):
     for _ in range(3):
         pipe.train_batch(x, y)
         other.train_batch(x, y)
-        found = pipe.compare_with_one_device(x * 2, y)
-        assert found.worst[1] <= 1e-6
+        comparison = pipe.compare_with_one_device(x * 2, y)
+        assert comparison.worst[1] <= 1e-6
         assert pipe.step == other.step
         assert differences(gradients(model), gradients(undisturbed)) == []
         assert differences(dict(model.state_dict()), dict(undisturbed.state_dict())) == []
@@ -126,9 +128,9 @@ def test_a_model_from_the_meta_device_is_compared_too():
         model, loss=nn.CrossEntropyLoss(), balance=[2, 2], micro_batches=3, executor="threads"
     )
     x, y = CASES["mlp"].data(10)
-    found = pipe.compare_with_one_device(x, y)
-    assert found.worst[1] <= 1e-6
-    assert len(found.gradients) == 4
+    comparison = pipe.compare_with_one_device(x, y)
+    assert comparison.worst[1] <= 1e-6
+    assert len(comparison.gradients) == 4
 
 
 def test_frozen_and_unused_parameters_are_compared_as_zero():
@@ -140,10 +142,10 @@ def test_frozen_and_unused_parameters_are_compared_as_zero():
     pipe = ps.Pipeline(
         model, loss=case.loss, balance=[3, 2, 2], micro_batches=3, executor="threads"
     )
-    found = pipe.compare_with_one_device(x, y)
-    assert found.worst[1] <= 1e-6
-    assert "fc3.unused" in found.gradients
-    assert not any(name.startswith("fc2") for name in found.gradients)
+    comparison = pipe.compare_with_one_device(x, y)
+    assert comparison.worst[1] <= 1e-6
+    assert "fc3.unused" in comparison.gradients
+    assert not any(name.startswith("fc2") for name in comparison.gradients)
 
 
 @pytest.mark.parametrize("schedule", AT_6 | AT_5)
@@ -160,9 +162,9 @@ def test_the_timeline_has_every_op_of_every_program_in_order_with_times_that_fit
     assert (timeline.ranks, timeline.stages) == (len(programs), schedule.stages)
     ends = {event.op: event.end for event in timeline.events}
     for rank, program in enumerate(programs):
-        own = [event for event in timeline.events if event.rank == rank]
-        assert tuple(event.op for event in own) == program
-        assert all(a.end <= b.start for a, b in itertools.pairwise(own))
+        rank_events = [event for event in timeline.events if event.rank == rank]
+        assert tuple(event.op for event in rank_events) == program
+        assert all(a.end <= b.start for a, b in itertools.pairwise(rank_events))
     for event in timeline.events:
         if event.op.kind.value == "F" and event.op.stage:
             assert ends[event.op._replace(stage=event.op.stage - 1)] <= event.start

@@ -66,8 +66,8 @@ def test_losses_gradients_and_buffers_equal_those_of_one_stage_to_the_bit(
     as they are written.
     """
     schedule = ps.schedule(schedule_name, stages, micro_batches, **options)
-    losses, found, order = trained(name, schedule, recompute)
+    losses, actual, order = trained(name, schedule, recompute)
     plain, expected, _ = trained(name, ps.schedule("1f1b", 1, micro_batches), "never")
     assert all(torch.equal(a, b) for a, b in zip(losses, plain, strict=True))
-    assert differences(found, expected) == []
+    assert differences(actual, expected) == []
     assert order == list(schedule.programs)

@@ -37,9 +37,9 @@ def plain(x, y, parts):
     net = model()
     total = 0.0
     for own_x, own_y in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
-        with collecting_side_losses() as found:
+        with collecting_side_losses() as side_losses:
             loss = nn.functional.mse_loss(net(own_x), own_y)
-            loss = sum(found, loss)
+            loss = sum(side_losses, loss)
         (loss * len(own_x) / len(x)).backward()
         total += float(loss.detach()) * len(own_x) / len(x)
     return total, {name: parameter.grad for name, parameter in net.named_parameters()}
@@ -97,13 +97,13 @@ def test_a_side_loss_that_comes_later_counts_from_then_on(place):
         executor="threads",
     )
     x = torch.ones(4, 4)
-    found = [float(pipe.train_batch(x, x)) for _ in range(4)]
-    assert found == [0.0, 0.0, 1.0, 1.0]
+    losses = [float(pipe.train_batch(x, x)) for _ in range(4)]
+    assert losses == [0.0, 0.0, 1.0, 1.0]
     assert torch.equal(layers[place].weight.grad, torch.full((4,), 2 * 2 / 4))
 
 
 def test_a_side_loss_that_is_no_number_is_refused():
-    """Its mean would be somebody's guess."""
+    """Its mean is not defined."""
 
     class Wrong(nn.Module):
         def forward(self, x):
@@ -121,6 +121,6 @@ def test_outside_a_pipeline_side_losses_are_dropped_unless_collected():
     """The model runs on its own too."""
     net = model()
     net(torch.ones(2, 6))
-    with collecting_side_losses() as found:
+    with collecting_side_losses() as side_losses:
         net(torch.ones(2, 6))
-    assert len(found) == 3
+    assert len(side_losses) == 3

@@ -55,12 +55,12 @@ def programs():
     """By name: a program, the way its sequences are cut, its micro-batches."""
     for way, micro_batches, stages in itertools.product(WAYS, (1, 3), (1, 2, 4)):
         slicing = slicing_of(way, micro_batches)
-        found = [terapipe(stages, slicing)]
+        candidates = [terapipe(stages, slicing)]
         if way != "each its own":
-            found += [seq1f1b(stages, slicing), seq1f1b(stages, slicing, split=True)]
+            candidates += [seq1f1b(stages, slicing), seq1f1b(stages, slicing, split=True)]
         if stages == 4:
-            found += [on_fewer_ranks(found[0], 2), on_fewer_ranks(found[0], 3)]
-        for number, schedule in enumerate(found):
+            candidates += [on_fewer_ranks(candidates[0], 2), on_fewer_ranks(candidates[0], 3)]
+        for number, schedule in enumerate(candidates):
             yield (
                 f"{schedule.name}-{stages}-{micro_batches}-{way}-{number}",
                 schedule,
@@ -218,13 +218,13 @@ def test_any_sound_program_over_slices_of_tokens_is_exact(schedule, recompute, s
     pipe, model, x, y = pipeline(schedule, recompute=recompute, samples=samples)
     try:
         loss = pipe.train_batch(x, y)
-        found = gradients(model)
+        actual = gradients(model)
         assert nothing_is_held(pipe)
         plain, parts = PlainSlices(model, CASES["gpt"].loss).backward_in_parts(
             x, y, as_cut(schedule.slicing, samples)
         )
         assert torch.equal(loss, plain)
-        assert differences(found, in_order_of(schedule, pipe.setting.lengths, model, parts)) == []
+        assert differences(actual, in_order_of(schedule, pipe.setting.lengths, model, parts)) == []
     finally:
         pipe.close()
 
@@ -240,13 +240,13 @@ def test_any_sound_program_over_slices_of_samples_is_exact(name):
         pipe, model, x, y = pipeline(schedule, name, recompute, samples)
         try:
             loss = pipe.train_batch(x, y)
-            found = gradients(model)
+            actual = gradients(model)
             plain, parts = PlainSlices(model, CASES[name].loss).backward_in_parts(
                 x, y, as_cut(schedule.slicing, samples)
             )
             assert torch.equal(loss, plain)
             assert (
-                differences(found, in_order_of(schedule, pipe.setting.lengths, model, parts)) == []
+                differences(actual, in_order_of(schedule, pipe.setting.lengths, model, parts)) == []
             )
         finally:
             pipe.close()
@@ -342,13 +342,13 @@ def test_forward_and_eval_batch_equal_the_plain_model(name, schedule, way, micro
     last of them.
     """
     pipe, model, x, y = pipeline(schedule)
-    found = pipe.forward(x)
+    pipe_output = pipe.forward(x)
     evaluated = pipe.eval_batch(x, y)
     assert nothing_is_held(pipe)
     with torch.no_grad():
         output = model.eval()(x)
-    assert found.shape == output.shape
-    assert torch.allclose(found, output, atol=1e-6)
+    assert pipe_output.shape == output.shape
+    assert torch.allclose(pipe_output, output, atol=1e-6)
     assert torch.allclose(evaluated, CASES["gpt"].loss(output, y), rtol=1e-6)
     pipe.close()
 
@@ -413,8 +413,8 @@ def test_what_slices_hand_on_is_dropped_when_a_batch_fails():
 def test_the_self_check_finds_nothing_wrong_in_a_sound_model(name, tolerance, recompute):
     """With dropout against slices in one graph, without against whole sequences."""
     pipe, _, x, y = pipeline(seq1f1b(2, slicing_of("3 unequal", 3)), name, recompute)
-    found = pipe.compare_with_one_device(x, y)
-    assert found.worst[1] <= tolerance
+    comparison = pipe.compare_with_one_device(x, y)
+    assert comparison.worst[1] <= tolerance
     assert nothing_is_held(pipe)
 
 
@@ -454,9 +454,9 @@ def test_the_self_check_finds_a_layer_that_is_other_on_slices_than_on_the_whole(
         schedule=terapipe(2, slicing_of("2", 3)),
         executor="threads",
     )
-    found = pipe.compare_with_one_device(x, y)
-    assert found.gradients["1.weight"] > 1e-3
-    assert found.gradients["2.bias"] > 1e-6
+    comparison = pipe.compare_with_one_device(x, y)
+    assert comparison.gradients["1.weight"] > 1e-3
+    assert comparison.gradients["2.bias"] > 1e-6
 
 
 def test_peaks_in_flight_of_a_run_count_micro_batches_not_slices():

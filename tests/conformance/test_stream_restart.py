@@ -71,10 +71,10 @@ def interrupted(case, what, after=3, **options):
     return losses, pipe.state_dict(), fed, value
 
 
-def assert_equal(found, expected):
+def assert_equal(actual, expected):
     """Losses and state, to the bit."""
-    assert torch.equal(torch.stack(list(found[0])), torch.stack(list(expected[0])))
-    assert differences(found[1], expected[1]) == []
+    assert torch.equal(torch.stack(list(actual[0])), torch.stack(list(expected[0])))
+    assert differences(actual[1], expected[1]) == []
 
 
 @every_rule
@@ -87,8 +87,8 @@ def test_a_checkpoint_taken_in_mid_stream_resumes_to_the_bit_in_a_new_pipeline(c
     other = case.pipeline()
     other.load(tmp_path)
     assert other.step == fed
-    found = list(other.train(case.batches()[fed:])), other.state_dict()
-    assert_equal(found, (losses[fed:], state))
+    actual = list(other.train(case.batches()[fed:])), other.state_dict()
+    assert_equal(actual, (losses[fed:], state))
 
 
 @every_rule
@@ -112,17 +112,17 @@ def test_evaluation_in_mid_stream_sees_the_newest_weights_and_does_no_more_than_
         pipe.state_dict(),
         pipe.eval_batch(x, y),
     )
-    losses, state, fed, (loss, output, seen, again) = interrupted(case, look)
+    losses, state, fed, (loss, output, state_at_evaluation, again) = interrupted(case, look)
     assert_equal((losses, state), interrupted(case, lambda pipe: pipe.flush()))
     model = case.made().eval()
-    model.load_state_dict(seen)
+    model.load_state_dict(state_at_evaluation)
     torch.testing.assert_close(output, model(x), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
         loss.double(), LEARNING[case.model].loss(model(x), y).detach(), rtol=2e-7, atol=0
     )
     assert torch.equal(loss, again)
     _, expected = case.expected(case.batches()[:fed])
-    torch.testing.assert_close(seen, expected, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(state_at_evaluation, expected, rtol=1e-9, atol=1e-11)
 
 
 @every_rule
@@ -133,9 +133,11 @@ def test_a_comparison_with_one_device_in_mid_stream_is_of_the_newest_weights_and
     be left behind.
     """
     x, y = case.batches()[0]
-    losses, state, _, found = interrupted(case, lambda pipe: pipe.compare_with_one_device(x, y))
-    assert max(found.gradients.values()) < 1e-12
-    assert found.loss < 1e-6  # it is handed out in single precision
+    losses, state, _, comparison = interrupted(
+        case, lambda pipe: pipe.compare_with_one_device(x, y)
+    )
+    assert max(comparison.gradients.values()) < 1e-12
+    assert comparison.loss < 1e-6  # it is handed out in single precision
     assert_equal((losses, state), interrupted(case, lambda pipe: pipe.flush()))
 
 
@@ -158,11 +160,11 @@ def test_a_loss_comes_as_soon_as_its_batch_is_done_and_an_endless_loader_is_read
     """Three stages: when batch 0 has come back, two more are under way, and no list of batches is
     ever made.
     """
-    taken = []
+    batches_read = []
 
     def endless():
         for number in itertools.count():
-            taken.append(number)
+            batches_read.append(number)
             yield batches[number % len(batches)]
 
     batches = STASH.batches()
@@ -170,11 +172,11 @@ def test_a_loss_comes_as_soon_as_its_batch_is_done_and_an_endless_loader_is_read
     for number, loss in enumerate(pipe.train(endless())):
         assert loss.dim() == 0
         assert not loss.requires_grad
-        assert len(taken) == number + 3 == pipe.step
+        assert len(batches_read) == number + 3 == pipe.step
         if number == 30:
             break
     pipe.flush()
-    assert len(taken) == pipe.step == 33
+    assert len(batches_read) == pipe.step == 33
 
 
 def test_flushing_twice_is_flushing_once():
@@ -194,10 +196,10 @@ def test_train_batch_drains_after_every_batch(case):
     """
     pipe = case.pipeline()
     losses = [pipe.train_batch(x, y) for x, y in case.batches()]
-    found = losses, pipe.state_dict()
-    assert_same(found, case.expected(drains=range(case.updates)), case)
+    actual = losses, pipe.state_dict()
+    assert_same(actual, case.expected(drains=range(case.updates)), case)
     if case.rule in ("stash", "vertical-sync", "double-buffer", "none", "wpipe"):
-        assert_same(found, case.synchronous(), case)
+        assert_same(actual, case.synchronous(), case)
 
 
 @every_rule
@@ -209,9 +211,9 @@ def test_epochs_may_end_in_short_batches_and_be_of_any_length(case):
     batches = case.batches([size for epoch in sizes for size in epoch])
     pipe, losses, rest = case.pipeline(), [], iter(batches)
     for epoch in sizes:
-        found = list(pipe.train(itertools.islice(rest, len(epoch))))
-        assert len(found) == len(epoch)
-        losses += found
+        epoch_losses = list(pipe.train(itertools.islice(rest, len(epoch))))
+        assert len(epoch_losses) == len(epoch)
+        losses += epoch_losses
     ends = list(itertools.accumulate(map(len, sizes)))
     assert pipe.step == len(batches) == ends[-1]
     assert_same((losses, pipe.state_dict()), case.expected(batches, drains=ends), case)
@@ -219,7 +221,7 @@ def test_epochs_may_end_in_short_batches_and_be_of_any_length(case):
 
 @every_rule
 def test_a_short_batch_in_mid_stream_is_like_any_other(case):
-    """Loaders over several files have them; the micro-batches that it lacks are left out of every
+    """Loaders over several files have them; its missing micro-batches are left out of every
     program.
     """
     batches = case.batches([8, 8, 8, 2, 8, 8, 1, 1, 8, 7, 8, 8])
@@ -290,15 +292,15 @@ def test_a_checkpoint_of_a_stream_goes_on_under_another_cut_with_flushes_too(tmp
         "optimizer": lambda ws: torch.optim.SGD(ws, lr=0.05, momentum=0.9),
         "executor": "threads",
     }
-    found = []
+    results = []
     for balance, schedule in (([4, 5], "1f1b"), ([9], "pipedream")):
         pipe = ps.Pipeline(
             STASH.made(), balance=balance, schedule=schedule, micro_batches=2, **options
         )
         pipe.load(tmp_path)
         assert differences(pipe.state_dict(), state) == []
-        found.append((list(pipe.train(later)), pipe.state_dict()))
-    assert_equal(*found)
+        results.append((list(pipe.train(later)), pipe.state_dict()))
+    assert_equal(*results)
 
 
 def test_a_failed_op_in_mid_stream_is_named_and_the_pipeline_does_not_go_on_with_half_a_batch():
@@ -328,7 +330,8 @@ def test_a_checkpoint_of_processes_goes_on_there_and_in_threads_to_the_bit(ranks
     for number, (case, folder) in enumerate(zip(cases, folders, strict=True)):
         fed, losses, state = by_rank[0][number][:3]
         assert all(
-            found[number][0] == fed and torch.equal(found[number][1], losses) for found in by_rank
+            results[number][0] == fed and torch.equal(results[number][1], losses)
+            for results in by_rank
         )
         assert_equal(by_rank[0][number][3:], (losses[fed:], state))
         pipe = case.pipeline()

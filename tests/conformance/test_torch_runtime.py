@@ -32,31 +32,31 @@ def sayable() -> dict[str, Schedule]:
     """Every schedule of the catalogue that torch's actions can say, on two ranks and on four as far
     as it goes that small.
     """
-    found: dict[str, Schedule] = {}
+    schedules: dict[str, Schedule] = {}
     for name in NAMES:
         for stages in (2, 4, 8):
             try:
-                made = ps.schedule(name, stages, MICRO_BATCHES)
-                to_csv(made)
+                candidate = ps.schedule(name, stages, MICRO_BATCHES)
+                to_csv(candidate)
             except ScheduleError:
                 continue
-            if made.ranks in (2, MOST_RANKS):
-                found.setdefault(f"{name}-{made.ranks}", made)
-    return found
+            if candidate.ranks in (2, MOST_RANKS):
+                schedules.setdefault(f"{name}-{candidate.ranks}", candidate)
+    return schedules
 
 
 def by_hand() -> dict[str, Schedule]:
     """What the catalogue may happen not to have: other placements, overlaps, gradients in another
     order, another batch size.
     """
-    made = ps.schedule("zb-v", 4, MICRO_BATCHES)
+    zb_v = ps.schedule("zb-v", 4, MICRO_BATCHES)
     files = {
         "uneven": "0F0,1F0,0F1,1F1,3F0,3I0,3F1,3I1,3W1,3W0,1B0,0B0,1B1,0B1\n2F0,2F1,2B0,2B1",
         "both ends": "0F0,0F1,3F0,3B0,3F1,3B1,0B1,0B0\n1F0,1F1,2F0,2F1,2B0,2B1,1B1,1B0",
         "overlaps": "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,(1F2;1I1)OVERLAP_F_B,1B2,1W1",
     }
     return {
-        "ranks in another order": replace(made, programs=(made.programs[1], made.programs[0])),
+        "ranks in another order": replace(zb_v, programs=(zb_v.programs[1], zb_v.programs[0])),
         **{key: from_csv(text, key) for key, text in files.items()},
     }
 
@@ -102,28 +102,29 @@ def theirs(tmp_path_factory):
     """Loss and gradients of one batch by torch, by schedule and form; all ranks' together."""
     folder = tmp_path_factory.mktemp("torch")
     texts = {
-        key: (to_csv(made), to_csv(made, communication=True)) for key, made in SCHEDULES.items()
+        key: (to_csv(schedule), to_csv(schedule, communication=True))
+        for key, schedule in SCHEDULES.items()
     } | FAULTS
     cases = []
     for key, forms in texts.items():
-        made = SCHEDULES.get(key) or from_csv(forms[0])
-        case = Case(key, folder, made.stages, made.micro_batches, made.stages_of_rank)
+        schedule = SCHEDULES.get(key) or from_csv(forms[0])
+        case = Case(key, folder, schedule.stages, schedule.micro_batches, schedule.stages_of_rank)
         for form, text in zip(FORMATS, forms, strict=True):
             case.file(form).write_text(text)
         cases.append(case)
-    found: dict = {}
+    results: dict = {}
     for rank in launch(play_all, MOST_RANKS, cases, threads=1):
         for key, value in rank.items():
-            loss, total = found.get(key, (None, {}))
-            found[key] = (value["loss"] if loss is None else loss, total | value["gradients"])
-    return found
+            loss, total = results.get(key, (None, {}))
+            results[key] = (value["loss"] if loss is None else loss, total | value["gradients"])
+    return results
 
 
-def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest difference of gradients, by the largest of its parameter's."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     return max(
-        float((found[name] - gradient).abs().max() / gradient.abs().max())
+        float((actual[name] - gradient).abs().max() / gradient.abs().max())
         for name, gradient in expected.items()
     )
 
@@ -132,15 +133,15 @@ def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize("key", SCHEDULES)
 def test_torch_plays_our_schedule_and_finds_our_gradients(theirs, key, form):
     """The export is for its runtime: what loads there must also mean there what it means here."""
-    loss, found = theirs[key, form]
+    loss, actual = theirs[key, form]
     our_loss, expected = ours(SCHEDULES[key])
     torch.testing.assert_close(loss.float(), our_loss, rtol=1e-6, atol=0)
-    assert error(found, expected) <= 1e-12
+    assert error(actual, expected) <= 1e-12
 
 
 def test_every_schedule_of_the_catalogue_is_played_or_refused_by_name():
     """What torch cannot say must not be left out in silence."""
-    played = {made.name for made in SCHEDULES.values()}
+    played = {candidate.name for candidate in SCHEDULES.values()}
     for name in NAMES:
         reasons = []
         for stages in (2, 4, 8) if name not in played else ():
@@ -162,7 +163,7 @@ def test_what_we_refuse_torch_plays_with_other_gradients(theirs):
         ("receives out of order", "compute_comms"),
     ]:
         assert error(theirs[key, form][1], expected) > 0.01
-    with pytest.raises(ScheduleError, match="torch keeps losses in the order of these forwards"):
+    with pytest.raises(ScheduleError, match="torch stores losses in the order of these forwards"):
         to_csv(from_csv(FAULTS["last stage out of order"][0]))
     with pytest.raises(ScheduleError, match=r"\[receive order\] message 1 from rank 0 to rank 1"):
         from_csv(FAULTS["receives out of order"][1])

@@ -151,11 +151,11 @@ def test_two_pipelines_in_one_process_do_not_disturb_each_other():
     first = pipeline(copy.deepcopy(model), case, 3, OPTIMIZERS["adam"])
     second = pipeline(copy.deepcopy(model), case, 2, OPTIMIZERS["sgd with momentum"], seed=5)
     expected = [alone.train_batch(x, y) for x, y in batches(case, 3)]
-    found = []
+    results = []
     for x, y in batches(case, 3):
-        found.append(first.train_batch(x, y))
+        results.append(first.train_batch(x, y))
         second.train_batch(x, y)
-    assert torch.equal(torch.stack(found), torch.stack(expected))
+    assert torch.equal(torch.stack(results), torch.stack(expected))
     assert differences(first.state_dict(), alone.state_dict()) == []
 
 

@@ -43,13 +43,13 @@ def pipeline(model, name="mlp", stages=4, schedule="1f1b", **options):
     )
 
 
-def near(found, expected):
+def near(actual, expected):
     """Names that differ by more than the rounding of sums in another order."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     return [
         name
-        for name in found
-        if not torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-6)
+        for name in actual
+        if not torch.allclose(actual[name], expected[name], rtol=1e-5, atol=1e-6)
     ]
 
 
@@ -172,9 +172,9 @@ def norms_in_processes():
     for _ in range(2):
         pipe.train_batch(x, y)
         pipe.eval_batch(x[:6], y[:6])
-    found = pipe.state_dict(), pipe.grad_norm, pipe.compare_with_one_device(x, y)
+    result = pipe.state_dict(), pipe.grad_norm, pipe.compare_with_one_device(x, y)
     pipe.close()
-    return found
+    return result
 
 
 def test_batch_norm_and_the_norm_of_gradients_over_real_processes():
@@ -188,10 +188,10 @@ def test_batch_norm_and_the_norm_of_gradients_over_real_processes():
         plain.backward(x, y, 4)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    state, found, comparison = by_rank[0]
+    state, actual_norm, comparison = by_rank[0]
     assert near(state, dict(model.state_dict())) == []
     assert int(state["1.num_batches_tracked"]) == 8
-    assert found == by_rank[1][1] == pytest.approx(float(norm), rel=1e-5)
+    assert actual_norm == by_rank[1][1] == pytest.approx(float(norm), rel=1e-5)
     assert comparison.relative < 1e-5
 
 
@@ -265,8 +265,8 @@ class Heads(nn.Module):
 def detection_loss(output, target):
     """Of several outputs and targets as a structure."""
     kind, (place, weight) = target["kind"], target["place"]
-    apart = ((output["place"][0] - place).square().mean(1) * weight).mean()
-    return functional.cross_entropy(output["kind"], kind) + apart
+    place_error = ((output["place"][0] - place).square().mean(1) * weight).mean()
+    return functional.cross_entropy(output["kind"], kind) + place_error
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -314,7 +314,7 @@ def test_targets_of_a_class_that_the_user_has_registered():
 
 
 def test_a_gradient_that_was_there_before_the_first_batch_is_added_to():
-    """As on one device: nobody but the user drops gradients that no step has used."""
+    """As on one device: only the user drops gradients that no step has used."""
     model, x, y = made(CASES["mlp"])
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

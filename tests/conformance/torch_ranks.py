@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.nn import functional
 
 WIDTH, CLASSES = 6, 3
-#: Linear maps and tanh in turn: so many layers that 8 stages have two each.
+#: Linear maps and tanh in turn: two layers for each of 8 stages.
 LAYERS = 16
 FORMATS = ("compute_only", "compute_comms")
 
@@ -58,27 +58,30 @@ def play(case: Case, form: str, group: dist.ProcessGroup) -> dict[str, Any]:
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     model, (x, y) = small_model(), batch(case.micro_batches)
-    each = LAYERS // case.stages
-    own = case.stages_of_rank[dist.get_rank(group)]
-    parts = {stage: model[stage * each : (stage + 1) * each] for stage in own}
+    layers_per_stage = LAYERS // case.stages
+    rank_stages = case.stages_of_rank[dist.get_rank(group)]
+    parts = {
+        stage: model[stage * layers_per_stage : (stage + 1) * layers_per_stage]
+        for stage in rank_stages
+    }
     stages = [
         PipelineStage(parts[stage], stage, case.stages, torch.device("cpu"), group=group)
-        for stage in own
+        for stage in rank_stages
     ]
     runtime = _PipelineScheduleRuntime(stages, case.micro_batches, loss_fn=functional.cross_entropy)
     runtime._load_csv(str(case.file(form)), format=form)
     losses: list[Tensor] = []
-    inputs = (x,) if 0 in own else ()
-    if case.stages - 1 in own:
+    inputs = (x,) if 0 in rank_stages else ()
+    if case.stages - 1 in rank_stages:
         runtime.step(*inputs, target=y, losses=losses)
     else:
         runtime.step(*inputs)
-    found = {
+    gradients = {
         name: p.grad
         for name, p in model.named_parameters()
-        if int(name.split(".")[0]) // each in own
+        if int(name.split(".")[0]) // layers_per_stage in rank_stages
     }
-    return {"gradients": found, "loss": torch.stack(losses).mean() if losses else None}
+    return {"gradients": gradients, "loss": torch.stack(losses).mean() if losses else None}
 
 
 def play_all(
@@ -93,15 +96,15 @@ def play_all(
             ranks: dist.new_group(list(range(ranks)))
             for ranks in sorted({len(case.stages_of_rank) for case in cases})
         }
-        found = {}
+        results = {}
         for case in cases:
             ranks = len(case.stages_of_rank)
             for form in forms if dist.get_rank() < ranks else ():
                 try:
-                    found[case.key, form] = play(case, form, groups[ranks])
+                    results[case.key, form] = play(case, form, groups[ranks])
                 except Exception as error:
                     error.add_note(f"in {case.key}, {form}")
                     raise
-        return found
+        return results
     finally:
         dist.destroy_process_group()

@@ -165,7 +165,7 @@ def test_n9_a_message_that_does_not_come_ends_the_run_at_the_deadline():
     deadline.
     """
     first, second = (row["late"] for row in seen_by(2))
-    words = "rank 1 waits for 0F0 from rank 0 to rank 1 since 1 s, which is over its deadline"
+    words = "rank 1 has waited 1 s for 0F0 from rank 0 to rank 1, past its deadline"
     assert second[0] == "DeadlineExceeded"
     assert second[1].startswith(words)
     assert first[0] == "PeerFailed"

@@ -129,7 +129,9 @@ def test_a_schedule_moves_to_other_ranks_by_a_permutation_only():
     """Two programs cannot be on one rank."""
     schedule = ps.schedule("1f1b", 2, 2)
     assert schedule.on_ranks((1, 0)).programs == schedule.programs[::-1]
-    with pytest.raises(ScheduleError, match=r"\[0, 0\] is no permutation of the 2 ranks of 1f1b"):
+    with pytest.raises(
+        ScheduleError, match=r"\[0, 0\] is not a permutation of the 2 ranks of 1f1b"
+    ):
         schedule.on_ranks((0, 0))
 
 

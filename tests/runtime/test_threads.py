@@ -201,7 +201,7 @@ def test_a_rank_that_waits_too_long_says_for_what_and_what_the_others_are_at(mon
     trap = Trap("hang", "F", at=1)
     pipe = with_trap(1, trap, deadline_s=0.5, schedule="naive")
     with pytest.raises(
-        DeadlineExceeded, match=r"rank \d waits for \d[FB]\d since \d s, which is over its deadline"
+        DeadlineExceeded, match=r"rank \d has waited \d s for \d[FB]\d, past its deadline"
     ) as error:
         pipe.train_batch(X, Y)
     assert "rank 1 is at 1F1 since 0 s" in str(error.value) or "rank 1 is at 1F1 since 1 s" in str(
@@ -233,7 +233,7 @@ def test_layers_that_wait_for_each_others_random_numbers_are_let_go_too(monkeypa
         executor="threads",
     )
     with pytest.raises(
-        DeadlineExceeded, match=r"rank \d waits for .* since 1 s, which is over its deadline"
+        DeadlineExceeded, match=r"rank \d has waited 1 s for .*, past its deadline"
     ) as error:
         pipe.train_batch(X, Y)
     assert "rank 1 is at 1F1" in str(error.value) or "an end to where it is at 1F1" in str(

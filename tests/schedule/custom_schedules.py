@@ -1,9 +1,4 @@
-"""Random schedules that are sound by construction: what a user may write, and no family would.
-
-Ops are put down one by one, each when all it needs is down already, so there is an order of the
-whole that every program follows. U of a stage goes to all its copies at once. Stages may share a
-rank, have copies, and split some of their backwards.
-"""
+"""Random schedules that are sound by construction, as a user might write them."""
 
 from __future__ import annotations
 
@@ -36,22 +31,22 @@ class _Builder:
         self.version = [0] * stages
 
     def ready(self) -> list[Op]:
-        """Ops that could stand next, except U."""
-        found = []
+        """Return the ops that can come next, except U."""
+        ready_ops = []
         for s, m in self.home:
             forward, whole, inputs, weights = (
                 Op(kind, s, m) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
             )
             if forward not in self.done:
                 if s == 0 or Op(Kind.F, s - 1, m) in self.done:
-                    found.append(forward)
+                    ready_ops.append(forward)
             elif whole not in self.done and inputs not in self.done:
                 above = {Op(Kind.B, s + 1, m), Op(Kind.I, s + 1, m)}
                 if s == self.stages - 1 or above & self.done:
-                    found.append(inputs if self.split[s, m] else whole)
+                    ready_ops.append(inputs if self.split[s, m] else whole)
             elif inputs in self.done and weights not in self.done:
-                found.append(weights)
-        return found
+                ready_ops.append(weights)
+        return ready_ops
 
     def place(self, op: Op) -> None:
         self.done.add(op)
@@ -119,9 +114,13 @@ class _StreamBuilder(_Builder):
         self.copies = 1 if stream.waves is None else rng.randint(1, 4)
         super().__init__(rng, stages, ranks * self.copies, stream.batches * self.copies * size)
         self.stream, self.size = replace(stream, batches=stream.batches * self.copies), size
-        own = [rng.randrange(ranks) for _ in range(stages)]
-        self.home = {(s, m): m // size % self.copies * ranks + own[s] for s, m in self.home}
-        self.hosts = [[copy * ranks + own[s] for copy in range(self.copies)] for s in range(stages)]
+        rank_of_stage = [rng.randrange(ranks) for _ in range(stages)]
+        self.home = {
+            (s, m): m // size % self.copies * ranks + rank_of_stage[s] for s, m in self.home
+        }
+        self.hosts = [
+            [copy * ranks + rank_of_stage[s] for copy in range(self.copies)] for s in range(stages)
+        ]
         self.updated: set[tuple[int, Op]] = set()
 
     def in_turn(self, op: Op) -> bool:
@@ -133,9 +132,9 @@ class _StreamBuilder(_Builder):
         host = self.hosts[op.stage][op.micro_batch // self.size % self.copies]
         return place - behind < 1 or (host, Op(Kind.U, op.stage, place - behind)) in self.updated
 
-    def meetings(self) -> list[tuple[Op, list[int]]]:
-        """The updates that could stand next, with the ranks on which they must."""
-        found = []
+    def ready_updates(self) -> list[tuple[Op, list[int]]]:
+        """Return the updates that can come next, with the ranks that must run them."""
+        updates = []
         for stage, hosts in enumerate(self.hosts):
             due = [
                 (rank, Op(Kind.U, stage, batch // self.copies + 1))
@@ -144,17 +143,17 @@ class _StreamBuilder(_Builder):
                 if self.finished(stage, batch)
             ]
             for rank, update in (place for place in due if place not in self.updated):
-                met = met_by(update, self.stream)
-                if met == update and all((host, update) in due for host in hosts):
-                    found.append((update, hosts))
-                elif met is None or (
-                    met != update and all((host, met) in self.updated for host in hosts)
+                awaited = met_by(update, self.stream)
+                if awaited == update and all((host, update) in due for host in hosts):
+                    updates.append((update, hosts))
+                elif awaited is None or (
+                    awaited != update and all((host, awaited) in self.updated for host in hosts)
                 ):
-                    found.append((update, [rank]))
-        return found
+                    updates.append((update, [rank]))
+        return updates
 
     def finished(self, stage: int, batch: int) -> bool:
-        """Whether all gradients of a batch are there."""
+        """Return whether all gradients of a batch are done."""
         numbers = range(batch * self.size, (batch + 1) * self.size)
         return all(
             Op(Kind.W if self.split[stage, m] else Kind.B, stage, m) in self.done for m in numbers
@@ -173,10 +172,12 @@ def build_stream(seed: int, stages: int, ranks: int, size: int, waves: bool) -> 
     )
     builder = _StreamBuilder(rng, stages, ranks, stream, size)
     eager = rng.random()
-    while (ready := [op for op in builder.ready() if builder.in_turn(op)]) or builder.meetings():
-        meetings = builder.meetings()
-        if meetings and (not ready or rng.random() < 0.5):
-            update, hosts = rng.choice(meetings)
+    while (
+        ready := [op for op in builder.ready() if builder.in_turn(op)]
+    ) or builder.ready_updates():
+        updates = builder.ready_updates()
+        if updates and (not ready or rng.random() < 0.5):
+            update, hosts = rng.choice(updates)
             for rank in hosts:
                 builder.programs[rank].append(update)
                 builder.updated.add((rank, update))

@@ -13,21 +13,24 @@ from penstock.schedule.op import Schedule
 def test_facts_hold_for_the_schedule_that_is_made(name):
     """Planners choose by these facts without making the schedule."""
     facts = schedules()[name]
-    made = None
+    family_schedule = None
     for stages, micro_batches in ((4, 8), (2, 4), (8, 16), (3, 6), (1, 1)):
         try:
-            made = schedule(name, stages, micro_batches)
+            family_schedule = schedule(name, stages, micro_batches)
             break
         except ScheduleError:
             continue
-    assert made is not None
-    assert made.name == name == facts.name
-    assert made.synchronous == facts.synchronous
-    assert made.splits_backward == facts.splits_backward
+    assert family_schedule is not None
+    assert family_schedule.name == name == facts.name
+    assert family_schedule.synchronous == facts.synchronous
+    assert family_schedule.splits_backward == facts.splits_backward
     assert facts.source
     assert facts.stages_per_rank
     for alias in facts.aliases:
-        assert schedule(alias, made.stages, made.micro_batches) == made
+        assert (
+            schedule(alias, family_schedule.stages, family_schedule.micro_batches)
+            == family_schedule
+        )
 
 
 def test_no_alias_hides_a_schedule():
@@ -75,18 +78,18 @@ def test_an_option_that_the_schedule_does_not_take_is_refused_by_name():
 
 def test_the_schedule_remembers_its_name_and_options():
     """Plans and drawings say how a schedule was made, by its own name and not by the alias."""
-    made = schedule("dapple", 2, 2)
-    assert (made.name, made.options) == ("1f1b", ())
-    assert isinstance(made, Schedule)
+    dapple = schedule("dapple", 2, 2)
+    assert (dapple.name, dapple.options) == ("1f1b", ())
+    assert isinstance(dapple, Schedule)
 
 
 def test_replicas_are_one_of_the_options():
     """A plan stores name, numbers and options, and no programs; one replica is what there is
     anyway.
     """
-    made = schedule("gpipe", 2, 4, replicas=[2, 1], backward_order="reverse")
-    assert made.options == (("replicas", (2, 1)), ("backward_order", "reverse"))
-    assert schedule(made.name, made.stages, made.micro_batches, **dict(made.options)) == made
+    gpipe = schedule("gpipe", 2, 4, replicas=[2, 1], backward_order="reverse")
+    assert gpipe.options == (("replicas", (2, 1)), ("backward_order", "reverse"))
+    assert schedule(gpipe.name, gpipe.stages, gpipe.micro_batches, **dict(gpipe.options)) == gpipe
     assert schedule("gpipe", 2, 4, replicas=1) == schedule("gpipe", 2, 4)
 
 
@@ -104,5 +107,13 @@ def test_replicas_are_one_of_the_options():
 )
 def test_name_numbers_and_options_make_the_same_schedule_again(name, options):
     """What `options` is there for."""
-    made = schedule(name, 4, 8, **options)
-    assert schedule(made.name, made.stages, made.micro_batches, **dict(made.options)) == made
+    family_schedule = schedule(name, 4, 8, **options)
+    assert (
+        schedule(
+            family_schedule.name,
+            family_schedule.stages,
+            family_schedule.micro_batches,
+            **dict(family_schedule.options),
+        )
+        == family_schedule
+    )

@@ -1,4 +1,4 @@
-"""CSV of torch.distributed.pipelining: there, back, and refusals that name row, column and cell."""
+"""CSV of torch.distributed.pipelining: writing, reading, and errors with row, column and cell."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from penstock.schedule.slicing import Slicing
 from penstock.verify.verify import verify
 
 
-def without_updates(made):
-    return tuple(tuple(op for op in program if op.kind is not Kind.U) for program in made.programs)
+def without_updates(schedule):
+    return tuple(
+        tuple(op for op in program if op.kind is not Kind.U) for program in schedule.programs
+    )
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive"])
@@ -27,38 +29,39 @@ def test_a_family_comes_back_from_csv_as_it_was(name):
     """Updates are left out and put back right after the last backward, where the families have
     them.
     """
-    made = schedule(name, 3, 5)
-    assert from_csv(to_csv(made), name) == made
+    family_schedule = schedule(name, 3, 5)
+    assert from_csv(to_csv(family_schedule), name) == family_schedule
 
 
 @given(custom_schedules(synchronous=True))
 @settings(deadline=None, max_examples=80)
-def test_any_schedule_that_torch_can_say_comes_back_sound_from_csv(made):
+def test_any_schedule_that_torch_can_say_comes_back_sound_from_csv(schedule):
     """Ranks without ops, several stages on a rank and split backwards all have to survive."""
-    if why_not(made) is not None:
+    if why_not(schedule) is not None:
         with pytest.raises(
             ScheduleError,
-            match=r"stage \d has copies on ranks .* on one rank|torch keeps losses in the order",
+            match=r"stage \d has copies on ranks .* on one rank|torch stores losses in the order",
         ):
-            to_csv(made)
+            to_csv(schedule)
         return
-    back = from_csv(to_csv(made))
+    back = from_csv(to_csv(schedule))
     verify(back)
-    assert without_updates(back) == without_updates(made)
+    assert without_updates(back) == without_updates(schedule)
 
 
 @given(custom_schedules(synchronous=True))
 @settings(deadline=None, max_examples=40)
-def test_torch_reads_our_cells_as_we_mean_them(made):
+def test_torch_reads_our_cells_as_we_mean_them(schedule):
     """The CSV is for torch; the words are its own, so its own parser is the judge."""
     from torch.distributed.pipelining.schedules import (
         _Action,
     )  # here: planning's other tests need no torch
 
-    if why_not(made) is not None:
+    if why_not(schedule) is not None:
         return
     rows = [
-        [_Action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(to_csv(made)))
+        [_Action.from_str(cell) for cell in row]
+        for row in csv.reader(io.StringIO(to_csv(schedule)))
     ]
     read = [
         [
@@ -68,7 +71,7 @@ def test_torch_reads_our_cells_as_we_mean_them(made):
         ]
         for row in rows
     ]
-    assert read == [[tuple(op) for op in program] for program in without_updates(made)]
+    assert read == [[tuple(op) for op in program] for program in without_updates(schedule)]
 
 
 def test_torchs_own_text_of_an_action_is_ours():
@@ -86,8 +89,8 @@ def test_a_pair_is_torchs_overlap_with_the_forward_first_and_comes_back_as_a_pai
     """
     from torch.distributed.pipelining.schedules import OVERLAP_F_B, _Action
 
-    made = Schedule.parse("0F0 0F1 0F2&0B0 0B1 0B2 0U1\n1F0 1B0&1F1 1F2&1I1 1W1 1B2 1U1", "csv")
-    text = to_csv(made)
+    schedule = Schedule.parse("0F0 0F1 0F2&0B0 0B1 0B2 0U1\n1F0 1B0&1F1 1F2&1I1 1W1 1B2 1U1", "csv")
+    text = to_csv(schedule)
     assert (
         text
         == "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,(1F1;1B0)OVERLAP_F_B,(1F2;1I1)OVERLAP_F_B,1W1,1B2\n"
@@ -96,28 +99,28 @@ def test_a_pair_is_torchs_overlap_with_the_forward_first_and_comes_back_as_a_pai
     assert (action.computation_type, repr(action)) == (OVERLAP_F_B, "(0F2;0B0)OVERLAP_F_B")
     back = from_csv(text)
     verify(back)
-    assert str(back) == str(made).replace("1B0&1F1", "1F1&1B0")
+    assert str(back) == str(schedule).replace("1B0&1F1", "1F1&1B0")
     assert to_csv(back) == text
 
 
 def test_idle_slots_and_spaces_are_skipped():
     """torch writes an empty cell for a slot in which a rank stands still."""
-    made = from_csv("0F0, ,0F1,,0B0,0B1\r\n,1F0,1B0,1F1,1B1,\r\n\r\n")
-    assert str(made) == "rank 0 | 0F0 0F1 0B0 0B1 0U1\nrank 1 | 1F0 1B0 1F1 1B1 1U1"
+    schedule = from_csv("0F0, ,0F1,,0B0,0B1\r\n,1F0,1B0,1F1,1B1,\r\n\r\n")
+    assert str(schedule) == "rank 0 | 0F0 0F1 0B0 0B1 0U1\nrank 1 | 1F0 1B0 1F1 1B1 1U1"
 
 
 def test_the_update_stands_after_the_last_weight_gradient():
     """With a split backward the last I is not the end of the gradients."""
-    made = from_csv("0F0,0F1,0I0,0I1,0W1,0W0")
-    assert str(made) == "rank 0 | 0F0 0F1 0I0 0I1 0W1 0W0 0U1"
+    schedule = from_csv("0F0,0F1,0I0,0I1,0W1,0W0")
+    assert str(schedule) == "rank 0 | 0F0 0F1 0I0 0I1 0W1 0W0 0U1"
 
 
 def test_ranks_without_ops_keep_their_place():
     """A blank line at the end of a file is lost to every reader, so an idle rank is written as one
     idle slot.
     """
-    made = Schedule.parse("rank 0 |\nrank 1 | 0F0 0B0 0U1\nrank 2 |")
-    assert from_csv(to_csv(made), "custom") == made
+    schedule = Schedule.parse("rank 0 |\nrank 1 | 0F0 0B0 0U1\nrank 2 |")
+    assert from_csv(to_csv(schedule), "custom") == schedule
 
 
 @pytest.mark.parametrize(
@@ -125,39 +128,42 @@ def test_ranks_without_ops_keep_their_place():
     [
         (
             "0F0,2BW0",
-            r"row 1, column 2: '2BW0' is of the dialect of torch 2\.4, in which BW was the whole backward",
+            r"row 1, column 2: '2BW0' is in the format of torch 2\.4, in which BW was the whole backward",
         ),
         (
             "0F0\n1F0,0F0garbage",
-            r"row 2, column 2: '0F0garbage' is no action of torch's: write stage, kind, micro-batch",
+            r"row 2, column 2: '0F0garbage' is not an action of torch's: write stage, kind, micro-batch",
         ),
-        ("0F0,0F", r"row 1, column 2: '0F' is no action of torch's"),
-        ("0F0,0SEND_F", r"row 1, column 2: '0SEND_F' is no action of torch's"),
-        ("0F0,0SEND_W0", r"row 1, column 2: '0SEND_W0' is no action of torch's"),
-        ("0F0,0UNSHARD0", r"row 1, column 2: '0UNSHARD0' is no action of torch's"),
-        ("0F0,0B0,0U1", r"row 1, column 3: '0U1' is no action of torch's"),
-        ("0F0,0E0", r"row 1, column 2: '0E0' is no action of torch's"),
-        ("0F0;0B0", r"row 1, column 1: '0F0;0B0' is no action of torch's"),
-        ("(0F0)OVERLAP_F_B", r"row 1, column 1: '\(0F0\)OVERLAP_F_B' is no action"),
+        ("0F0,0F", r"row 1, column 2: '0F' is not an action of torch's"),
+        ("0F0,0SEND_F", r"row 1, column 2: '0SEND_F' is not an action of torch's"),
+        ("0F0,0SEND_W0", r"row 1, column 2: '0SEND_W0' is not an action of torch's"),
+        ("0F0,0UNSHARD0", r"row 1, column 2: '0UNSHARD0' is not an action of torch's"),
+        ("0F0,0B0,0U1", r"row 1, column 3: '0U1' is not an action of torch's"),
+        ("0F0,0E0", r"row 1, column 2: '0E0' is not an action of torch's"),
+        ("0F0;0B0", r"row 1, column 1: '0F0;0B0' is not an action of torch's"),
+        ("(0F0)OVERLAP_F_B", r"row 1, column 1: '\(0F0\)OVERLAP_F_B' is not an action"),
         (
             "(0F0;0F1)OVERLAP_F_B",
-            r"row 1, column 1: '.*' overlaps no forward with a backward: write \(0F3;1B2\)OVERLAP_F_B",
+            r"row 1, column 1: '.*' does not overlap a forward with a backward: write \(0F3;1B2\)OVERLAP_F_B",
         ),
-        ("(0F0;0B1;0W0)OVERLAP_F_B", r"row 1, column 1: .* is no action"),
-        ("(0F0;0SEND_F0)OVERLAP_F_B", r"row 1, column 1: .* overlaps no forward with a backward"),
-        ("(0F1;0B0)", r"row 1, column 1: '\(0F1;0B0\)' is no action"),
-        ("\ufeff0F0", r"row 1, column 1: '\\ufeff0F0' is no action"),
+        ("(0F0;0B1;0W0)OVERLAP_F_B", r"row 1, column 1: .* is not an action"),
+        (
+            "(0F0;0SEND_F0)OVERLAP_F_B",
+            r"row 1, column 1: .* does not overlap a forward with a backward",
+        ),
+        ("(0F1;0B0)", r"row 1, column 1: '\(0F1;0B0\)' is not an action"),
+        ("\ufeff0F0", r"row 1, column 1: '\\ufeff0F0' is not an action"),
         (
             "0F0,0B0\n\n1F0,1B0",
             r"row 2 is blank: take it out, or write \"\" for a rank without ops",
         ),
-        ('0F0,"0B0\n1F0"', r"row 1, column 2: '0B0\\n1F0' is no action"),
+        ('0F0,"0B0\n1F0"', r"row 1, column 2: '0B0\\n1F0' is not an action"),
         ("", "the CSV has no ops"),
         ("\n\n", "the CSV has no ops"),
         (" , ,\n,", "the CSV has no ops"),
         ("0UNSHARD,0SEND_F0", "the CSV has no ops"),
-        ("0F0," + "9" * 200_000, "this is no CSV: field larger than field limit"),
-        (f"0F{'9' * 5000}", r"row 1, column 1: '0F9+' … \(5002 characters\) is no action"),
+        ("0F0," + "9" * 200_000, "this is not CSV: field larger than field limit"),
+        (f"0F{'9' * 5000}", r"row 1, column 1: '0F9+' … \(5002 characters\) is not an action"),
     ],
 )
 def test_what_is_no_action_is_refused_with_its_place(text, message):
@@ -181,14 +187,14 @@ def test_what_is_no_action_is_refused_with_its_place(text, message):
 def test_ten_megabytes_of_nonsense_are_one_short_message(content):
     """A file of another kind, given by mistake: what is wrong must not fill the screen."""
     with pytest.raises(
-        FileError, match=r"row 1, column 1|this is no CSV|the CSV has no ops"
+        FileError, match=r"row 1, column 1|this is not CSV|the CSV has no ops"
     ) as caught:
         from_csv(content)
     assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("custom_schedule", "message"),
     [
         (
             Schedule.parse("0F0 0B0 0U1", "mine", synchronous=False),
@@ -196,7 +202,7 @@ def test_ten_megabytes_of_nonsense_are_one_short_message(content):
         ),
         (
             schedule("pipedream", 2, 4),
-            "pipedream is asynchronous: torch's CSV has no optimizer step and no weight versions, and is of one batch",
+            "pipedream is asynchronous: torch's CSV has no optimizer step and no weight versions, and describes one batch",
         ),
         (
             Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0U1", "copies"),
@@ -224,11 +230,11 @@ def test_ten_megabytes_of_nonsense_are_one_short_message(content):
         ),
         (
             Schedule.parse("0F0&0F1 0B0 0B1 0U1"),
-            "0F0&0F1 run as one: torch's OVERLAP_F_B is of a forward and the backward",
+            "0F0&0F1 run as one: torch's OVERLAP_F_B takes a forward and the backward",
         ),
         (
             Schedule.parse("0F0 0F1&0B0&0F2 0B1 0B2 0U1"),
-            "share an op with another pair: torch's OVERLAP_F_B is of two ops",
+            "share an op with another pair: torch's OVERLAP_F_B takes two ops",
         ),
         (
             Schedule.parse(
@@ -236,15 +242,15 @@ def test_ten_megabytes_of_nonsense_are_one_short_message(content):
                 .replace("F0", "F1")
                 .replace("Fx", "F0")
             ),
-            "the last stage runs 1F1 before 1F0: torch keeps losses in the order of these forwards",
+            "the last stage runs 1F1 before 1F0: torch stores losses in the order of these forwards",
         ),
     ],
 )
 @pytest.mark.parametrize("communication", [False, True])
-def test_what_torch_cannot_say_is_refused_by_name(made, message, communication):
+def test_what_torch_cannot_say_is_refused_by_name(custom_schedule, message, communication):
     """An export that loads and means something else is worse than none."""
     with pytest.raises(ScheduleError, match=message):
-        to_csv(made, communication)
+        to_csv(custom_schedule, communication)
 
 
 def test_a_file_is_named_after_its_name(tmp_path):

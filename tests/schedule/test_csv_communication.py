@@ -1,6 +1,4 @@
-"""CSV with communication: an order that cannot deadlock, checked when it is read, and torch's own
-files pass.
-"""
+"""CSV with communication: no deadlock, checks on reading, and torch's own files."""
 
 from __future__ import annotations
 
@@ -29,13 +27,13 @@ from penstock.verify.verify import verify
 
 def sayable(name):
     """The schedules of this name that torch's actions can say, in some sizes."""
-    found = []
+    candidates = []
     for stages, micro_batches in product((1, 2, 4, 6, 8), (1, 4, 8)):
         try:
-            found.append(schedule(name, stages, micro_batches))
+            candidates.append(schedule(name, stages, micro_batches))
         except ScheduleError:
             continue
-    return [made for made in found if why_not(made) is None]
+    return [candidate for candidate in candidates if why_not(candidate) is None]
 
 
 NAMES = [name for name, facts in schedules().items() if facts.synchronous and not facts.needs_costs]
@@ -44,21 +42,21 @@ NAMES = [name for name, facts in schedules().items() if facts.synchronous and no
 def between_ranks(text):
     """Per rank and per rank it exchanges messages with, these in order, both directions together."""
     _, lowered = parse_csv(text)
-    found = {}
+    orders = {}
     for rank, program in enumerate(lowered.programs):
         for action in program:
             if not isinstance(action, Op):
-                found.setdefault((rank, action.peer), []).append(action.message)
-    return found
+                orders.setdefault((rank, action.peer), []).append(action.message)
+    return orders
 
 
-def check(made):
+def check(schedule):
     """Written and read back, the schedule is the same, and its transfers are those that it needs,
     in one order on both sides.
     """
-    text = to_csv(made, communication=True)
-    assert from_csv(text, made.name) == replace(made, options=())
-    back, lowered = parse_csv(text, made.name)
+    text = to_csv(schedule, communication=True)
+    assert from_csv(text, schedule.name) == replace(schedule, options=())
+    back, lowered = parse_csv(text, schedule.name)
     assert verify_lowered(lowered, schedule=back).channel_depth == 0
     orders = between_ranks(text)
     assert all(orders[peer, rank] == messages for (rank, peer), messages in orders.items())
@@ -69,24 +67,24 @@ def test_any_two_ranks_have_their_messages_in_one_order_and_need_no_buffer(name)
     """NCCL queues a pair of ranks' sends and receives together, and a send may wait for its
     receive: other orders stand still.
     """
-    for made in sayable(name):
-        check(made)
+    for candidate in sayable(name):
+        check(candidate)
 
 
 @given(custom_schedules(synchronous=True))
 @settings(deadline=None, max_examples=80)
-def test_the_same_holds_for_schedules_that_nobody_named(made):
+def test_the_same_holds_for_schedules_that_nobody_named(schedule):
     """Whatever the order of the ops and the placement."""
-    if why_not(made) is not None:
+    if why_not(schedule) is not None:
         return
-    if not all(made.stages_of_rank):
+    if not all(schedule.stages_of_rank):
         with pytest.raises(
             ScheduleError,
             match=r"rank \d has no op: torch's CSV with communication has no cell for that",
         ):
-            to_csv(made, communication=True)
+            to_csv(schedule, communication=True)
         return
-    check(made)
+    check(schedule)
 
 
 def test_the_cells_are_torchs_and_stand_where_its_executor_needs_them():
@@ -111,9 +109,9 @@ def test_an_update_stands_where_gradients_are_reduced():
         str(from_csv(rows.format("", ",0REDUCE_GRAD,1REDUCE_GRAD")))
         == "rank 0 | 0F0 1F0 1B0 0B0 0U1 1U1"
     )
-    made, lowered = parse_csv("0UNSHARD," + rows.format("", "") + ",0RESHARD")
-    assert str(made) == "rank 0 | 0F0 1F0 1B0 1U1 0B0 0U1"
-    assert tuple(lowered.programs) == made.programs
+    parsed, lowered = parse_csv("0UNSHARD," + rows.format("", "") + ",0RESHARD")
+    assert str(parsed) == "rank 0 | 0F0 1F0 1B0 1U1 0B0 0U1"
+    assert tuple(lowered.programs) == parsed.programs
     with pytest.raises(ScheduleError, match="stage 1 has no U on rank 0"):
         verify(from_csv(rows.format("", ",0REDUCE_GRAD")))
     with pytest.raises(ScheduleError, match="0B0 on rank 0 comes after the last U of stage 0"):
@@ -122,9 +120,7 @@ def test_an_update_stands_where_gradients_are_reduced():
 
 def test_programs_that_never_finish_are_not_written():
     """There is no order for their transfers."""
-    with pytest.raises(
-        ScheduleError, match="mine never finishes: `verify` says where it stands still"
-    ):
+    with pytest.raises(ScheduleError, match="mine deadlocks: `verify` says where"):
         to_csv(
             Schedule.parse("0F0 0B0 0F1 0B1 0U1\n1F0 1F1 1B0 1B1 1U1", "mine"), communication=True
         )
@@ -148,9 +144,9 @@ def test_receives_in_another_order_than_was_sent_are_refused_on_reading(tmp_path
     assert [(f.rule, f.rank, f.op) for f in caught.value.findings] == [
         ("receive order", 1, "1RECV_F1")
     ]
-    made, lowered = load_csv(path)
+    parsed, lowered = load_csv(path)
     with pytest.raises(ScheduleError, match="receive order"):
-        verify_lowered(lowered, schedule=made)
+        verify_lowered(lowered, schedule=parsed)
 
 
 def test_a_transfer_for_a_stage_that_nobody_holds_is_refused():
@@ -185,24 +181,24 @@ ROW = st.lists(
 @given(st.lists(ROW, min_size=1, max_size=3))
 @settings(deadline=None, max_examples=400)
 def test_whatever_actions_stand_in_a_file_reading_and_proving_it_ends_in_our_errors(rows):
-    """A file may be anything; a KeyError would say that nobody had thought of it."""
+    """A file may have any content; a KeyError would mean that a case is not handled."""
     text = "\n".join(",".join(row) for row in rows)
     with contextlib.suppress(FileError, ScheduleError):
         from_csv(text)
     with contextlib.suppress(FileError, ScheduleError):
-        made, lowered = parse_csv(text)
-        verify_lowered(lowered or lower(made), schedule=made)
+        parsed, lowered = parse_csv(text)
+        verify_lowered(lowered or lower(parsed), schedule=parsed)
 
 
 @given(custom_schedules(synchronous=True), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=150)
-def test_a_file_whose_cells_were_moved_is_sound_or_refused_and_if_sound_it_finishes(made, rng):
+def test_a_file_whose_cells_were_moved_is_sound_or_refused_and_if_sound_it_finishes(schedule, rng):
     """Played cell by cell with channels that keep their order: what passes must end, with every
     op's own message.
     """
-    if why_not(made) is not None or not all(made.stages_of_rank):
+    if why_not(schedule) is not None or not all(schedule.stages_of_rank):
         return
-    rows = [row.split(",") for row in to_csv(made, communication=True).splitlines()]
+    rows = [row.split(",") for row in to_csv(schedule, communication=True).splitlines()]
     for _ in range(rng.randint(1, 3)):
         row = rng.choice(rows)
         row.insert(rng.randrange(len(row)), row.pop(rng.randrange(len(row))))
@@ -249,8 +245,8 @@ def plays(lowered):
                 at[rank] += 1
                 moved = True
         for link, sent in channels.items():
-            for message, wanted in zip(sent, posted[link], strict=False):
-                if message != wanted:
+            for message, expected in zip(sent, posted[link], strict=False):
+                if message != expected:
                     return False
                 arrived[link[1]].add(message)
         if not moved:
@@ -299,22 +295,22 @@ def torch_lowered(text, stages, micro_batches, defer):
         rank: torchs._add_reduce_grad(torchs._add_unshard_reshard(row), micro_batches)
         for rank, row in rows.items()
     }
-    made = torchs._add_send_recv(gathered, home.__getitem__, stages)
+    torch_rows = torchs._add_send_recv(gathered, home.__getitem__, stages)
     if defer:
-        made = torchs._defer_recv_ops(made, home.__getitem__)
+        torch_rows = torchs._defer_recv_ops(torch_rows, home.__getitem__)
     out = io.StringIO()
-    csv.writer(out).writerows(made[rank] for rank in sorted(made))
+    csv.writer(out).writerows(torch_rows[rank] for rank in sorted(torch_rows))
     return out.getvalue()
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "dualpipe-v", "hanayo"])
 def test_files_that_torch_wrote_are_read_and_pass(name):
-    """Whoever comes from torch brings its own."""
-    made = schedule(name, 8, 8)
-    back, lowered = parse_csv(torch_lowered(to_csv(made), 8, 8, defer=False), name)
+    """Users of torch have files that torch wrote."""
+    family_schedule = schedule(name, 8, 8)
+    back, lowered = parse_csv(torch_lowered(to_csv(family_schedule), 8, 8, defer=False), name)
     verify_lowered(lowered, schedule=back)
     assert [[op for op in row if op.kind is not Kind.U] for row in back.programs] == [
-        [op for op in row if op.kind is not Kind.U] for row in made.programs
+        [op for op in row if op.kind is not Kind.U] for row in family_schedule.programs
     ]
 
 
@@ -327,13 +323,13 @@ def test_torchs_own_dualpipe_v_with_its_overlaps_is_read_sound_and_written_as_it
     csv.writer(out, lineterminator="\n").writerows(
         ScheduleDualPipeV._calculate_single_rank_operations(half_made, rank) for rank in range(4)
     )
-    made = from_csv(out.getvalue(), "theirs")
-    verify(made)
-    assert len(made.pairs) > 20
-    assert to_csv(made) == out.getvalue()
+    schedule = from_csv(out.getvalue(), "theirs")
+    verify(schedule)
+    assert len(schedule.pairs) > 20
+    assert to_csv(schedule) == out.getvalue()
     back, lowered = parse_csv(torch_lowered(out.getvalue(), 8, 10, defer=False), "theirs")
     verify_lowered(lowered, schedule=back)
-    assert (back.programs, back.pairs) == (made.programs, made.pairs)
+    assert (back.programs, back.pairs) == (schedule.programs, schedule.pairs)
 
 
 def test_torchs_deferred_receives_are_found_out_of_order_on_v_shapes():

@@ -36,7 +36,7 @@ def test_w_fills_the_slots_that_the_block_leaves_free():
 
 
 def test_in_the_cool_down_w_makes_way_for_i():
-    """The ranks before wait for I, and nobody waits for W."""
+    """Earlier ranks wait for I, and no rank waits for W."""
     assert [" ".join(map(str, row)) for row in from_block(line_block(2, 1), 3, 3)] == [
         "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
         "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2",

@@ -1,6 +1,4 @@
-"""Transfers added to programs: complete, matched in order, early enough, and never more than asked
-for.
-"""
+"""Transfers added to programs: complete, matched in order, and early enough."""
 
 from __future__ import annotations
 
@@ -25,43 +23,45 @@ SCHEDULES = st.one_of(
 )
 
 
-def crossings(made):
+def crossings(schedule):
     """Every value that changes ranks, from the words of the design: {(kind, stage, micro-batch):
     (from, to)}.
     """
     home = {
         (op.stage, op.micro_batch): rank
-        for rank, program in enumerate(made.programs)
+        for rank, program in enumerate(schedule.programs)
         for op in program
         if op.kind is Kind.F
     }
-    found = {}
+    values = {}
     for (stage, m), rank in home.items():
         above = home.get((stage + 1, m), rank)
         if above != rank:
-            found[Kind.F, stage, m] = (rank, above)
-            found[Kind.B, stage + 1, m] = (above, rank)
-    return found
+            values[Kind.F, stage, m] = (rank, above)
+            values[Kind.B, stage + 1, m] = (above, rank)
+    return values
 
 
 def transfers_by_link(lowered, direction):
     """Per link, (place in the lowered program, message) of every transfer of one direction."""
-    found = defaultdict(list)
+    by_link = defaultdict(list)
     for rank, program in enumerate(lowered.programs):
         for place, action in enumerate(program):
             if isinstance(action, Transfer) and action.direction is direction:
                 link = (rank, action.peer) if direction is Direction.SEND else (action.peer, rank)
-                found[link].append((place, tuple(action.message)))
-    return found
+                by_link[link].append((place, tuple(action.message)))
+    return by_link
 
 
 @given(SCHEDULES, st.integers(0, 4))
 @settings(deadline=None, max_examples=120)
-def test_every_value_that_changes_ranks_is_sent_once_and_received_once_in_one_order(made, ahead):
+def test_every_value_that_changes_ranks_is_sent_once_and_received_once_in_one_order(
+    schedule, ahead
+):
     """Backends without tags match by order alone; a value between stages of one rank is not sent at
     all.
     """
-    lowered = lower(made, ahead)
+    lowered = lower(schedule, ahead)
     sent, received = (
         transfers_by_link(lowered, direction) for direction in (Direction.SEND, Direction.RECV)
     )
@@ -69,28 +69,28 @@ def test_every_value_that_changes_ranks_is_sent_once_and_received_once_in_one_or
         assert [message for _, message in sent[link]] == [message for _, message in received[link]]
     carried = [(message, link) for link, rows in sent.items() for _, message in rows]
     assert len(carried) == len(dict(carried))
-    assert dict(carried) == crossings(made)
+    assert dict(carried) == crossings(schedule)
 
 
 @given(SCHEDULES, st.integers(0, 4))
 @settings(deadline=None, max_examples=60)
-def test_lowering_leaves_the_ops_as_they_are(made, ahead):
+def test_lowering_leaves_the_ops_as_they_are(schedule, ahead):
     """Transfers are added; the programs are the user's."""
-    lowered = lower(made, ahead)
+    lowered = lower(schedule, ahead)
     assert (
         tuple(
             tuple(action for action in program if isinstance(action, Op))
             for program in lowered.programs
         )
-        == made.programs
+        == schedule.programs
     )
 
 
 @given(SCHEDULES)
 @settings(deadline=None, max_examples=60)
-def test_a_send_stands_right_after_the_op_that_makes_the_value(made):
+def test_a_send_stands_right_after_the_op_that_makes_the_value(schedule):
     """Every op in between would be time in which the next stage stands still."""
-    for program in lower(made).programs:
+    for program in lower(schedule).programs:
         for before, action in pairwise((None, *program)):
             if isinstance(action, Transfer) and action.direction is Direction.SEND:
                 kind, stage, m = action.message
@@ -101,13 +101,13 @@ def test_a_send_stands_right_after_the_op_that_makes_the_value(made):
 @given(SCHEDULES, st.integers(0, 4))
 @settings(deadline=None, max_examples=120)
 def test_a_receive_is_posted_ahead_of_its_op_and_earlier_only_for_the_order_of_its_link(
-    made, ahead
+    schedule, ahead
 ):
     """Early enough to overlap, and not so early that it holds a buffer for nothing."""
-    lowered = lower(made, ahead)
+    lowered = lower(schedule, ahead)
     for (_, target), rows in transfers_by_link(lowered, Direction.RECV).items():
         program = lowered.programs[target]
-        index = {op: i for i, op in enumerate(made.programs[target])}
+        index = {op: i for i, op in enumerate(schedule.programs[target])}
         posts, takes = [], []
         for place, (kind, stage, m) in rows:
             takers = (
@@ -124,8 +124,8 @@ def test_a_receive_that_another_would_overtake_is_posted_with_it():
     """Rank 1 needs micro-batch 1 first though 0 was sent first: receive 0 must be posted before it,
     or it takes 1's bytes.
     """
-    made = Schedule.parse("0F0 0F1 0B1 0B0 0U1\n1F1 1B1 1F0 1B0 1U1")
-    assert str(lower(made, ahead=0)) == (
+    schedule = Schedule.parse("0F0 0F1 0B1 0B0 0U1\n1F1 1B1 1F0 1B0 1U1")
+    assert str(lower(schedule, ahead=0)) == (
         "rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B1 0RECV_B0 0B0 0U1\n"
         "rank 1 | 1RECV_F0 1RECV_F1 1F1 1B1 1SEND_B1 1F0 1B0 1SEND_B0 1U1"
     )
@@ -142,15 +142,15 @@ def test_a_receive_is_posted_one_op_early_unless_told_otherwise():
 
 def test_stages_of_one_rank_exchange_nothing():
     """What never leaves the rank costs nothing."""
-    made = Schedule.parse("0F0 1F0 1B0 0B0 1U1 0U1")
-    assert lower(made).programs == made.programs
-    assert list(messages(made)) == []
+    schedule = Schedule.parse("0F0 1F0 1B0 0B0 1U1 0U1")
+    assert lower(schedule).programs == schedule.programs
+    assert list(messages(schedule)) == []
 
 
 def test_messages_say_who_makes_and_who_takes():
     """The simulator, the graph and the runtime index programs by these numbers."""
-    made = Schedule.parse("0F0 0B0 0U1\n1F0 1I0 1W0 1U1")
-    assert list(messages(made)) == [
+    schedule = Schedule.parse("0F0 0B0 0U1\n1F0 1I0 1W0 1U1")
+    assert list(messages(schedule)) == [
         (Link(0, 1), Message(Kind.F, 0, 0), 0, 0),
         (Link(1, 0), Message(Kind.B, 1, 0), 1, 1),
     ]
@@ -164,5 +164,5 @@ def test_a_value_that_nobody_takes_is_refused_by_name(text, maker):
     """Sent into the void it would block the link for all that follow; also when the taker is away
     from its activations.
     """
-    with pytest.raises(ScheduleError, match=rf"nobody takes what {maker} makes for stage"):
+    with pytest.raises(ScheduleError, match=rf"no op takes the output of {maker} for stage"):
         lower(Schedule.parse(text))

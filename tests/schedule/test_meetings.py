@@ -1,4 +1,4 @@
-"""Updates of stages with copies: sound whatever the programs, and early where ranks are idle."""
+"""Gradient synchronisation of stages with copies: sound for all programs, early in idle times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from tests.schedule.custom_schedules import custom_schedules
 
-from penstock.schedule.meetings import with_meetings
+from penstock.schedule.meetings import with_gradient_sync
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.verify.verify import verify
 
@@ -16,16 +16,18 @@ def met(*rows):
     """The programs with their updates, in words."""
     return [
         " ".join(map(str, row))
-        for row in with_meetings([[Op.parse(word) for word in row.split()] for row in rows])
+        for row in with_gradient_sync([[Op.parse(word) for word in row.split()] for row in rows])
     ]
 
 
 @given(custom_schedules(synchronous=True))
 @settings(deadline=None, max_examples=150)
-def test_any_sound_programs_stay_sound_with_their_meetings(made):
-    """Whatever copies there are, nobody waits in a circle; and nothing but updates is added."""
-    bare = tuple(tuple(op for op in program if op.kind is not Kind.U) for program in made.programs)
-    back = replace(made, programs=with_meetings(bare))
+def test_any_sound_programs_stay_sound_with_their_meetings(schedule):
+    """For any copies there is no deadlock, and only updates are added."""
+    bare = tuple(
+        tuple(op for op in program if op.kind is not Kind.U) for program in schedule.programs
+    )
+    back = replace(schedule, programs=with_gradient_sync(bare))
     verify(back)
     assert (
         tuple(tuple(op for op in program if op.kind is not Kind.U) for program in back.programs)
@@ -48,7 +50,7 @@ def test_a_stage_without_a_copy_has_its_update_too():
 
 def test_a_rank_without_ops_meets_nobody():
     """A prefix of a batch may leave one without work."""
-    programs = with_meetings([[Op.parse("0F0"), Op.parse("0B0")], []])
+    programs = with_gradient_sync([[Op.parse("0F0"), Op.parse("0B0")], []])
     assert programs == Schedule.parse("0F0 0B0 0U1\nrank 1 |").programs
 
 
@@ -56,5 +58,5 @@ def test_no_meeting_parts_a_pair():
     """Both begin at one moment, before which or after which the meeting is."""
     ops = [Op.parse(word) for word in ["0F0", "0F1", "0B0", "0B1"]]
     pairs = frozenset({(ops[1], ops[2])})
-    made = Schedule(with_meetings([ops], pairs), pairs=pairs)
-    assert str(made) == "rank 0 | 0F0 0F1&0B0 0B1 0U1"
+    schedule = Schedule(with_gradient_sync([ops], pairs), pairs=pairs)
+    assert str(schedule) == "rank 0 | 0F0 0F1&0B0 0B1 0U1"

@@ -11,7 +11,7 @@ from tests.schedule.custom_schedules import custom_schedules
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
-from penstock.schedule.graph import build
+from penstock.schedule.graph import build_graph
 from penstock.schedule.lower import lower
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.period import prolonged
@@ -26,8 +26,8 @@ def test_reading_back_a_printed_schedule_gives_the_same_schedule(programs, synch
     """Messages, golden files and the command line all use this one text; ranks without ops must
     survive it too.
     """
-    made = Schedule(tuple(map(tuple, programs)), "any", synchronous)
-    assert Schedule.parse(str(made), "any", synchronous) == made
+    schedule = Schedule(tuple(map(tuple, programs)), "any", synchronous)
+    assert Schedule.parse(str(schedule), "any", synchronous) == schedule
 
 
 @given(OPS)
@@ -95,13 +95,18 @@ def test_a_second_bar_in_a_line_is_refused():
 
 def test_facts_of_a_schedule_follow_from_where_ops_stand():
     """Placement is not written anywhere else: two copies of stage 0, stage 1 beside one of them."""
-    made = Schedule.parse(
+    schedule = Schedule.parse(
         "rank 0 | 0F0 1F0 1F1 1B0 1I1 1W1 0B0 1U1 0U1\nrank 1 | 0F1 0B1 0U1\nrank 2 |"
     )
-    assert (made.ranks, made.stages, made.micro_batches, made.splits_backward) == (3, 2, 2, True)
-    assert made.placement == {(0, 0): 0, (1, 0): 0, (1, 1): 0, (0, 1): 1}
-    assert made.stages_of_rank == ((0, 1), (0,), ())
-    assert made.ranks_of_stage == ((0, 1), (0,))
+    assert (schedule.ranks, schedule.stages, schedule.micro_batches, schedule.splits_backward) == (
+        3,
+        2,
+        2,
+        True,
+    )
+    assert schedule.placement == {(0, 0): 0, (1, 0): 0, (1, 1): 0, (0, 1): 1}
+    assert schedule.stages_of_rank == ((0, 1), (0,), ())
+    assert schedule.ranks_of_stage == ((0, 1), (0,))
     assert not Schedule.parse("0F0 0B0 0U1").splits_backward
 
 
@@ -120,23 +125,23 @@ def test_a_schedule_without_ops_has_no_stages_and_no_micro_batches():
 
 def test_programs_given_as_lists_become_tuples():
     """Schedules are values: comparable and hashable whatever they were made from."""
-    made = Schedule([[Op(Kind.F, 0, 0)]])
-    assert made == Schedule.parse("0F0")
-    assert hash(made) == hash(Schedule.parse("0F0"))
+    schedule = Schedule([[Op(Kind.F, 0, 0)]])
+    assert schedule == Schedule.parse("0F0")
+    assert hash(schedule) == hash(Schedule.parse("0F0"))
 
 
 def test_taking_more_micro_batches_than_there_are_changes_nothing():
     """A full batch plays the schedule as it is, without a copy."""
-    made = schedule("1f1b", 2, 3)
-    assert made.first_micro_batches(3) is made
-    assert made.first_micro_batches(9) is made
+    one_f_one_b = schedule("1f1b", 2, 3)
+    assert one_f_one_b.first_micro_batches(3) is one_f_one_b
+    assert one_f_one_b.first_micro_batches(9) is one_f_one_b
 
 
 def test_a_short_batch_keeps_the_order_and_the_update():
     """The last batch of an epoch updates the weights too."""
-    made = schedule("1f1b", 3, 4).first_micro_batches(2)
+    short = schedule("1f1b", 3, 4).first_micro_batches(2)
     assert (
-        str(made)
+        str(short)
         == "rank 0 | 0F0 0F1 0B0 0B1 0U1\nrank 1 | 1F0 1F1 1B0 1B1 1U1\nrank 2 | 2F0 2B0 2F1 2B1 2U1"
     )
 
@@ -157,13 +162,15 @@ def test_every_prefix_of_every_schedule_is_sound(name):
     tried = 0
     for stages in (1, 2, 3, 4, 6):
         for micro_batches in (1, 2, 4, 8, 12):
-            made = _made(name, stages, micro_batches)
-            if made is not None and made.stream is not None:
-                made = replace(prolonged(made, 1), stream=None)
+            family_schedule = _made(name, stages, micro_batches)
+            if family_schedule is not None and family_schedule.stream is not None:
+                family_schedule = replace(prolonged(family_schedule, 1), stream=None)
             for count in (
-                {1, micro_batches // 2, micro_batches - 1, micro_batches} - {0} if made else ()
+                {1, micro_batches // 2, micro_batches - 1, micro_batches} - {0}
+                if family_schedule
+                else ()
             ):
-                short = made.first_micro_batches(count)
+                short = family_schedule.first_micro_batches(count)
                 verify(short)
                 assert short.micro_batches == count
                 tried += 1
@@ -178,30 +185,30 @@ def test_forwards_alone_of_every_schedule_run_to_their_end(name):
     tried = 0
     for stages in (1, 2, 3, 4, 6):
         for micro_batches in (1, 2, 4, 8):
-            made = _made(name, stages, micro_batches)
-            if made:
+            family_schedule = _made(name, stages, micro_batches)
+            if family_schedule:
                 tried += 1
-                _check_forwards(made)
+                _check_forwards(family_schedule)
     assert tried > 0
 
 
 @given(custom_schedules(), st.integers(1, 5))
 @settings(deadline=None, max_examples=100)
-def test_prefix_and_forwards_of_any_sound_schedule_are_sound(made, count):
+def test_prefix_and_forwards_of_any_sound_schedule_are_sound(schedule, count):
     """No micro-batch waits for another, so taking one out cannot make a cycle."""
-    verify(made.first_micro_batches(count))
-    _check_forwards(made)
+    verify(schedule.first_micro_batches(count))
+    _check_forwards(schedule)
 
 
-def _check_forwards(made):
-    forwards = made.forward_only()
+def _check_forwards(schedule):
+    forwards = schedule.forward_only()
     assert {op.kind for op in forwards.ops} == {Kind.F}
-    assert forwards.placement == made.placement
-    assert build(forwards).order()[1] == []
+    assert forwards.placement == schedule.placement
+    assert build_graph(forwards).order()[1] == []
     crossings = sum(
-        made.placement[s, m] != made.placement[s + 1, m]
-        for s, m in made.placement
-        if s + 1 < made.stages
+        schedule.placement[s, m] != schedule.placement[s + 1, m]
+        for s, m in schedule.placement
+        if s + 1 < schedule.stages
     )
     actions = [
         action

@@ -1,6 +1,4 @@
-"""How streams repeat themselves: any number of batches from a few, and what does not repeat is
-refused.
-"""
+"""The period of streams: programs for any number of batches, and what has no period is refused."""
 
 from __future__ import annotations
 
@@ -47,14 +45,14 @@ def test_any_number_of_batches_is_made_of_as_many_as_there_are_if_nothing_is_sai
     tried = 0
     for stages in range(1, 5 if options else 9):
         for size in range(1, 5 if options else 9):
-            made = made_with(name, stages, size, **options)
-            for batches in {2, made.batches - 1, made.batches + 3} if made else ():
-                other = prolonged(made, batches)
+            stream = made_with(name, stages, size, **options)
+            for batches in {2, stream.batches - 1, stream.batches + 3} if stream else ():
+                other = prolonged(stream, batches)
                 assert (
                     other.programs
                     == schedule(name, stages, size, batches=batches, **options).programs
                 )
-                assert other.stream == replace(made.stream, batches=batches)
+                assert other.stream == replace(stream.stream, batches=batches)
                 tried += 1
     assert tried > 20
 
@@ -72,13 +70,13 @@ def test_fewer_and_more_batches_come_to_the_same_from_any_that_are_enough(
 ):
     """From a longer stream too; and there and back again."""
     name, options = case
-    made = made_with(name, stages, size, **options)
-    if made is None:
+    stream = made_with(name, stages, size, **options)
+    if stream is None:
         return
-    longer = schedule(name, stages, size, batches=made.batches + more, **options)
+    longer = schedule(name, stages, size, batches=stream.batches + more, **options)
     other = prolonged(longer, batches)
     assert other == schedule(name, stages, size, batches=batches, **options)
-    if batches >= made.batches:
+    if batches >= stream.batches:
         assert prolonged(other, longer.batches) == longer
     assert longer.micro_batches == other.micro_batches == size
 
@@ -102,8 +100,8 @@ def test_the_loop_is_as_short_as_it_can_be(name, stages, size, batches, loop):
 
 def test_the_endless_program_goes_on_with_every_loop_and_every_version():
     """Far from the beginning too."""
-    made = schedule("wpipe", 4, 2)
-    period = period_of(made)
+    wpipe = schedule("wpipe", 4, 2)
+    period = period_of(wpipe)
     far = list(islice(period.ops(0), 10 * 1000))[-10:]
     assert {op.kind for op in far} == {Kind.F, Kind.B, Kind.U}
     assert {op.stage for op in far} == {0, 2}
@@ -138,9 +136,9 @@ def test_hand_written_streams_are_found_to_repeat(head, loop, twice):
         max(int(word[2:]) for word in loop.split() if word[1] == "F"),
     )
     first = min(int(word[2:]) for word in loop.split() if word[1] in "BW")
-    each = 1 + max(int(word[2:]) for word in loop.split() if word[1] in "BW") - first
+    batches_per_loop = 1 + max(int(word[2:]) for word in loop.split() if word[1] in "BW") - first
     versions = Counter(op.stage for op in ops if op.kind is Kind.U)
-    size = each // max(versions.values())
+    size = batches_per_loop // max(versions.values())
     batches = 12
     total = batches * size
 
@@ -148,7 +146,7 @@ def test_hand_written_streams_are_found_to_repeat(head, loop, twice):
         return [
             op._replace(
                 micro_batch=op.micro_batch
-                + round_ * (versions[op.stage] if op.kind is Kind.U else each)
+                + round_ * (versions[op.stage] if op.kind is Kind.U else batches_per_loop)
             )
             for op in ops
         ]
@@ -160,22 +158,20 @@ def test_hand_written_streams_are_found_to_repeat(head, loop, twice):
     program = tuple(op for op, batch in with_batches(endless, size) if batch < batches)
     assert sum(op.kind is Kind.F for op in program) == total * (1 + max(op.stage for op in program))
     rows = (program, ()) if twice else (program,)
-    made = Schedule(rows, "mine", synchronous=False, stream=Stream(batches))
-    period = period_of(made)
-    assert (made.micro_batches, period.batches) == (size, max(versions.values()))
-    assert prolonged(prolonged(made, 30), batches) == made
-    assert prolonged(made, 30).slices == 30 * size
-    verify(prolonged(made, 29))
+    schedule = Schedule(rows, "mine", synchronous=False, stream=Stream(batches))
+    period = period_of(schedule)
+    assert (schedule.micro_batches, period.batches) == (size, max(versions.values()))
+    assert prolonged(prolonged(schedule, 30), batches) == schedule
+    assert prolonged(schedule, 30).slices == 30 * size
+    verify(prolonged(schedule, 29))
 
 
 def test_what_repeats_only_once_is_not_known_to_repeat():
-    """Two batches that look alike say little of the third; so many are asked for that one loop
-    follows another.
-    """
+    """Two equal batches do not prove that a third is equal: the loop must occur at least twice."""
     with pytest.raises(
         ScheduleError,
-        match="pipedream does not repeat itself from batch to batch within its 4 batches, so it cannot go on "
-        "for ever: give programs of more batches, in which the same order comes twice",
+        match="pipedream does not repeat itself from batch to batch within its 4 batches, so it cannot be "
+        "continued: give programs of more batches, in which the same order of ops occurs twice",
     ):
         period_of(schedule("pipedream", 4, 1, batches=4))
     assert prolonged(schedule("pipedream", 4, 1, batches=4), 2) == schedule(
@@ -185,17 +181,17 @@ def test_what_repeats_only_once_is_not_known_to_repeat():
 
 @pytest.mark.parametrize("place", [30, 33, 35, 38])
 def test_one_op_out_of_turn_is_found_wherever_it_stands(place):
-    """A loop that holds nearly everywhere would make a run that nobody has checked. (Where two
-    loops follow, it is in the head.)
+    """A loop that holds nearly everywhere would give an unverified run. (An op out of turn that is
+    followed by two loops belongs to the head.)
     """
-    made = schedule("pipedream", 1, 2, batches=8)
-    program = list(made.programs[0])
+    pipedream = schedule("pipedream", 1, 2, batches=8)
+    program = list(pipedream.programs[0])
     program[place], program[place + 1] = program[place + 1], program[place]
     with pytest.raises(
         ScheduleError,
         match="custom does not repeat itself from batch to batch within its 8 batches",
     ):
-        period_of(Schedule((tuple(program),), synchronous=False, stream=made.stream))
+        period_of(Schedule((tuple(program),), synchronous=False, stream=pipedream.stream))
 
 
 @pytest.mark.parametrize("text", ["", "rank 0 |\nrank 1 |", "0B0 0U1", "0U1 0U2 0U3 0U4"])
@@ -206,34 +202,36 @@ def test_programs_without_forwards_do_not_repeat(text):
 
 
 def test_only_streams_of_plain_ops_go_on():
-    """A flush is an end; and nobody has said what a pair or a slice of a later batch would be."""
+    """A flush ends the programs, and pairs and slices of later batches are not defined."""
     with pytest.raises(
         ScheduleError,
-        match="1f1b is no stream: its programs are those of one batch, after which they end",
+        match="1f1b is not a stream: its programs are those of one batch, after which they end",
     ):
         prolonged(schedule("1f1b", 2, 2), 2)
     assert prolonged(schedule("1f1b", 2, 2), 1) == schedule("1f1b", 2, 2)
-    made = schedule("pipedream", 1, 1)
+    pipedream = schedule("pipedream", 1, 1)
     for other in (
-        replace(made, pairs=frozenset({(Op.parse("0F1"), Op.parse("0B0"))})),
-        replace(made, slicing=Slicing.even("tokens", 1, made.slices)),
+        replace(pipedream, pairs=frozenset({(Op.parse("0F1"), Op.parse("0B0"))})),
+        replace(pipedream, slicing=Slicing.even("tokens", 1, pipedream.slices)),
     ):
         with pytest.raises(
             ScheduleError,
-            match="pipedream pairs ops or cuts micro-batches further: only a stream of plain ops can go on",
+            match="pipedream pairs ops or cuts micro-batches into slices: only a stream of plain ops can be continued",
         ):
             prolonged(other, 2)
 
 
 def test_options_say_the_number_of_batches_that_there_are():
     """Name, numbers and options make the same schedule again."""
-    made = prolonged(schedule("pipedream", 2, 1, batches=9), 30)
-    assert dict(made.options) == {"batches": 30}
-    assert schedule(made.name, made.stages, made.micro_batches, **dict(made.options)) == made
+    longer = prolonged(schedule("pipedream", 2, 1, batches=9), 30)
+    assert dict(longer.options) == {"batches": 30}
+    assert (
+        schedule(longer.name, longer.stages, longer.micro_batches, **dict(longer.options)) == longer
+    )
 
 
 def test_thousands_of_batches_are_made_and_known_again():
     """Once per op and no more: a quadratic search would take minutes here."""
-    made = prolonged(schedule("2bw", 4, 4), 3000)
-    assert len(made.ops) == 3000 * 4 * 9
-    assert period_of(replace(made)).batches == 1
+    longer = prolonged(schedule("2bw", 4, 4), 3000)
+    assert len(longer.ops) == 3000 * 4 * 9
+    assert period_of(replace(longer)).batches == 1

@@ -1,6 +1,4 @@
-"""Copies of pipelines and of stages: where micro-batches go, that all stays sound, and that time
-goes down.
-"""
+"""Replicas of pipelines and of stages: their micro-batches, soundness, and time."""
 
 from __future__ import annotations
 
@@ -34,18 +32,28 @@ def test_every_schedule_can_stand_there_several_times(name):
         (4, 17, 2),
         (3, 7, 3),
     ):
-        made = _made(name, stages, micro_batches, replicas=replicas)
-        if made is None:
+        replicated = _made(name, stages, micro_batches, replicas=replicas)
+        if replicated is None:
             continue
-        verify(made)
-        each = made.ranks // replicas
-        assert (made.stages, made.micro_batches) == (stages, micro_batches)
-        numbers = made.slicing.micro_batch_of if made.slicing else range(made.slices)
-        assert all(
-            rank // each == numbers[number] % replicas
-            for (_, number), rank in made.placement.items()
+        verify(replicated)
+        ranks_per_replica = replicated.ranks // replicas
+        assert (replicated.stages, replicated.micro_batches) == (stages, micro_batches)
+        numbers = (
+            replicated.slicing.micro_batch_of if replicated.slicing else range(replicated.slices)
         )
-        assert schedule(made.name, made.stages, made.micro_batches, **dict(made.options)) == made
+        assert all(
+            rank // ranks_per_replica == numbers[number] % replicas
+            for (_, number), rank in replicated.placement.items()
+        )
+        assert (
+            schedule(
+                replicated.name,
+                replicated.stages,
+                replicated.micro_batches,
+                **dict(replicated.options),
+            )
+            == replicated
+        )
         tried += 1
     assert tried > 0
 
@@ -76,11 +84,11 @@ def _made(name, stages, micro_batches, **options):
 
 @given(custom_schedules(synchronous=True), st.integers(1, 3), st.data())
 @settings(deadline=None, max_examples=80)
-def test_any_sound_schedule_stays_sound_several_times(made, replicas, data):
+def test_any_sound_schedule_stays_sound_several_times(schedule, replicas, data):
     """Copies of stages and split backwards too, and with batches that do not divide."""
-    most = replicas * made.micro_batches
+    most = replicas * schedule.micro_batches
     micro_batches = data.draw(st.integers(max(most - replicas + 1, replicas), most))
-    several = pipelines(made, replicas, micro_batches)
+    several = pipelines(schedule, replicas, micro_batches)
     verify(several)
     assert several.micro_batches == micro_batches
 
@@ -112,8 +120,8 @@ def test_slices_pairs_and_evictions_are_renumbered():
 
 def test_in_one_stage_it_is_plain_data_parallelism():
     """No pipeline at all: everybody has the model."""
-    made = schedule("gpipe", 1, 4, replicas=4)
-    assert [" ".join(map(str, program)) for program in made.programs] == [
+    gpipe = schedule("gpipe", 1, 4, replicas=4)
+    assert [" ".join(map(str, program)) for program in gpipe.programs] == [
         f"0F{m} 0B{m} 0U1" for m in range(4)
     ]
 
@@ -125,16 +133,17 @@ def test_the_start_up_of_replicated_stages_is_pipedreams(replicas, ahead):
     """LITERATURE 3.1, from PipeDream's own code: forwards of a rank before it begins to alternate,
     forward first.
     """
-    made = schedule("1f1b", len(replicas), 32, replicas=replicas)
-    verify(made)
+    one_f_one_b = schedule("1f1b", len(replicas), 32, replicas=replicas)
+    verify(one_f_one_b)
     assert start_up(replicas) == tuple(
         number * (w + 1) for number, w in zip(replicas, ahead, strict=True)
     )
     expected = [w + 1 for number, w in zip(replicas, ahead, strict=True) for _ in range(number)]
     firsts = [
-        next(i for i, op in enumerate(program) if op.kind is Kind.B) for program in made.programs
+        next(i for i, op in enumerate(program) if op.kind is Kind.B)
+        for program in one_f_one_b.programs
     ]
-    assert firsts == expected == list(verify(made).peak_on_rank)
+    assert firsts == expected == list(verify(one_f_one_b).peak_on_rank)
 
 
 @given(
@@ -146,30 +155,40 @@ def test_the_start_up_of_replicated_stages_is_pipedreams(replicas, ahead):
 def test_unevenly_replicated_stages_are_sound_and_take_micro_batches_in_turn(replicas, more, name):
     """1F1B-RR: micro-batch n is on replica n mod k of a stage, forward and backward."""
     micro_batches = max(replicas) + more
-    made = schedule(name, len(replicas), micro_batches, replicas=replicas)
-    verify(made)
+    family_schedule = schedule(name, len(replicas), micro_batches, replicas=replicas)
+    verify(family_schedule)
     before = [sum(replicas[:stage]) for stage in range(len(replicas))]
-    assert made.placement == {
+    assert family_schedule.placement == {
         (s, m): before[s] + m % replicas[s]
         for s in range(len(replicas))
         for m in range(micro_batches)
     }
-    assert schedule(made.name, made.stages, made.micro_batches, **dict(made.options)) == made
+    assert (
+        schedule(
+            family_schedule.name,
+            family_schedule.stages,
+            family_schedule.micro_batches,
+            **dict(family_schedule.options),
+        )
+        == family_schedule
+    )
 
 
 def test_a_slow_stage_on_more_ranks_is_no_longer_in_the_way():
     """What it is for: 3 ranks for a stage of three times the work are all busy but for start and
     end.
     """
-    made = schedule("1f1b", 2, 24, replicas=(3, 1))
+    one_f_one_b = schedule("1f1b", 2, 24, replicas=(3, 1))
 
     def seconds(_, op):
         return {Kind.F: 1, Kind.B: 2}.get(op.kind, 0) * (3 if op.stage == 0 else 1)
 
-    from penstock.schedule.graph import build
+    from penstock.schedule.graph import build_graph
 
-    assert max(row[3] for row in build(made).events(seconds, lambda *_: 0)) == 24 * 3 + 9
-    assert all(len(program) == 2 * 8 + 1 for program in made.programs[:3])
+    assert (
+        max(row[3] for row in build_graph(one_f_one_b).events(seconds, lambda *_: 0)) == 24 * 3 + 9
+    )
+    assert all(len(program) == 2 * 8 + 1 for program in one_f_one_b.programs[:3])
 
 
 def test_the_start_up_is_cut_where_a_stage_gets_no_more():
@@ -182,8 +201,8 @@ def test_the_start_up_is_cut_where_a_stage_gets_no_more():
 
 def test_a_warm_up_that_is_given_counts_for_a_stages_ranks_together():
     """The two may be said together."""
-    made = schedule("1f1b", 2, 6, replicas=(2, 1), warm_up=(2, 1))
-    assert str(made).splitlines()[0] == "rank 0 | 0F0 0B0 0F2 0B2 0F4 0B4 0U1"
+    one_f_one_b = schedule("1f1b", 2, 6, replicas=(2, 1), warm_up=(2, 1))
+    assert str(one_f_one_b).splitlines()[0] == "rank 0 | 0F0 0B0 0F2 0B2 0F4 0B4 0U1"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +214,7 @@ def test_a_warm_up_that_is_given_counts_for_a_stages_ranks_together():
         (1.5, "1f1b needs at least 1 of replicas and got 1.5"),
         ((2, 0), "1f1b needs at least 1 of replicas and got 0"),
         ((2,), "1f1b in 2 stages takes one number of replicas, or 2, one per stage, not 1"),
-        (5, "1f1b with replicas=5 needs 5 micro-batches or more, one for each, and got 4"),
+        (5, "1f1b with replicas=5 needs at least 5 micro-batches, one for each replica, and got 4"),
         (
             (5, 1),
             "stage 0 has 5 replicas, but there are only 4 micro-batches: every replica needs one",
@@ -214,16 +233,16 @@ def test_replicas_that_cannot_be_are_refused(replicas, message):
         (
             "interleaved",
             4,
-            "several stages on a rank, or copies: only replicas for all stages alike go with it, such as replicas=2",
+            "several stages on a rank, or copies: it takes only the same number of replicas for all stages, such as replicas=2",
         ),
         ("chimera", 4, "chimera has several stages on a rank, or copies"),
         (
             "seq1f1b",
             4,
-            "seq1f1b cuts, pairs or hands on micro-batches: only replicas for all stages alike go with it",
+            "seq1f1b pairs ops, cuts micro-batches, or moves activations to other ranks: it takes only the same number of replicas",
         ),
-        ("fbp-as", 4, "fbp-as cuts, pairs or hands on micro-batches"),
-        ("bpipe", 4, "bpipe cuts, pairs or hands on micro-batches"),
+        ("fbp-as", 4, "fbp-as pairs ops, cuts micro-batches, or moves activations"),
+        ("bpipe", 4, "bpipe pairs ops, cuts micro-batches, or moves activations"),
     ],
 )
 def test_uneven_replicas_of_other_forms_are_refused(name, stages, message):
@@ -236,16 +255,16 @@ def test_a_family_that_refuses_the_share_of_a_pipeline_says_so():
     """The number in its message is not the one the user gave."""
     with pytest.raises(
         ScheduleError,
-        match=r"even number of them and got 3; .* \(with replicas=2, 3 of the 6 go to the first\)",
+        match=r"even number of them and got 3; .* \(with replicas=2, the first replica has 3 of the 6 micro-batches\)",
     ):
         schedule("chimera", 4, 6, replicas=2)
 
 
 def test_handmade_schedules_can_be_replicated_too():
     """The passes know no names."""
-    made = Schedule.parse("0F0 0F1 0B1 0B0 0U1\n1F0 1F1 1B1 1B0 1U1", "mine")
-    verify(pipelines(made, 2, 4))
-    assert round_robin(made, (1, 2)).programs[1] == tuple(map(Op.parse, ["1F0", "1B0", "1U1"]))
+    schedule = Schedule.parse("0F0 0F1 0B1 0B0 0U1\n1F0 1F1 1B1 1B0 1U1", "mine")
+    verify(pipelines(schedule, 2, 4))
+    assert round_robin(schedule, (1, 2)).programs[1] == tuple(map(Op.parse, ["1F0", "1B0", "1U1"]))
 
 
 @pytest.mark.parametrize("replicas", [2, (2, 1)])
@@ -253,7 +272,7 @@ def test_copies_that_do_not_add_up_their_gradients_have_no_replicas(replicas):
     """Replicas share every batch, virtual workers share none."""
     with pytest.raises(
         ScheduleError,
-        match="hetpipe has copies of its own, which do not add up their gradients: it takes no replicas, "
+        match="hetpipe already has copies of its stages, which do not add up their gradients: it takes no replicas, "
         "but more virtual workers",
     ):
         schedule("hetpipe", 2, 4, replicas=replicas)
@@ -262,10 +281,13 @@ def test_copies_that_do_not_add_up_their_gradients_have_no_replicas(replicas):
 @pytest.mark.parametrize(
     ("replicas", "message"),
     [
-        (2, r"pipedream goes on from batch to batch, so with replicas=2 .*: 3 is no multiple of 2"),
+        (
+            2,
+            r"pipedream runs batch after batch without a flush, so with replicas=2 .*: 3 is not a multiple of 2",
+        ),
         (
             (1, 2),
-            r"pipedream goes on from batch to batch, so every replica of a stage needs .*: stage 1 has 2 replicas, but 3 is no multiple of 2",
+            r"pipedream runs batch after batch without a flush, so every replica of a stage needs .*: stage 1 has 2 replicas, but 3 is not a multiple of 2",
         ),
         (
             (1, 4),
@@ -290,16 +312,16 @@ def test_replicas_of_a_streams_stages_update_with_every_batch_right_after_their_
     be, and they meet at every U.
     """
     size = rounds * 6
-    made = schedule("pipedream", len(replicas), size, replicas=replicas)
-    verify(made)
+    pipedream = schedule("pipedream", len(replicas), size, replicas=replicas)
+    verify(pipedream)
     homes = [(stage, copy) for stage, number in enumerate(replicas) for copy in range(number)]
-    for (stage, copy), program in zip(homes, made.programs, strict=True):
+    for (stage, copy), program in zip(homes, pipedream.programs, strict=True):
         assert all(
             op.micro_batch % replicas[stage] == copy for op in program if op.kind is not Kind.U
         )
         updates = [
             (program[place - 1], op) for place, op in enumerate(program) if op.kind is Kind.U
         ]
-        own = [n for n in range(made.slices) if n % replicas[stage] == copy]
-        last = [max(n for n in own if n // size == batch) for batch in range(made.batches)]
+        numbers = [n for n in range(pipedream.slices) if n % replicas[stage] == copy]
+        last = [max(n for n in numbers if n // size == batch) for batch in range(pipedream.batches)]
         assert updates == [(Op(Kind.B, stage, n), Op(Kind.U, stage, n // size + 1)) for n in last]

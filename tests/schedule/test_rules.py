@@ -1,4 +1,4 @@
-"""The rule table, spelled out case by case: every other part reads it."""
+"""The rule table, case by case: all other modules read it."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def test_an_op_of_three_stages_feeds(op, expected):
 
 
 def test_what_an_op_feeds_is_what_another_takes():
-    """Two readings of one boundary: a receiver that asks for what nobody sends would wait for ever."""
+    """Two views of one boundary: a receiver that expects a value that no rank sends would deadlock."""
     for stages in (1, 2, 4):
         ops = [Op(kind, stage, 0) for kind in Kind for stage in range(stages)]
         fed = {(*feeds(op, stages), op.stage) for op in ops if feeds(op, stages)}
-        taken = {
+        inputs = {
             (takes(op, stages)[0], op.stage, takes(op, stages)[1])
             for op in ops
             if takes(op, stages)
         }
-        assert fed == taken
+        assert fed == inputs
         assert len(fed) == 2 * (stages - 1)
 
 

@@ -50,7 +50,7 @@ def test_shares_that_do_not_make_a_whole_are_refused(row):
     """A step would weigh samples twice or not at all."""
     with pytest.raises(
         ScheduleError,
-        match=r"the slices of micro-batch 1 have shares .*: they are above 0 and add up to 1",
+        match=r"the slices of micro-batch 1 have shares .*: shares must be above 0 and add up to 1",
     ):
         Slicing("tokens", ((1.0,), row))
 

@@ -1,4 +1,4 @@
-"""Stream and Waves: what they hold, and which waves a copy waits for."""
+"""Stream and Waves: their checks, and which waves a copy waits for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_distance_may_be_none_but_not_below():
 @given(st.integers(1, 6), st.integers(0, 5), st.integers(1, 60))
 def test_the_last_update_of_a_wave_waits_for_that_of_an_earlier_wave(length, distance, version):
     """Park et al. 2020: a virtual worker may be D waves ahead of the slowest, and inside a wave
-    nobody waits.
+    no copy waits.
     """
     awaited = Waves(length, distance).awaited(version)
     wave = version / length  # waves done with this update

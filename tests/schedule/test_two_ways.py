@@ -1,16 +1,14 @@
-"""The pen of ranks with two stages: it counts micro-batches, pairs W with its I, and leaves out
-what is not there.
-"""
+"""Programs of ranks with two stages: micro-batch numbers, pairs, and W after its I."""
 
 from __future__ import annotations
 
 from penstock.schedule.op import Op
-from penstock.schedule.two_ways import TwoWays
+from penstock.schedule.two_ways import BidirectionalProgram
 
 
 def pen(*lines, **numbers):
     """Of stages 1 and 4."""
-    line = TwoWays((1, 4), **numbers)
+    line = BidirectionalProgram((1, 4), **numbers)
     for times, moves in lines:
         line.write(times, moves)
     return line

@@ -1,4 +1,4 @@
-"""Updates: after the last gradient of a batch, and no sooner."""
+"""Updates: right after the last gradient of a batch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_with_a_split_backward_the_update_waits_for_the_weights_part():
 
 @given(
     custom_schedules(synchronous=True).filter(
-        lambda made: all(len(ranks) == 1 for ranks in made.ranks_of_stage)
+        lambda schedule: all(len(ranks) == 1 for ranks in schedule.ranks_of_stage)
     )
 )
 @settings(deadline=None, max_examples=40)
-def test_any_schedule_without_copies_is_sound_with_its_updates_put_back(made):
+def test_any_schedule_without_copies_is_sound_with_its_updates_put_back(schedule):
     """Every stage gets one, after all of its gradients."""
-    bare = [[op for op in program if op.kind is not Kind.U] for program in made.programs]
-    back = dataclasses.replace(made, programs=tuple(map(with_updates, bare)))
+    bare = [[op for op in program if op.kind is not Kind.U] for program in schedule.programs]
+    back = dataclasses.replace(schedule, programs=tuple(map(with_updates, bare)))
     verify(back)
     assert [[op for op in program if op.kind is not Kind.U] for program in back.programs] == bare
 
@@ -44,16 +44,16 @@ def test_early_updates_cost_no_time_even_where_they_are_long(name, ranks, rounds
     """They stand between other stages' backwards, which wait for other ranks anyway: the reason why
     they may stand there.
     """
-    made = schedule(name, 2 * ranks, rounds * ranks)
+    family_schedule = schedule(name, 2 * ranks, rounds * ranks)
     late = [
         [op for op in row if op.kind is not Kind.U] + [op for op in row if op.kind is Kind.U]
-        for row in made.programs
+        for row in family_schedule.programs
     ]
     costs = Costs(forward=1, backward=2, update=seconds)
     makespan = simulate_schedule(
-        dataclasses.replace(made, programs=tuple(map(tuple, late))), costs
+        dataclasses.replace(family_schedule, programs=tuple(map(tuple, late))), costs
     ).makespan
-    assert simulate_schedule(made, costs).makespan == pytest.approx(makespan)
+    assert simulate_schedule(family_schedule, costs).makespan == pytest.approx(makespan)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))

@@ -1,4 +1,4 @@
-"""V shapes: how many ranks, and which stages on them."""
+"""V shapes: number of ranks, and the stages on each."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def test_half_a_stage_more_is_refused():
     """Both numbers that would do are named."""
     assert ranks_of_v("mine", 6) == 3
     with pytest.raises(
-        ScheduleError, match=r"mine goes down the ranks and back up.* and got 7; ask for 6 or 8$"
+        ScheduleError, match=r"mine goes down the ranks and back up.* and got 7; use 6 or 8$"
     ):
         ranks_of_v("mine", 7)

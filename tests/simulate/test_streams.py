@@ -11,7 +11,7 @@ from tests.schedule.custom_schedules import custom_streams
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.graph import build
+from penstock.schedule.graph import build_graph
 from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.stream import Stream, Waves
 from penstock.simulate.costs import Costs
@@ -52,7 +52,7 @@ def test_the_arrays_and_the_graph_agree_on_every_start_and_end(made, data):
         transfer=0.5,
     )
     line = simulate_schedule(made, costs)
-    rows = build(made).events(lambda _, op: seconds[op.kind.value][op.stage], lambda *_: 0.5)
+    rows = build_graph(made).events(lambda _, op: seconds[op.kind.value][op.stage], lambda *_: 0.5)
     assert {event[:4] for event in line.events if event.to_rank is None} == {
         row[:4] for row in rows if row[5] is None
     }

@@ -1,4 +1,4 @@
-"""verify: one door for schedules with and without their transfers."""
+"""verify: one function for schedules with and without their transfers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from penstock.schedule.lower import LoweredSchedule, Transfer, lower
 
 def test_a_lowered_schedule_is_as_sound_as_the_schedule():
     """Same peaks, same staleness; the depth is that of the transfers where they stand."""
-    made = schedule("zb-v", 6, 6)
-    plain, lowered = ps.verify(made), ps.verify(lower(made, ahead=2))
+    zb_v = schedule("zb-v", 6, 6)
+    plain, lowered = ps.verify(zb_v), ps.verify(lower(zb_v, ahead=2))
     assert lowered.peak_on_rank == plain.peak_on_rank
     assert lowered.staleness_max == plain.staleness_max
 

@@ -1,4 +1,4 @@
-"""Verify with transfers: what `lower` adds passes, and every planted fault is found and named."""
+"""verify with transfers: the output of `lower` passes, and each planted fault is reported."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from penstock.verify.verify import verify
 
 def lowered_from(text):
     """Rows of cells with spaces between."""
-    made, lowered = parse_csv("\n".join(",".join(row.split()) for row in text.splitlines()), "mine")
-    return made, lowered
+    schedule, lowered = parse_csv(
+        "\n".join(",".join(row.split()) for row in text.splitlines()), "mine"
+    )
+    return schedule, lowered
 
 
 @given(custom_schedules(synchronous=True), st.integers(0, 3))
 @settings(deadline=None, max_examples=100)
-def test_what_lower_adds_to_any_sound_schedule_passes(made, ahead):
+def test_what_lower_adds_to_any_sound_schedule_passes(schedule, ahead):
     """The runtime plays this very form: a verifier that refused it would be wrong, or the runtime
     would. Receives that wait for nothing need no deeper channels than those that wait where they
     stand.
     """
-    report = verify_lowered(lower(made, ahead))
-    alone = verify(made)
+    report = verify_lowered(lower(schedule, ahead))
+    alone = verify(schedule)
     assert report.peak_on_rank == alone.peak_on_rank
     assert report.channel_depth <= alone.channel_depth
 
@@ -38,10 +40,10 @@ def test_what_lower_adds_to_any_sound_schedule_passes(made, ahead):
 @given(custom_schedules(synchronous=True), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=150)
 def test_a_transfer_that_lacks_or_stands_twice_or_elsewhere_is_found_whatever_the_schedule(
-    made, rng
+    schedule, rng
 ):
     """Whatever the schedule, the fault is named: the transfer and its rank."""
-    programs = [list(program) for program in lower(made).programs]
+    programs = [list(program) for program in lower(schedule).programs]
     places = [
         (rank, i)
         for rank, row in enumerate(programs)
@@ -54,7 +56,7 @@ def test_a_transfer_that_lacks_or_stands_twice_or_elsewhere_is_found_whatever_th
     transfer = programs[rank].pop(i)
     for extra, message in (
         ([], "is missing on rank"),
-        ([transfer, transfer], "stands 2 times, on ranks"),
+        ([transfer, transfer], "occurs 2 times, on ranks"),
     ):
         planted = [
             row[:i] + extra + row[i:] if r == rank else row for r, row in enumerate(programs)
@@ -66,11 +68,11 @@ def test_a_transfer_that_lacks_or_stands_twice_or_elsewhere_is_found_whatever_th
         assert (rank, str(transfer)) in [
             (finding.rank, finding.op) for finding in caught.value.findings
         ]
-    if made.ranks > 1:
-        other = rng.choice([r for r in range(made.ranks) if r != rank])
+    if schedule.ranks > 1:
+        other = rng.choice([r for r in range(schedule.ranks) if r != rank])
         planted = [[*row, transfer] if r == other else row for r, row in enumerate(programs)]
         with pytest.raises(
-            ScheduleError, match=rf"\[one transfer\] {transfer} stands on rank {other}, but"
+            ScheduleError, match=rf"\[one transfer\] {transfer} is on rank {other}, but"
         ) as caught:
             verify_lowered(LoweredSchedule(tuple(map(tuple, planted))))
         assert (other, str(transfer)) in [
@@ -80,13 +82,13 @@ def test_a_transfer_that_lacks_or_stands_twice_or_elsewhere_is_found_whatever_th
 
 @given(custom_schedules(synchronous=True), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=150)
-def test_two_receives_of_one_link_in_each_others_places_are_found_whatever_the_schedule(made, rng):
-    """Messages have no names on the way: each receive would get the other's numbers, and nobody
-    would notice.
-    """
+def test_two_receives_of_one_link_in_each_others_places_are_found_whatever_the_schedule(
+    schedule, rng
+):
+    """Messages are sent without tags: each receive would get the other's numbers, without an error."""
     programs = [
         list(program)
-        for program in lower(made, ahead=made.micro_batches * made.stages * 3).programs
+        for program in lower(schedule, ahead=schedule.micro_batches * schedule.stages * 3).programs
     ]
     by_link = {}
     for rank, row in enumerate(programs):
@@ -116,12 +118,12 @@ SOUND = """\
 
 def test_a_sound_file_passes_with_the_depth_of_its_own_transfers():
     """What a channel must buffer depends on where the receives stand."""
-    made, lowered = lowered_from(SOUND)
-    assert verify_lowered(lowered, schedule=made).channel_depth == 0
+    schedule, lowered = lowered_from(SOUND)
+    assert verify_lowered(lowered, schedule=schedule).channel_depth == 0
     sends_first = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
-    made, lowered = lowered_from(sends_first)
+    schedule, lowered = lowered_from(sends_first)
     assert (
-        verify_lowered(lowered, schedule=made).channel_depth == 1
+        verify_lowered(lowered, schedule=schedule).channel_depth == 1
     )  # each would wait for the other to come to its receive
 
 
@@ -165,13 +167,13 @@ def test_a_sound_file_passes_with_the_depth_of_its_own_transfers():
             "0F1 0SEND_F1",
             "0SEND_F1 0F1",
             ("one transfer", 0, "0SEND_F1"),
-            "0SEND_F1 on rank 0 stands before 0F1, which makes its value",
+            "0SEND_F1 on rank 0 comes before 0F1, which produces its value",
         ),
         (
             "0F0 0SEND_F0",
             "0F0 0SEND_F0 0SEND_F0",
             ("one transfer", 0, "0SEND_F0"),
-            "0SEND_F0 stands 2 times, on ranks 0, 0",
+            "0SEND_F0 occurs 2 times, on ranks 0, 0",
         ),
         (
             "0RECV_B0 0B0",
@@ -206,20 +208,20 @@ def test_a_planted_fault_is_found_and_named(old, new, finding, message):
     numbers or for ever.
     """
     assert old in SOUND
-    made, lowered = lowered_from(SOUND.replace(old, new, 1))
+    schedule, lowered = lowered_from(SOUND.replace(old, new, 1))
     with pytest.raises(ScheduleError, match=message) as caught:
-        verify_lowered(lowered, schedule=made)
+        verify_lowered(lowered, schedule=schedule)
     assert finding in [(f.rule, f.rank, f.op) for f in caught.value.findings]
 
 
 def test_a_transfer_between_stages_of_one_rank_is_needless():
     """torch hands tensors over within a rank; the transfer would go from the rank to itself."""
-    made, lowered = lowered_from("0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0")
+    schedule, lowered = lowered_from("0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0")
     with pytest.raises(
         ScheduleError,
-        match="0SEND_F0 on rank 0 carries what stays there: stages 0 and 1 both stand on rank 0",
+        match="0SEND_F0 on rank 0 carries a value within one rank: stages 0 and 1 are both on rank 0",
     ):
-        verify_lowered(lowered, schedule=made)
+        verify_lowered(lowered, schedule=schedule)
 
 
 def test_a_transfer_for_another_rank_than_holds_the_stage_is_found():
@@ -228,30 +230,30 @@ def test_a_transfer_for_another_rank_than_holds_the_stage_is_found():
     place = next(i for i, action in enumerate(programs[0]) if isinstance(action, Transfer))
     programs[0][place] = programs[0][place]._replace(peer=2)
     with pytest.raises(
-        ScheduleError, match=r"0SEND_F0 on rank 0 is for rank 2, but 1F0 stands on rank 1"
+        ScheduleError, match=r"0SEND_F0 on rank 0 is for rank 2, but 1F0 is on rank 1"
     ):
         verify_lowered(LoweredSchedule(tuple(map(tuple, programs))))
 
 
 def test_the_limit_in_flight_holds_with_transfers_too():
     """One option of the command line, for every file."""
-    made, lowered = lowered_from(SOUND)
+    schedule, lowered = lowered_from(SOUND)
     with pytest.raises(ScheduleError, match="holds 2 micro-batches in flight, over the limit of 1"):
-        verify_lowered(lowered, 1, made)
+        verify_lowered(lowered, 1, schedule)
 
 
 def test_handed_over_activations_are_transfers_like_others():
     """BPipe's messages go between any two ranks, not only to neighbours."""
-    made = Schedule.parse("0F0 0F1 0E1 0B0 0L1 0B1 0U1\n1F0 0E1 1B0 0L1 1F1 1B1 1U1")
-    report = verify(made)
-    assert verify_lowered(lower(made, ahead=0)).peak_on_rank == report.peak_on_rank
+    schedule = Schedule.parse("0F0 0F1 0E1 0B0 0L1 0B1 0U1\n1F0 0E1 1B0 0L1 1F1 1B1 1U1")
+    report = verify(schedule)
+    assert verify_lowered(lower(schedule, ahead=0)).peak_on_rank == report.peak_on_rank
 
 
 def test_a_file_of_stray_transfers_ends_after_a_thousand_findings():
-    """Told are twelve; nobody reads more."""
-    made, lowered = lowered_from("0F0 0B0 " + " ".join(f"{n}SEND_F{n}" for n in range(1, 3000)))
+    """The message lists twelve; more would not be read."""
+    schedule, lowered = lowered_from("0F0 0B0 " + " ".join(f"{n}SEND_F{n}" for n in range(1, 3000)))
     with pytest.raises(
         ScheduleError, match=r"mine is not sound \(1000 findings, worst first\)"
     ) as caught:
-        verify_lowered(lowered, schedule=made)
+        verify_lowered(lowered, schedule=schedule)
     assert str(caught.value).splitlines()[-1] == "  … and 988 more"

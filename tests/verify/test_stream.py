@@ -1,4 +1,4 @@
-"""Verify on streams: whole batches, each with an update of its own on every copy."""
+"""verify on streams: whole batches, each with one update on every copy."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ def stream(text, batches, **rest):
     )
 
 
-def findings_of(made):
+def findings_of(schedule):
     """Rule, op and rank of each, and the message."""
     with pytest.raises(ScheduleError, match="is not sound") as caught:
-        verify(made)
+        verify(schedule)
     return [(f.rule, f.op, f.rank) for f in caught.value.findings], str(caught.value)
 
 
 @given(streams())
 @settings(deadline=None, max_examples=60)
-def test_any_stream_that_is_sound_by_construction_passes(made):
+def test_any_stream_that_is_sound_by_construction_passes(schedule):
     """A verifier that refuses good programs is worked around."""
-    assert verify(made).weights == "stash"
+    assert verify(schedule).weights == "stash"
 
 
 @given(streams(), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=60)
-def test_a_gradient_and_an_update_in_each_others_places_are_found(made, rng):
+def test_a_gradient_and_an_update_in_each_others_places_are_found(schedule, rng):
     """The gradient would be in another batch's update; by number of updates alone nothing is wrong."""
     places = [
         (rank, i)
-        for rank, program in enumerate(made.programs)
+        for rank, program in enumerate(schedule.programs)
         for i, op in enumerate(program[:-1])
         if op.kind in (Kind.B, Kind.W)
         and program[i + 1].kind is Kind.U
@@ -53,12 +53,15 @@ def test_a_gradient_and_an_update_in_each_others_places_are_found(made, rng):
     if not places:
         return
     rank, i = rng.choice(places)
-    program = list(made.programs[rank])
+    program = list(schedule.programs[rank])
     program[i], program[i + 1] = program[i + 1], program[i]
-    found, _ = findings_of(
-        replace(made, programs=(*made.programs[:rank], tuple(program), *made.programs[rank + 1 :]))
+    findings, _ = findings_of(
+        replace(
+            schedule,
+            programs=(*schedule.programs[:rank], tuple(program), *schedule.programs[rank + 1 :]),
+        )
     )
-    assert {rule for rule, _, _ in found} <= {"update", "no cycle"}
+    assert {rule for rule, _, _ in findings} <= {"update", "no cycle"}
 
 
 @pytest.mark.parametrize(
@@ -74,31 +77,31 @@ def test_a_gradient_and_an_update_in_each_others_places_are_found(made, rng):
             "0F0 0F1 0F2 0F3 0B0 0B2 0U1 0B1 0B3 0U2",
             2,
             ("update", "0B2", 0),
-            r"0B2 on rank 0 is of batch 1, and batch 0 has had no U of stage 0 yet: its update would take both",
+            r"0B2 on rank 0 is of batch 1, but batch 0 has had no U of stage 0 yet: its update would include both",
         ),
         (
             "0F0 0B0 0F1 0B1 0U1",
             2,
             ("update", "0B1", 0),
-            r"0B1 on rank 0 is of batch 1, and batch 0 has had no U",
+            r"0B1 on rank 0 is of batch 1, but batch 0 has had no U",
         ),
         (
             "0F0 0B0 0U1 0U2 0F1 0B1 0U3",
             2,
             ("update", "0U2", 0),
-            r"0U2 on rank 0 has no gradient before it",
+            r"0U2 on rank 0 follows no gradient",
         ),
         (
             "0F0 0B0 0U1 0F1 0B1 0U2 0F2 0B2 0U3",
             2,
             ("stream", None, None),
-            r"3 micro-batches are not 2 batches of equally many",
+            r"3 micro-batches are not 2 batches of equal size",
         ),
         (
             "0F0 0B0 0U1 0F1 0B1 0U2",
             3,
             ("stream", None, None),
-            r"2 micro-batches are not 3 batches of equally many",
+            r"2 micro-batches are not 3 batches of equal size",
         ),
     ],
 )
@@ -113,20 +116,22 @@ def test_a_batch_without_one_update_of_its_own_is_found_and_named(text, batches,
 
 def test_a_stream_is_neither_synchronous_nor_of_slices():
     """Both say of one batch what a stream says of many."""
-    made = schedule("pipedream", 1, 1, batches=1)
-    _, text = findings_of(replace(made, synchronous=True))
-    assert "a synchronous schedule is of one batch, and a stream goes on without a flush" in text
-    _, text = findings_of(replace(made, slicing=Slicing("samples", ((1.0,),))))
-    assert "its micro-batches are cut, which those of a stream cannot be yet" in text
+    pipedream = schedule("pipedream", 1, 1, batches=1)
+    _, text = findings_of(replace(pipedream, synchronous=True))
+    assert (
+        "a synchronous schedule describes one batch, and a stream continues without a flush" in text
+    )
+    _, text = findings_of(replace(pipedream, slicing=Slicing("samples", ((1.0,),))))
+    assert "its micro-batches are cut into slices, which streams do not support" in text
 
 
 def test_copies_with_waves_have_whole_batches_in_turn():
     """They never add up gradients, so half a batch would be an update of half a batch."""
     text = "0F0 0B0 0U1 0F3 0B3 0U2\n0F1 0B1 0U1 0F2 0B2 0U2"
-    found, message = findings_of(stream(text, 4, weights="hetpipe", waves=Waves(1)))
-    assert ("stream", "0F2", 1) in found
+    findings, message = findings_of(stream(text, 4, weights="hetpipe", waves=Waves(1)))
+    assert ("stream", "0F2", 1) in findings
     assert (
-        "0F2 of batch 2 stands on rank 1: with waves, copies have whole batches in turn, this one rank 0"
+        "0F2 of batch 2 is on rank 1: with waves, copies take whole batches in turn, this one rank 0"
         in message
     )
 
@@ -141,6 +146,6 @@ def test_with_waves_the_last_update_may_lack_on_some_copies_and_no_other():
             == "hetpipe"
         )
     text = "0F0 0B0 0U1 0F2 0B2 0U2 0F4 0B4 0U3\n0F1 0B1 0F3 0B3 0U1"
-    found, message = findings_of(stream(text, 5, weights="hetpipe", waves=Waves(1)))
-    assert found == [("update", "0U2", 1)]
+    findings, message = findings_of(stream(text, 5, weights="hetpipe", waves=Waves(1)))
+    assert findings == [("update", "0U2", 1)]
     assert "stage 0 has 3 U on rank 0, but 1 on rank 1: its copies take batches in turn" in message

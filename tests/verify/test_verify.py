@@ -1,4 +1,4 @@
-"""Verify: sound schedules pass with the right facts, and every planted fault is found and named."""
+"""verify: sound schedules pass with the right figures, and each planted fault is reported."""
 
 from __future__ import annotations
 
@@ -22,51 +22,53 @@ def findings_of(text, *, synchronous=True, limit=None):
 
 @given(custom_schedules(), st.integers(0, 6))
 @settings(deadline=None, max_examples=150)
-def test_any_schedule_that_is_sound_by_construction_passes(made, limit):
+def test_any_schedule_that_is_sound_by_construction_passes(schedule, limit):
     """A verifier that refuses good schedules is worked around, and then verifies nothing."""
-    report = verify(made)
-    held = [0] * made.ranks
-    peaks = [0] * made.ranks
-    for rank, program in enumerate(made.programs):
+    report = verify(schedule)
+    held = [0] * schedule.ranks
+    peaks = [0] * schedule.ranks
+    for rank, program in enumerate(schedule.programs):
         for op in program:
             held[rank] += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(op.kind, 0)
             peaks[rank] = max(peaks[rank], held[rank])
     assert report.peak_on_rank == tuple(peaks)
     if max(peaks) <= limit:
-        assert verify(made, limit) == report
+        assert verify(schedule, limit) == report
     else:
         with pytest.raises(
             ScheduleError,
             match=rf"holds {max(peaks)} micro-batches in flight, over the limit of {limit}",
         ):
-            verify(made, limit)
+            verify(schedule, limit)
 
 
 @given(custom_schedules(), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=150)
-def test_any_schedule_that_lacks_an_op_or_has_one_twice_is_refused_by_its_name(made, rng):
+def test_any_schedule_that_lacks_an_op_or_has_one_twice_is_refused_by_its_name(schedule, rng):
     """Whatever the schedule, the fault is named: the op, and where it still stands its rank."""
     places = [
         (rank, i)
-        for rank, program in enumerate(made.programs)
+        for rank, program in enumerate(schedule.programs)
         for i, op in enumerate(program)
         if op.kind is not Kind.U
     ]
     rank, i = rng.choice(places)
-    op = made.programs[rank][i]
-    programs = list(made.programs)
-    programs[rank] = made.programs[rank][:i] + made.programs[rank][i + 1 :]
+    op = schedule.programs[rank][i]
+    programs = list(schedule.programs)
+    programs[rank] = schedule.programs[rank][:i] + schedule.programs[rank][i + 1 :]
     with pytest.raises(ScheduleError, match=r"is missing|has no op|no forward at all") as caught:
-        verify(Schedule(tuple(programs), synchronous=made.synchronous))
+        verify(Schedule(tuple(programs), synchronous=schedule.synchronous))
     if op.kind in (Kind.I, Kind.W):
         assert any(
             finding.op == str(op) and finding.rank == rank for finding in caught.value.findings
         )
-    other = rng.randrange(made.ranks)
-    programs = list(made.programs)
-    programs[other] = made.programs[other] + (op,) if other != rank else (op, *made.programs[other])
-    with pytest.raises(ScheduleError, match=rf"\[once\] {op} stands 2 times, on ranks") as caught:
-        verify(Schedule(tuple(programs), synchronous=made.synchronous))
+    other = rng.randrange(schedule.ranks)
+    programs = list(schedule.programs)
+    programs[other] = (
+        schedule.programs[other] + (op,) if other != rank else (op, *schedule.programs[other])
+    )
+    with pytest.raises(ScheduleError, match=rf"\[once\] {op} occurs 2 times, on ranks") as caught:
+        verify(Schedule(tuple(programs), synchronous=schedule.synchronous))
     assert caught.value.findings[0].op == str(op)
 
 
@@ -95,20 +97,20 @@ def test_any_schedule_that_lacks_an_op_or_has_one_twice_is_refused_by_its_name(m
         ("0U1", ("one forward", None, None), r"the schedule has no forward at all"),
         ("", ("one forward", None, None), r"the schedule has no forward at all"),
         # an op too many
-        ("0F0 0F0 0B0 0U1", ("once", "0F0", 0), r"\[once\] 0F0 stands 2 times, on ranks 0, 0"),
-        ("0F0 0B0 0U1\n0F0 0B0 0U1", ("once", "0F0", 1), r"0B0 stands 2 times, on ranks 0, 1"),
+        ("0F0 0F0 0B0 0U1", ("once", "0F0", 0), r"\[once\] 0F0 occurs 2 times, on ranks 0, 0"),
+        ("0F0 0B0 0U1\n0F0 0B0 0U1", ("once", "0F0", 1), r"0B0 occurs 2 times, on ranks 0, 1"),
         ("0F0 0B0 0I0 0W0 0U1", ("one backward", "0B0", 0), r"stage 0 has both 0B0 and 0I0 or 0W0"),
         ("0F0 0B0 0W0 0U1", ("one backward", "0B0", 0), r"stage 0 has both 0B0 and 0I0 or 0W0"),
         # an op elsewhere
         (
             "0F0 0U1\n0B0 0U1",
             ("one rank", "0B0", 1),
-            r"0B0 stands on rank 1, but 0F0 on rank 0 holds its activations",
+            r"0B0 is on rank 1, but 0F0 on rank 0 holds its activations",
         ),
         (
             "0F0 0I0 0U1\n0W0 0U1",
             ("one rank", "0W0", 1),
-            r"0W0 stands on rank 1, but 0F0 on rank 0",
+            r"0W0 is on rank 1, but 0F0 on rank 0",
         ),
         # an op too early
         (
@@ -183,14 +185,14 @@ def test_a_planted_fault_is_found_and_named(text, finding, message):
 )
 def test_versions_that_do_not_count_up_are_refused_in_an_asynchronous_schedule(text, finding):
     """Weight rules index their copies by version: a gap or a repeat would read the wrong weights."""
-    found, _ = findings_of(text, synchronous=False)
-    assert found == [finding]
+    findings, _ = findings_of(text, synchronous=False)
+    assert findings == [finding]
 
 
 def test_copies_that_update_unequally_often_are_refused():
     """U synchronises gradients: the copy with more of them would wait for ever."""
-    found, message = findings_of("0F0 0B0 0U1 0F1 0B1 0U2\n0F2 0B2 0U1", synchronous=False)
-    assert found == [("update", "0U2", 1)]
+    findings, message = findings_of("0F0 0B0 0U1 0F1 0B1 0U2\n0F2 0B2 0U1", synchronous=False)
+    assert findings == [("update", "0U2", 1)]
     assert (
         "stage 0 has 2 U on rank 0, but 1 on rank 1: its copies synchronise at every U" in message
     )
@@ -198,15 +200,15 @@ def test_copies_that_update_unequally_often_are_refused():
 
 def test_copies_that_update_in_opposite_orders_are_refused():
     """Two collectives, each waiting for the rank that stands in the other."""
-    found, message = findings_of("0F0 1F0 1B0 0B0 0U1 1U1\n0F1 1F1 1B1 0B1 1U1 0U1")
-    assert found == [("no cycle", "0U1", 0), ("no cycle", "1U1", 1)]
+    findings, message = findings_of("0F0 1F0 1B0 0B0 0U1 1U1\n0F1 1F1 1B1 0B1 1U1 0U1")
+    assert findings == [("no cycle", "0U1", 0), ("no cycle", "1U1", 1)]
     assert "rank 0 cannot start 0U1: it needs 1U1 on rank 1" in message
 
 
 def test_a_cycle_over_two_ranks_names_both():
     """Who waits for whom is the whole diagnosis."""
-    found, message = findings_of("0F0 0B0 0F1 0B1 0U1\n1F0 1F1 1B0 1B1 1U1")
-    assert found == [("no cycle", "0B0", 0), ("no cycle", "1F1", 1)]
+    findings, message = findings_of("0F0 0B0 0F1 0B1 0U1\n1F0 1F1 1B0 1B1 1U1")
+    assert findings == [("no cycle", "0B0", 0), ("no cycle", "1F1", 1)]
     assert message.splitlines() == [
         "mine is not sound (2 findings, worst first)",
         "  [no cycle] rank 0 cannot start 0B0: it needs 1B0 on rank 1",
@@ -216,10 +218,10 @@ def test_a_cycle_over_two_ranks_names_both():
 
 def test_a_schedule_over_the_limit_names_the_op_that_passes_it():
     """That op is the one to move."""
-    found, message = findings_of(str(schedule("1f1b", 3, 4)), limit=1)
-    assert found == [("in flight", "0F1", 0), ("in flight", "1F1", 1)]
+    findings, message = findings_of(str(schedule("1f1b", 3, 4)), limit=1)
+    assert findings == [("in flight", "0F1", 0), ("in flight", "1F1", 1)]
     assert (
-        "rank 0 holds 3 micro-batches in flight, over the limit of 1, which 0F1 is the first to pass"
+        "rank 0 holds 3 micro-batches in flight, over the limit of 1, which 0F1 is the first to exceed"
         in message
     )
 
@@ -229,21 +231,21 @@ def test_the_limit_counts_all_stages_of_a_rank():
     text = "0F0 1F0 1B0 0B0 0U1 1U1"
     assert verify(Schedule.parse(text)).peak_on_rank == (2,)
     assert verify(Schedule.parse(text)).peak_in_flight == (1, 1)
-    found, _ = findings_of(text, limit=1)
-    assert found == [("in flight", "1F0", 0)]
+    findings, _ = findings_of(text, limit=1)
+    assert findings == [("in flight", "1F0", 0)]
 
 
 def test_many_findings_are_counted_and_the_first_twelve_told():
     """The terminal shows what matters; the exception has them all."""
-    found, message = findings_of(" ".join(f"0F{m}" for m in range(20)))
-    assert len(found) == 20
+    findings, message = findings_of(" ".join(f"0F{m}" for m in range(20)))
+    assert len(findings) == 20
     assert "(20 findings, worst first)" in message
     assert message.splitlines()[-1] == "  … and 8 more"
     assert len(message.splitlines()) == 14
 
 
 def test_negative_numbers_are_refused():
-    """Text cannot hold them, code can: stage -1 would be looked at by nobody."""
+    """Text cannot contain them, code can: no other check looks at stage -1."""
     programs = (
         (
             Op(Kind.F, 0, 0),
@@ -289,15 +291,15 @@ def test_a_huge_number_with_a_gap_below_it_is_one_finding_at_once(text, op):
     """A stray digit in a file must not keep the verifier busy, or its memory full, for a trillion
     micro-batches.
     """
-    found, _ = findings_of(text)
-    assert op in [name for _, name, _ in found]
-    assert len(found) < 5
+    findings, _ = findings_of(text)
+    assert op in [name for _, name, _ in findings]
+    assert len(findings) < 5
 
 
 def test_a_file_of_stray_ops_ends_after_a_thousand_findings():
     """Two thousand ops that share neither stage nor micro-batch lack four million others."""
-    found, _ = findings_of(" ".join(f"{n}F{n}" for n in range(2000)))
-    assert len(found) == 1000
+    findings, _ = findings_of(" ".join(f"{n}F{n}" for n in range(2000)))
+    assert len(findings) == 1000
 
 
 def test_ranks_without_ops_are_sound():

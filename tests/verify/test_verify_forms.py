@@ -1,6 +1,4 @@
-"""Verify on copies, evictions and loads, pairs and slices: what is sound passes, and every planted
-fault is found and named.
-"""
+"""verify on copies, evictions and loads, pairs and slices: planted faults are reported."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from penstock.schedule.slicing import Slicing
 from penstock.verify.verify import verify
 
 
-def refused(made, limit=None):
+def refused(schedule, limit=None):
     """The findings of an unsound schedule as (rule, op, rank), and the message."""
     with pytest.raises(ScheduleError, match="is not sound") as caught:
-        verify(made, limit)
+        verify(schedule, limit)
     return [(f.rule, f.op, f.rank) for f in caught.value.findings], str(caught.value)
 
 
@@ -29,21 +27,21 @@ def refused(made, limit=None):
 
 def test_one_micro_batch_on_two_copies_of_a_stage_is_refused():
     """Its gradient would count twice."""
-    found, message = refused(Schedule.parse("0F0 0B0 0F1 0B1 0U1\n0F1 0B1 0U1"))
-    assert ("once", "0F1", 1) in found
-    assert "0F1 stands 2 times, on ranks 0, 1" in message
+    findings, message = refused(Schedule.parse("0F0 0B0 0F1 0B1 0U1\n0F1 0B1 0U1"))
+    assert ("once", "0F1", 1) in findings
+    assert "0F1 occurs 2 times, on ranks 0, 1" in message
 
 
 def test_a_backward_on_the_other_copy_is_refused():
     """The activations are where the forward was."""
-    found, _ = refused(Schedule.parse("0F0 0B1 0U1\n0F1 0B0 0U1"))
-    assert found == [("one rank", "0B0", 1), ("one rank", "0B1", 0)]
+    findings, _ = refused(Schedule.parse("0F0 0B1 0U1\n0F1 0B0 0U1"))
+    assert findings == [("one rank", "0B0", 1), ("one rank", "0B1", 0)]
 
 
 def test_a_copy_without_an_update_is_refused():
     """The other would wait for it for ever."""
-    found, message = refused(Schedule.parse("0F0 0B0 0U1\n0F1 0B1"))
-    assert found == [("update", "0U1", 1)]
+    findings, message = refused(Schedule.parse("0F0 0B0 0U1\n0F1 0B1"))
+    assert findings == [("update", "0U1", 1)]
     assert "stage 0 has no U on rank 1" in message
 
 
@@ -56,15 +54,19 @@ def test_copies_that_come_to_two_meetings_in_two_orders_are_refused(numbers, rng
     """On one rank of two that share two stages, the meetings are put the other way round, at the
     end of the program.
     """
-    made = schedule(*numbers)
-    shared = [rank for rank in range(made.ranks) if len(made.stages_of_rank[rank]) == 2]
+    family_schedule = schedule(*numbers)
+    shared = [
+        rank
+        for rank in range(family_schedule.ranks)
+        if len(family_schedule.stages_of_rank[rank]) == 2
+    ]
     rank = rng.choice(shared)
-    first, second = (op for op in made.programs[rank] if op.kind is Kind.U)
-    work = [op for op in made.programs[rank] if op.kind is not Kind.U]
-    programs = [*made.programs]
+    first, second = (op for op in family_schedule.programs[rank] if op.kind is Kind.U)
+    work = [op for op in family_schedule.programs[rank] if op.kind is not Kind.U]
+    programs = [*family_schedule.programs]
     programs[rank] = (*work, second, first)
-    found, message = refused(replace(made, programs=tuple(programs)))
-    assert {rule for rule, *_ in found} == {"no cycle"}
+    findings, message = refused(replace(family_schedule, programs=tuple(programs)))
+    assert {rule for rule, *_ in findings} == {"no cycle"}
     assert (
         f"rank {rank} cannot start {second}: it needs" in message
         or f"rank {rank} cannot start {first}" in message
@@ -74,8 +76,8 @@ def test_copies_that_come_to_two_meetings_in_two_orders_are_refused(numbers, rng
 def test_a_meeting_too_early_on_one_rank_is_refused_where_it_makes_a_circle():
     """Rank 0 meets for stage 0 before it makes the gradient that rank 1 needs to get there."""
     verify(Schedule.parse("0F0 1F1 0B0 1B1 0U1 1U1\n0F1 1F0 1B0 0B1 0U1 1U1"))
-    found, message = refused(Schedule.parse("0F0 1F1 0B0 0U1 1B1 1U1\n0F1 1F0 1B0 0B1 0U1 1U1"))
-    assert found == [("no cycle", "0U1", 0), ("no cycle", "0B1", 1)]
+    findings, message = refused(Schedule.parse("0F0 1F1 0B0 0U1 1B1 1U1\n0F1 1F0 1B0 0B1 0U1 1U1"))
+    assert findings == [("no cycle", "0U1", 0), ("no cycle", "0B1", 1)]
     assert "rank 0 cannot start 0U1: it needs 0B1 on rank 1" in message
 
 
@@ -105,8 +107,8 @@ def test_evictions_move_micro_batches_from_rank_to_rank():
 def test_what_a_partner_takes_in_counts_against_its_limit():
     """Balance moves memory, it does not make any."""
     text = "0F0 0F1 0E1 0B0 0L1 0B1 0U1\n1F0 0E1 1F1 1B0 0L1 1B1 1U1"
-    found, message = refused(Schedule.parse(text), limit=1)
-    assert found == [("in flight", "0E1", 1), ("in flight", "0F1", 0)]
+    findings, message = refused(Schedule.parse(text), limit=1)
+    assert findings == [("in flight", "0E1", 1), ("in flight", "0F1", 0)]
     assert "rank 1 holds 3 micro-batches in flight" in message
 
 
@@ -118,38 +120,38 @@ def test_what_a_partner_takes_in_counts_against_its_limit():
             3,
             lambda row: row.replace(" 0E2", ""),
             ("evict and load", "0E2", 0),
-            r"0E2 stands on ranks 0: it stands on two, that of 0F2 \(0\) and",
+            r"0E2 is on ranks 0: it must be on two, that of 0F2 \(0\) and",
         ),
         (
             0,
             lambda row: row.replace(" 0E2", ""),
             ("evict and load", "0E2", 3),
-            r"0E2 stands on ranks 3",
+            r"0E2 is on ranks 3",
         ),
         (
             3,
             lambda row: row.replace(" 0L5", ""),
             ("evict and load", "0L5", 0),
-            r"0L5 stands on ranks 0",
+            r"0L5 is on ranks 0",
         ),
         (
             0,
             lambda row: row.replace(" 0L5", ""),
             ("evict and load", "0L5", 3),
-            r"0L5 stands on ranks 3",
+            r"0L5 is on ranks 3",
         ),
         # a half too many
         (
             3,
             lambda row: row.replace("0E2", "0E2 0E2"),
             ("evict and load", "0E2", 3),
-            r"0E2 stands twice on rank 3",
+            r"0E2 occurs twice on rank 3",
         ),
         (
             1,
             lambda row: row.replace("1F2", "1F2 0E2"),
             ("evict and load", "0E2", 0),
-            r"0E2 stands on ranks 0, 1, 3",
+            r"0E2 is on ranks 0, 1, 3",
         ),
         # of nothing that is there
         (
@@ -176,7 +178,7 @@ def test_what_a_partner_takes_in_counts_against_its_limit():
             3,
             lambda row: row.replace("0E2", "X").replace("0L2", "0E2").replace("X", "0L2"),
             ("evict and load", "0L2", 3),
-            r"rank 3 gives 0L2 back before it takes 0E2 in",
+            r"rank 3 runs 0L2, which returns the activations, before 0E2",
         ),
         # a circle: the partner waits for an eviction that comes after what waits for the partner
         (
@@ -189,37 +191,37 @@ def test_what_a_partner_takes_in_counts_against_its_limit():
 )
 def test_a_planted_fault_of_eviction_is_found_and_named(rank, change, finding, message):
     """Halves, order, partner: each fault would hang one rank or free what is still needed."""
-    made = changed(rank, change)
+    bpipe = changed(rank, change)
     with pytest.raises(ScheduleError, match=message) as caught:
-        verify(made)
+        verify(bpipe)
     assert finding in [(f.rule, f.op, f.rank) for f in caught.value.findings]
 
 
 def test_a_load_from_another_partner_is_refused():
     """It has nothing to give back."""
-    found, message = refused(Schedule.parse("0F0 0E0 0L0 0B0 0U1\n0E0 1F0 1B0 1U1\n0L0"))
-    assert found == [("evict and load", "0E0", 0), ("evict and load", "0L0", 0)]
+    findings, message = refused(Schedule.parse("0F0 0E0 0L0 0B0 0U1\n0E0 1F0 1B0 1U1\n0L0"))
+    assert findings == [("evict and load", "0E0", 0), ("evict and load", "0L0", 0)]
     assert "0E0 needs 0L0 on the same two ranks, 0 and 1" in message
 
 
 @given(st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=60)
 def test_any_eviction_or_load_that_is_taken_out_is_missed(rng):
-    """Whatever half of whatever meeting lacks."""
-    made = schedule("bpipe", 8, 16)
+    """Whichever half of an eviction or load is missing."""
+    bpipe = schedule("bpipe", 8, 16)
     rank, i = rng.choice(
         [
             (rank, i)
-            for rank, row in enumerate(made.programs)
+            for rank, row in enumerate(bpipe.programs)
             for i, op in enumerate(row)
             if op.kind in HANDING
         ]
     )
-    programs = list(made.programs)
+    programs = list(bpipe.programs)
     op = programs[rank][i]
     programs[rank] = programs[rank][:i] + programs[rank][i + 1 :]
-    found, _ = refused(replace(made, programs=tuple(programs)))
-    assert str(op) in [name for _, name, _ in found]
+    findings, _ = refused(replace(bpipe, programs=tuple(programs)))
+    assert str(op) in [name for _, name, _ in findings]
 
 
 # Pairs
@@ -259,20 +261,20 @@ def test_a_pair_that_cannot_run_as_one_is_refused(text, finding, message):
 
 def test_a_pair_of_ops_apart_is_refused():
     """Something would run in its midst."""
-    made = Schedule.parse("0F0 0F1 0B0 0F2 0B1 0B2 0U1")
-    apart = replace(made, pairs=frozenset({(Op.parse("0F1"), Op.parse("0F2"))}))
-    found, message = refused(apart)
-    assert found == [("pair", "0F1", None)]
-    assert "0F1&0F2 do not stand next to each other in that order on any rank" in message
-    found, _ = refused(replace(made, pairs=frozenset({(Op.parse("0B0"), Op.parse("0F1"))})))
-    assert found == [("pair", "0B0", None)]
+    schedule = Schedule.parse("0F0 0F1 0B0 0F2 0B1 0B2 0U1")
+    separated_pair = replace(schedule, pairs=frozenset({(Op.parse("0F1"), Op.parse("0F2"))}))
+    findings, message = refused(separated_pair)
+    assert findings == [("pair", "0F1", None)]
+    assert "0F1&0F2 are not adjacent in that order on any rank" in message
+    findings, _ = refused(replace(schedule, pairs=frozenset({(Op.parse("0B0"), Op.parse("0F1"))})))
+    assert findings == [("pair", "0B0", None)]
 
 
 def test_pairs_that_wait_for_each_other_are_refused_though_their_ops_one_by_one_would_run():
     """Rank 0's pair needs 1B0, rank 1's pair with it needs 0F1: as single ops they pass each other."""
     text = "0F0 0F1&0B0 0B1 0U1\n1F0 1B0&1F1 1B1 1U1"
-    found, message = refused(Schedule.parse(text))
-    assert {rule for rule, *_ in found} == {"no cycle"}
+    findings, message = refused(Schedule.parse(text))
+    assert {rule for rule, *_ in findings} == {"no cycle"}
     assert "rank 0 cannot start 0F1: it needs 1B0 on rank 1" in message
     verify(Schedule.parse(text.replace("&", " ")))
 
@@ -283,8 +285,8 @@ def test_pairs_that_wait_for_each_other_are_refused_though_their_ops_one_by_one_
 )
 def test_what_is_sound_with_pairs_is_sound_without(name, stages, micro_batches):
     """The runtime runs a pair's ops one after the other, which waits for less."""
-    made = schedule(name, stages, micro_batches)
-    paired, single = verify(made), verify(replace(made, pairs=frozenset()))
+    family_schedule = schedule(name, stages, micro_batches)
+    paired, single = verify(family_schedule), verify(replace(family_schedule, pairs=frozenset()))
     assert paired.peak_on_rank == single.peak_on_rank
 
 
@@ -293,10 +295,10 @@ def test_what_is_sound_with_pairs_is_sound_without(name, stages, micro_batches):
 
 def test_the_peak_of_slices_is_counted_in_micro_batches():
     """Two and a half: the limit is of memory, not of ops."""
-    made = schedule("seq1f1b", 4, 8, slices=2)
-    assert verify(made, in_flight_limit=3).peak_on_rank == (2.5, 2, 1.5, 1)
-    found, message = refused(made, limit=2)
-    assert found == [("in flight", "0F4", 0)]
+    seq1f1b = schedule("seq1f1b", 4, 8, slices=2)
+    assert verify(seq1f1b, in_flight_limit=3).peak_on_rank == (2.5, 2, 1.5, 1)
+    findings, message = refused(seq1f1b, limit=2)
+    assert findings == [("in flight", "0F4", 0)]
     assert "rank 0 holds 2.5 micro-batches in flight, over the limit of 2" in message
 
 
@@ -310,10 +312,10 @@ def test_thirds_do_not_pass_a_limit_by_the_dust_of_floats():
 
 def test_more_or_fewer_slices_than_the_programs_have_are_refused():
     """A slice without an op would be left out of the batch."""
-    made = schedule("seq1f1b", 2, 2, slices=2)
+    seq1f1b = schedule("seq1f1b", 2, 2, slices=2)
     for slices in (1, 3):
-        found, message = refused(replace(made, slicing=Slicing.even("tokens", slices, 2)))
-        assert found == [("slices", None, None)]
+        findings, message = refused(replace(seq1f1b, slicing=Slicing.even("tokens", slices, 2)))
+        assert findings == [("slices", None, None)]
         assert f"forwards number 4 slices, the micro-batches are cut into {2 * slices}" in message
 
 
@@ -329,25 +331,25 @@ def test_slices_of_sequences_out_of_turn_are_refused(text, finding):
     """Forward needs the tokens before, backward the gradients of the tokens after; slices of
     samples need nothing.
     """
-    made = Schedule.parse(text)
-    found, message = refused(replace(made, slicing=Slicing.even("tokens", 2, 1)))
-    assert finding in found
+    schedule = Schedule.parse(text)
+    findings, message = refused(replace(schedule, slicing=Slicing.even("tokens", 2, 1)))
+    assert finding in findings
     assert "rank 0 cannot start" in message
-    verify(replace(made, slicing=Slicing.even("samples", 2, 1)))
-    verify(replace(made, slicing=Slicing.even("tokens", 1, 2)))
+    verify(replace(schedule, slicing=Slicing.even("samples", 2, 1)))
+    verify(replace(schedule, slicing=Slicing.even("tokens", 1, 2)))
 
 
 def test_slices_of_a_sequence_on_two_copies_of_a_stage_are_refused():
     """The keys and values of the tokens before are on the other rank."""
-    made = Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0U1")
-    found, message = refused(replace(made, slicing=Slicing.even("tokens", 2, 1)))
-    assert found == [("slices", "0F1", 1)]
+    schedule = Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0U1")
+    findings, message = refused(replace(schedule, slicing=Slicing.even("tokens", 2, 1)))
+    assert findings == [("slices", "0F1", 1)]
     assert (
-        "0F1 stands on rank 1, but 0F0, the slice before it of the same micro-batch, on rank 0"
+        "0F1 is on rank 1, but 0F0, the slice before it of the same micro-batch, on rank 0"
         in message
     )
-    verify(replace(made, slicing=Slicing.even("samples", 2, 1)))
-    verify(replace(made, slicing=Slicing.even("tokens", 1, 2)))
+    verify(replace(schedule, slicing=Slicing.even("samples", 2, 1)))
+    verify(replace(schedule, slicing=Slicing.even("tokens", 1, 2)))
 
 
 @given(
@@ -362,11 +364,13 @@ def test_two_slices_of_a_sequence_exchanged_anywhere_are_refused(
     name, stages, micro_batches, slices, rng
 ):
     """Forwards or backwards, on any stage."""
-    made = schedule(name, stages, micro_batches, slices=slices)
+    family_schedule = schedule(name, stages, micro_batches, slices=slices)
     stage, kind = rng.randrange(stages), rng.choice([Kind.F, Kind.B])
     first = rng.randrange(micro_batches) * slices + rng.randrange(slices - 1)
     one, other = Op(kind, stage, first), Op(kind, stage, first + 1)
     exchange = {one: other, other: one}
-    programs = tuple(tuple(exchange.get(op, op) for op in program) for program in made.programs)
-    found, _ = refused(replace(made, programs=programs))
-    assert {rule for rule, *_ in found} == {"no cycle"}
+    programs = tuple(
+        tuple(exchange.get(op, op) for op in program) for program in family_schedule.programs
+    )
+    findings, _ = refused(replace(family_schedule, programs=programs))
+    assert {rule for rule, *_ in findings} == {"no cycle"}

@@ -1,4 +1,4 @@
-"""Verify and weight rules: what the report says of them, and what is refused."""
+"""verify and weight rules: staleness and versions in the report, and what is refused."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ def test_staleness_and_versions_per_stage_are_by_the_rule(
     name, stages, micro_batches, weights, staleness, versions
 ):
     """The papers' table, stage by stage."""
-    made = schedule(name, stages, micro_batches)
-    report = verify(made, weights=weights)
+    family_schedule = schedule(name, stages, micro_batches)
+    report = verify(family_schedule, weights=weights)
     assert (report.staleness_max, report.versions) == (staleness, versions)
-    assert report.weights == (weights or ("flush" if made.stream is None else made.stream.weights))
+    assert report.weights == (
+        weights or ("flush" if family_schedule.stream is None else family_schedule.stream.weights)
+    )
     assert (report.staleness_across != ()) == (name == "hetpipe")
 
 
 def test_the_mean_staleness_of_a_stream_is_that_of_the_full_pipeline_whatever_its_batches():
     """Programs of eight batches stand for a run of thousands."""
     for batches in (8, 50):
-        made = schedule("pipedream", 4, 2, batches=batches)
-        assert verify(made).staleness_mean == (1.5, 1.0, 0.5, 0.0)
+        pipedream = schedule("pipedream", 4, 2, batches=batches)
+        assert verify(pipedream).staleness_mean == (1.5, 1.0, 0.5, 0.0)
 
 
 def test_asynchronous_programs_that_do_not_say_how_they_go_on_read_the_newest():
@@ -61,9 +63,9 @@ def test_asynchronous_programs_that_do_not_say_how_they_go_on_read_the_newest():
 
 def test_the_door_hands_the_rule_on_with_and_without_transfers():
     """One door for both."""
-    made = schedule("pipedream", 3)
-    assert ps.verify(made, weights="vertical-sync").versions == (3, 3, 3)
-    assert ps.verify(made).versions == (3, 2, 1)
+    pipedream = schedule("pipedream", 3)
+    assert ps.verify(pipedream, weights="vertical-sync").versions == (3, 3, 3)
+    assert ps.verify(pipedream).versions == (3, 2, 1)
     with pytest.raises(
         ScheduleError, match=r"'stash' does not go with custom, which is synchronous"
     ):

@@ -1,6 +1,4 @@
-"""Versions counted slowly, from the words: for every op the program is read again from its
-beginning. And random streams.
-"""
+"""Reference count of versions, which rereads the program for every op; and random streams."""
 
 from __future__ import annotations
 
@@ -42,8 +40,8 @@ def newest(schedule: Schedule, program, i: int) -> int:
 
 
 def places(schedule: Schedule) -> dict[tuple[int, int], Place]:
-    """Where every micro-batch stands on every stage."""
-    found, first = {}, {}
+    """The place of each micro-batch on each stage."""
+    place_of, first = {}, {}
     for program in schedule.programs:
         for i, op in enumerate(program):
             if op.kind is Kind.F and op.stage == 0:
@@ -68,33 +66,34 @@ def places(schedule: Schedule) -> dict[tuple[int, int], Place]:
                 and other.stage == stage
                 and batch_of(schedule, program, j) == batch
             ]
-            (own,) = [j for j in backs if program[j].micro_batch == number]
-            found[stage, number] = Place(
+            (backward,) = [j for j in backs if program[j].micro_batch == number]
+            place_of[stage, number] = Place(
                 stage,
                 schedule.stages,
                 batch,
                 mates.index(i),
                 len(mates),
                 newest(schedule, program, i),
-                newest(schedule, program, own),
+                newest(schedule, program, backward),
                 newest(schedule, program, mates[0]),
                 newest(schedule, program, backs[0]),
                 first[number],
             )
-    return found
+    return place_of
 
 
 def ages(schedule: Schedule, reads: dict[tuple[int, int], Reads]) -> list[list[int]]:
     """Per stage and in the order of the micro-batches, updates between what a forward reads and its
     gradient.
     """
-    found = {}
+    age_of = {}
     for program in schedule.programs:
         for i, (kind, stage, number) in enumerate(program):
             if kind in (Kind.B, Kind.W):
-                found[stage, number] = newest(schedule, program, i) - reads[stage, number].forward
+                age_of[stage, number] = newest(schedule, program, i) - reads[stage, number].forward
     return [
-        [found[key] for key in sorted(found) if key[0] == stage] for stage in range(schedule.stages)
+        [age_of[key] for key in sorted(age_of) if key[0] == stage]
+        for stage in range(schedule.stages)
     ]
 
 
@@ -107,13 +106,13 @@ def kept(schedule: Schedule, reads: dict[tuple[int, int], Reads]) -> tuple[int, 
         for i, op in enumerate(program):
             if op.kind is not Kind.U:
                 continue
-            there: set[tuple[int, int]] = set()
+            kept_versions: set[tuple[int, int]] = set()
             for copy in ((op.stage, turn) for turn in range(schedule.stream.pipelines)):
                 mine = [
                     j for j, other in enumerate(program) if copy_of(schedule, program, j) == copy
                 ]
                 last = sum(program[j].kind is Kind.U for j in mine if j <= i)
-                begun = [
+                started = [
                     program[j].micro_batch for j in mine if j <= i and program[j].kind is Kind.F
                 ]
                 ended = [
@@ -121,19 +120,19 @@ def kept(schedule: Schedule, reads: dict[tuple[int, int], Reads]) -> tuple[int, 
                     for j in mine
                     if j <= i and program[j].kind in (Kind.B, Kind.W)
                 ]
-                flying = [reads[op.stage, number] for number in set(begun) - set(ended)]
+                flying = [reads[op.stage, number] for number in set(started) - set(ended)]
                 to_come = [
                     reads[op.stage, program[j].micro_batch].forward
                     for j in mine
                     if j > i and program[j].kind is Kind.F
                 ]
                 needed = {version for read in flying for version in (read.forward, read.backward)}
-                there |= {
+                kept_versions |= {
                     (copy[1], version)
                     for version in range(last + 1)
                     if version == last or version in needed or (to_come and version >= to_come[0])
                 }
-            most[op.stage] = max(most[op.stage], len(there))
+            most[op.stage] = max(most[op.stage], len(kept_versions))
     return tuple(most)
 
 
@@ -169,25 +168,25 @@ class _Builder:
 
     def ready(self) -> list[Op]:
         """What could stand next. Gradients of a batch wait for the U of the batch before."""
-        found = []
+        ready_ops = []
         for s, n in self.home:
             last, turn = s == self.p - 1, n < self.m or self.has((Kind.U, s, n // self.m))
             if not self.has((Kind.F, s, n)):
                 if s == 0 or self.has((Kind.F, s - 1, n)):
-                    found.append(Op(Kind.F, s, n))
+                    ready_ops.append(Op(Kind.F, s, n))
             elif not self.has((Kind.B, s, n), (Kind.I, s, n)):
                 if turn and (last or self.has((Kind.B, s + 1, n), (Kind.I, s + 1, n))):
-                    found.append(Op(Kind.I if self.split[s, n] else Kind.B, s, n))
+                    ready_ops.append(Op(Kind.I if self.split[s, n] else Kind.B, s, n))
             elif self.has((Kind.I, s, n)) and not self.has((Kind.W, s, n)) and turn:
-                found.append(Op(Kind.W, s, n))
+                ready_ops.append(Op(Kind.W, s, n))
         for s in range(self.p):
             t = next(t for t in range(self.batches + 1) if not self.has((Kind.U, s, t + 1)))
             if t < self.batches and all(
                 self.has((Kind.B, s, n), (Kind.W, s, n))
                 for n in range(t * self.m, t * self.m + self.m)
             ):
-                found.append(Op(Kind.U, s, t + 1))
-        return found
+                ready_ops.append(Op(Kind.U, s, t + 1))
+        return ready_ops
 
     def made(self) -> Schedule:
         """All of it."""

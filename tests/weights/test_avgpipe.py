@@ -21,17 +21,17 @@ RULE = weight_rule("avgpipe")
 )
 def test_nothing_is_stale_and_a_version_of_every_copy_is_kept(stages, micro_batches, pipelines):
     """N M of weights, and gradients that agree with the weights that they update."""
-    made = schedule("avgpipe", stages, micro_batches, pipelines=pipelines)
-    report = verify(made)
+    avgpipe = schedule("avgpipe", stages, micro_batches, pipelines=pipelines)
+    report = verify(avgpipe)
     assert (report.weights, report.versions, report.staleness_max) == (
         "avgpipe",
         (pipelines,) * stages,
         (0,) * stages,
     )
-    found = uses(made, RULE)
+    weight_uses = uses(avgpipe, RULE)
     for stage in range(stages):
         for number in (*range(40), *range(10**6, 10**6 + 40)):
-            use = found.at(stage, number)
+            use = weight_uses.at(stage, number)
             assert use.reads.forward == use.reads.backward == number // micro_batches // pipelines
     assert RULE.extra == 2.0
 
@@ -46,7 +46,7 @@ def test_one_copy_of_the_weights_is_refused():
 
 
 def test_other_rules_are_refused_where_copies_take_turns():
-    """They would train N models and tell nobody."""
+    """They would train N models without saying so."""
     with pytest.raises(
         ScheduleError,
         match=r"avgpipe has 2 copies of the weights that take turns.*such as 'avgpipe'",
@@ -59,7 +59,7 @@ def test_an_update_between_forward_and_backward_is_refused():
     in.
     """
     text = "0F0 0F1 0F2 0B0 0U1 0B1 0U2 0B2 0U3"
-    made = Schedule(
+    schedule = Schedule(
         Schedule.parse(text).programs,
         "early",
         synchronous=False,
@@ -69,4 +69,4 @@ def test_an_update_between_forward_and_backward_is_refused():
         ScheduleError,
         match=r"an update of the same copy falls between forward and backward on stage 0 in batch 2",
     ):
-        verify(made)
+        verify(schedule)

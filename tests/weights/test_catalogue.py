@@ -55,11 +55,11 @@ def test_an_unknown_weight_rule_is_refused_with_those_that_are_known():
 
 
 def test_a_rule_that_says_nothing_else_is_for_one_copy_of_the_weights_that_meets_at_every_update():
-    """Somebody's new rule knows nothing of copies that drift apart."""
+    """A contributed rule does not handle copies that diverge."""
     rule = WeightRule("mine", weight_rule("stash").reads, synchronous=False, source="a test")
     rule.check(schedule("pipedream", 2, 2, replicas=2))
     with pytest.raises(ScheduleError, match="has 2 copies of the weights that take turns"):
         rule.check(schedule("avgpipe", 2, 2))
-    made = schedule("pipedream", 2, 2, replicas=2)
-    with pytest.raises(ScheduleError, match="copies of a stage do not meet at every U"):
-        rule.check(replace(made, stream=replace(made.stream, waves=Waves(2))))
+    pipedream = schedule("pipedream", 2, 2, replicas=2)
+    with pytest.raises(ScheduleError, match="copies of a stage do not synchronise at every U"):
+        rule.check(replace(pipedream, stream=replace(pipedream.stream, waves=Waves(2))))

@@ -1,4 +1,4 @@
-"""Which weight rule goes with which schedule."""
+"""Which weight rule fits which schedule."""
 
 import pytest
 
@@ -12,9 +12,13 @@ from penstock.weights.choice import rule_of, rules, schedule_for
 def test_every_schedule_goes_with_the_rule_that_it_is_made_for(name):
     """Facts say which, the stream too, and they say the same."""
     facts = schedules()[name]
-    made = next(made for made in map(_tried(name), ((4, 8), (8, 8), (2, 8))) if made is not None)
-    assert rule_of(made).name == facts.weights
-    assert made.synchronous == facts.synchronous == weight_rule(facts.weights).synchronous
+    candidate = next(
+        candidate
+        for candidate in map(_tried(name), ((4, 8), (8, 8), (2, 8)))
+        if candidate is not None
+    )
+    assert rule_of(candidate).name == facts.weights
+    assert candidate.synchronous == facts.synchronous == weight_rule(facts.weights).synchronous
 
 
 def _tried(name):
@@ -29,9 +33,9 @@ def _tried(name):
 
 @pytest.mark.parametrize("name", list(WEIGHT_RULES.entries()))
 def test_every_rule_has_a_schedule_that_it_runs_with(name):
-    """Whoever names only the rule gets the order that it was published with, or plain 1F1B."""
-    made = schedule(schedule_for(name), 2, 1 if name == "spectrain" else 4)
-    assert rule_of(made, name).name == name
+    """With only a rule given, the schedule is the one that it was published with, or plain 1F1B."""
+    family_schedule = schedule(schedule_for(name), 2, 1 if name == "spectrain" else 4)
+    assert rule_of(family_schedule, name).name == name
 
 
 def test_rules_of_both_kinds_are_listed_apart():

@@ -18,33 +18,33 @@ SIZES = [(1, 1), (2, 2), (2, 5), (3, 3), (4, 4), (4, 7), (8, 8)]
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 def test_every_stage_keeps_two_versions_and_is_one_update_late(name, stages, micro_batches):
     """Narayanan et al. 2021, 3.1: W(t+1) = W(t) - lr grad(W(t-1)), whatever the depth."""
-    made = schedule(name, stages, micro_batches)
-    report = verify(made, weights="double-buffer")
+    family_schedule = schedule(name, stages, micro_batches)
+    report = verify(family_schedule, weights="double-buffer")
     assert report.versions == (2,) * stages
-    for ages in readings(made, weight_rule("double-buffer")).ages:
+    for ages in readings(family_schedule, weight_rule("double-buffer")).ages:
         assert ages == (0,) * micro_batches + (1,) * (len(ages) - micro_batches)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 def test_micro_batch_k_reads_the_version_of_the_papers_formula(stages, micro_batches):
     """max(floor((k - 1) / m) - 1, 0), k from 1, in both passes; batches 0 and 1 both read W(0)."""
-    found = uses(schedule("2bw", stages, micro_batches), weight_rule("double-buffer"))
+    weight_uses = uses(schedule("2bw", stages, micro_batches), weight_rule("double-buffer"))
     for k in range(1, 60):
         expected = max((k - 1) // micro_batches - 1, 0)
         for stage in range(stages):
-            reads = found.at(stage, k - 1).reads
+            reads = weight_uses.at(stage, k - 1).reads
             assert (reads.forward, reads.backward) == (expected, expected)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (3, 2), (4, 3), (4, 1), (8, 5)])
 def test_with_fewer_micro_batches_than_stages_it_is_refused(stages, micro_batches):
     """The paper's condition, even where one less would do."""
-    made = schedule("pipedream", stages, micro_batches)
+    pipedream = schedule("pipedream", stages, micro_batches)
     match = rf"pipedream has {micro_batches} on a rank, and {stages} stages\. Give {stages} or more; {stages - 1} can still be sound"
     with pytest.raises(ScheduleError, match=match):
-        rule_of(made, "double-buffer")
+        rule_of(pipedream, "double-buffer")
     with pytest.raises(ScheduleError, match=match) as caught:
-        verify(made, weights="double-buffer")
+        verify(pipedream, weights="double-buffer")
     assert [finding.rule for finding in caught.value.findings] == ["weights"]
 
 

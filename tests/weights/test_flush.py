@@ -14,8 +14,8 @@ from penstock.weights.uses import uses
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "chimera", "zb-v", "seq1f1b"])
 def test_whatever_the_order_nothing_is_stale_and_one_version_is_kept(name):
     """The pipeline drains before each update: that is what a synchronous schedule saves."""
-    made = schedule(name, 4, 4)
-    report = verify(made)
+    family_schedule = schedule(name, 4, 4)
+    report = verify(family_schedule)
     assert (report.weights, report.versions, report.staleness_max) == ("flush", (1,) * 4, (0,) * 4)
     assert report.staleness_across == ()
 
@@ -23,12 +23,12 @@ def test_whatever_the_order_nothing_is_stale_and_one_version_is_kept(name):
 @pytest.mark.parametrize("name", ["gpipe", "chimera", "zb-v", "seq1f1b"])
 def test_batch_after_batch_all_read_the_version_that_the_flush_before_has_made(name):
     """What one device would do."""
-    made = schedule(name, 4, 4)
-    found = uses(made, weight_rule("flush"))
+    family_schedule = schedule(name, 4, 4)
+    weight_uses = uses(family_schedule, weight_rule("flush"))
     for stage in range(4):
-        for number in range(3 * made.slices):
-            reads = found.at(stage, number).reads
-            assert reads.forward == reads.backward == number // made.slices
+        for number in range(3 * family_schedule.slices):
+            reads = weight_uses.at(stage, number).reads
+            assert reads.forward == reads.backward == number // family_schedule.slices
 
 
 def test_without_a_flush_it_is_refused():

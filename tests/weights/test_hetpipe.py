@@ -27,7 +27,7 @@ def test_a_batch_lacks_no_more_than_the_papers_two_bounds(
     """s_local = Nm - 1 of its own, (D + 1)(s_local + 1) + s_local - 1 of any other's; on the first
     stage, when it is full, just that.
     """
-    made = schedule(
+    hetpipe = schedule(
         "hetpipe",
         stages,
         1,
@@ -35,7 +35,7 @@ def test_a_batch_lacks_no_more_than_the_papers_two_bounds(
         in_flight=in_flight,
         distance=distance,
     )
-    report = verify(made)
+    report = verify(hetpipe)
     local = in_flight - 1
     bound = (distance + 1) * (local + 1) + local - 1
     assert max(report.staleness_max) <= local
@@ -60,34 +60,34 @@ def test_what_is_lacking_is_that_of_a_count_in_sets_of_batches(stages, micro_bat
     """Every copy has the set of (virtual worker, batch) that its weights contain, and hands on what
     is its own wave by wave.
     """
-    made = schedule("hetpipe", stages, micro_batches, batches=60, **options)
-    waves, copies = made.stream.waves, len(made.ranks_of_stage[0])
+    hetpipe = schedule("hetpipe", stages, micro_batches, batches=60, **options)
+    waves, copies = hetpipe.stream.waves, len(hetpipe.ranks_of_stage[0])
     for stage in range(stages):
-        lacking = []
-        for own, rank in enumerate(made.ranks_of_stage[stage]):
+        missing = []
+        for copy, rank in enumerate(hetpipe.ranks_of_stage[stage]):
             contained, version = {other: set() for other in range(copies)}, 0
-            for kind, of, number in made.programs[rank]:
+            for kind, of, number in hetpipe.programs[rank]:
                 if of != stage:
                     continue
                 if kind is Kind.F:
                     q = (
                         number // micro_batches // copies + 1
                     )  # the paper counts from 1, in every virtual worker
-                    lacking += [
+                    missing += [
                         len(set(range(1, q)) - contained[other])
                         for other in range(copies)
-                        if other != own
+                        if other != copy
                     ]
                 elif kind is Kind.U:
                     version += 1
-                    contained[own].add(version)
+                    contained[copy].add(version)
                     wave, place = divmod(version, waves.length)
                     for other in range(copies) if place == 0 else ():
-                        if other != own:
+                        if other != copy:
                             contained[other] |= set(
                                 range(1, (wave - waves.distance) * waves.length + 1)
                             )
-        assert verify(made).staleness_across[stage] == max(lacking)
+        assert verify(hetpipe).staleness_across[stage] == max(missing)
 
 
 def test_a_short_stream_tells_the_bound_of_the_long_one():
@@ -100,10 +100,10 @@ def test_a_short_stream_tells_the_bound_of_the_long_one():
 
 def test_virtual_workers_count_their_own_versions():
     """Batch t is the (t div W)-th of its own."""
-    found = uses(schedule("hetpipe", 3, 1, virtual_workers=4), RULE)
+    weight_uses = uses(schedule("hetpipe", 3, 1, virtual_workers=4), RULE)
     for t in range(400, 440):
-        assert found.at(2, t).reads.forward == found.at(2, t).reads.backward == t // 4
-        assert found.at(0, t).reads.forward == t // 4 - 2
+        assert weight_uses.at(2, t).reads.forward == weight_uses.at(2, t).reads.backward == t // 4
+        assert weight_uses.at(0, t).reads.forward == t // 4 - 2
 
 
 def test_one_virtual_worker_lacks_nothing_of_others():
@@ -114,11 +114,11 @@ def test_one_virtual_worker_lacks_nothing_of_others():
 
 def test_waves_shorter_than_what_is_in_flight_are_refused():
     """The bounds are for waves of all that is in flight."""
-    made = schedule("hetpipe", 4, 1, virtual_workers=2)
-    short = replace(made, stream=replace(made.stream, waves=Waves(length=2)))
+    hetpipe = schedule("hetpipe", 4, 1, virtual_workers=2)
+    short = replace(hetpipe, stream=replace(hetpipe.stream, waves=Waves(length=2)))
     with pytest.raises(
         ScheduleError,
-        match=r"\[wave\] 0F\d+ on rank 0 lacks 2 updates .* a wave has 2: .* may lack 1",
+        match=r"\[wave\] 0F\d+ on rank 0 reads weights without 2 updates .* a wave has 2: .* at most 1 may be missing",
     ):
         verify(short)
 
@@ -127,7 +127,7 @@ def test_copies_that_meet_at_every_update_are_refused():
     """They have no waves."""
     with pytest.raises(
         ScheduleError,
-        match=r"'hetpipe' is for copies of stages that tell each other in waves .* pipedream has none",
+        match=r"'hetpipe' is for copies of stages that exchange their updates in waves, and pipedream has none",
     ):
         verify(schedule("pipedream", 2, 2, replicas=2), weights="hetpipe")
 
@@ -136,7 +136,7 @@ def test_other_rules_are_refused_where_copies_do_not_meet():
     """Their arithmetic hands nothing on."""
     with pytest.raises(
         ScheduleError,
-        match=r"in hetpipe copies of a stage do not meet at every U.*such as 'hetpipe'",
+        match=r"in hetpipe copies of a stage do not synchronise at every U.*such as 'hetpipe'",
     ):
         verify(schedule("hetpipe", 2, 1), weights="stash")
     assert readings(schedule("hetpipe", 2, 1), RULE).across

@@ -1,4 +1,4 @@
-"""Kept: what a rank holds of its weights, op by op."""
+"""count_versions: the weight versions that a rank keeps, op by op."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import pytest
 from penstock.schedule.op import Schedule
 from penstock.schedule.period import with_batches
 from penstock.weights.catalogue import WeightRule, weight_rule
-from penstock.weights.kept import versions_held
+from penstock.weights.kept import count_versions
 from penstock.weights.reads import Reads
-from penstock.weights.walk import walk
+from penstock.weights.walk import trace_versions
 
 
 def held(text, rule, size=1, pipelines=1):
     """Versions per stage, and the findings, of one program."""
     rows = [list(with_batches(program, size)) for program in Schedule.parse(text).programs]
-    found = walk(rows, 1, pipelines)
-    reads = [{number: rule.reads(found.place(0, number)) for number in found.standings[0]}]
-    return versions_held(rows, found, reads, rule, pipelines)
+    trace = trace_versions(rows, 1, pipelines)
+    reads = [{number: rule.reads(trace.place(0, number)) for number in trace.stages[0]}]
+    return count_versions(rows, trace, reads, rule, pipelines)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_version_is_kept_while_something_in_flight_or_to_come_reads_it(text, r
 
 
 def test_every_copy_of_the_weights_counts():
-    """Two models stand on the rank."""
+    """Two copies of the weights are on the rank."""
     assert held("0F0 0F1 0B0 0U1 0B1 0U2", weight_rule("avgpipe"), pipelines=2) == ([2], [])
     assert held("0F0 0F1 0B0 0U1 0B1 0U2", weight_rule("none"), pipelines=3) == ([3], [])
 

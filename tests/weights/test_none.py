@@ -1,4 +1,4 @@
-"""none: forwards and backwards take what they find."""
+"""none: forwards and backwards read the newest weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from penstock.weights.uses import uses
 @pytest.mark.parametrize("stages", [1, 2, 4, 7])
 def test_forward_and_backward_are_p_minus_1_minus_s_versions_apart_and_one_is_kept(stages):
     """The discrepancy that stashing is against: LITERATURE 5, the frame at m = 1."""
-    made = schedule("pipedream", stages, 1)
-    found = uses(made, weight_rule("none"))
+    pipedream = schedule("pipedream", stages, 1)
+    weight_uses = uses(pipedream, weight_rule("none"))
     for stage in range(stages):
         for t in range(40):
-            reads = found.at(stage, t).reads
+            reads = weight_uses.at(stage, t).reads
             assert (reads.forward, reads.backward) == (t - min(t, stages - 1 - stage), t)
-    report = verify(made, weights="none")
+    report = verify(pipedream, weights="none")
     assert report.versions == (1,) * stages
     assert report.staleness_max == tuple(range(stages - 1, -1, -1))

@@ -1,6 +1,4 @@
-"""pipemare: reads as if there were no rule; what it corrects, and by how much, comes from the
-program.
-"""
+"""pipemare: reads as without a rule; the correction follows from the program."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ RULE = weight_rule("pipemare")
 @pytest.mark.parametrize(("stages", "micro_batches"), [(4, 1), (4, 2), (5, 3)])
 def test_it_reads_what_no_rule_reads(stages, micro_batches):
     """Its corrections are in the optimizer and in what the newest weights become for a backward."""
-    made = schedule("pipedream", stages, micro_batches)
-    own, none = uses(made, RULE), uses(made, weight_rule("none"))
-    assert all(own.at(s, n) == none.at(s, n) for s in range(stages) for n in range(30))
-    assert verify(made, weights="pipemare").versions == (1,) * stages
+    pipedream = schedule("pipedream", stages, micro_batches)
+    pipemare, none = uses(pipedream, RULE), uses(pipedream, weight_rule("none"))
+    assert all(pipemare.at(s, n) == none.at(s, n) for s in range(stages) for n in range(30))
+    assert verify(pipedream, weights="pipemare").versions == (1,) * stages
     assert RULE.extra == 2.0
 
 
@@ -29,8 +27,8 @@ def test_the_delay_to_correct_is_the_mean_staleness_of_the_program():
     """(p - 1 - s) at one micro-batch per batch; not the paper's (2 (P - i) + 1) / N, of a machine
     that runs F and B at once.
     """
-    found = uses(schedule("pipedream", 4, 1), RULE)
-    assert [found.staleness(stage) for stage in range(4)] == [3, 2, 1, 0]
+    weight_uses = uses(schedule("pipedream", 4, 1), RULE)
+    assert [weight_uses.staleness(stage) for stage in range(4)] == [3, 2, 1, 0]
 
 
 def test_options_have_defaults_and_strange_ones_are_refused():

@@ -1,4 +1,4 @@
-"""pipeoptim: a forward looks ahead by exactly the updates that its backward will have more."""
+"""pipeoptim: a forward predicts exactly the updates that come before its backward."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RULE = weight_rule("pipeoptim")
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 def test_the_distance_is_p_minus_1_minus_s(stages):
     """Guan et al. 2023: s = D - rank - 1; their code looks one further."""
-    found = uses(schedule("pipedream", stages, 1), RULE)
+    weight_uses = uses(schedule("pipedream", stages, 1), RULE)
     for stage in range(stages):
-        reads = found.at(stage, 50).reads
+        reads = weight_uses.at(stage, 50).reads
         assert (reads.forward_ahead, reads.backward_ahead) == (stages - 1 - stage, 0)
 
 
@@ -29,10 +29,10 @@ def test_in_the_steady_state_it_predicts_the_version_that_the_backward_finds(
     stages, micro_batches, copies
 ):
     """That is the whole idea: forward and backward agree without a stash."""
-    found = uses(schedule("pipedream", stages, micro_batches * copies, replicas=copies), RULE)
+    weight_uses = uses(schedule("pipedream", stages, micro_batches * copies, replicas=copies), RULE)
     for stage in range(stages):
         for number in range(100 * micro_batches, 104 * micro_batches):
-            reads = found.at(stage, number).reads
+            reads = weight_uses.at(stage, number).reads
             assert reads.forward + reads.forward_ahead == reads.backward
 
 

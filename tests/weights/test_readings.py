@@ -1,4 +1,4 @@
-"""Readings are of the stream that has no end, however few batches its programs show."""
+"""Readings are those of the endless stream, however few batches its programs have."""
 
 import pytest
 
@@ -19,14 +19,14 @@ def test_versions_do_not_depend_on_how_many_batches_the_programs_show(batches):
 
 def test_the_oldest_gradients_are_among_the_readings():
     """p - 1 - s updates."""
-    found = readings(schedule("pipedream", 8, 1), STASH)
-    assert [max(ages) for ages in found.ages] == [7, 6, 5, 4, 3, 2, 1, 0]
-    assert found.versions == (8, 7, 6, 5, 4, 3, 2, 1)
+    weight_readings = readings(schedule("pipedream", 8, 1), STASH)
+    assert [max(ages) for ages in weight_readings.ages] == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert weight_readings.versions == (8, 7, 6, 5, 4, 3, 2, 1)
 
 
 def test_a_synchronous_schedule_and_a_stream_that_does_not_repeat_itself_are_as_they_are():
     """There is no more of them."""
     assert readings(schedule("1f1b", 2, 2), weight_rule("flush")).versions == (1, 1)
-    made = Schedule.parse("0F0 0F1 0B0 0U1 0B1 0U2", synchronous=False)
-    made = Schedule(made.programs, synchronous=False, stream=Stream(2))
-    assert readings(made, STASH).versions == (2,)
+    custom_schedule = Schedule.parse("0F0 0F1 0B0 0U1 0B1 0U2", synchronous=False)
+    custom_schedule = Schedule(custom_schedule.programs, synchronous=False, stream=Stream(2))
+    assert readings(custom_schedule, STASH).versions == (2,)

@@ -1,4 +1,4 @@
-"""spectrain: both passes read the weights of the moment at which the batch will have come back."""
+"""spectrain: both passes read weights predicted for the end of the batch's backward."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RULE = weight_rule("spectrain")
 
 def test_distances_at_four_stages_are_those_of_the_paper():
     """LITERATURE 5.1: N = 4 has s_fwd 3, 2, 2, 1 and s_bwd 0, 0, 1, 1."""
-    found = uses(schedule("pipedream", 4, 1), RULE)
-    reads = [found.at(stage, 100).reads for stage in range(4)]
+    weight_uses = uses(schedule("pipedream", 4, 1), RULE)
+    reads = [weight_uses.at(stage, 100).reads for stage in range(4)]
     assert [read.forward_ahead for read in reads] == [3, 2, 2, 1]
     assert [read.backward_ahead for read in reads] == [0, 0, 1, 1]
     assert [read.backward - read.forward for read in reads] == [3, 2, 1, 0]
@@ -30,10 +30,10 @@ def test_distances_count_the_updates_until_the_batch_has_come_back_to_the_first_
     """The paper's reason, on a timeline: U of a stage from the start of F (or B) to the end of B on
     stage 0, but for the batch's own.
     """
-    made = schedule("pipedream", stages, 1, batches=24)
-    timeline = simulate_schedule(made, Costs(forward=1, backward=1))
+    pipedream = schedule("pipedream", stages, 1, batches=24)
+    timeline = simulate_schedule(pipedream, Costs(forward=1, backward=1))
     at = {event.op: (event.start, event.end) for event in timeline.events if event.to_rank is None}
-    found = uses(made, RULE)
+    weight_uses = uses(pipedream, RULE)
     t = 12
     for stage in range(stages):
         back = at[(Kind.B, 0, t)][1]
@@ -42,7 +42,7 @@ def test_distances_count_the_updates_until_the_batch_has_come_back_to_the_first_
             for (kind, of, version), (start, _) in at.items()
             if kind is Kind.U and of == stage and version != t + 1
         ]
-        reads = found.at(stage, t).reads
+        reads = weight_uses.at(stage, t).reads
         assert reads.forward_ahead == sum(
             at[Kind.F, stage, t][0] < start <= back for start in updates
         )

@@ -1,4 +1,4 @@
-"""stash: a backward finds what its forward has read."""
+"""stash: a backward reads the version of its forward."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def test_the_version_gap_is_that_of_the_general_formula(stages, micro_batches):
     """LITERATURE 5: micro-batch j of batch t reads t - min(t, max(0, ceil((p - 1 - s - j) / m)));
     versions follow from it.
     """
-    made = schedule("pipedream", stages, micro_batches)
-    found = uses(made, weight_rule("stash"))
+    pipedream = schedule("pipedream", stages, micro_batches)
+    weight_uses = uses(pipedream, weight_rule("stash"))
     for stage in range(stages):
         for number in (*range(40), *range(1000, 1010)):
             t, j = divmod(number, micro_batches)
-            use = found.at(stage, number)
+            use = weight_uses.at(stage, number)
             assert (
                 use.reads.forward
                 == use.reads.backward
                 == t - min(t, max(0, math.ceil((stages - 1 - stage - j) / micro_batches)))
             )
-    report = verify(made)
+    report = verify(pipedream)
     oldest = tuple(math.ceil((stages - 1 - stage) / micro_batches) for stage in range(stages))
     assert report.staleness_max == oldest
     assert report.versions == tuple(age + 1 for age in oldest)

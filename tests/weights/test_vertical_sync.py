@@ -27,17 +27,17 @@ def test_a_micro_batch_reads_the_same_version_everywhere(stages, micro_batches):
     """That is all that it is for: gradients of one function, on weights that once stood side by
     side.
     """
-    made = schedule("pipedream", stages, micro_batches)
-    found = uses(made, weight_rule("vertical-sync"))
+    pipedream = schedule("pipedream", stages, micro_batches)
+    weight_uses = uses(pipedream, weight_rule("vertical-sync"))
     for number in (*range(40), *range(10**6, 10**6 + 10)):
-        reads = [found.at(stage, number).reads for stage in range(stages)]
+        reads = [weight_uses.at(stage, number).reads for stage in range(stages)]
         assert len(set(reads)) == 1
         assert (
             reads[0].forward
             == reads[0].backward
-            == uses(made, weight_rule("stash")).at(0, number).reads.forward
+            == uses(pipedream, weight_rule("stash")).at(0, number).reads.forward
         )
-    report = verify(made, weights="vertical-sync")
+    report = verify(pipedream, weights="vertical-sync")
     oldest = math.ceil((stages - 1) / micro_batches)
     assert report.staleness_max == (oldest,) * stages
     assert report.versions == (oldest + 1,) * stages

@@ -1,6 +1,4 @@
-"""wpipe: stashing in an order in which one half of the stages is one update late and the other
-none.
-"""
+"""wpipe: half of the stages has gradients one update late, the other half none."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ def test_group_0_is_one_update_late_with_two_versions_and_group_1_none_with_one(
     ranks, micro_batches
 ):
     """LITERATURE 5.7: fresher weights than 2BW's, for two versions of one half of the model."""
-    made = schedule("wpipe", 2 * ranks, micro_batches)
-    report = verify(made)
+    wpipe = schedule("wpipe", 2 * ranks, micro_batches)
+    report = verify(wpipe)
     assert report.weights == "wpipe"
     assert report.versions == (2,) * ranks + (1,) * ranks
-    for stage, ages in enumerate(readings(made, weight_rule("wpipe")).ages):
+    for stage, ages in enumerate(readings(wpipe, weight_rule("wpipe")).ages):
         late = 1 if stage < ranks else 0
         assert ages == (0,) * micro_batches + (late,) * (len(ages) - micro_batches)
 

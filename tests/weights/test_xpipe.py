@@ -1,4 +1,4 @@
-"""xpipe: the first micro-batch of a batch predicts, and all the others read what it has predicted."""
+"""xpipe: the first micro-batch of a batch predicts, and the others read its prediction."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def test_forward_distances_are_those_of_the_table(stages, micro_batches, distanc
     """LITERATURE 5.2, rounded as Python does, half to even: (4 + 1 - 1/2 - 2) / 1 = 2.5 is 2, not
     3.
     """
-    found = uses(schedule("xpipe", stages, micro_batches), RULE)
-    assert [found.at(stage, 0).reads.forward_ahead for stage in range(stages)] == distances
+    weight_uses = uses(schedule("xpipe", stages, micro_batches), RULE)
+    assert [weight_uses.at(stage, 0).reads.forward_ahead for stage in range(stages)] == distances
 
 
 @pytest.mark.parametrize(("stages", "micro_batches", "distances"), [
     (4, 1, [0, 0, 1, 1]), (4, 2, [0, 0, 1, 1]), (4, 4, [1, 1, 1, 1]), (8, 8, [1] * 8), (8, 1, [0, 0, 1, 1, 2, 2, 3, 3])])  # fmt: skip
 def test_backward_distances_are_those_of_the_formula(stages, micro_batches, distances):
     """round((T + floor(r/2) - 1) / T), by hand; at T = 1 they are SpecTrain's."""
-    found = uses(schedule("xpipe", stages, micro_batches), RULE)
-    assert [found.at(stage, 0).reads.backward_ahead for stage in range(stages)] == distances
+    weight_uses = uses(schedule("xpipe", stages, micro_batches), RULE)
+    assert [weight_uses.at(stage, 0).reads.backward_ahead for stage in range(stages)] == distances
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(4, 1), (4, 3), (4, 4), (6, 4), (3, 8)])
@@ -35,11 +35,13 @@ def test_all_of_a_batch_reads_what_its_bellwether_found(stages, micro_batches):
     """One prediction per batch and pass; an update that comes between its micro-batches does not
     change it.
     """
-    made = schedule("xpipe", stages, micro_batches)
-    found = uses(made, RULE)
+    xpipe = schedule("xpipe", stages, micro_batches)
+    weight_uses = uses(xpipe, RULE)
     for stage in range(stages):
         for batch in range(20):
-            batches = [found.at(stage, batch * micro_batches + j) for j in range(micro_batches)]
+            batches = [
+                weight_uses.at(stage, batch * micro_batches + j) for j in range(micro_batches)
+            ]
             assert len({use.reads for use in batches}) == 1
             assert [use.first for use in batches] == [True] + [False] * (micro_batches - 1)
             gap = -(-(stages - 1 - stage) // micro_batches)

@@ -11,7 +11,7 @@ from penstock.draw.compare import differences
 from penstock.draw.output import Look, put
 from penstock.errors import ScheduleError, SettingError
 from penstock.event import Timeline
-from penstock.schedule.graph import build
+from penstock.schedule.graph import build_graph
 from penstock.schedule.op import Kind, Op, Schedule
 
 #: Lengths of ops when a schedule is drawn without costs: the pipeline papers' habit of B = 2 F,
@@ -130,7 +130,7 @@ def unit_timeline(schedule: Schedule) -> Timeline:
     Raises:
         ScheduleError: ops wait for each other in a circle, or a value has no taker.
     """
-    graph = build(schedule)
+    graph = build_graph(schedule)
     stuck = [graph.ops[node] for node in graph.order()[1] if node < len(graph.ops)]
     if stuck:
         rank, op = stuck[0]

@@ -76,7 +76,7 @@ class Streaming:
         self._losses.expect(index, batch)
         self.world.run(lambda rank: self._play(rank, index))
         self._fed += 1
-        self._collect(self.portions.done(index))
+        self._collect(self.portions.completed_batches(index))
         self._broken = False
         if batch.step < self.assembly.setting.weights_options.get("warm_up", 0):
             self.flush()
@@ -162,10 +162,12 @@ class Streaming:
     def _play(self, rank: int, index: int) -> None:
         """Run a rank's ops for batch `index`."""
         interpreter = self.interpreters[rank]
-        interpreter.go_on(self.portions.fed(rank, index), self._under_way)
-        # With what has been sent by now, every rank can complete its portion, and receive the
+        interpreter.go_on(self.portions.increment(rank, index), self._under_way)
+        # With what has been sent by now, every rank can complete its increment, and receive the
         # messages of completed batches: so waiting for these sends cannot block for ever.
-        interpreter.release((self.portions.done(index) - 1) * self.schedule.micro_batches)
+        interpreter.release(
+            (self.portions.completed_batches(index) - 1) * self.schedule.micro_batches
+        )
         marks = interpreter.marks
         for op in list(islice(marks, max(0, len(marks) - self._most_marks[rank]))):
             del marks[op]
@@ -173,7 +175,7 @@ class Streaming:
     def _drain(self, rank: int) -> None:
         """Run a rank's remaining ops, and bring all replicas to the same weights."""
         interpreter = self.interpreters[rank]
-        interpreter.go_on(self.portions.rest(rank, self._fed), self._under_way)
+        interpreter.go_on(self.portions.remainder(rank, self._fed), self._under_way)
         for weights in interpreter.weights.values():
             weights.drain()
         for copies in self.assembly.apart[rank].values():

@@ -1,4 +1,4 @@
-"""Programs as NumPy arrays, for whoever walks millions of ops."""
+"""Programs as NumPy arrays, for vectorised passes over millions of ops."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _KINDS = {ord(kind.value): kind for kind in Kind}
 
 @dataclass(frozen=True, eq=False)
 class OpArrays:
-    """One entry per op, rank by rank, a rank's ops in the order of its program.
+    """The ops of all programs as arrays: rank by rank, the ops of a rank in program order.
 
     Attributes:
-        rank, kind, stage, micro_batch: of every op; `kind` is the number of its letter, `ord("F")`.
-        first: per rank, its first entry; the number of entries at the end.
-        slicing: how micro-batches are cut, if they are.
+        rank, kind, stage, micro_batch: one entry per op; `kind` is the code point of the kind's
+            letter, e.g. `ord("F")`.
+        first: index of the first entry of each rank, followed by the number of entries.
+        slicing: how micro-batches are cut into slices, if they are.
     """
 
     rank: Array
@@ -40,18 +41,19 @@ class OpArrays:
 
     @classmethod
     def of(cls, programs: Iterable[Iterable[Op]], slicing: Slicing | None = None) -> OpArrays:
-        """The arrays of these programs.
+        """Build the arrays from programs.
 
         Raises:
-            ScheduleError: a number is larger than a machine's.
+            ScheduleError: a stage or micro-batch number does not fit into 64 bits.
         """
         rows = [program if isinstance(program, tuple) else tuple(program) for program in programs]
         sizes = np.array([len(row) for row in rows], np.int64)
         first = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         count = int(first[-1])
 
-        def column(place: int) -> Iterator[Any]:
-            return map(itemgetter(place), chain.from_iterable(rows))
+        def column(field: int) -> Iterator[Any]:
+            """Iterate over one field (kind, stage, micro-batch) of all ops."""
+            return map(itemgetter(field), chain.from_iterable(rows))
 
         try:
             return cls(
@@ -71,113 +73,111 @@ class OpArrays:
         return len(self.rank)
 
     def op(self, row: int) -> Op:
-        """The op of one entry."""
+        """Return the op at index `row`."""
         return Op(_KINDS[int(self.kind[row])], int(self.stage[row]), int(self.micro_batch[row]))
 
     def all_ops(self) -> list[Op]:
-        """All ops, in the arrays' order."""
+        """Return all ops, in the order of the arrays."""
         kinds = map(_KINDS.__getitem__, self.kind.tolist())
         return list(map(Op, kinds, self.stage.tolist(), self.micro_batch.tolist()))
 
     def of_kind(self, *kinds: Kind) -> Array:
-        """Per op, whether it is of one of these kinds."""
-        found = np.zeros(len(self), bool)
+        """Return a mask of the ops whose kind is one of `kinds`."""
+        mask = np.zeros(len(self), bool)
         for kind in kinds:
-            found |= self.kind == ord(kind.value)
-        return found
+            mask |= self.kind == ord(kind.value)
+        return mask
 
     @cached_property
     def stages(self) -> int:
-        """One more than the highest stage named."""
+        """Number of stages: one more than the highest stage that an op names."""
         return int(self.stage.max(initial=-1)) + 1
 
     @cached_property
     def share(self) -> Array | None:
-        """Per op, the share of its micro-batch that its slice is; None where micro-batches are
-        whole.
-        """
+        """Per op, the share of its slice in its micro-batch; None if micro-batches are not cut."""
         if self.slicing is None:
             return None
         whole = self.of_kind(Kind.U) | (self.micro_batch >= len(self.slicing.share))
-        return np.where(
-            whole, 1.0, np.array(self.slicing.share)[np.where(whole, 0, self.micro_batch)]
-        )
+        slice_number = np.where(whole, 0, self.micro_batch)
+        return np.where(whole, 1.0, np.array(self.slicing.share)[slice_number])
 
     @cached_property
     def at_partner(self) -> Array:
-        """Per op, whether it is the half of an E or L that stands on the partner's rank, not on
-        that of the forward.
-        """
-        found = np.zeros(len(self), bool)
-        rows = np.flatnonzero(self.of_kind(*HANDING))
-        if len(rows):
-            forwards = np.flatnonzero(self.of_kind(Kind.F))
-            home = dict(
-                zip(
-                    zip(
-                        self.stage[forwards].tolist(),
-                        self.micro_batch[forwards].tolist(),
-                        strict=True,
-                    ),
-                    self.rank[forwards].tolist(),
-                    strict=True,
-                )
-            )
-            places = zip(self.stage[rows].tolist(), self.micro_batch[rows].tolist(), strict=True)
-            found[rows] = [
-                home.get(place) != rank
-                for place, rank in zip(places, self.rank[rows].tolist(), strict=True)
+        """Mask of the E and L ops that stand on the partner's rank, not on the forward's rank."""
+        mask = np.zeros(len(self), bool)
+        moves = np.flatnonzero(self.of_kind(*HANDING))
+        if len(moves):
+            forward_rank = self._forward_ranks()
+            stages, numbers = self.stage[moves].tolist(), self.micro_batch[moves].tolist()
+            ranks = self.rank[moves].tolist()
+            mask[moves] = [
+                forward_rank.get((stage, number)) != rank
+                for stage, number, rank in zip(stages, numbers, ranks, strict=True)
             ]
-        return found
+        return mask
+
+    def _forward_ranks(self) -> dict[tuple[int, int], int]:
+        """Return the rank of every forward by (stage, micro-batch)."""
+        forwards = np.flatnonzero(self.of_kind(Kind.F))
+        stages, numbers = self.stage[forwards].tolist(), self.micro_batch[forwards].tolist()
+        ranks = self.rank[forwards].tolist()
+        return {
+            (stage, number): rank
+            for stage, number, rank in zip(stages, numbers, ranks, strict=True)
+        }
 
     @cached_property
     def in_flight(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The most micro-batches whose activations a rank holds: per stage, of its own ranks' for
-        it; per rank, of all stages.
+        """Peak number of micro-batches whose activations are held, by stage and by rank.
 
-        Not by the clock: ops may take no time at all. Slices count as the shares that they are.
+        The peak of a stage is the maximum over its ranks, counting this stage only; the peak of a
+        rank counts all its stages and what it holds for a partner. Counted in program order, not
+        by time, since ops may take no time at all. A slice counts as its share of a micro-batch.
+
+        Returns:
+            The peaks per stage, and the peaks per rank.
         """
         change = self.of_kind(Kind.F).astype(np.int64) - self.of_kind(Kind.B, Kind.W)
-        change += np.where(
-            self.of_kind(*HANDING), np.where(self.of_kind(Kind.L) ^ self.at_partner, 1, -1), 0
-        )
+        arrives = self.of_kind(Kind.L) ^ self.at_partner  # an L at its owner, an E at the partner
+        change += np.where(self.of_kind(*HANDING), np.where(arrives, 1, -1), 0)
         amount = change if self.share is None else change * self.share
-        ranks, tops = _tops(amount, self.rank)
+        ranks, peaks = _peaks(amount, self.rank)
         by_rank: list[float] = [0] * (len(self.first) - 1)
-        for rank, top in zip(ranks.tolist(), tops.tolist(), strict=True):
-            by_rank[rank] = micro_batches_in(top)
-        own = np.flatnonzero((change != 0) & ~self.at_partner)
-        key = self.rank[own].astype(np.int64) * self.stages + self.stage[own]
-        if (np.diff(key) < 0).any():  # several stages on a rank
-            own = own[np.argsort(key, kind="stable")]
-            key = self.rank[own].astype(np.int64) * self.stages + self.stage[own]
-        keys, tops = _tops(amount[own], key)
+        for rank, peak in zip(ranks.tolist(), peaks.tolist(), strict=True):
+            by_rank[rank] = micro_batches_in(peak)
+        rows = np.flatnonzero((change != 0) & ~self.at_partner)
+        key = self.rank[rows].astype(np.int64) * self.stages + self.stage[rows]
+        if (np.diff(key) < 0).any():  # several stages on a rank: sort by rank and stage
+            rows = rows[np.argsort(key, kind="stable")]
+            key = self.rank[rows].astype(np.int64) * self.stages + self.stage[rows]
+        keys, peaks = _peaks(amount[rows], key)
         by_stage: list[float] = [0] * self.stages
-        for stage, top in zip((keys % max(self.stages, 1)).tolist(), tops.tolist(), strict=True):
-            by_stage[stage] = max(by_stage[stage], micro_batches_in(top))
+        stages = (keys % max(self.stages, 1)).tolist()
+        for stage, peak in zip(stages, peaks.tolist(), strict=True):
+            by_stage[stage] = max(by_stage[stage], micro_batches_in(peak))
         return tuple(by_stage), tuple(by_rank)
 
 
-def _tops(change: Array, key: Array) -> tuple[Array, Array]:
-    """For each run of equal keys, the key and the highest sum of changes from its beginning, 0 at
-    least.
-    """
+def _peaks(change: Array, key: Array) -> tuple[Array, Array]:
+    """Return the key and the highest cumulative sum (at least 0) of each run of equal keys."""
     starts = runs(key)
     if not len(starts):
         return key, change
     total = np.cumsum(change)
-    before = total[starts] - change[starts]
-    return key[starts], np.maximum(np.maximum.reduceat(total, starts) - before, 0)
+    total_before = total[starts] - change[starts]
+    return key[starts], np.maximum(np.maximum.reduceat(total, starts) - total_before, 0)
 
 
 def runs(key: Array) -> Array:
-    """Where each run of equal keys begins."""
+    """Return the indices at which runs of equal keys begin."""
     return np.flatnonzero(np.concatenate([np.ones(min(len(key), 1), bool), key[1:] != key[:-1]]))
 
 
 def op_arrays(schedule: Schedule) -> OpArrays:
-    """The arrays of a schedule's programs, made once and kept with it."""
-    found = schedule.__dict__.get("_op_arrays")
-    if not isinstance(found, OpArrays):
-        found = schedule.__dict__["_op_arrays"] = OpArrays.of(schedule.programs, schedule.slicing)
-    return found
+    """Return the arrays of a schedule's programs, cached on the schedule."""
+    arrays = schedule.__dict__.get("_op_arrays")
+    if not isinstance(arrays, OpArrays):
+        arrays = OpArrays.of(schedule.programs, schedule.slicing)
+        schedule.__dict__["_op_arrays"] = arrays
+    return arrays

@@ -1,4 +1,4 @@
-"""All schedules by name."""
+"""Catalogue of schedule families: generate a schedule by name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,18 @@ register = FAMILIES.register
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """What is known of a schedule before it is made. Those that need costs are made by
-    `penstock.search.schedules`.
+    """Properties of a schedule family that do not depend on the number of stages.
+
+    Attributes:
+        name: name of the family.
+        synchronous: whether the pipeline is flushed at the end of every batch.
+        stages_per_rank: number of stages per rank, possibly as an expression of its options.
+        splits_backward: whether backwards are split into I (input) and W (weights).
+        source: publication or code that the schedule is taken from.
+        aliases: other names of the family.
+        needs_costs: whether it is generated from costs; `penstock.search.schedules` does that.
+        causal: whether it requires a model in which no token depends on a later one.
+        weights: the weight rule that the order of its ops is designed for.
     """
 
     name: str
@@ -28,18 +38,17 @@ class ScheduleFacts:
     source: str
     aliases: tuple[str, ...] = ()
     needs_costs: bool = False
-    #: Whether it takes models only in which no token depends on a later one.
     causal: bool = False
-    #: The weight rule that the order of its ops is made for.
     weights: str = "flush"
 
 
 def schedules() -> dict[str, ScheduleFacts]:
-    """Every schedule's name and short facts."""
-    return {
-        name: ScheduleFacts(name=name, **entry.facts)  # type: ignore[arg-type]  # facts are checked by this call
-        for name, entry in FAMILIES.entries().items()
-    }
+    """Return the facts of all schedule families by name."""
+    facts_by_name = {}
+    for name, entry in FAMILIES.entries().items():
+        # The constructor checks the names of the registered facts.
+        facts_by_name[name] = ScheduleFacts(name=name, **entry.facts)  # type: ignore[arg-type]
+    return facts_by_name
 
 
 def schedule(
@@ -49,7 +58,7 @@ def schedule(
     replicas: int | Sequence[int] = 1,
     **options: object,
 ) -> Schedule:
-    """Make the schedule called `name` (or by an alias).
+    """Generate the schedule called `name`.
 
     >>> print(schedule("1f1b", stages=2, micro_batches=4, replicas=(2, 1)))
     rank 0 | 0F0 0F2 0B0 0B2 0U1
@@ -57,71 +66,77 @@ def schedule(
     rank 2 | 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1U1
 
     Args:
-        name: one of `schedules()`.
+        name: one of `schedules()`, or an alias.
         stages: number of stages, at least 1.
         micro_batches: micro-batches per batch, at least 1.
-        replicas: how many times the whole pipeline stands there (data parallelism): of R pipelines
-        each takes every R-th
-            micro-batch. Or how many ranks each stage has, where the schedule has one stage per
-            rank: they take its micro-batches in turn. The copies of a stage add up their gradients
-            at U.
-        options: what this schedule takes besides; its own docstring says.
+        replicas: number of copies of the whole pipeline (data parallelism): each of R pipelines
+            takes every R-th micro-batch. Or the number of ranks of each stage, for schedules with
+            one stage per rank: the ranks of a stage take its micro-batches in turn. The copies of
+            a stage add up their gradients at U.
+        options: options of this schedule; see the docstring of its function.
 
     Raises:
         UnknownName: no schedule has that name.
-        ScheduleError: this schedule does not take these numbers or options.
+        ScheduleError: this schedule does not accept these numbers or options.
     """
     entry = FAMILIES.find(name)
-    for word, number in (("stages", stages), ("micro-batches", micro_batches)):
+    for quantity, number in (("stages", stages), ("micro-batches", micro_batches)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ScheduleError(f"{entry.name} needs at least 1 of {word} and got {number!r}")
+            raise ScheduleError(f"{entry.name} needs at least 1 of {quantity} and got {number!r}")
     check_replicas(entry.name, stages, replicas)
     try:
-        made = _made(entry, stages, micro_batches, replicas, options)
+        new_schedule = _replicated(entry, stages, micro_batches, replicas, options)
     except TypeError as error:
         if not options:
             raise
         raise ScheduleError(f"{entry.name} does not take {', '.join(options)}: {error}") from error
-    said = options if replicas == 1 else {"replicas": replicas, **options}
-    plain = {
-        option: tuple(value) if isinstance(value, list) else value for option, value in said.items()
-    }
-    return replace(made, name=entry.name, options=tuple(plain.items()))
+    all_options = options if replicas == 1 else {"replicas": replicas, **options}
+    # Tuples in place of lists, so that the schedule is hashable.
+    hashable_options = tuple(
+        (option, tuple(value) if isinstance(value, list) else value)
+        for option, value in all_options.items()
+    )
+    return replace(new_schedule, name=entry.name, options=hashable_options)
 
 
-def _made(
+def _replicated(
     entry: Registered[Callable[..., Schedule]],
     stages: int,
     micro_batches: int,
     replicas: int | Sequence[int],
     options: dict[str, object],
 ) -> Schedule:
-    """The family's schedule, as often as `replicas` says. A family with an argument of that name
-    sees to single stages itself.
+    """Generate the family's schedule with replicas.
+
+    Replicas per stage are passed on to a family that has a parameter `replicas`; for the others
+    the schedule of single ranks is distributed round-robin.
     """
     if not isinstance(replicas, int):
         if "replicas" in signature(entry.make).parameters:
             return entry.make(stages, micro_batches, replicas=replicas, **options)
-        return round_robin(
-            replace(entry.make(stages, micro_batches, **options), name=entry.name), replicas
-        )
+        single = replace(entry.make(stages, micro_batches, **options), name=entry.name)
+        return round_robin(single, replicas)
     if replicas > micro_batches:
         raise ScheduleError(
-            f"{entry.name} with replicas={replicas} needs {replicas} micro-batches or more, one for each, and got "
-            f"{micro_batches}"
+            f"{entry.name} with replicas={replicas} needs at least {replicas} micro-batches, one "
+            f"for each replica, and got {micro_batches}"
         )
-    each = -(-micro_batches // replicas)
+    micro_batches_per_replica = -(-micro_batches // replicas)
     try:
-        made = entry.make(stages, each, **options)
+        single = entry.make(stages, micro_batches_per_replica, **options)
     except ScheduleError as error:
         if replicas == 1:
             raise
         raise ScheduleError(
-            f"{error} (with replicas={replicas}, {each} of the {micro_batches} go to the first)"
+            f"{error} (with replicas={replicas}, the first replica has "
+            f"{micro_batches_per_replica} of the {micro_batches} micro-batches)"
         ) from error
-    if replicas > 1 and made.stream is not None and micro_batches % replicas:
+    if replicas > 1 and single.stream is not None and micro_batches % replicas:
         raise ScheduleError(
-            f"{entry.name} goes on from batch to batch, so with replicas={replicas} every one of them needs as many "
-            f"micro-batches of a batch as the others: {micro_batches} is no multiple of {replicas}"
+            f"{entry.name} runs batch after batch without a flush, so with replicas={replicas} "
+            "every replica needs the same number of micro-batches of a batch: "
+            f"{micro_batches} is not a multiple of {replicas}"
         )
-    return made if replicas == 1 else pipelines(made, replicas, micro_batches * made.batches)
+    if replicas == 1:
+        return single
+    return pipelines(single, replicas, micro_batches * single.batches)

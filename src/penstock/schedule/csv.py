@@ -1,25 +1,32 @@
-"""To and from the CSV of torch.distributed.pipelining (`_PipelineScheduleRuntime._load_csv`), in
-both of its forms.
+"""Read and write the CSV format of torch.distributed.pipelining, in both of its variants.
 
-One row per rank, one cell per action. "compute_only" has F, B, I, W and overlaps, and empty cells
-for idle slots; torch adds the transfers. "compute_comms" has everything, and torch plays it as it
-stands, unchecked: two receives in the wrong order bring wrong gradients and no error. So a file of
-this form is checked when it is read. Files are parsed, never executed.
+The format is that of `_PipelineScheduleRuntime._load_csv`: one row per rank, one cell per action.
+The variant "compute_only" has F, B, I, W, overlaps, and empty cells for idle slots; torch adds the
+transfers. The variant "compute_comms" has all actions, and torch executes it unchecked: two
+receives in the wrong order give wrong gradients and no error. So a file of this variant is checked
+when it is read. Files are parsed, never executed.
 
-What torch cannot say is refused on writing (see `csv_export`); what is not torch's on reading (see
-`csv_cells`).
+Schedules that torch cannot express are refused on writing (see `csv_export`), cells that are not in
+torch's format on reading (see `csv_cells`).
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.errors import FileError
-from penstock.schedule.csv_cells import Cell, Communication, Compute, Gathering, parse_cell
-from penstock.schedule.csv_export import communication_rows, compute_rows, refuse_unsayable
+from penstock.schedule.csv_cells import (
+    Cell,
+    Communication,
+    Compute,
+    FsdpAction,
+    Shards,
+    parse_cell,
+)
+from penstock.schedule.csv_export import check_supported, communication_rows, compute_rows
 from penstock.schedule.lower import Action, Direction, LoweredSchedule, Transfer
 from penstock.schedule.op import Kind, Op, Program, Schedule
 from penstock.schedule.transfers import transfer_findings, unsound
@@ -27,40 +34,41 @@ from penstock.schedule.updates import with_updates
 
 
 def to_csv(schedule: Schedule, communication: bool = False) -> str:
-    """The schedule in torch's form. torch steps no optimizer: U ops are left out, or with
-    communication say where a stage's gradients are reduced.
+    """Return the schedule in torch's CSV format.
+
+    torch runs no optimizer step: U ops are left out, or, with communication, become the cell that
+    reduces the stage's gradients.
 
     Args:
         schedule: a sound schedule (see `verify`).
-        communication: with transfers, for `format="compute_comms"`; else for
-        `format="compute_only"`.
+        communication: include transfers, for torch's `format="compute_comms"`; otherwise the text
+            is for `format="compute_only"`.
 
     Raises:
-        ScheduleError: torch cannot express it: copies of a stage, an asynchronous schedule, slices
-        of micro-batches,
-            activations handed over, pairs of other ops than a forward and a backward, a last stage
-            that takes micro-batches out of order; with communication also a rank without ops, and
-            programs that never finish.
+        ScheduleError: torch cannot express the schedule: copies of a stage, an asynchronous
+            schedule, slices of micro-batches, activations handed to another rank, pairs other than
+            a forward and a backward, a last stage that takes micro-batches out of order; with
+            communication also a rank without ops, and programs that deadlock.
     """
-    refuse_unsayable(schedule)
+    check_supported(schedule)
+    if communication:
+        rows = communication_rows(schedule)
+    else:
+        # A rank without ops is one idle slot: a blank line would be lost at the end of the file.
+        rows = [row or [""] for row in compute_rows(schedule)]
     text = io.StringIO()
-    # A rank without ops is one idle slot: a blank line would be lost at the end of the file.
-    rows = (
-        communication_rows(schedule)
-        if communication
-        else [row or [""] for row in compute_rows(schedule)]
-    )
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule in `text`, of either form, without its transfers. Run `verify` on the result.
+    """Parse CSV text of either variant and return the schedule without its transfers.
+
+    Run `verify` on the result.
 
     Raises:
-        FileError: a cell is not torch's; the message names row, column and cell.
-        ScheduleError: its transfers do not carry what the ops need; `findings` has every one that
-        is wrong.
+        FileError: a cell is not in torch's format; the message names row, column and cell.
+        ScheduleError: the transfers do not carry what the ops need; `findings` lists every error.
     """
     schedule, lowered = parse_csv(text, name)
     if lowered is not None and (findings := transfer_findings(schedule, lowered)):
@@ -69,10 +77,10 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """The schedule in the file at `path`, named after the file.
+    """Read a schedule from the file at `path`; it is named after the file.
 
     Raises:
-        FileError: the file is missing or not of that form.
+        FileError: the file is missing or not in torch's format.
         ScheduleError: its transfers do not carry what the ops need.
     """
     file = Path(path)
@@ -80,63 +88,63 @@ def read_csv(path: str | Path) -> Schedule:
 
 
 def load_csv(path: str | Path) -> tuple[Schedule, LoweredSchedule | None]:
-    """As `parse_csv`, of the file at `path`, for whoever checks the transfers: `verify_lowered`
-    tells more than `read_csv`.
+    """Read the file at `path` as `parse_csv` does, without checking its transfers.
+
+    Use it together with `verify_lowered`, which reports more than `read_csv`.
 
     Raises:
-        FileError: the file is missing or not of that form.
+        FileError: the file is missing or not in torch's format.
     """
     file = Path(path)
     return parse_csv(_text_of(file), file.stem)
 
 
 def _text_of(file: Path) -> str:
+    """Return the file's text."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(
-            f"cannot read the schedule {file}: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"cannot read the schedule {file}: {reason}") from error
 
 
 def parse_csv(text: str, name: str = "csv") -> tuple[Schedule, LoweredSchedule | None]:
-    """The schedule in `text`, and where the file has more than compute actions also its ops and
-    transfers as they stand.
+    """Parse CSV text of either variant.
 
-    A stage's U stands where its gradients are reduced, or right after its last backward if the file
-    says nothing of that. `UNSHARD` and `RESHARD` are passed over: where FSDP gathers and frees
-    parameters changes no schedule.
+    The U of a stage stands where its gradients are reduced, or right after its last backward if
+    the file has no such cell. `UNSHARD` and `RESHARD` are skipped: where FSDP gathers and frees
+    parameters does not change the schedule.
+
+    Returns:
+        The schedule without transfers; and, if the file has more than compute actions, its ops and
+        transfers in their order, else None.
 
     Raises:
-        FileError: a cell is not torch's; the message names row, column and cell.
+        FileError: a cell is not in torch's format; the message names row, column and cell.
     """
     rows = list(_rows(text))
     cells = [cell for row in rows for cell in row]
     computes = [cell for cell in cells if isinstance(cell, Compute)]
     if not computes:
         raise FileError("the CSV has no ops: one row per rank, with cells such as 2F0, is needed")
-    home = {
-        op.stage: rank
-        for rank, row in enumerate(rows)
-        for cell in row
-        if isinstance(cell, Compute)
-        for op in cell.ops
-    }
-    programs = [[action for cell in row for action in _actions(cell, home)] for row in rows]
-    ops = [[action for action in program if isinstance(action, Op)] for program in programs]
-    if not any(op.kind is Kind.U for program in ops for op in program):
-        updated = [with_updates(program) for program in ops]
-        programs = [_with_transfers(*both) for both in zip(updated, programs, strict=True)]
-        ops = [list(program) for program in updated]
+    programs = _programs(rows)
+    if not _reduces_gradients(cells):
+        programs = list(map(_with_default_updates, programs))
     pairs = frozenset((cell.ops[0], cell.ops[1]) for cell in computes if len(cell.ops) == 2)
-    schedule = Schedule(tuple(map(tuple, ops)), name, pairs=pairs)
-    return schedule, None if len(computes) == len(cells) else LoweredSchedule(
-        tuple(map(tuple, programs))
-    )
+    schedule = Schedule(tuple(map(_ops_of, programs)), name, pairs=pairs)
+    if len(computes) == len(cells):
+        return schedule, None
+    return schedule, LoweredSchedule(tuple(map(tuple, programs)))
+
+
+def _reduces_gradients(cells: Sequence[Cell]) -> bool:
+    """Return whether a cell says where gradients are reduced."""
+    shards = [cell for cell in cells if isinstance(cell, Shards)]
+    return any(cell.action is FsdpAction.REDUCE_GRAD for cell in shards)
 
 
 def _rows(text: str) -> Iterator[list[Cell]]:
-    """The cells of every row that are not empty."""
+    """Yield the parsed cells of every row, without the empty ones."""
     reader = csv.reader(io.StringIO(text.strip("\r\n"), newline=""))
     try:
         for number, row in enumerate(reader, start=1):
@@ -152,31 +160,60 @@ def _rows(text: str) -> Iterator[list[Cell]]:
                     raise FileError(f"row {number}, column {column}: {error}") from error
             yield cells
     except csv.Error as error:
-        raise FileError(f"this is no CSV: {error}") from error
+        raise FileError(f"this is not CSV: {error}") from error
 
 
-def _actions(cell: Cell, home: dict[int, int]) -> tuple[Action, ...]:
-    """What a cell is among ops and transfers. `home` has the rank of every stage; without one there
-    is no peer, which is -1.
+def _rank_of_stage(rows: Sequence[Sequence[Cell]]) -> dict[int, int]:
+    """Return the rank of every stage that has an op."""
+    rank_of_stage: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for cell in row:
+            if isinstance(cell, Compute):
+                rank_of_stage.update((op.stage, rank) for op in cell.ops)
+    return rank_of_stage
+
+
+def _programs(rows: Sequence[Sequence[Cell]]) -> list[list[Action]]:
+    """Return the ops and transfers of each row."""
+    rank_of_stage = _rank_of_stage(rows)
+    programs: list[list[Action]] = []
+    for row in rows:
+        program: list[Action] = []
+        for cell in row:
+            program += _actions(cell, rank_of_stage)
+        programs.append(program)
+    return programs
+
+
+def _actions(cell: Cell, rank_of_stage: dict[int, int]) -> tuple[Action, ...]:
+    """Return the ops and transfers that a cell stands for.
+
+    The peer of a transfer is -1 if no rank holds its stage.
     """
     if isinstance(cell, Compute):
         return cell.ops
     if isinstance(cell, Communication):
-        other = cell.message.target if cell.direction is Direction.SEND else cell.message.stage
-        return (Transfer(cell.direction, cell.message, home.get(other, -1)),)
-    return (Op(Kind.U, cell.stage, 1),) if cell.what is Gathering.REDUCE_GRAD else ()
+        message = cell.message
+        peer_stage = message.target if cell.direction is Direction.SEND else message.stage
+        return (Transfer(cell.direction, message, rank_of_stage.get(peer_stage, -1)),)
+    return (Op(Kind.U, cell.stage, 1),) if cell.action is FsdpAction.REDUCE_GRAD else ()
 
 
-def _with_transfers(ops: Program, actions: list[Action]) -> list[Action]:
-    """`actions`, with the updates that `ops` have besides theirs."""
+def _ops_of(actions: Sequence[Action]) -> Program:
+    """Return the actions that are ops."""
+    return tuple(action for action in actions if isinstance(action, Op))
+
+
+def _with_default_updates(actions: list[Action]) -> list[Action]:
+    """Return a program without updates with a U right after each stage's last backward."""
     merged: list[Action] = []
-    rest = iter(ops)
-    following = next(rest, None)
+    remaining_ops = iter(with_updates(_ops_of(actions)))
+    next_op = next(remaining_ops, None)
     for action in actions:
         merged.append(action)
-        if action == following and isinstance(action, Op):
-            following = next(rest, None)
-        while following is not None and following.kind is Kind.U:
-            merged.append(following)
-            following = next(rest, None)
+        if action == next_op and isinstance(action, Op):
+            next_op = next(remaining_ops, None)
+        while next_op is not None and next_op.kind is Kind.U:
+            merged.append(next_op)
+            next_op = next(remaining_ops, None)
     return merged

@@ -1,42 +1,45 @@
-"""A schedule as rows of torch.distributed.pipelining's actions, or the reason why these cannot say
-it.
+"""Convert a schedule to torch.distributed.pipelining's actions, or say why that is impossible.
 
-With communication, every transfer stands at one moment in both ranks' rows: that at which it begins
-when F, I and W take one unit and B two. So any two ranks have their messages, of both directions,
-in one order, and the rows finish even where a send waits until the receiver has come to its
-receive, and where both directions share one queue (NCCL). torch's executor posts receives and sends
-without waiting; only the op that needs a value waits, and the end of the step for the sends.
+With communication, a transfer is placed in both ranks' rows at the same moment: when it begins if
+F, I and W take one unit of time and B two. So any two ranks list their messages, of both
+directions, in one order. The rows then finish even where a send blocks until the receiver has
+reached its receive, and where both directions share one queue (NCCL). torch's executor posts
+receives and sends without waiting; only the op that needs a value waits, and the end of the step
+waits for the sends.
 
-What the executor (2.13) does by itself, and the rows must suit:
-- it divides a stage's gradients by the number of micro-batches at `REDUCE_GRAD`. Rows without it
-  leave them that much too large.
-- a module under FSDP needs `UNSHARD` before its first op; any other ignores that and `RESHARD`.
-- it keeps the last stage's losses in the order of their forwards, and finds a micro-batch's by its
-  number.
-- stages whose neighbour is on the same rank hand tensors over by themselves: a transfer there would
-  be sent to itself.
-- stages are given to it in ascending order, at least one per rank, or it hangs.
+What the executor (2.13) does by itself, and the rows must account for:
+- it divides a stage's gradients by the number of micro-batches at `REDUCE_GRAD`. Without that cell
+  the gradients are too large by this factor.
+- a module under FSDP needs `UNSHARD` before its first op; other modules ignore `UNSHARD` and
+  `RESHARD`.
+- it stores the last stage's losses in the order of their forwards, and looks up the loss of a
+  micro-batch by its number.
+- stages whose neighbour is on the same rank pass tensors on directly: a transfer there would be
+  sent to the rank itself.
+- stages must be given to it in ascending order, at least one per rank, or it hangs.
 - `defer_pp_recv=True`, which moves the receives of a "compute_only" file, keeps no order between
   activations and gradients: with V shapes, whose ranks exchange both in both directions, gradients
-  come out wrong and nothing fails (ZB-V: 20 times too large).
+  are wrong without an error (ZB-V: 20 times too large).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 from penstock.errors import ScheduleError
-from penstock.schedule.csv_cells import Communication, Gathering, overlaps
-from penstock.schedule.graph import build
+from penstock.schedule.csv_cells import Communication, FsdpAction, overlaps
+from penstock.schedule.graph import build_graph
 from penstock.schedule.lower import Direction, Message
 from penstock.schedule.op import HANDING, Kind, Op, Schedule
 from penstock.schedule.updates import with_updates
 
-_UNITS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+#: Time units per op that decide where transfers are placed.
+_DURATIONS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
 
-def refuse_unsayable(schedule: Schedule) -> None:
-    """Pass, if torch's actions can say all of the schedule.
+def check_supported(schedule: Schedule) -> None:
+    """Check that torch's actions can express the schedule.
 
     Raises:
         ScheduleError: they cannot; the message says what and why.
@@ -47,123 +50,169 @@ def refuse_unsayable(schedule: Schedule) -> None:
 
 
 def why_not(schedule: Schedule) -> str | None:
-    """What torch's actions cannot say of a schedule, if there is anything."""
+    """Return the reason why torch's actions cannot express the schedule, None if they can."""
     name = schedule.name
     if not schedule.synchronous or schedule.stream is not None:
         return (
-            f"{name} is asynchronous: torch's CSV has no optimizer step and no weight versions, and is of one batch, whose every "
-            "micro-batch stands there once"
+            f"{name} is asynchronous: torch's CSV has no optimizer step and no weight versions, "
+            "and describes one batch, in which every micro-batch occurs once"
         )
     for stage, ranks in enumerate(schedule.ranks_of_stage):
         if len(ranks) > 1:
-            return f"stage {stage} has copies on ranks {', '.join(map(str, ranks))}: torch's CSV has each stage on one rank"
+            return (
+                f"stage {stage} has copies on ranks {', '.join(map(str, ranks))}: "
+                "torch's CSV has each stage on one rank"
+            )
     if schedule.slicing is not None:
         return (
-            f"{name} cuts micro-batches along {schedule.slicing.along}: torch's CSV has whole micro-batches, all of one size, "
-            "and no order between parts of one"
+            f"{name} cuts micro-batches along {schedule.slicing.along}: torch's CSV has whole "
+            "micro-batches, all of one size, and no order between parts of one"
         )
     for rank, program in enumerate(schedule.programs):
         for op in program:
             if op.kind in HANDING:
-                return f"{op} on rank {rank} hands activations to another rank: torch's CSV has no action for it"
-    return _why_not_its_pairs(schedule) or _why_not_its_losses(schedule)
+                return (
+                    f"{op} on rank {rank} hands activations to another rank: "
+                    "torch's CSV has no action for it"
+                )
+    return _unsupported_pairs(schedule) or _unsupported_loss_order(schedule)
 
 
-def _why_not_its_pairs(schedule: Schedule) -> str | None:
-    members: set[Op] = set()
-    for one, other in sorted(schedule.pairs):
-        if not overlaps(one, other):
-            return f"{one}&{other} run as one: torch's OVERLAP_F_B is of a forward and the backward that passes a gradient on"
-        if one in members or other in members:
-            return f"{one}&{other} share an op with another pair: torch's OVERLAP_F_B is of two ops"
-        members |= {one, other}
+def _unsupported_pairs(schedule: Schedule) -> str | None:
+    """Return the reason why torch cannot express the pairs, None if it can."""
+    paired_ops: set[Op] = set()
+    for first, second in sorted(schedule.pairs):
+        if not overlaps(first, second):
+            return (
+                f"{first}&{second} run as one: torch's OVERLAP_F_B takes a forward and the "
+                "backward that passes a gradient on"
+            )
+        if first in paired_ops or second in paired_ops:
+            return (
+                f"{first}&{second} share an op with another pair: torch's OVERLAP_F_B takes two ops"
+            )
+        paired_ops |= {first, second}
     return None
 
 
-def _why_not_its_losses(schedule: Schedule) -> str | None:
-    last = [op for op in schedule.ops if op.kind is Kind.F and op.stage == schedule.stages - 1]
-    for one, other in pairwise(last):
-        if other.micro_batch < one.micro_batch:
+def _unsupported_loss_order(schedule: Schedule) -> str | None:
+    """Return the reason if torch would confuse the losses of micro-batches, else None."""
+    last_stage = schedule.stages - 1
+    forwards = [op for op in schedule.ops if op.kind is Kind.F and op.stage == last_stage]
+    for op, next_op in pairwise(forwards):
+        if next_op.micro_batch < op.micro_batch:
             return (
-                f"the last stage runs {one} before {other}: torch keeps losses in the order of these forwards and finds them by "
-                "number, so a micro-batch would get the loss of another"
+                f"the last stage runs {op} before {next_op}: torch stores losses in the order of "
+                "these forwards and finds them by number, so a micro-batch would get the loss of "
+                "another"
             )
     return None
 
 
 def compute_rows(schedule: Schedule) -> list[list[str]]:
-    """Per rank, its compute actions."""
-    cells = [_cells(schedule, rank) for rank in range(schedule.ranks)]
-    return [
-        [cells[rank][op] for op in program if op in cells[rank]]
-        for rank, program in enumerate(schedule.programs)
-    ]
-
-
-def communication_rows(schedule: Schedule) -> list[list[str]]:
-    """Per rank, its actions with those that communicate.
-
-    Raises:
-        ScheduleError: a rank has no op, or the programs never finish.
-    """
+    """Return the compute cells of each rank."""
+    rows = []
     for rank, program in enumerate(schedule.programs):
-        if not any(op.kind is not Kind.U for op in program):
-            raise ScheduleError(
-                f"rank {rank} has no op: torch's CSV with communication has no cell for that"
-            )
-    updated = tuple(
-        program
-        if all(Op(Kind.U, stage, 1) in program for stage in stages)
-        else with_updates(_without_updates(program))
-        for program, stages in zip(schedule.programs, schedule.stages_of_rank, strict=True)
-    )
-    schedule = Schedule(updated, schedule.name, pairs=schedule.pairs)
-    graph = build(schedule)
-    if graph.order()[1]:
-        raise ScheduleError(f"{schedule.name} never finishes: `verify` says where it stands still")
-    cells = [_cells(schedule, rank) for rank in range(schedule.ranks)]
-    rows: list[list[str]] = [[] for _ in range(schedule.ranks)]
-    gathered: set[int] = set()
-    second = dict(schedule.pairs)
-    events = graph.events(lambda _, op: _UNITS.get(op.kind, 0.0), lambda *_: 0.0)
-    # Each event comes after all that it waits for. At one moment transfers come first: before the
-    # next op of either rank.
-    for rank, op, _, _, _, target in sorted(events, key=lambda event: (event[2], event[5] is None)):
-        if target is not None:
-            message = Message(Kind.F if op.kind is Kind.F else Kind.B, op.stage, op.micro_batch)
-            rows[rank].append(_written(Communication(Direction.SEND, message)))
-            rows[target].append(_written(Communication(Direction.RECV, message)))
-        elif op.kind is Kind.U:
-            rows[rank] += [
-                f"{op.stage}{Gathering.REDUCE_GRAD.value}",
-                f"{op.stage}{Gathering.RESHARD.value}",
-            ]
-        elif op in cells[rank]:
-            new = dict.fromkeys(
-                stage for stage in (op.stage, second.get(op, op).stage) if stage not in gathered
-            )
-            rows[rank] += [*(f"{stage}{Gathering.UNSHARD.value}" for stage in new), cells[rank][op]]
-            gathered.update(new)
+        cells = _cells(schedule, rank)
+        rows.append([cells[op] for op in program if op in cells])
     return rows
 
 
+def communication_rows(schedule: Schedule) -> list[list[str]]:
+    """Return the cells of each rank, including communication.
+
+    Raises:
+        ScheduleError: a rank has no op, or the programs deadlock.
+    """
+    for rank, program in enumerate(schedule.programs):
+        if not _without_updates(program):
+            raise ScheduleError(
+                f"rank {rank} has no op: torch's CSV with communication has no cell for that"
+            )
+    schedule = _with_missing_updates(schedule)
+    cells = [_cells(schedule, rank) for rank in range(schedule.ranks)]
+    rows: list[list[str]] = [[] for _ in range(schedule.ranks)]
+    unsharded: set[int] = set()
+    second_of = dict(schedule.pairs)
+    for rank, op, target in _ordered_events(schedule):
+        if target is not None:
+            rows[rank].append(_transfer_cell(Direction.SEND, op))
+            rows[target].append(_transfer_cell(Direction.RECV, op))
+        elif op.kind is Kind.U:
+            rows[rank].append(f"{op.stage}{FsdpAction.REDUCE_GRAD.value}")
+            rows[rank].append(f"{op.stage}{FsdpAction.RESHARD.value}")
+        elif op in cells[rank]:
+            rows[rank] += _unshard_cells((op.stage, second_of.get(op, op).stage), unsharded)
+            rows[rank].append(cells[rank][op])
+    return rows
+
+
+def _unshard_cells(stages: tuple[int, ...], unsharded: set[int]) -> list[str]:
+    """Return UNSHARD cells for the stages that have none yet, and add them to `unsharded`."""
+    cells = []
+    for stage in stages:
+        if stage not in unsharded:
+            unsharded.add(stage)
+            cells.append(f"{stage}{FsdpAction.UNSHARD.value}")
+    return cells
+
+
+def _ordered_events(schedule: Schedule) -> Iterator[tuple[int, Op, int | None]]:
+    """Yield all ops and transfers in the order in which they start.
+
+    Yields:
+        Rank and op; for a transfer, also the receiving rank, else None.
+
+    Raises:
+        ScheduleError: the programs deadlock.
+    """
+    graph = build_graph(schedule)
+    if graph.order()[1]:
+        raise ScheduleError(f"{schedule.name} deadlocks: `verify` says where")
+    events = graph.events(lambda _, op: _DURATIONS.get(op.kind, 0.0), lambda *_: 0.0)
+    # Every event comes after all that it waits for; the sort is stable. At equal times, transfers
+    # come first: before the next op of either rank.
+    events.sort(key=lambda event: (event[2], event[5] is None))
+    for rank, op, _, _, _, target in events:
+        yield rank, op, target
+
+
+def _with_missing_updates(schedule: Schedule) -> Schedule:
+    """Return the schedule with default updates on the ranks that do not have one for each stage."""
+    programs = []
+    for program, stages in zip(schedule.programs, schedule.stages_of_rank, strict=True):
+        if all(Op(Kind.U, stage, 1) in program for stage in stages):
+            programs.append(program)
+        else:
+            programs.append(with_updates(_without_updates(program)))
+    return Schedule(tuple(programs), schedule.name, pairs=schedule.pairs)
+
+
 def _cells(schedule: Schedule, rank: int) -> dict[Op, str]:
-    """The cell of every op that has one: of a pair the first, and of updates none."""
+    """Return the cell of every op of a rank that has one.
+
+    Of a pair only the first op has a cell, updates have none.
+    """
     program = _without_updates(schedule.programs[rank])
     cells = {op: str(op) for op in program}
-    for one, other in pairwise(program) if schedule.pairs else ():
-        if (one, other) in schedule.pairs:
-            # The forward stands first: functions registered for OVERLAP_F_B count on it. Whichever
-            # starts first, both may.
-            forward, backward = (one, other) if one.kind is Kind.F else (other, one)
-            cells[one] = f"({forward};{backward})OVERLAP_F_B"
-            del cells[other]
+    for first, second in pairwise(program) if schedule.pairs else ():
+        if (first, second) in schedule.pairs:
+            # The forward comes first in the cell, whichever op starts first: functions registered
+            # for OVERLAP_F_B rely on that.
+            forward, backward = (first, second) if first.kind is Kind.F else (second, first)
+            cells[first] = f"({forward};{backward})OVERLAP_F_B"
+            del cells[second]
     return cells
 
 
 def _without_updates(program: tuple[Op, ...]) -> list[Op]:
+    """Return the ops of a program other than updates."""
     return [op for op in program if op.kind is not Kind.U]
 
 
-def _written(transfer: Communication) -> str:
-    return f"{transfer.stage}{transfer.direction.value}_{transfer.message.kind.value}{transfer.message.micro_batch}"
+def _transfer_cell(direction: Direction, producer: Op) -> str:
+    """Return the cell that sends or receives the output of an op, e.g. `1SEND_F0`."""
+    kind = Kind.F if producer.kind is Kind.F else Kind.B
+    message = Message(kind, producer.stage, producer.micro_batch)
+    stage = Communication(direction, message).stage
+    return f"{stage}{direction.value}_{kind.value}{message.micro_batch}"

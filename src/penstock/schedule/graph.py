@@ -1,36 +1,35 @@
-"""A schedule as a graph: what waits for what once ranks are sequential and links carry one message
-at a time.
+"""Dependency graph of a schedule: ops and transfers, and what each of them waits for.
 
-One graph serves all: verify looks for cycles, draw gives every op one unit, simulate gives it
-seconds. An op starts when all that it waits for has ended, so times are longest paths and need no
-clock.
+Ranks run their programs sequentially, and links carry one message at a time. All users share this
+graph: verify looks for cycles, draw gives every op one unit of time, simulate gives it seconds. An
+op starts when all that it waits for has ended, so times are longest paths and need no clock.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
+from penstock.schedule.dependencies import add_gradient_sync, topological_order
 from penstock.schedule.lower import Direction, Link, Message, Transfer, lower, messages
 from penstock.schedule.op import HANDING, Kind, Op, Schedule
 from penstock.schedule.rules import needs
-from penstock.schedule.stream import Stream
-from penstock.schedule.updates import met_by
 
-#: What happened, as an Event has it: rank, op, start, end, bytes, and the rank it goes to if it is
-#: a transfer.
-Row = tuple[int, Op, float, float, int, int | None]
+#: The fields of an Event: rank, op, start, end, bytes, and the receiving rank of a transfer.
+EventRow = tuple[int, Op, float, float, int, int | None]
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes are the ops, rank by rank, then the transfers. `waits_for[n]` are the nodes that end
-    before n starts.
+    """Dependency graph whose nodes are numbered: first the ops rank by rank, then the transfers.
 
-    `paired[n]` is the first op of the pair whose second op is n, if it is one: they start and end
-    together.
+    Attributes:
+        ops: rank and op of the op nodes.
+        transfers: link, message and producing op of the transfer nodes.
+        waits_for: per node, the nodes that must end before it starts.
+        paired: the second op of every pair to its first op: they start and end together.
     """
 
     ops: tuple[tuple[int, Op], ...]
@@ -39,24 +38,16 @@ class Graph:
     paired: Mapping[int, int] = field(default_factory=dict)
 
     def order(self) -> tuple[list[int], list[int]]:
-        """Nodes in an order in which each comes after all it waits for, and the nodes on or behind
-        a cycle.
+        """Sort the nodes topologically.
+
+        Returns:
+            The nodes in an order in which each follows all that it waits for, and the nodes that
+            are on a cycle or wait for one.
         """
-        missing = [len(before) for before in self.waits_for]
-        after: list[list[int]] = [[] for _ in self.waits_for]
-        for node, before in enumerate(self.waits_for):
-            for other in before:
-                after[other].append(node)
-        ready = [node for node, count in enumerate(missing) if count == 0]
-        for node in ready:  # grows while it is read
-            for other in after[node]:
-                missing[other] -= 1
-                if missing[other] == 0:
-                    ready.append(other)
-        return ready, [node for node, count in enumerate(missing) if count]
+        return topological_order(self.waits_for)
 
     def work(self, node: int) -> tuple[int, Op]:
-        """The rank and the op of a node; of a transfer, those that made its value."""
+        """Return the rank and op of a node; for a transfer, the sender and the producing op."""
         if node < len(self.ops):
             return self.ops[node]
         link, _, op = self.transfers[node - len(self.ops)]
@@ -66,27 +57,35 @@ class Graph:
         self,
         op_seconds: Callable[[int, Op], float],
         transfer_seconds: Callable[[Link, Message], float],
-    ) -> list[Row]:
-        """Start and end of everything, in an order in which each row comes after all it waits for.
+    ) -> list[EventRow]:
+        """Compute the start and end of every op and transfer.
 
-        Raises nothing: call it on a graph without cycles. `Timeline.of` takes the rows.
+        The graph must have no cycle.
+
+        Args:
+            op_seconds: duration of an op on a rank.
+            transfer_seconds: duration of a message on a link.
+
+        Returns:
+            Rows that `Timeline.of` takes, each after all that it waits for.
         """
         ends = [0.0] * len(self.waits_for)
-        events: list[Row] = []
-        seconds_of = {first: second for second, first in self.paired.items()}
-        starts: dict[int, float] = {}
+        events: list[EventRow] = []
+        second_of = {first: second for second, first in self.paired.items()}
+        pair_starts: dict[int, float] = {}
         for node in self.order()[0]:
-            start = max((ends[other] for other in self.waits_for[node]), default=0.0)
+            start = max((ends[predecessor] for predecessor in self.waits_for[node]), default=0.0)
             if node in self.paired:
+                # The second op of a pair waits for the first alone, which ends both.
                 rank, op = self.ops[node]
                 ends[node] = start
-                events.append((rank, op, starts[self.paired[node]], start, 0, None))
+                events.append((rank, op, pair_starts[self.paired[node]], start, 0, None))
             elif node < len(self.ops):
                 rank, op = self.ops[node]
                 ends[node] = start + op_seconds(rank, op)
-                if node in seconds_of:
-                    starts[node] = start
-                    ends[node] += op_seconds(*self.ops[seconds_of[node]])
+                if node in second_of:
+                    pair_starts[node] = start
+                    ends[node] += op_seconds(*self.ops[second_of[node]])
                 events.append((rank, op, start, ends[node], 0, None))
             else:
                 link, message, op = self.transfers[node - len(self.ops)]
@@ -95,13 +94,13 @@ class Graph:
         return events
 
 
-def build(schedule: Schedule, overlap: bool = True) -> Graph:
-    """The graph of a schedule.
+def build_graph(schedule: Schedule, overlap: bool = True) -> Graph:
+    """Build the dependency graph of a schedule.
 
     Args:
-        schedule: every op's predecessors must exist.
-        overlap: False makes a rank stand still while it sends (transfers then cost the sender's
-        time, as blocking sends do).
+        schedule: a schedule in which the predecessors of every op exist.
+        overlap: whether transfers overlap with compute. False makes a rank idle while it sends,
+            as blocking sends do.
 
     Raises:
         ScheduleError: an op's predecessor is missing.
@@ -113,113 +112,149 @@ def build(schedule: Schedule, overlap: bool = True) -> Graph:
     waits: list[list[int]] = [
         [node - 1] if node > first[rank] else [] for node, (rank, _) in enumerate(ops)
     ]
-    by_op = {op: node for node, (_, op) in enumerate(ops) if op.kind not in HANDING}
-    carried: dict[tuple[int, Op], int] = {}
-    transfers: list[tuple[Link, Message, Op]] = []
-    last_on: dict[Link, int] = {}
-    for link, message, made, taken in messages(schedule):
-        maker = first[link.source] + made
-        node = len(ops) + len(transfers)
-        waits.append([maker, last_on[link]] if link in last_on else [maker])
-        last_on[link] = node
-        if message.kind in HANDING:
-            waits[first[link.target] + taken].append(node)
-        carried[first[link.target] + taken, ops[maker][1]] = node
-        transfers.append((link, message, ops[maker][1]))
-        if not overlap:
-            sender = schedule.programs[link.source]
-            after = made + (2 if tuple(sender[made : made + 2]) in schedule.pairs else 1)
-            if after < len(sender):
-                waits[first[link.source] + after].append(node)
-    for node, (rank, op) in enumerate(ops):
-        for group in needs(op, schedule.stages, schedule.slicing):
-            found = [other for other in group if other in by_op]
-            if not found:
-                raise ScheduleError(
-                    f"rank {rank}: {op} needs {' or '.join(map(str, group))}, which no rank runs"
-                )
-            waits[node] += [carried.get((node, other), by_op[other]) for other in found]
-    _meet(waits, ((node, rank, op) for node, (rank, op) in enumerate(ops)), schedule.stream)
-    paired = {
-        node + 1: node
-        for node in range(len(ops) - 1)
-        if (ops[node][1], ops[node + 1][1]) in schedule.pairs
-    }
-    for second, one in paired.items():
-        waits[one] += [other for other in waits[second] if other != one]
-        waits[second] = [one]
+    transfers, arrivals = _add_transfers(waits, schedule, first, overlap)
+    _add_inputs(waits, schedule, ops, arrivals)
+    add_gradient_sync(
+        waits, ((node, rank, op) for node, (rank, op) in enumerate(ops)), schedule.stream
+    )
+    paired = _merge_pairs(waits, schedule, ops)
     return Graph(ops, tuple(transfers), tuple(map(tuple, waits)), paired)
 
 
-def _meet(
-    waits: list[list[int]], ops: Iterable[tuple[int, int, Op]], stream: Stream | None
-) -> None:
-    """Let every U wait for those of its stage's other copies that it meets or follows (see
-    `met_by`).
+def _merge_pairs(
+    waits: list[list[int]], schedule: Schedule, ops: Sequence[tuple[int, Op]]
+) -> dict[int, int]:
+    """Let the first op of every pair wait for the inputs of both, and the second for the first.
+
+    Returns:
+        The node of the first op by that of the second.
     """
-    standing: dict[Op, dict[int, int]] = defaultdict(dict)
-    for node, rank, op in ops:
-        if op.kind is Kind.U:
-            standing[op].setdefault(rank, node)
-    for op, copies in standing.items():
-        met = met_by(op, stream)
-        if met == op:
-            before = sorted({other for node in copies.values() for other in waits[node]})
-            for node in copies.values() if len(copies) > 1 else ():
-                waits[node] = before
-        elif met is not None:
-            for rank, node in copies.items():
-                waits[node] += [
-                    other for home, other in standing.get(met, {}).items() if home != rank
-                ]
+    paired: dict[int, int] = {}
+    for node in range(len(ops) - 1):
+        if (ops[node][1], ops[node + 1][1]) in schedule.pairs:
+            paired[node + 1] = node
+    for second, first in paired.items():
+        waits[first] += [node for node in waits[second] if node != first]
+        waits[second] = [first]
+    return paired
+
+
+def _add_transfers(
+    waits: list[list[int]], schedule: Schedule, first: Sequence[int], overlap: bool
+) -> tuple[list[tuple[Link, Message, Op]], dict[tuple[int, Op], int]]:
+    """Append the transfer nodes to `waits`.
+
+    Returns:
+        The transfers; and the transfer node of every received value, by the node of the op that
+        needs it and the op that produces it.
+    """
+    op_count = len(waits)
+    transfers: list[tuple[Link, Message, Op]] = []
+    arrivals: dict[tuple[int, Op], int] = {}
+    last_on_link: dict[Link, int] = {}
+    for link, message, producer_index, consumer_index in messages(schedule):
+        sender_program = schedule.programs[link.source]
+        producer = first[link.source] + producer_index
+        producer_op = sender_program[producer_index]
+        consumer = first[link.target] + consumer_index
+        node = op_count + len(transfers)
+        waits.append([producer, last_on_link[link]] if link in last_on_link else [producer])
+        last_on_link[link] = node
+        if message.kind in HANDING:
+            waits[consumer].append(node)
+        arrivals[consumer, producer_op] = node
+        transfers.append((link, message, producer_op))
+        if not overlap:
+            pair = sender_program[producer_index : producer_index + 2]
+            next_index = producer_index + (2 if tuple(pair) in schedule.pairs else 1)
+            if next_index < len(sender_program):
+                waits[first[link.source] + next_index].append(node)
+    return transfers, arrivals
+
+
+def _add_inputs(
+    waits: list[list[int]],
+    schedule: Schedule,
+    ops: Sequence[tuple[int, Op]],
+    arrivals: Mapping[tuple[int, Op], int],
+) -> None:
+    """Let every op wait for its inputs, or for the transfers that bring them."""
+    node_of = {op: node for node, (_, op) in enumerate(ops) if op.kind not in HANDING}
+    for node, (rank, op) in enumerate(ops):
+        for alternatives in needs(op, schedule.stages, schedule.slicing):
+            inputs = [other for other in alternatives if other in node_of]
+            if not inputs:
+                raise ScheduleError(
+                    f"rank {rank}: {op} needs {' or '.join(map(str, alternatives))}, "
+                    "which no rank runs"
+                )
+            waits[node] += [arrivals.get((node, other), node_of[other]) for other in inputs]
 
 
 def channel_depth(schedule: Schedule) -> int:
-    """The least k for which the programs finish when sends block while k messages of their link are
-    not yet taken.
+    """Return the minimum channel capacity with which the programs do not deadlock.
 
-    A message is taken where its receive stands, right before the op that needs it; 0 is a
-    rendezvous. The runtime's sends never block, so any k is fine there: the figure is for backends
-    and libraries with bounded channels.
+    A send blocks while the channel of its link holds that number of messages. A message leaves the
+    channel where its receive stands, right before the op that needs it; capacity 0 is a rendezvous.
+    The runtime's sends never block, so any capacity is fine there: the figure is for backends and
+    libraries with bounded channels.
     """
     waits: list[list[int]] = []
     updates: list[tuple[int, int, Op]] = []
     sends: dict[Link, list[int]] = defaultdict(list)
-    takes: dict[Link, list[int]] = defaultdict(list)
+    receives: dict[Link, list[int]] = defaultdict(list)
     for rank, program in enumerate(lower(schedule, ahead=0).programs):
         for i, action in enumerate(program):
-            if isinstance(action, Transfer):
-                sending = action.direction is Direction.SEND
-                link = Link(rank, action.peer) if sending else Link(action.peer, rank)
-                (sends if sending else takes)[link].append(len(waits))
-            elif action.kind is Kind.U:
-                updates.append((len(waits), rank, action))
-            waits.append([len(waits) - 1] if i else [])
-    _meet(waits, updates, schedule.stream)
+            node = len(waits)
+            if not isinstance(action, Transfer):
+                if action.kind is Kind.U:
+                    updates.append((node, rank, action))
+            elif action.direction is Direction.SEND:
+                sends[Link(rank, action.peer)].append(node)
+            else:
+                receives[Link(action.peer, rank)].append(node)
+            waits.append([node - 1] if i else [])
+    add_gradient_sync(waits, updates, schedule.stream)
+    for link, send_nodes in sends.items():
+        for send, receive in zip(send_nodes, receives[link], strict=True):
+            waits[receive].append(send)
+    pairs = {link: list(zip(nodes, receives[link], strict=True)) for link, nodes in sends.items()}
+    return minimum_depth(waits, pairs)
 
-    def finishes(depth: int) -> bool:
-        bounded = [list(before) for before in waits]
-        for link, sent in sends.items():
-            for n, (send, take) in enumerate(zip(sent, takes[link], strict=True)):
-                bounded[take].append(send)
-                # A rendezvous sends when the receiver has come as far as its receive; a channel
-                # when it has room.
-                bounded[send] += (
-                    waits[take]
-                    if depth == 0
-                    else takes[link][n - depth : n - depth + 1]
-                    if n >= depth
-                    else ()
-                )
-        return not Graph((), (), tuple(map(tuple, bounded))).order()[1]
 
-    most = max(map(len, sends.values()), default=0)
+def minimum_depth(
+    waits: Sequence[Sequence[int]], pairs: Mapping[Link, Sequence[tuple[int, int]]]
+) -> int:
+    """Return the minimum channel capacity for which a graph with blocking sends has no cycle.
+
+    Args:
+        waits: per node, what it waits for if channels are unbounded.
+        pairs: per link, the nodes of the send and the receive of each message, in order.
+    """
+    maximum = max(map(len, pairs.values()), default=0)
     low = high = 0
-    while high < most and not finishes(
-        high
-    ):  # most schedules need 0 or 1: up by doubling before halving
-        low, high = high + 1, min(2 * high + 1, most)
+    # Most schedules need 0 or 1: double the capacity first, then bisect.
+    while high < maximum and not _finishes(waits, pairs, high):
+        low, high = high + 1, min(2 * high + 1, maximum)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if finishes(middle) else (middle + 1, high)
+        if _finishes(waits, pairs, middle):
+            high = middle
+        else:
+            low = middle + 1
     return low
+
+
+def _finishes(
+    waits: Sequence[Sequence[int]], pairs: Mapping[Link, Sequence[tuple[int, int]]], depth: int
+) -> bool:
+    """Return whether the graph has no cycle with channels of capacity `depth`."""
+    bounded = [list(predecessors) for predecessors in waits]
+    for link_messages in pairs.values():
+        for number, (send, receive) in enumerate(link_messages):
+            if depth == 0:
+                # Rendezvous: the send needs the receiver to have reached its receive.
+                bounded[send] += [node for node in waits[receive] if node != send]
+            elif number >= depth:
+                bounded[send].append(link_messages[number - depth][1])
+    return not topological_order(bounded)[1]

@@ -1,9 +1,9 @@
-"""From programs of ops to programs of ops and transfers, the only form that an executor plays."""
+"""Lower a schedule: add the transfers between ranks, which gives the form that executors run."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -15,18 +15,24 @@ from penstock.schedule.rules import feeds
 
 
 class Direction(str, Enum):
-    """Whether a transfer sends or posts a receive."""
+    """Whether a transfer sends a message or posts a receive."""
 
     SEND = "SEND"
     RECV = "RECV"
 
 
-_TOWARDS = {Kind.F: 1, Kind.B: -1, Kind.E: 0, Kind.L: 0}
+#: Offset from the stage that produces a message to the stage that takes it.
+_STAGE_OFFSET = {Kind.F: 1, Kind.B: -1, Kind.E: 0, Kind.L: 0}
+
+#: The kinds of op that can consume a message of a kind.
+_CONSUMERS = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I)}
 
 
 class Message(NamedTuple):
-    """A value that crosses ranks: an activation (F) or an input gradient (B) made by `stage` for
-    its neighbour, or what `stage` keeps of a micro-batch, on its way to a partner (E) or back (L).
+    """A value that crosses ranks.
+
+    An activation (F) or an input gradient (B) that `stage` produces for its neighbour, or the
+    saved activations of `stage`, on their way to a partner (E) or back (L).
     """
 
     kind: Kind
@@ -35,15 +41,15 @@ class Message(NamedTuple):
 
     @property
     def target(self) -> int:
-        """The stage that takes it; for E and L the one that it belongs to."""
-        return self.stage + _TOWARDS[self.kind]
+        """The stage that takes the value; for E and L the stage whose activations they are."""
+        return self.stage + _STAGE_OFFSET[self.kind]
 
 
 class Transfer(NamedTuple):
-    """`1SEND_F0` hands the activation of stage 1 to the link; `2RECV_F0` posts the receive for it
-    on stage 2's rank.
+    """One end of a message: a send or a receive.
 
-    A posted receive does not wait; the op that needs the value does.
+    `1SEND_F0` passes the activation of stage 1 to the link; `2RECV_F0` posts the receive for it on
+    stage 2's rank. A posted receive does not wait; the op that needs the value does.
     """
 
     direction: Direction
@@ -51,9 +57,10 @@ class Transfer(NamedTuple):
     peer: int
 
     def __str__(self) -> str:
+        """Return the text, e.g. `1SEND_F0`."""
         kind, stage, micro_batch = self.message
-        own = stage if self.direction is Direction.SEND else self.message.target
-        return f"{own}{self.direction.value}_{kind.value}{micro_batch}"
+        local_stage = stage if self.direction is Direction.SEND else self.message.target
+        return f"{local_stage}{self.direction.value}_{kind.value}{micro_batch}"
 
 
 Action = Op | Transfer
@@ -61,11 +68,12 @@ Action = Op | Transfer
 
 @dataclass(frozen=True)
 class LoweredSchedule:
-    """Per rank, ops and transfers in the order in which the executor takes them."""
+    """The ops and transfers of each rank, in the order in which the executor runs them."""
 
     programs: tuple[tuple[Action, ...], ...]
 
     def __str__(self) -> str:
+        """Return one line per rank, e.g. `rank 0 | 0F0 0SEND_F0`."""
         return "\n".join(
             f"rank {rank} | {' '.join(map(str, row))}" for rank, row in enumerate(self.programs)
         )
@@ -79,79 +87,102 @@ class Link(NamedTuple):
 
 
 def messages(schedule: Schedule) -> Iterator[tuple[Link, Message, int, int]]:
-    """Every value that crosses ranks, in the order of sending on its link.
+    """Yield every value that crosses ranks, in the order of sending on its link.
 
     Yields:
-        The link, the message, the index of the op that makes it in the sender's program, and of the
-        op that takes it in the receiver's program.
+        The link, the message, the index of the producing op in the sender's program, and the index
+        of the consuming op in the receiver's program.
 
     Raises:
-        ScheduleError: nobody takes a value, or the op that takes it stands on another rank than its
-        forward. KeyError: an E or L lacks its other half; `verify` says which.
+        ScheduleError: no op takes a value, or the op that takes it is not on the rank of its
+            forward.
+        KeyError: an E or L has no counterpart on the other rank; `verify` names it.
     """
-    index = {
-        (rank, op): i for rank, row in enumerate(schedule.programs) for i, op in enumerate(row)
-    }
-    takers = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I)}
+    index = _index_of_ops(schedule)
     partners = partners_of(schedule)
     for rank, program in enumerate(schedule.programs):
         for i, op in enumerate(program):
             if op.kind in HANDING:
-                ends = schedule.placement[op.stage, op.micro_batch], partners[op]
-                link = Link(*(ends if op.kind is Kind.E else ends[::-1]))
+                owner, partner = schedule.placement[op.stage, op.micro_batch], partners[op]
+                link = Link(owner, partner) if op.kind is Kind.E else Link(partner, owner)
                 if rank == link.source:
                     yield link, Message(*op), i, index[link.target, op]
                 continue
-            fed = feeds(op, schedule.stages)
-            if fed is None:
+            output = feeds(op, schedule.stages)
+            if output is None:
                 continue
-            kind, stage = fed
+            kind, stage = output
             target = schedule.placement.get((stage, op.micro_batch))
-            if target == rank:
-                continue
-            found = [
-                index[target, Op(k, stage, op.micro_batch)]
-                for k in takers[kind]
-                if target is not None and (target, Op(k, stage, op.micro_batch)) in index
-            ]
-            if target is None or not found:
-                raise ScheduleError(f"rank {rank}: nobody takes what {op} makes for stage {stage}")
-            yield Link(rank, target), Message(kind, op.stage, op.micro_batch), i, found[0]
+            if target != rank:
+                consumer = _consumer(index, target, kind, stage, op.micro_batch)
+                if target is None or consumer is None:
+                    raise ScheduleError(
+                        f"rank {rank}: no op takes the output of {op} for stage {stage}"
+                    )
+                yield Link(rank, target), Message(kind, op.stage, op.micro_batch), i, consumer
+
+
+def _consumer(
+    index: Mapping[tuple[int | None, Op], int],
+    rank: int | None,
+    kind: Kind,
+    stage: int,
+    micro_batch: int,
+) -> int | None:
+    """Return the index of the op that consumes a value on a rank, None if there is none.
+
+    Args:
+        index: index of every op in its program, by rank and op.
+        rank: the rank of the consuming stage, None if there is none.
+        kind, stage, micro_batch: kind of the value, consuming stage, and micro-batch.
+    """
+    for op_kind in _CONSUMERS[kind]:
+        place = index.get((rank, Op(op_kind, stage, micro_batch)))
+        if place is not None:
+            return place
+    return None
+
+
+def _index_of_ops(schedule: Schedule) -> dict[tuple[int | None, Op], int]:
+    """Return the index of every op in its program, by rank and op."""
+    index: dict[tuple[int | None, Op], int] = {}
+    for rank, program in enumerate(schedule.programs):
+        for i, op in enumerate(program):
+            index[rank, op] = i
+    return index
 
 
 def partners_of(schedule: Schedule) -> dict[Op, int]:
-    """For every E and L, the rank that takes the activations in."""
+    """Return for every E and L the rank that holds the evicted activations."""
     partners: dict[Op, int] = {}
     for rank, program in enumerate(schedule.programs):
         for op in program:
-            if op.kind in HANDING and schedule.placement.get((op.stage, op.micro_batch)) not in (
-                None,
-                rank,
-            ):
-                partners[op] = rank
+            if op.kind in HANDING:
+                owner = schedule.placement.get((op.stage, op.micro_batch))
+                if owner not in (None, rank):
+                    partners[op] = rank
     return partners
 
 
 def lower(
     schedule: Schedule, ahead: int = 1, *, after_dependencies: bool = False
 ) -> LoweredSchedule:
-    """Add the transfers that placement implies.
+    """Add the transfers that the placement of ops implies.
 
-    A send stands right after the op that makes the value. A receive is posted `ahead` ops before
+    A send stands right after the op that produces the value. A receive is posted `ahead` ops before
     the op that takes the value begins (0: right before it), and earlier where another receive of
     the same link must not overtake it: on every link, receives are posted in the order of the
     sends, which is what backends without tags (NCCL) need.
 
     Args:
         schedule: a sound schedule (see `verify`).
-        ahead: how many ops early receives are posted.
+        ahead: how many ops in advance receives are posted.
         after_dependencies: post no receive before the last op of its rank that the message depends
-        on, however large `ahead` is
-            (see `last_dependencies`). Needed where a posted receive occupies the device until its
-            message comes.
+            on, however large `ahead` is (see `last_dependencies`). Needed where a posted receive
+            occupies the device until its message comes.
 
     Raises:
-        ScheduleError: a value that crosses ranks has no taker.
+        ScheduleError: no op takes a value that crosses ranks.
     """
     sends: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
@@ -160,19 +191,20 @@ def lower(
     earliest = [0] * len(rows)
     if after_dependencies:
         crossings = [
-            Crossing(link.source, made, link.target, taken) for link, _, made, taken in rows
+            Crossing(link.source, producer, link.target, consumer)
+            for link, _, producer, consumer in rows
         ]
         earliest = [last + 1 for last in last_dependencies(schedule, crossings)]
-    for (link, message, made, taken), start in zip(rows, earliest, strict=True):
-        by_link[link].append((message, made, taken, start))
-    for link, crossing in by_link.items():
+    for (link, message, producer, consumer), start in zip(rows, earliest, strict=True):
+        by_link[link].append((message, producer, consumer, start))
+    for link, link_messages in by_link.items():
         latest = len(schedule.programs[link.target])
         posts: list[tuple[int, Message]] = []
-        for message, made, taken, start in reversed(crossing):
-            sends[link.source, made].append(Transfer(Direction.SEND, message, link.target))
-            latest = min(latest, max(0, taken - ahead))
-            # Later messages of a link depend on all that earlier ones depend on: the order of posts
-            # stays.
+        for message, producer, consumer, start in reversed(link_messages):
+            sends[link.source, producer].append(Transfer(Direction.SEND, message, link.target))
+            latest = min(latest, max(0, consumer - ahead))
+            # Later messages of a link depend on all that earlier ones depend on, so `start` does
+            # not change the order of posts.
             posts.append((max(latest, start), message))
         for place, message in reversed(posts):
             receives[link.target, place].append(Transfer(Direction.RECV, message, link.source))

@@ -1,5 +1,6 @@
-"""Where updates stand in the programs of schedules whose stages have copies: a U is a meeting of
-all of them.
+"""Place the gradient synchronisation of stages that have copies on several ranks.
+
+A U op of such a stage is a collective operation: all copies take part in it.
 """
 
 from __future__ import annotations
@@ -8,78 +9,100 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from penstock.schedule.graph import build
+from penstock.schedule.graph import build_graph
 from penstock.schedule.op import Kind, Op, Program, Schedule
 
-#: What the ops count as where nothing is known of their times.
+#: Durations of ops where nothing is known about their costs.
 _SECONDS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
+#: Start and end of the ops of one rank, in order.
+TimedOps = list[tuple[float, float, Op]]
 
-def with_meetings(
+
+def with_gradient_sync(
     programs: Sequence[Sequence[Op]], pairs: frozenset[tuple[Op, Op]] = frozenset()
 ) -> tuple[Program, ...]:
-    """The programs of all ranks with every stage's U where it holds nobody up.
+    """Add the U of every stage to the programs, where it delays no rank.
 
-    A stage's copies meet at the first moment at which all have their gradients and each of their
-    ranks has nothing to do (Li and Hoefler 2021, Chimera, section 3.2: early only where bubbles
-    hide it). Moments are those of f = 1, b = 2, i = w = 1 and free links. Stages meet in the order
-    of these moments on all ranks, and an op stands before a meeting only if it begins before it, so
-    nobody waits in a circle.
+    The copies of a stage synchronise at the first moment at which all have their gradients and each
+    of their ranks is idle (Li and Hoefler 2021, Chimera, section 3.2: early only where bubbles hide
+    it). Moments are those of f = 1, b = 2, i = w = 1 and free links. All ranks synchronise their
+    stages in the order of these moments, and an op comes before a U only if it begins before that
+    moment, so there is no deadlock.
 
     >>> rows = "1F1 0F0 1B1 0B0", "0F1 1F0 0B1 1B0"
-    >>> for row in with_meetings([[Op.parse(word) for word in row.split()] for row in rows]):
+    >>> for row in with_gradient_sync([[Op.parse(word) for word in row.split()] for row in rows]):
     ...     print(*row)
     1F1 0F0 1B1 0B0 1U1 0U1
     0F1 1F0 0B1 1B0 1U1 0U1
 
     Args:
-        programs: sound, without updates.
+        programs: sound programs of all ranks, without updates.
         pairs: as in `Schedule`.
     """
-    rows: list[list[tuple[float, float, Op]]] = [[] for _ in programs]
-    graph = build(Schedule(tuple(map(tuple, programs)), pairs=pairs))
-    for rank, op, start, end, _, target in graph.events(
-        lambda _, op: _SECONDS.get(op.kind, 0.0), lambda *_: 0.0
-    ):
-        if target is None:
-            rows[rank].append((start, end, op))
-    last: dict[int, float] = {}
-    hosts: dict[int, list[int]] = {}
-    for rank, row in enumerate(rows):
-        for stage in {op.stage for *_, op in row}:
-            hosts.setdefault(stage, []).append(rank)
-            last[stage] = max(
-                last.get(stage, 0.0), *(end for _, end, op in row if op.stage == stage)
-            )
-    gaps = [_gaps(row) for row in rows]
-    moments = sorted(
-        (_all_idle([gaps[rank] for rank in hosts[stage]], at), at, stage)
-        for stage, at in last.items()
-    )
-    made: list[Program] = []
+    rows = _timed_ops(programs, pairs)
+    sync_points = _sync_points(rows)
+    updated: list[Program] = []
     for rank, row in enumerate(rows):
         starts = [start for start, *_ in row]
         program = list(programs[rank])
-        for moment, _, stage in reversed(moments):
-            if rank in hosts[stage]:
+        # From the last to the first, so that earlier indices stay valid.
+        for moment, stage, ranks in reversed(sync_points):
+            if rank in ranks:
                 program.insert(bisect_left(starts, moment), Op(Kind.U, stage, 1))
-        made.append(tuple(program))
-    return tuple(made)
+        updated.append(tuple(program))
+    return tuple(updated)
 
 
-def _gaps(row: Sequence[tuple[float, float, Op]]) -> list[tuple[float, float]]:
-    """When a rank stands idle, from its first op on; the last time for ever."""
-    starts = [*(start for start, *_ in row[1:]), math.inf]
-    return [(end, start) for (_, end, _), start in zip(row, starts, strict=False) if end < start]
+def _sync_points(rows: Sequence[TimedOps]) -> list[tuple[float, int, list[int]]]:
+    """Return when each stage synchronises, as (moment, stage, ranks of its copies), earliest first.
+
+    Of stages with the same moment, the one whose gradients are complete first comes first.
+    """
+    last_gradient: dict[int, float] = {}
+    ranks_of_stage: dict[int, list[int]] = {}
+    for rank, row in enumerate(rows):
+        for stage in {op.stage for *_, op in row}:
+            ranks_of_stage.setdefault(stage, []).append(rank)
+            last_end = max(end for _, end, op in row if op.stage == stage)
+            last_gradient[stage] = max(last_gradient.get(stage, 0.0), last_end)
+    gaps = [_idle_gaps(row) for row in rows]
+    moments = []
+    for stage, ready in last_gradient.items():
+        moment = _all_idle([gaps[rank] for rank in ranks_of_stage[stage]], ready)
+        moments.append((moment, ready, stage))
+    return [(moment, stage, ranks_of_stage[stage]) for moment, _, stage in sorted(moments)]
 
 
-def _all_idle(ranks: Sequence[Sequence[tuple[float, float]]], at: float) -> float:
-    """The first moment from `at` on in which every rank is in a gap."""
+def _timed_ops(programs: Sequence[Sequence[Op]], pairs: frozenset[tuple[Op, Op]]) -> list[TimedOps]:
+    """Return start, end and op of all ops, by rank."""
+    rows: list[TimedOps] = [[] for _ in programs]
+    graph = build_graph(Schedule(tuple(map(tuple, programs)), pairs=pairs))
+    events = graph.events(lambda _, op: _SECONDS.get(op.kind, 0.0), lambda *_: 0.0)
+    for rank, op, start, end, _, target in events:
+        if target is None:
+            rows[rank].append((start, end, op))
+    return rows
+
+
+def _idle_gaps(row: TimedOps) -> list[tuple[float, float]]:
+    """Return when a rank is idle after its first op, as (start, end); the last gap has no end."""
+    next_starts = [*(start for start, *_ in row[1:]), math.inf]
+    return [
+        (end, next_start)
+        for (_, end, _), next_start in zip(row, next_starts, strict=False)
+        if end < next_start
+    ]
+
+
+def _all_idle(ranks: Sequence[Sequence[tuple[float, float]]], earliest: float) -> float:
+    """Return the first moment from `earliest` on at which every rank is in one of its gaps."""
+    moment = earliest
     moved = True
     while moved:
         moved = False
         for gaps in ranks:
-            start, _ = gaps[bisect_right(gaps, at, key=lambda gap: gap[1])]
-            if start > at:
-                at, moved = start, True
-    return at
+            start, _ = gaps[bisect_right(gaps, moment, key=lambda gap: gap[1])]
+            if start > moment:
+                moment, moved = start, True
+    return moment

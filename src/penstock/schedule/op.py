@@ -1,4 +1,4 @@
-"""Op, Schedule: the one form of every schedule, ours or a user's."""
+"""Op and Schedule: the common form of all schedules, built-in or user-defined."""
 
 from __future__ import annotations
 
@@ -17,35 +17,34 @@ from penstock.schedule.stream import Stream
 
 
 class Kind(str, Enum):
-    """What an op does. F, B, I and W are spelled as in torch.distributed.pipelining."""
+    """What an op does. F, B, I and W are named as in torch.distributed.pipelining."""
 
     F = "F"  #: forward
     B = "B"  #: whole backward
     I = "I"  #: backward for the stage's input only  # noqa: E741 - the field's letter
     W = "W"  #: backward for the stage's weights only
     U = "U"  #: gradient synchronisation and optimizer step
-    E = "E"  #: evict: the activations of a micro-batch go to a partner rank
-    L = "L"  #: load: they come back
+    E = "E"  #: evict: send the activations of a micro-batch to a partner rank
+    L = "L"  #: load: get them back
 
-    # Enum's own hash is a Python call; programs hash millions of these.
+    # Enum.__hash__ is a Python call, and programs hash millions of kinds.
     __hash__ = str.__hash__
 
     def __str__(self) -> str:
+        """Return the letter."""
         return self.value
 
 
-#: No more digits than a machine integer has: int() itself refuses thousands of them, in words of
-#: its own.
+#: At most 18 digits, which fit into 64 bits: int() refuses thousands of digits with another error.
 _TEXT = re.compile(r"([0-9]{1,18})([FBIWUEL])([0-9]{1,18})")
 
 
 class Op(NamedTuple):
-    """One unit of work. For U, `micro_batch` is the weight version that the op makes (1 is the
-    first).
+    """One unit of work of a rank.
 
-    In a schedule with a `Slicing`, `micro_batch` counts slices. E and L stand in two programs: that
-    of the rank which holds the micro-batch's activations and that of the partner which takes them
-    in.
+    For U, `micro_batch` is the weight version that the op produces; the first is 1. In a schedule
+    with a `Slicing`, `micro_batch` counts slices. E and L occur in two programs: that of the rank
+    whose activations they are, and that of the partner which stores them.
     """
 
     kind: Kind
@@ -53,11 +52,12 @@ class Op(NamedTuple):
     micro_batch: int
 
     def __str__(self) -> str:
+        """Return the text, e.g. `2F0`."""
         return f"{self.stage}{self.kind.value}{self.micro_batch}"
 
     @classmethod
     def parse(cls, text: str) -> Op:
-        """The op written `2F0`: stage 2, forward, micro-batch 0.
+        """Parse the text of an op, e.g. `2F0`: stage 2, forward, micro-batch 0.
 
         Raises:
             ScheduleError: `text` is not of that form.
@@ -65,36 +65,39 @@ class Op(NamedTuple):
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an op: write stage, one of F B I W U E L, micro-batch, such as '2F0'"
+                f"{text!r} is not an op: write stage, one of F B I W U E L, micro-batch, "
+                "such as '2F0'"
             )
         return cls(Kind(match[2]), int(match[1]), int(match[3]))
 
 
 Program = tuple[Op, ...]
 
-#: Kinds that hand activations from rank to rank and compute nothing.
+#: Kinds that move activations between ranks and compute nothing.
 HANDING = (Kind.E, Kind.L)
 
 
 @dataclass(frozen=True)
 class Schedule(Shown):
-    """The programs of all ranks. Where an op stands is its placement.
+    """The programs of all ranks.
 
-    `name` and `options` say how the schedule was made, for people; nothing decides by them.
+    The rank of an op is given by the program that it is in. `name` and `options` say how the
+    schedule was made, for people; no decision depends on them.
 
     >>> print(Schedule.parse("rank 0 | 0F0 0F1&0B0 0B1 0U1", name="mine"))
     rank 0 | 0F0 0F1&0B0 0B1 0U1
 
     Attributes:
-        programs: per rank, its ops in order.
+        programs: the ops of each rank, in order.
+        name: name of the schedule.
         synchronous: whether every stage updates once, after all its gradients.
-        pairs: ops that stand next to each other and run as one: both begin when all that either
-        needs is there, both end
-            together. Written `0F1&0B0`. Executors may run them one after the other, which waits for
-            less.
-        slicing: how micro-batches are cut further, if they are.
-        stream: of an asynchronous schedule, how it goes on from batch to batch. Without it the
-        programs are those of one batch.
+        options: the options that the schedule was made with, as (name, value).
+        pairs: adjacent ops that run as one: both start when the inputs of both are available, and
+            both end together. Written `0F1&0B0`. Executors may run them one after the other, which
+            waits for less.
+        slicing: how micro-batches are cut into slices, if they are.
+        stream: how an asynchronous schedule continues from batch to batch. None: the programs are
+            those of one batch.
     """
 
     programs: tuple[Program, ...]
@@ -106,18 +109,21 @@ class Schedule(Shown):
     stream: Stream | None = None
 
     def __post_init__(self) -> None:
+        """Convert sequences of ops to tuples."""
         object.__setattr__(self, "programs", tuple(tuple(program) for program in self.programs))
         object.__setattr__(self, "pairs", frozenset(self.pairs))
 
     def __str__(self) -> str:
+        """Return one line per rank, e.g. `rank 0 | 0F0 0B0 0U1`."""
         return "\n".join(f"rank {rank} | {line}" for rank, line in enumerate(self.lines))
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Every rank's program in words, as `parse` reads it."""
+        """The text of each rank's program, as `parse` reads it."""
         return tuple(map(self._line, self.programs))
 
     def _line(self, ops: Program) -> str:
+        """Return the text of a program."""
         if not self.pairs:
             return " ".join(map(str, ops))
         text = "".join(
@@ -128,11 +134,12 @@ class Schedule(Shown):
 
     @classmethod
     def parse(cls, text: str, name: str = "custom", synchronous: bool = True) -> Schedule:
-        """Read back what `str` prints: one line per rank, `rank 0 | 0F0 0F1 …`. Labels may lack;
-        blank lines are skipped.
+        """Parse what `str` prints: one line per rank, `rank 0 | 0F0 0F1 …`.
+
+        The labels are optional; blank lines are skipped.
 
         Raises:
-            ScheduleError: a word is no op, or a label's number is not that of its line.
+            ScheduleError: a word is not an op, or a label has the wrong rank.
         """
         programs: list[Program] = []
         pairs: set[tuple[Op, Op]] = set()
@@ -141,14 +148,15 @@ class Schedule(Shown):
             number = re.search(r"[0-9]+", label)
             if bar and (number is None or number[0] != str(len(programs))):
                 raise ScheduleError(
-                    f"{label.strip()!r} labels the program of rank {len(programs)}: write one line per rank, "
-                    "in order from 'rank 0 |'"
+                    f"{label.strip()!r} labels the program of rank {len(programs)}: write one line "
+                    "per rank, in order from 'rank 0 |'"
                 )
-            words = [
-                tuple(map(Op.parse, word.split("&"))) for word in (row if bar else line).split()
-            ]
-            pairs.update(pair for word in words for pair in pairwise(word))
-            programs.append(tuple(op for word in words for op in word))
+            program: list[Op] = []
+            for word in (row if bar else line).split():
+                ops = [Op.parse(part) for part in word.split("&")]
+                pairs.update(pairwise(ops))
+                program += ops
+            programs.append(tuple(program))
         return cls(tuple(programs), name, synchronous, pairs=frozenset(pairs))
 
     @cached_property
@@ -168,26 +176,27 @@ class Schedule(Shown):
 
     @property
     def batches(self) -> int:
-        """Number of batches that the programs run."""
+        """Number of batches in the programs."""
         return 1 if self.stream is None else self.stream.batches
 
     @cached_property
     def micro_batches(self) -> int:
-        """Number of whole micro-batches of one batch."""
+        """Number of micro-batches per batch; slices of one micro-batch count as one."""
         if self.slicing is not None:
             return len(self.slicing.shares)
         return -(-self.slices // self.batches)
 
     @cached_property
     def slices(self) -> int:
-        """How many numbers forwards have: one more than the highest. That of micro-batches of all
-        batches, unless those are cut.
+        """Number of micro-batches of all batches, or of slices if micro-batches are cut.
+
+        One more than the highest number of a forward.
         """
         return 1 + max((op.micro_batch for op in self.ops if op.kind is Kind.F), default=-1)
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
-        """Per number that forwards have, its share of a micro-batch: 1, unless those are cut."""
+        """Share of each slice in its micro-batch; 1 for each micro-batch that is not cut."""
         return (1.0,) * self.slices if self.slicing is None else self.slicing.share
 
     @cached_property
@@ -197,7 +206,7 @@ class Schedule(Shown):
 
     @cached_property
     def placement(self) -> dict[tuple[int, int], int]:
-        """(stage, micro-batch) to the rank on which its forward stands."""
+        """The rank of every forward by (stage, micro-batch)."""
         return {
             (op.stage, op.micro_batch): rank
             for rank, program in enumerate(self.programs)
@@ -207,25 +216,27 @@ class Schedule(Shown):
 
     @cached_property
     def stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that each rank holds, ascending. Who only takes in activations holds no stage
-        by that.
+        """The stages of each rank, ascending.
+
+        A rank that only stores the activations of another rank's stage does not hold that stage.
         """
-        return tuple(
-            tuple(sorted({op.stage for op in program if op.kind not in HANDING}))
-            for program in self.programs
-        )
+        stages_of_rank = []
+        for program in self.programs:
+            stages = {op.stage for op in program if op.kind not in HANDING}
+            stages_of_rank.append(tuple(sorted(stages)))
+        return tuple(stages_of_rank)
 
     @cached_property
     def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that hold a copy of each stage, ascending."""
-        holders: list[list[int]] = [[] for _ in range(self.stages)]
+        """The ranks of each stage's copies, ascending."""
+        ranks_of_stage: list[list[int]] = [[] for _ in range(self.stages)]
         for rank, stages in enumerate(self.stages_of_rank):
             for stage in stages:
-                holders[stage].append(rank)
-        return tuple(map(tuple, holders))
+                ranks_of_stage[stage].append(rank)
+        return tuple(map(tuple, ranks_of_stage))
 
     def on_ranks(self, ranks: Sequence[int]) -> Schedule:
-        """The same schedule with the program of rank r on rank `ranks[r]`.
+        """Return the schedule with the program of rank r on rank `ranks[r]`.
 
         >>> from penstock.schedule.catalogue import schedule
         >>> print(schedule("1f1b", 2, 1).on_ranks((1, 0)))
@@ -233,43 +244,39 @@ class Schedule(Shown):
         rank 1 | 0F0 0B0 0U1
 
         Raises:
-            ScheduleError: `ranks` is no permutation of this schedule's ranks.
+            ScheduleError: `ranks` is not a permutation of this schedule's ranks.
         """
         if sorted(ranks) != list(range(self.ranks)):
             raise ScheduleError(
-                f"{list(ranks)} is no permutation of the {self.ranks} ranks of {self.name}"
+                f"{list(ranks)} is not a permutation of the {self.ranks} ranks of {self.name}"
             )
         program_of = dict(zip(ranks, self.programs, strict=True))
         return replace(self, programs=tuple(program_of[rank] for rank in range(self.ranks)))
 
     def first_micro_batches(self, count: int) -> Schedule:
-        """The same order with only micro-batches 0..count-1: for a batch too small to fill all of
-        them.
+        """Return the schedule with only its first `count` micro-batches, in the same order.
 
-        Taking a micro-batch out of a sound schedule leaves a sound one, since no micro-batch waits
-        for another. Where they are cut along samples, `count` is that of slices, which are small
-        micro-batches and stay so.
+        Used for a batch that is too small to fill all of them. Removing a micro-batch from a sound
+        schedule gives a sound one, since no micro-batch waits for another. Where micro-batches are
+        cut along samples, `count` is a number of slices, which then are small micro-batches.
         """
-        slicing, numbers = self.slicing, count
+        slicing, slice_count = self.slicing, count
         if slicing is not None and slicing.along == "tokens":
             slicing = replace(slicing, shares=slicing.shares[:count])
-            numbers = len(slicing.share)
-        if numbers >= self.slices:
+            slice_count = len(slicing.share)
+        if slice_count >= self.slices:
             return self
         if slicing is not None and slicing.along == "samples":
             slicing = None
-        return replace(
-            self._keep(lambda op: op.kind is Kind.U or op.micro_batch < numbers), slicing=slicing
-        )
+        shortened = self._filter(lambda op: op.kind is Kind.U or op.micro_batch < slice_count)
+        return replace(shortened, slicing=slicing)
 
     def forward_only(self) -> Schedule:
-        """Only the forwards, in their order: for evaluation."""
-        return self._keep(lambda op: op.kind is Kind.F)
+        """Return the schedule with only its forwards, in the same order: for evaluation."""
+        return self._filter(lambda op: op.kind is Kind.F)
 
-    def _keep(self, wanted: Callable[[Op], bool]) -> Schedule:
-        programs = tuple(tuple(filter(wanted, program)) for program in self.programs)
-        return replace(
-            self,
-            programs=programs,
-            pairs=frozenset(pair for pair in self.pairs if all(map(wanted, pair))),
-        )
+    def _filter(self, keeps: Callable[[Op], bool]) -> Schedule:
+        """Return the schedule without the ops for which `keeps` is false."""
+        programs = tuple(tuple(filter(keeps, program)) for program in self.programs)
+        pairs = frozenset(pair for pair in self.pairs if all(map(keeps, pair)))
+        return replace(self, programs=programs, pairs=pairs)

@@ -1,13 +1,13 @@
-"""How the programs of a stream repeat themselves, so that any number of batches can be made of
-them.
+"""Find the period of a stream's programs, and generate them for any number of batches.
 
-The program of rank 0 in `pipedream` on two ranks, with one micro-batch per batch:
+Example: the program of rank 0 in `pipedream` on two ranks, with one micro-batch per batch. A head
+comes once, then a loop repeats, one batch further each time:
 
-    0F0 | 0F1 0B0 0U1 | 0F2 0B1 0U2 | 0F3 0B2 0U3 | …          head | loop | the loop one batch
-                                                               further | …
+    0F0  | 0F1 0B0 0U1 | 0F2 0B1 0U2 | 0F3 0B2 0U3 | …
+    head | loop        | loop        | loop
 
-That of so many batches is the endless one without the ops of later batches: what is left when no
-more batches come.
+The program for a given number of batches is the endless one without the ops of later batches: what
+remains when no more batches arrive.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from penstock.schedule.stream import Stream
 
 @dataclass(frozen=True)
 class Period:
-    """The programs of all ranks for ever: a head, and then a loop that comes again and again,
-    `batches` batches further each time.
+    """The endless programs of all ranks: a head, followed by a loop that repeats.
 
-    `updates[rank]` has, per stage, the versions that one loop makes.
+    Attributes:
+        batches: number of batches from one repetition of the loop to the next.
+        micro_batches: micro-batches per batch.
+        heads, loops: the head and the first repetition of the loop, per rank.
+        updates: per rank, the number of U ops of each stage in one repetition.
     """
 
     batches: int
@@ -37,33 +40,45 @@ class Period:
     updates: tuple[Counter[int], ...]
 
     def moved(self, rank: int, op: Op, loops: int) -> Op:
-        """The op that stands in an op's place some loops later."""
+        """Return the op in the same place of the loop, a number of repetitions later."""
         kind, stage, number = op
         step = self.updates[rank][stage] if kind is Kind.U else self.batches * self.micro_batches
         return Op(kind, stage, number + loops * step)
 
     def ops(self, rank: int) -> Iterator[Op]:
-        """The program of a rank, without end."""
+        """Yield the endless program of a rank."""
         yield from self.heads[rank]
-        loop = 0
+        repetition = 0
         while self.loops[rank]:
             for op in self.loops[rank]:
-                yield self.moved(rank, op, loop)
-            loop += 1
+                yield self.moved(rank, op, repetition)
+            repetition += 1
 
     def program(self, rank: int, batches: int) -> Program:
-        """The program of a rank for some batches: what belongs to later ones left out."""
-        before, each = len(self.heads[rank]) + len(self.loops[rank]), len(self.loops[rank])
-        second = islice(with_batches(self.ops(rank), self.micro_batches), before, before + each)
-        earliest = min((batch for _, batch in second), default=batches)
-        # Loops whose earliest op is of a later batch have nothing of these.
-        loops = max(0, -(-(batches - earliest) // self.batches))
-        ops = islice(self.ops(rank), before + loops * each)
-        return tuple(op for op, batch in with_batches(ops, self.micro_batches) if batch < batches)
+        """Return the program of a rank for a number of batches, without ops of later batches."""
+        loop_length = len(self.loops[rank])
+        first_length = len(self.heads[rank]) + loop_length
+        ops_with_batches = with_batches(self.ops(rank), self.micro_batches)
+        second_loop = islice(ops_with_batches, first_length, first_length + loop_length)
+        earliest = min((batch for _, batch in second_loop), default=batches)
+        # A repetition whose earliest op is of a later batch has no op of these batches.
+        repetitions = max(0, -(-(batches - earliest) // self.batches))
+        ops = islice(self.ops(rank), first_length + repetitions * loop_length)
+        return _first_batches(ops, self.micro_batches, batches)
+
+
+def _first_batches(ops: Iterable[Op], micro_batches: int, batches: int) -> Program:
+    """Return the ops of the first batches of a program."""
+    return tuple(op for op, batch in with_batches(ops, micro_batches) if batch < batches)
 
 
 def with_batches(ops: Iterable[Op], micro_batches: int) -> Iterator[tuple[Op, int]]:
-    """Each op with its batch; a U belongs to that of the gradient before it."""
+    """Yield each op of a program with its batch; a U belongs to the batch of the last gradient.
+
+    Args:
+        ops: the program of one rank.
+        micro_batches: micro-batches per batch.
+    """
     latest: dict[int, int] = {}
     for op in ops:
         kind, stage, number = op
@@ -73,7 +88,7 @@ def with_batches(ops: Iterable[Op], micro_batches: int) -> Iterator[tuple[Op, in
 
 
 def period_of(schedule: Schedule) -> Period:
-    """How a schedule repeats itself. It is made once, and kept with the schedule.
+    """Return how the programs of a stream repeat. The result is cached on the schedule.
 
     >>> from penstock.schedule.catalogue import schedule
     >>> period = period_of(schedule("pipedream", 2))
@@ -81,81 +96,84 @@ def period_of(schedule: Schedule) -> Period:
     ['0F1 0B0 0U1', '1F0 1B0 1U1']
 
     Raises:
-        ScheduleError: it is no stream; or its programs do not come to the same again, moved on by
-        some batches, at least twice.
+        ScheduleError: the schedule is not a stream, or its programs do not contain the same loop
+            at least twice.
     """
-    found = schedule.__dict__.get("_period")
-    if not isinstance(found, Period):
-        found = schedule.__dict__["_period"] = _period(schedule)
-    return found
+    period = schedule.__dict__.get("_period")
+    if not isinstance(period, Period):
+        period = schedule.__dict__["_period"] = _find_period(schedule)
+    return period
 
 
 def prolonged(schedule: Schedule, batches: int) -> Schedule:
-    """The same stream with another number of batches, fewer or more.
+    """Return the same stream with another number of batches, fewer or more.
 
     Raises:
-        ScheduleError: it is no stream, or does not repeat itself (see `period_of`).
+        ScheduleError: it is not a stream, or does not repeat (see `period_of`).
     """
     if batches == schedule.batches:
         return schedule
     stream = replace(_stream_of(schedule), batches=batches)
     if batches < schedule.batches:
-        rows = (with_batches(program, schedule.micro_batches) for program in schedule.programs)
-        programs = tuple(tuple(op for op, batch in row if batch < batches) for row in rows)
+        micro_batches = schedule.micro_batches
+        programs = [
+            _first_batches(program, micro_batches, batches) for program in schedule.programs
+        ]
     else:
         period = period_of(schedule)
-        programs = tuple(period.program(rank, batches) for rank in range(schedule.ranks))
+        programs = [period.program(rank, batches) for rank in range(schedule.ranks)]
     options = tuple(
         (name, batches if name == "batches" else value) for name, value in schedule.options
     )
-    return replace(schedule, programs=programs, stream=stream, options=options)
+    return replace(schedule, programs=tuple(programs), stream=stream, options=options)
 
 
 def _stream_of(schedule: Schedule) -> Stream:
-    """The stream of a schedule that can go on.
+    """Return the stream of a schedule that can continue.
 
     Raises:
         ScheduleError: it cannot.
     """
     if schedule.stream is None:
         raise ScheduleError(
-            f"{schedule.name} is no stream: its programs are those of one batch, after which they end"
+            f"{schedule.name} is not a stream: its programs are those of one batch, "
+            "after which they end"
         )
     if schedule.pairs or schedule.slicing is not None:
         raise ScheduleError(
-            f"{schedule.name} pairs ops or cuts micro-batches further: only a stream of plain ops can go on"
+            f"{schedule.name} pairs ops or cuts micro-batches into slices: "
+            "only a stream of plain ops can be continued"
         )
     return schedule.stream
 
 
-def _period(schedule: Schedule) -> Period:
-    from penstock.schedule.repeats import Row  # arrays, which few who ask for a stream need
+def _find_period(schedule: Schedule) -> Period:
+    """Try loops of increasing length, and return the first with which all programs agree."""
+    # Needs NumPy, which most callers that use a stream do not need otherwise.
+    from penstock.schedule.repeats import ProgramColumns
 
-    total, size = _stream_of(schedule).batches, max(schedule.micro_batches, 1)
-    rows = (
-        [
-            Row.of(schedule, rank, [batch for _, batch in with_batches(program, size)])
-            for rank, program in enumerate(schedule.programs)
-        ]
-        if schedule.slices
-        else []
-    )
-    for batches in range(1, total // 2 + 1 if rows else 1):
-        found = []
-        for row in rows:
-            repeated = row.repeats(batches, total)
-            if repeated is None:
+    total, micro_batches = _stream_of(schedule).batches, max(schedule.micro_batches, 1)
+    columns = []
+    for rank, program in enumerate(schedule.programs if schedule.slices else ()):
+        batch_of_op = [batch for _, batch in with_batches(program, micro_batches)]
+        columns.append(ProgramColumns.of(schedule, rank, batch_of_op))
+    for batches in range(1, total // 2 + 1 if columns else 1):
+        splits = []
+        for program_columns in columns:
+            split = program_columns.split(batches, total)
+            if split is None:
                 break
-            found.append(repeated)
+            splits.append(split)
         else:
-            heads, loops, updates = zip(*found, strict=True)
-            made = Period(batches, size, heads, loops, updates)
+            heads, loops, updates = zip(*splits, strict=True)
+            period = Period(batches, micro_batches, heads, loops, updates)
             if all(
-                made.program(rank, total) == program
+                period.program(rank, total) == program
                 for rank, program in enumerate(schedule.programs)
             ):
-                return made
+                return period
     raise ScheduleError(
-        f"{schedule.name} does not repeat itself from batch to batch within its {total} batches, so it cannot go on "
-        "for ever: give programs of more batches, in which the same order comes twice, moved on"
+        f"{schedule.name} does not repeat itself from batch to batch within its {total} batches, "
+        "so it cannot be continued: give programs of more batches, in which the same order of ops "
+        "occurs twice, with higher batch numbers the second time"
     )

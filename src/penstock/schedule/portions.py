@@ -1,11 +1,11 @@
-"""Portions: a stream's programs cut by what can run when one more batch is there.
+"""Divide a stream's programs into increments: what can run when one more batch is available.
 
-A run is given one batch after another and does not know how many will come. When batch t is there,
-every rank plays what it can of all batches up to t: its program up to the first op that needs a
-later batch, or that waits for such an op on another rank. So all ranks know what the others play,
-and nobody waits for an op that needs a batch which has not come. When no more come, the rest is
-played without the ops of later batches: taking micro-batches out of a sound schedule leaves a sound
-one.
+A run receives one batch after another and does not know how many there will be. When batch t is
+available, every rank runs what it can of all batches up to t: its program up to the first op that
+needs a later batch, or that waits for such an op on another rank. All ranks can compute what the
+others run, and none waits for an op that needs a batch which has not arrived. When no more batches
+arrive, the remainder runs without the ops of later batches: removing micro-batches from a sound
+schedule gives a sound one.
 """
 
 from __future__ import annotations
@@ -14,203 +14,241 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from penstock.schedule.graph import build
+from penstock.schedule.dependencies import successors_of
+from penstock.schedule.graph import build_graph
 from penstock.schedule.lower import Action, Direction, Transfer, lower
 from penstock.schedule.op import HANDING, Op, Schedule
 from penstock.schedule.period import Period, period_of, prolonged, with_batches
 
 
 class Portions:
-    """What every rank plays, batch by batch.
+    """The increments of every rank's program, batch by batch.
+
+    The increments are computed for the first batches; those of later batches repeat, with higher
+    numbers.
 
     Args:
-        schedule: sound, with a stream.
+        schedule: a sound schedule with a stream.
         ahead, after_dependencies: how early receives are posted, as in `lower`.
 
     Raises:
-        ScheduleError: the programs do not repeat themselves (see `period_of`).
+        ScheduleError: the programs do not repeat (see `period_of`).
     """
 
     def __init__(self, schedule: Schedule, ahead: int, *, after_dependencies: bool = False) -> None:
         self.period: Period = period_of(schedule)
-        waves = None if schedule.stream is None else schedule.stream.waves
-        # What waits for what comes again when the loop does, and with waves only when a wave ends
-        # where one has ended.
-        self._loops = (
-            1
-            if waves is None
-            else math.lcm(
-                *(
-                    waves.length // math.gcd(waves.length, count)
-                    for row in self.period.updates
-                    for count in row.values()
-                )
-            )
-        )
-        self._every = self._loops * self.period.batches
-        size, every = self.period.micro_batches, self._every
-        begun = max(
-            op.micro_batch // size
-            for head, loop in zip(self.period.heads, self.period.loops, strict=True)
-            for op in (*head, *loop)
-            if op.kind not in HANDING
-        )
-        # What was begun in the first loop is over, and all is as it will be, after as many batches
-        # again.
-        self._steady = -(-(2 * begun + 2) // every) * every
-        count = self._steady + 3 * every + begun
-        self._schedule = prolonged(schedule, count)
+        #: Repetitions of the loop, and batches, after which the increments repeat.
+        self._cycle_loops = _loops_per_cycle(schedule, self.period)
+        self._cycle = self._cycle_loops * self.period.batches
+        micro_batches = self.period.micro_batches
+        latest_batch = _latest_batch_of_first_loop(self.period)
+        # Every batch of the first loop is complete, and the steady state is reached, after twice
+        # as many batches. Rounded up to whole cycles.
+        self._steady = -(-(2 * latest_batch + 2) // self._cycle) * self._cycle
+        batch_count = self._steady + 3 * self._cycle + latest_batch
+        self._schedule = prolonged(schedule, batch_count)
         lowered = lower(self._schedule, ahead, after_dependencies=after_dependencies)
-        self._actions = [list(_with_batches(row, size)) for row in lowered.programs]
-        stops = _stops(self._schedule, self._steady + every)
-        self._places = [
-            _places(row, [counts[rank] for counts in stops])
-            for rank, row in enumerate(self._actions)
+        self._actions = [_with_batches(row, micro_batches) for row in lowered.programs]
+        batches = self._steady + self._cycle
+        op_counts = _runnable_ops(self._schedule, batches)
+        self._increments = [
+            _split_actions(row, rank_counts)
+            for row, rank_counts in zip(self._actions, op_counts, strict=True)
         ]
-        self._done = [self._whole(batch) for batch in range(len(stops))]
+        self._completed = [self._complete_batches(batch) for batch in range(batches)]
 
-    def fed(self, rank: int, batch: int) -> tuple[Action, ...]:
-        """What a rank plays when batch `batch`, counted from 0, is there as well."""
-        known, rounds = self._known(batch)
+    def increment(self, rank: int, batch: int) -> tuple[Action, ...]:
+        """Return what a rank runs when batch `batch`, counted from 0, becomes available."""
+        equivalent, cycles = self._equivalent(batch)
         row = self._actions[rank]
-        return self._moved(rank, [row[i] for i in self._places[rank][known]], rounds)
+        return self._moved(rank, [row[i] for i in self._increments[rank][equivalent]], cycles)
 
-    def rest(self, rank: int, batches: int) -> tuple[Action, ...]:
-        """What is left for a rank when `batches` batches, at least one, have been there and no more
-        come.
+    def remainder(self, rank: int, batches: int) -> tuple[Action, ...]:
+        """Return what a rank has not run yet after `batches` batches, if no more arrive.
+
+        `batches` is at least 1.
         """
-        known, rounds = self._known(batches - 1)
-        played = {i for portion in self._places[rank][: known + 1] for i in portion}
-        left = [
-            item
-            for i, item in enumerate(self._actions[rank])
-            if i not in played and item[1] <= known
+        last, cycles = self._equivalent(batches - 1)
+        executed = self._executed(rank, last)
+        remaining = [
+            (action, batch)
+            for i, (action, batch) in enumerate(self._actions[rank])
+            if i not in executed and batch <= last
         ]
-        return self._moved(rank, left, rounds)
+        return self._moved(rank, remaining, cycles)
 
-    def done(self, batch: int) -> int:
-        """How many batches every rank has wholly done when it has played its portion of batch
-        `batch`.
+    def completed_batches(self, batch: int) -> int:
+        """Return how many batches all ranks have completed after the increment of batch `batch`."""
+        equivalent, cycles = self._equivalent(batch)
+        return self._completed[equivalent] + cycles * self._cycle
+
+    def _executed(self, rank: int, last: int) -> set[int]:
+        """Return the places in a rank's program that the increments of batches 0..`last` run."""
+        executed: set[int] = set()
+        for increment in self._increments[rank][: last + 1]:
+            executed.update(increment)
+        return executed
+
+    def _complete_batches(self, last: int) -> int:
+        """Return the first batch of which an op remains after the increment of batch `last`."""
+        first_incomplete = last + 1
+        for rank, row in enumerate(self._actions):
+            executed = self._executed(rank, last)
+            for i, (action, batch) in enumerate(row):
+                if i not in executed and isinstance(action, Op):
+                    first_incomplete = min(first_incomplete, batch)
+        return first_incomplete
+
+    def _equivalent(self, batch: int) -> tuple[int, int]:
+        """Return a batch with a computed increment equal to that of `batch`, and the distance.
+
+        The distance is in cycles.
         """
-        known, rounds = self._known(batch)
-        return self._done[known] + rounds * self._every
-
-    def _whole(self, batch: int) -> int:
-        """The first batch of which some rank has an op left."""
-        found = batch + 1
-        for row, places in zip(self._actions, self._places, strict=True):
-            played = {i for portion in places[: batch + 1] for i in portion}
-            found = min(
-                [
-                    found,
-                    *(
-                        of
-                        for i, (action, of) in enumerate(row)
-                        if i not in played and isinstance(action, Op)
-                    ),
-                ]
-            )
-        return found
-
-    def _known(self, batch: int) -> tuple[int, int]:
-        """A batch whose portion is there and is the same as that of `batch`, some rounds of loops
-        earlier.
-        """
-        rounds = max(0, (batch - self._steady) // self._every)
-        return batch - rounds * self._every, rounds
+        cycles = max(0, (batch - self._steady) // self._cycle)
+        return batch - cycles * self._cycle, cycles
 
     def _moved(
-        self, rank: int, items: Sequence[tuple[Action, int]], rounds: int
+        self, rank: int, actions: Sequence[tuple[Action, int]], cycles: int
     ) -> tuple[Action, ...]:
-        if rounds == 0:
-            return tuple(action for action, _ in items)
-        by = rounds * self._every * self.period.micro_batches
-        return tuple(
-            self.period.moved(rank, action, rounds * self._loops)
-            if isinstance(action, Op)
-            else action._replace(
-                message=action.message._replace(micro_batch=action.message.micro_batch + by)
-            )
-            for action, _ in items
-        )
+        """Return the same actions a number of cycles later."""
+        if cycles == 0:
+            return tuple(action for action, _ in actions)
+        offset = cycles * self._cycle * self.period.micro_batches
+        moved: list[Action] = []
+        for action, _ in actions:
+            if isinstance(action, Op):
+                moved.append(self.period.moved(rank, action, cycles * self._cycle_loops))
+            else:
+                micro_batch = action.message.micro_batch + offset
+                message = action.message._replace(micro_batch=micro_batch)
+                moved.append(action._replace(message=message))
+        return tuple(moved)
 
 
-def _with_batches(row: Sequence[Action], size: int) -> list[tuple[Action, int]]:
-    """Every action with its batch."""
-    of_ops = dict(with_batches([action for action in row if isinstance(action, Op)], size))
-    return [
-        (action, of_ops[action] if isinstance(action, Op) else action.message.micro_batch // size)
-        for action in row
-    ]
+def _loops_per_cycle(schedule: Schedule, period: Period) -> int:
+    """Return the number of repetitions of the loop after which dependencies repeat.
 
-
-def _stops(schedule: Schedule, batches: int) -> list[list[int]]:
-    """For every batch, how many ops each rank can run when that batch and those before it are
-    there.
+    With waves they repeat only when a wave ends in the same place of the loop as before.
     """
-    graph = build(schedule)
-    size = schedule.micro_batches
-    batch_of = [batch for program in schedule.programs for _, batch in with_batches(program, size)]
-    missing = [len(before) for before in graph.waits_for]
-    after: dict[int, list[int]] = defaultdict(list)
-    for node, before in enumerate(graph.waits_for):
-        for other in before:
-            after[other].append(node)
-    held: dict[int, list[int]] = defaultdict(list)
+    waves = None if schedule.stream is None else schedule.stream.waves
+    if waves is None:
+        return 1
+    loops = 1
+    for updates in period.updates:
+        for count in updates.values():
+            loops = math.lcm(loops, waves.length // math.gcd(waves.length, count))
+    return loops
+
+
+def _latest_batch_of_first_loop(period: Period) -> int:
+    """Return the latest batch with an op in a head or in the first repetition of a loop."""
+    latest = 0
+    for head, loop in zip(period.heads, period.loops, strict=True):
+        for op in (*head, *loop):
+            if op.kind not in HANDING:
+                latest = max(latest, op.micro_batch // period.micro_batches)
+    return latest
+
+
+def _with_batches(row: Sequence[Action], micro_batches: int) -> list[tuple[Action, int]]:
+    """Return every action of a program with its batch."""
+    ops = [action for action in row if isinstance(action, Op)]
+    batch_of_op = dict(with_batches(ops, micro_batches))
+    with_batch: list[tuple[Action, int]] = []
+    for action in row:
+        if isinstance(action, Op):
+            with_batch.append((action, batch_of_op[action]))
+        else:
+            with_batch.append((action, action.message.micro_batch // micro_batches))
+    return with_batch
+
+
+def _batches_of_ops(schedule: Schedule) -> list[int]:
+    """Return the batch of every op, rank by rank."""
+    batches: list[int] = []
+    for program in schedule.programs:
+        batches += [batch for _, batch in with_batches(program, schedule.micro_batches)]
+    return batches
+
+
+def _runnable_ops(schedule: Schedule, batches: int) -> list[list[int]]:
+    """Count the ops that each rank can run once a batch is available; by rank, then by batch."""
+    graph = build_graph(schedule)
+    batch_of = _batches_of_ops(schedule)
+    missing = [len(predecessors) for predecessors in graph.waits_for]
+    successors = successors_of(graph.waits_for)
+    #: Ops that wait for nothing but their batch.
+    waiting_for_batch: dict[int, list[int]] = defaultdict(list)
     ready = [node for node, count in enumerate(missing) if count == 0]
-    run = [0] * schedule.ranks
-    found = []
+    op_count = [0] * schedule.ranks
+    counts: list[list[int]] = [[] for _ in range(schedule.ranks)]
     for batch in range(batches):
-        ready += held.pop(batch, ())
+        ready += waiting_for_batch.pop(batch, ())
         while ready:
             node = ready.pop()
-            if node < len(batch_of) and batch_of[node] > batch:
-                held[batch_of[node]].append(node)
-                continue
-            if node < len(batch_of):
-                run[graph.ops[node][0]] += 1
-            for other in after[node]:
-                missing[other] -= 1
-                if missing[other] == 0:
-                    ready.append(other)
-        found.append(list(run))
-    return found
+            if node < len(batch_of):  # an op, else a transfer
+                if batch_of[node] > batch:
+                    waiting_for_batch[batch_of[node]].append(node)
+                    continue
+                op_count[graph.ops[node][0]] += 1
+            ready += _release(successors[node], missing)
+        for rank, count in enumerate(op_count):
+            counts[rank].append(count)
+    return counts
 
 
-def _places(row: Sequence[tuple[Action, int]], stops: Sequence[int]) -> list[list[int]]:
-    """Per portion, the places in `row` of what it plays: as many ops as `stops` says, and the
-    transfers among them.
+def _release(successors: Sequence[int], missing: list[int]) -> list[int]:
+    """Count down what each successor still waits for, and return those that are ready."""
+    ready = []
+    for successor in successors:
+        missing[successor] -= 1
+        if missing[successor] == 0:
+            ready.append(successor)
+    return ready
 
-    A receive whose batch has not come yet is posted in a later portion, and so are those behind it
-    on its link, so that receives stay in the order of the sends. What is run before needs none of
-    them: their senders wait for the same batch.
+
+def _split_actions(row: Sequence[tuple[Action, int]], op_counts: Sequence[int]) -> list[list[int]]:
+    """Split a rank's lowered program into increments.
+
+    A receive whose batch has not arrived is deferred to a later increment, with all later receives
+    of its link, so that receives stay in the order of the sends. The ops of the increment do not
+    need these receives: their senders wait for the same batch.
+
+    Args:
+        row: the actions, each with its batch.
+        op_counts: per batch, the number of ops that can run once it is available.
+
+    Returns:
+        Per batch, the places in `row` of its increment.
     """
-    portions: list[list[int]] = []
-    late: list[int] = []
+    increments: list[list[int]] = []
+    deferred: list[int] = []
     place = ops = 0
-    for batch, stop in enumerate(stops):
-        portion: list[int] = []
-        kept: list[int] = []
-        blocked: set[int] = set()
+    for batch, op_count in enumerate(op_counts):
         end = place
-        while end < len(row) and (ops < stop or _sends(row[end][0])):
+        while end < len(row) and (ops < op_count or _is_send(row[end][0])):
             ops += isinstance(row[end][0], Op)
             end += 1
-        for i in (*late, *range(place, end)):
-            action, of = row[i]
+        candidates = (*deferred, *range(place, end))
+        increment: list[int] = []
+        deferred = []
+        deferred_peers: set[int] = set()
+        for i in candidates:
+            action, action_batch = row[i]
             if (
                 isinstance(action, Transfer)
                 and action.direction is Direction.RECV
-                and (of > batch or action.peer in blocked)
+                and (action_batch > batch or action.peer in deferred_peers)
             ):
-                blocked.add(action.peer)
-                kept.append(i)
+                deferred_peers.add(action.peer)
+                deferred.append(i)
             else:
-                portion.append(i)
-        portions.append(portion)
-        late, place = kept, end
-    return portions
+                increment.append(i)
+        increments.append(increment)
+        place = end
+    return increments
 
 
-def _sends(action: Action) -> bool:
+def _is_send(action: Action) -> bool:
+    """Return whether an action is a send."""
     return isinstance(action, Transfer) and action.direction is Direction.SEND

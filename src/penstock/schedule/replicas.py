@@ -1,8 +1,7 @@
-"""Data parallelism over pipelines: whole pipelines several times, or single stages more often than
-others.
+"""Data parallelism: replicate whole pipelines, or single stages.
 
-Two stages, as two pipelines and with two ranks for the first of them; micro-batch n of a stage on k
-ranks is that of the (n mod k)-th of them:
+Two stages, as two pipelines, and with two ranks for the first stage. Of a stage on k ranks,
+micro-batch n is on the (n mod k)-th of them:
 
     replicas=2              replicas=(2, 1)
     rank 0 | 0F0 0F2 …      rank 0 | 0F0 0F2 …
@@ -13,7 +12,7 @@ ranks is that of the (n mod k)-th of them:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -23,74 +22,93 @@ from penstock.schedule.slicing import Slicing
 from penstock.schedule.updates import with_updates_of_batches
 
 
-def pipelines(made: Schedule, replicas: int, micro_batches: int) -> Schedule:
-    """`replicas` times the pipeline of `made`: micro-batch m goes to pipeline m mod `replicas`,
-    rank r of which is rank r + `made.ranks` times its number.
+def pipelines(schedule: Schedule, replicas: int, micro_batches: int) -> Schedule:
+    """Replicate the whole pipeline: micro-batch m goes to pipeline m mod `replicas`.
 
-    All play the same programs, with their own micro-batches, so that the copies of a stage come to
-    their U at the same place.
+    Rank r of pipeline n is rank r + n * `schedule.ranks`. All pipelines run the same programs with
+    their own micro-batches, so that the copies of a stage reach their U at the same place.
 
     >>> print(pipelines(Schedule.parse("0F0 0B0 0F1 0B1 0U1"), replicas=2, micro_batches=3))
     rank 0 | 0F0 0B0 0F2 0B2 0U1
     rank 1 | 0F1 0B1 0U1
 
     Args:
-        made: sound, and of as many micro-batches as the busiest pipeline has.
+        schedule: a sound schedule with the micro-batches of the first pipeline.
         replicas: at least 1.
-        micro_batches: of all pipelines together: those of `made` for each, or for the last of them
-        one less; of a stream, those
-            of all its batches.
+        micro_batches: total over all pipelines. Each pipeline has as many as `schedule`, the last
+            ones may have one less. For a stream, those of all its batches.
 
     Raises:
-        ScheduleError: the copies of `made` do not add up their gradients.
+        ScheduleError: the copies in `schedule` do not add up their gradients.
     """
-    _refuse_waves(made)
-    cut = made.slicing
+    _check_no_waves(schedule)
     slicing = None
-    if cut is not None:
-        slicing = Slicing(cut.along, tuple(cut.shares[m // replicas] for m in range(micro_batches)))
+    if schedule.slicing is not None:
+        shares = [schedule.slicing.shares[m // replicas] for m in range(micro_batches)]
+        slicing = Slicing(schedule.slicing.along, tuple(shares))
     programs: list[Program] = []
     pairs: set[tuple[Op, Op]] = set()
     for replica in range(replicas):
-        new: dict[int, int] = {}
-        for number in range(made.slices):
-            own = number if cut is None else cut.micro_batch_of[number]
-            micro_batch = own * replicas + replica
+        numbers = _replica_numbers(schedule, slicing, replica, replicas, micro_batches)
+        for program in schedule.programs:
+            renumbered = (_renumber(op, numbers) for op in program)
+            programs.append(tuple(filter(None, renumbered)))
+        for first, second in schedule.pairs:
+            new_first, new_second = _renumber(first, numbers), _renumber(second, numbers)
+            if new_first is not None and new_second is not None:
+                pairs.add((new_first, new_second))
+    return replace(schedule, programs=tuple(programs), pairs=frozenset(pairs), slicing=slicing)
+
+
+def _replica_numbers(
+    schedule: Schedule, slicing: Slicing | None, replica: int, replicas: int, micro_batches: int
+) -> dict[int, int]:
+    """Return the micro-batch or slice numbers of a pipeline by those in `schedule`.
+
+    Args:
+        schedule: the schedule of the first pipeline.
+        slicing: the slicing over all pipelines, if micro-batches are cut.
+        replica: number of the pipeline.
+        replicas, micro_batches: numbers of pipelines, and of micro-batches over all of them.
+    """
+    numbers: dict[int, int] = {}
+    for number in range(schedule.slices):
+        if schedule.slicing is None or slicing is None:
+            micro_batch = number * replicas + replica
             if micro_batch < micro_batches:
-                part = 0 if cut is None else number - cut.first_of[own]
-                new[number] = (
-                    micro_batch if slicing is None else slicing.first_of[micro_batch] + part
-                )
-        for program in made.programs:
-            kept = [op for op in program if op.kind is Kind.U or op.micro_batch in new]
-            programs.append(tuple(_renumbered(op, new) for op in kept))
-        pairs.update(
-            (_renumbered(one, new), _renumbered(other, new))
-            for one, other in made.pairs
-            if one.micro_batch in new and other.micro_batch in new
-        )
-    return replace(made, programs=tuple(programs), pairs=frozenset(pairs), slicing=slicing)
+                numbers[number] = micro_batch
+        else:
+            local = schedule.slicing.micro_batch_of[number]
+            micro_batch = local * replicas + replica
+            if micro_batch < micro_batches:
+                slice_index = number - schedule.slicing.first_of[local]
+                numbers[number] = slicing.first_of[micro_batch] + slice_index
+    return numbers
 
 
-def _renumbered(op: Op, new: dict[int, int]) -> Op:
-    return op if op.kind is Kind.U else op._replace(micro_batch=new[op.micro_batch])
+def _renumber(op: Op, numbers: Mapping[int, int]) -> Op | None:
+    """Return the op with its new number, None if there is none; U ops keep their version."""
+    if op.kind is Kind.U:
+        return op
+    number = numbers.get(op.micro_batch)
+    return None if number is None else op._replace(micro_batch=number)
 
 
-def _refuse_waves(made: Schedule) -> None:
-    if made.stream is not None and made.stream.waves is not None:
+def _check_no_waves(schedule: Schedule) -> None:
+    """Check that the copies of a stage, if there are any, add up their gradients."""
+    if schedule.stream is not None and schedule.stream.waves is not None:
         raise ScheduleError(
-            f"{made.name} has copies of its own, which do not add up their gradients: it takes no replicas, but "
-            "more virtual workers"
+            f"{schedule.name} already has copies of its stages, which do not add up their "
+            "gradients: it takes no replicas, but more virtual workers"
         )
 
 
-def round_robin(made: Schedule, replicas: Sequence[int]) -> Schedule:
-    r"""`made` with stage s on `replicas[s]` ranks, which take its micro-batches in turn (PipeDream's
-    1F1B-RR).
+def round_robin(schedule: Schedule, replicas: Sequence[int]) -> Schedule:
+    r"""Put stage s on `replicas[s]` ranks, which take its micro-batches in turn.
 
-    Each runs its own in the order in which the stage ran all. Ops left out of a sound schedule
-    leave a sound one. In a stream each copy's U stands right after its own last backward of the
-    batch.
+    This is PipeDream's 1F1B-RR. Each rank runs its micro-batches in the order in which the stage
+    ran all of them; removing ops from a sound schedule gives a sound one. In a stream each copy's U
+    stands right after its own last backward of the batch.
 
     >>> print(round_robin(Schedule.parse("0F0 0F1 0B0 0B1 0U1\n1F0 1B0 1F1 1B1 1U1"), (2, 1)))
     rank 0 | 0F0 0B0 0U1
@@ -100,59 +118,70 @@ def round_robin(made: Schedule, replicas: Sequence[int]) -> Schedule:
     Source: Narayanan et al. 2019, PipeDream, section 3.2.
 
     Args:
-        made: sound, with one stage on every rank, and stage s on rank s.
-        replicas: per stage, at least 1 and at most as many as there are micro-batches; of a stream
-        each divides those of a batch.
+        schedule: a sound schedule with one stage per rank, stage s on rank s.
+        replicas: per stage, from 1 to the number of micro-batches; for a stream it must divide the
+            number of micro-batches of a batch.
 
     Raises:
-        ScheduleError: the schedule is of another form, or the replicas are others.
+        ScheduleError: the schedule has another form, or the replicas are invalid.
     """
-    _refuse_waves(made)
-    name = made.name
-    if any(stages != (rank,) for rank, stages in enumerate(made.stages_of_rank)):
-        raise ScheduleError(
-            f"{name} has several stages on a rank, or copies: only replicas for all stages alike go with it, "
-            f"such as replicas={max(replicas)}"
-        )
-    if made.pairs or made.slicing is not None or any(op.kind in HANDING for op in made.ops):
-        raise ScheduleError(
-            f"{name} cuts, pairs or hands on micro-batches: only replicas for all stages alike go with it, "
-            f"such as replicas={max(replicas)}"
-        )
-    for stage, number in enumerate(replicas):
-        if number > made.micro_batches:
-            raise ScheduleError(
-                f"stage {stage} has {number} replicas, but there are only {made.micro_batches} micro-batches: "
-                "every replica needs one"
-            )
-        if made.stream is not None and made.micro_batches % number:
-            raise ScheduleError(
-                f"{name} goes on from batch to batch, so every replica of a stage needs as many micro-batches of a "
-                f"batch as the others: stage {stage} has {number} replicas, but {made.micro_batches} is no multiple "
-                f"of {number}"
-            )
+    _check_round_robin(schedule, replicas)
     programs = []
     for stage, number in enumerate(replicas):
         for replica in range(number):
-            own = tuple(
+            program = tuple(
                 op
-                for op in made.programs[stage]
+                for op in schedule.programs[stage]
                 if op.kind is Kind.U or op.micro_batch % number == replica
             )
-            if made.stream is not None:
-                own = with_updates_of_batches(
-                    [op for op in own if op.kind is not Kind.U], made.micro_batches
-                )
-            programs.append(own)
-    return replace(made, programs=tuple(programs))
+            if schedule.stream is not None:
+                work = [op for op in program if op.kind is not Kind.U]
+                program = with_updates_of_batches(work, schedule.micro_batches)
+            programs.append(program)
+    return replace(schedule, programs=tuple(programs))
+
+
+def _check_round_robin(schedule: Schedule, replicas: Sequence[int]) -> None:
+    """Check that `round_robin` accepts the schedule and the replicas."""
+    _check_no_waves(schedule)
+    name = schedule.name
+    if any(stages != (rank,) for rank, stages in enumerate(schedule.stages_of_rank)):
+        raise ScheduleError(
+            f"{name} has several stages on a rank, or copies: it takes only the same number of "
+            f"replicas for all stages, such as replicas={max(replicas)}"
+        )
+    moves_activations = any(op.kind in HANDING for op in schedule.ops)
+    if schedule.pairs or schedule.slicing is not None or moves_activations:
+        raise ScheduleError(
+            f"{name} pairs ops, cuts micro-batches, or moves activations to other ranks: it takes "
+            f"only the same number of replicas for all stages, such as replicas={max(replicas)}"
+        )
+    _check_replicas_of_stages(schedule, replicas)
+
+
+def _check_replicas_of_stages(schedule: Schedule, replicas: Sequence[int]) -> None:
+    """Check the number of replicas of each stage against the number of micro-batches."""
+    for stage, number in enumerate(replicas):
+        if number > schedule.micro_batches:
+            raise ScheduleError(
+                f"stage {stage} has {number} replicas, but there are only {schedule.micro_batches} "
+                "micro-batches: every replica needs one"
+            )
+        if schedule.stream is not None and schedule.micro_batches % number:
+            raise ScheduleError(
+                f"{schedule.name} runs batch after batch without a flush, so every replica of a "
+                f"stage needs the same number of micro-batches of a batch: stage {stage} has "
+                f"{number} replicas, but {schedule.micro_batches} is not a multiple of {number}"
+            )
 
 
 def start_up(replicas: Sequence[int]) -> tuple[int, ...]:
-    """Per stage, the forwards that its ranks together run before the first backward, so that all
-    stay busy from then on.
+    """Return PipeDream's number of warm-up forwards per stage, over all ranks of the stage.
 
-    Stage x on k of R ranks runs (w + 1) on each, w = floor((R - 1 - the ranks before) / k), but
-    never more than the stage before, for it gets no more.
+    It is the number of forwards before the first backward with which all ranks stay busy from then
+    on. Of R ranks, stage x has k; each of these runs (w + 1) forwards, w = floor((R - 1 - the ranks
+    of earlier stages) / k). The stage never runs more than the stage before, which passes on no
+    more.
 
     >>> start_up((1, 1, 1, 1)), start_up((3, 1)), start_up((2, 1, 1))
     ((4, 3, 2, 1), (6, 1), (4, 2, 1))
@@ -161,30 +190,28 @@ def start_up(replicas: Sequence[int]) -> tuple[int, ...]:
     micro-batches.
     """
     ranks = sum(replicas)
-    before = accumulate(replicas, initial=0)
-    wanted = [
-        number * ((ranks - 1 - earlier) // number + 1)
-        for number, earlier in zip(replicas, before, strict=False)
+    ranks_before = accumulate(replicas, initial=0)
+    forwards = [
+        number * ((ranks - 1 - before) // number + 1)
+        for number, before in zip(replicas, ranks_before, strict=False)
     ]
-    return tuple(accumulate(wanted, min))
+    return tuple(accumulate(forwards, min))
 
 
 def check_replicas(name: str, stages: int, replicas: object) -> None:
-    """Pass, if `replicas` is a number of 1 or more, or one such per stage.
+    """Check that `replicas` is a positive integer, or a sequence of one per stage.
 
     Raises:
-        ScheduleError: it is neither; `name` is for the message.
+        ScheduleError: it is neither; the message names the schedule `name`.
     """
-    each = (
-        tuple(replicas)
-        if isinstance(replicas, Sequence) and not isinstance(replicas, str)
-        else None
-    )
-    if each is not None and len(each) != stages:
-        raise ScheduleError(
-            f"{name} in {stages} stages takes one number of replicas, or {stages}, one per stage, not "
-            f"{len(each)}"
-        )
-    for number in (replicas,) if each is None else each:
+    numbers: Sequence[object] = (replicas,)
+    if isinstance(replicas, Sequence) and not isinstance(replicas, str):
+        numbers = replicas
+        if len(numbers) != stages:
+            raise ScheduleError(
+                f"{name} in {stages} stages takes one number of replicas, or {stages}, one per "
+                f"stage, not {len(numbers)}"
+            )
+    for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ScheduleError(f"{name} needs at least 1 of replicas and got {number!r}")

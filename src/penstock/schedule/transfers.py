@@ -1,15 +1,15 @@
-"""Transfers that somebody else wrote beside the ops: do they carry what the ops need, each once, on
-the right ranks, in order?
+"""Check transfers that come with a schedule, such as those of a CSV file.
 
-Two ranks exchange messages without names (NCCL, and gloo as torch uses it): the first that is
-received is the first that was sent, whatever the receiver took it for. A receive in another order
-brings wrong numbers, and no error.
+They must carry what the ops need: each value once, between the right ranks, in order. Two ranks
+exchange messages without tags (NCCL, and gloo as torch uses it): the first message received is the
+first one sent, whatever the receiver expects. A receive in another order gives wrong numbers
+without an error.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -24,24 +24,25 @@ from penstock.schedule.lower import (
     Transfer,
     messages,
 )
-from penstock.schedule.op import Op, Schedule
+from penstock.schedule.op import Op, Program, Schedule
 
-#: A file of a million stray transfers has as many faults.
-_MOST_FINDINGS = 1000
+#: Maximum number of findings: a file of a million wrong transfers would give as many.
+_MAX_FINDINGS = 1000
+
+#: Findings that the message of an error lists.
+_LISTED_FINDINGS = 12
 
 
 class _Expected(NamedTuple):
-    """A value that crosses ranks by the placement of the ops: from where to where, who makes it and
-    who needs it.
-    """
+    """A value that crosses ranks according to the placement of the ops."""
 
     link: Link
-    maker: Op
-    taker: Op
+    producer: Op
+    consumer: Op
 
 
-class _Standing(NamedTuple):
-    """A transfer in the programs: its rank and place there."""
+class _Located(NamedTuple):
+    """A transfer with its rank and its place in the rank's program."""
 
     rank: int
     place: int
@@ -51,177 +52,194 @@ class _Standing(NamedTuple):
 def ops_alone(
     lowered: LoweredSchedule, name: str = "custom", pairs: frozenset[tuple[Op, Op]] = frozenset()
 ) -> Schedule:
-    """The schedule without its transfers."""
-    programs = tuple(
-        tuple(action for action in program if isinstance(action, Op))
-        for program in lowered.programs
-    )
-    return Schedule(programs, name, pairs=pairs)
+    """Return the schedule without its transfers."""
+    programs: list[Program] = []
+    for program in lowered.programs:
+        programs.append(tuple(action for action in program if isinstance(action, Op)))
+    return Schedule(tuple(programs), name, pairs=pairs)
 
 
 def unsound(name: str, findings: list[Finding]) -> ScheduleError:
-    """The error that tells these findings of the schedule called `name`."""
-    many = "" if len(findings) == 1 else f" ({len(findings)} findings, worst first)"
-    lines = [
-        f"{name} is not sound{many}",
-        *(f"[{finding.rule}] {finding.message}" for finding in findings[:12]),
-    ]
-    return ScheduleError(
-        "\n  ".join(lines + [f"… and {len(findings) - 12} more"] * (len(findings) > 12)), findings
-    )
+    """Return the error that lists the findings of the schedule called `name`."""
+    count = "" if len(findings) == 1 else f" ({len(findings)} findings, worst first)"
+    lines = [f"{name} is not sound{count}"]
+    lines += [f"[{finding.rule}] {finding.message}" for finding in findings[:_LISTED_FINDINGS]]
+    if len(findings) > _LISTED_FINDINGS:
+        lines.append(f"… and {len(findings) - _LISTED_FINDINGS} more")
+    return ScheduleError("\n  ".join(lines), findings)
 
 
 def transfer_findings(schedule: Schedule, lowered: LoweredSchedule) -> list[Finding]:
-    """What is wrong with the transfers of `lowered`, worst first; none where a value has no taker
-    at all, which `verify` finds.
+    """Return what is wrong with the transfers of `lowered`, most severe first.
+
+    Empty if a value has no consumer at all: `verify` reports that.
 
     Args:
         schedule: `lowered` without its transfers.
-        lowered: ops and transfers, in the order in which the ranks take them. A receive is posted
-        where it stands and waits
-            for nothing; the op that needs the value waits.
+        lowered: ops and transfers, in the order in which the ranks run them. A receive is posted
+            where it stands and waits for nothing; the op that needs the value waits.
 
     Returns:
         Findings of the rules `one transfer` (every value that crosses ranks is sent once and
-        received once, on its ranks, after the op that makes it and before the one that needs it),
-        `receive order` (between two ranks, in the order of sending), and `no cycle`. Each names its
-        rank, and the transfer's text as `op`.
+        received once, on the right ranks, after the op that produces it and before the one that
+        needs it), `receive order` (between two ranks, in the order of sending), and `no cycle`.
+        Each names its rank, and the transfer's text as `op`.
     """
+    expected: dict[Message, _Expected] = {}
     try:
-        expected = {
-            message: _Expected(
-                link, schedule.programs[link.source][made], schedule.programs[link.target][taken]
-            )
-            for link, message, made, taken in messages(schedule)
-        }
+        for link, message, producer_index, consumer_index in messages(schedule):
+            producer = schedule.programs[link.source][producer_index]
+            consumer = schedule.programs[link.target][consumer_index]
+            expected[message] = _Expected(link, producer, consumer)
     except (ScheduleError, KeyError):
         return []
-    standing: dict[tuple[Direction, Message], list[_Standing]] = defaultdict(list)
+    located: dict[tuple[Direction, Message], list[_Located]] = defaultdict(list)
     for rank, program in enumerate(lowered.programs):
         for place, action in enumerate(program):
             if isinstance(action, Transfer):
-                standing[action.direction, action.message].append(_Standing(rank, place, action))
-    findings = [*islice(_one_transfer(schedule, lowered, expected, standing), _MOST_FINDINGS)]
+                located[action.direction, action.message].append(_Located(rank, place, action))
+    findings = [*islice(_one_transfer(schedule, lowered, expected, located), _MAX_FINDINGS)]
     return findings or [*_receive_order(lowered)] or [*_no_cycle(lowered)]
 
 
 def _one_transfer(
     schedule: Schedule,
     lowered: LoweredSchedule,
-    expected: dict[Message, _Expected],
-    standing: dict[tuple[Direction, Message], list[_Standing]],
+    expected: Mapping[Message, _Expected],
+    located: Mapping[tuple[Direction, Message], Sequence[_Located]],
 ) -> Iterator[Finding]:
-    """Each value that crosses ranks is sent once and received once, where and when it can be."""
-    places = {
-        (rank, op): place
-        for rank, row in enumerate(lowered.programs)
-        for place, op in enumerate(row)
-        if isinstance(op, Op)
-    }
-    for message, (link, maker, taker) in expected.items():
+    """Check that each value that crosses ranks is sent once and received once, at a valid place."""
+    places: dict[tuple[int, Op], int] = {}
+    for rank, program in enumerate(lowered.programs):
+        for place, action in enumerate(program):
+            if isinstance(action, Op):
+                places[rank, action] = place
+    for message, value in expected.items():
         for direction in Direction:
-            sends = direction is Direction.SEND
-            rank, peer, op = (
-                (link.source, link.target, maker) if sends else (link.target, link.source, taker)
-            )
-            text = str(Transfer(direction, message, peer))
-            found = standing.get((direction, message), [])
-            if not found:
-                waiting = (
-                    f"{taker} on rank {link.target} would wait for it for ever"
-                    if sends
-                    else f"{taker} needs it from rank {link.source}"
-                )
-                yield Finding(
-                    "one transfer", f"{text} is missing on rank {rank}: {waiting}", rank, text
-                )
-                continue
-            if len(found) > 1:
-                yield Finding(
-                    "one transfer",
-                    f"{text} stands {len(found)} times, on ranks "
-                    f"{', '.join(str(one.rank) for one in found)}",
-                    found[1].rank,
-                    text,
-                )
-                continue
-            (one,) = found
-            if one.rank != rank:
-                yield Finding(
-                    "one transfer",
-                    f"{text} stands on rank {one.rank}, but {op} on rank {rank}",
-                    one.rank,
-                    text,
-                )
-            elif one.transfer.peer != peer:
-                yield Finding(
-                    "one transfer",
-                    f"{text} on rank {rank} is for rank {one.transfer.peer}, but "
-                    f"{taker if sends else maker} stands on rank {peer}",
-                    rank,
-                    text,
-                )
-            elif sends and one.place < places[rank, maker]:
-                yield Finding(
-                    "one transfer",
-                    f"{text} on rank {rank} stands before {maker}, which makes its value",
-                    rank,
-                    text,
-                )
-            elif not sends and one.place > places[rank, taker]:
-                yield Finding(
-                    "one transfer",
-                    f"{text} on rank {rank} comes after {taker}, which needs it",
-                    rank,
-                    text,
-                )
-    for (direction, message), found in standing.items():
-        for one in found if message not in expected else ():
+            transfers = located.get((direction, message), ())
+            finding = _check_transfer(direction, message, value, transfers, places)
+            if finding is not None:
+                yield finding
+    for (direction, message), transfers in located.items():
+        if message in expected:
+            continue
+        for transfer in transfers:
             yield Finding(
                 "one transfer",
-                f"{one.transfer} on rank {one.rank} {_needless(schedule, direction, message)}",
-                one.rank,
-                str(one.transfer),
+                f"{transfer.transfer} on rank {transfer.rank} "
+                f"{_needless(schedule, direction, message)}",
+                transfer.rank,
+                str(transfer.transfer),
             )
+
+
+def _check_transfer(
+    direction: Direction,
+    message: Message,
+    value: _Expected,
+    transfers: Sequence[_Located],
+    places: Mapping[tuple[int, Op], int],
+) -> Finding | None:
+    """Check the sends, or the receives, of one expected value.
+
+    Args:
+        direction: which of the two.
+        message, value: the expected value.
+        transfers: all transfers of this direction and message.
+        places: places of the ops in the programs with transfers, by rank and op.
+    """
+    link, _, consumer = value
+    sends = direction is Direction.SEND
+    rank, peer = (link.source, link.target) if sends else (link.target, link.source)
+    text = str(Transfer(direction, message, peer))
+    if not transfers:
+        waiting = (
+            f"{consumer} on rank {link.target} would wait for it for ever"
+            if sends
+            else f"{consumer} needs it from rank {link.source}"
+        )
+        return Finding("one transfer", f"{text} is missing on rank {rank}: {waiting}", rank, text)
+    if len(transfers) > 1:
+        ranks = ", ".join(str(transfer.rank) for transfer in transfers)
+        return Finding(
+            "one transfer",
+            f"{text} occurs {len(transfers)} times, on ranks {ranks}",
+            transfers[1].rank,
+            text,
+        )
+    (transfer,) = transfers
+    error = _misplacement(transfer, value, places)
+    return None if error is None else Finding("one transfer", error, transfer.rank, text)
+
+
+def _misplacement(
+    located: _Located, value: _Expected, places: Mapping[tuple[int, Op], int]
+) -> str | None:
+    """Return what is wrong with the place of a transfer, None if it is right.
+
+    Args:
+        located: the transfer.
+        value: the value that it carries.
+        places: places of the ops in the programs with transfers, by rank and op.
+    """
+    link, producer, consumer = value
+    rank, place, transfer = located
+    if transfer.direction is Direction.SEND:
+        local_rank, local_op, peer, peer_op = link.source, producer, link.target, consumer
+    else:
+        local_rank, local_op, peer, peer_op = link.target, consumer, link.source, producer
+    text = str(transfer)
+    if rank != local_rank:
+        return f"{text} is on rank {rank}, but {local_op} on rank {local_rank}"
+    if transfer.peer != peer:
+        recipient = f"is for rank {transfer.peer}, but {peer_op} is on rank {peer}"
+        return f"{text} on rank {rank} {recipient}"
+    op_place = places[rank, local_op]
+    if transfer.direction is Direction.SEND and place < op_place:
+        return f"{text} on rank {rank} comes before {producer}, which produces its value"
+    if transfer.direction is Direction.RECV and place > op_place:
+        return f"{text} on rank {rank} comes after {consumer}, which needs it"
+    return None
 
 
 def _needless(schedule: Schedule, direction: Direction, message: Message) -> str:
-    """Why a message crosses no ranks."""
-    homes = [
-        schedule.placement.get((stage, message.micro_batch))
-        for stage in (message.stage, message.target)
-    ]
-    if None not in homes and homes[0] == homes[1]:
-        return f"carries what stays there: stages {message.stage} and {message.target} both stand on rank {homes[0]}"
-    verb = (
-        "sends what no op makes or no op takes"
-        if direction is Direction.SEND
-        else "receives what no op makes or no op takes"
+    """Return why a message should not cross ranks."""
+    source = schedule.placement.get((message.stage, message.micro_batch))
+    target = schedule.placement.get((message.target, message.micro_batch))
+    if source is not None and source == target:
+        return (
+            f"carries a value within one rank: stages {message.stage} and {message.target} are "
+            f"both on rank {source}"
+        )
+    verb = "sends" if direction is Direction.SEND else "receives"
+    return (
+        f"{verb} what no op makes or no op takes: {message.kind.value} of micro-batch "
+        f"{message.micro_batch} from stage {message.stage} to {message.target}"
     )
-    return f"{verb}: {message.kind.value} of micro-batch {message.micro_batch} from stage {message.stage} to {message.target}"
 
 
-def _links(lowered: LoweredSchedule) -> dict[Link, tuple[list[_Standing], list[_Standing]]]:
-    """Per link, its sends and its receives in the order of their programs."""
-    links: dict[Link, tuple[list[_Standing], list[_Standing]]] = defaultdict(lambda: ([], []))
+def _links(lowered: LoweredSchedule) -> dict[Link, tuple[list[_Located], list[_Located]]]:
+    """Return the sends and the receives of each link, in program order."""
+    links: dict[Link, tuple[list[_Located], list[_Located]]] = defaultdict(lambda: ([], []))
     for rank, program in enumerate(lowered.programs):
         for place, action in enumerate(program):
             if isinstance(action, Transfer):
                 sends = action.direction is Direction.SEND
                 link = Link(rank, action.peer) if sends else Link(action.peer, rank)
-                links[link][0 if sends else 1].append(_Standing(rank, place, action))
+                links[link][0 if sends else 1].append(_Located(rank, place, action))
     return links
 
 
 def _receive_order(lowered: LoweredSchedule) -> Iterator[Finding]:
-    """Between two ranks messages are received in the order in which they are sent."""
+    """Check that two ranks receive messages in the order in which they are sent."""
     for (source, target), (sends, receives) in _links(lowered).items():
         for number, (send, receive) in enumerate(zip(sends, receives, strict=True)):
             if send.transfer.message != receive.transfer.message:
                 yield Finding(
                     "receive order",
-                    f"message {number + 1} from rank {source} to rank {target} is sent as {send.transfer} and received as "
-                    f"{receive.transfer}: between two ranks messages are received in the order in which they are sent, and "
+                    f"message {number + 1} from rank {source} to rank {target} is sent as "
+                    f"{send.transfer} and received as {receive.transfer}: between two ranks "
+                    "messages are received in the order in which they are sent, and "
                     f"{receive.transfer} would get the numbers of {send.transfer}",
                     target,
                     str(receive.transfer),
@@ -232,54 +250,55 @@ def _receive_order(lowered: LoweredSchedule) -> Iterator[Finding]:
 def waits_of(
     lowered: LoweredSchedule,
 ) -> tuple[list[tuple[int, Action]], list[list[int]], dict[Link, list[tuple[int, int]]]]:
-    """Rank and action of each node, what each waits for where channels are endless, and per link
-    the nodes of every message's send and receive. Transfers must have passed the rules above the
-    cycle's.
+    """Build the dependency graph of ops and transfers for unbounded channels.
+
+    The transfers must have passed the rules `one transfer` and `receive order`.
+
+    Returns:
+        Rank and action of each node; the nodes that each waits for; and per link the nodes of the
+        send and the receive of every message.
     """
     first, nodes = [0], []
     for rank, program in enumerate(lowered.programs):
         nodes += [(rank, action) for action in program]
         first.append(len(nodes))
     waits = [[node - 1] if node > first[rank] else [] for node, (rank, _) in enumerate(nodes)]
-    takers = {(rank, message): first[rank] + place for rank, place, message in _takers(lowered)}
+    consumers = {
+        (rank, message): first[rank] + place for rank, place, message in _consumers(lowered)
+    }
     pairs: dict[Link, list[tuple[int, int]]] = {}
     for link, (sends, receives) in _links(lowered).items():
-        both = zip(sends, receives, strict=True)
-        pairs[link] = [
-            (first[send.rank] + send.place, first[receive.rank] + receive.place)
-            for send, receive in both
-        ]
-        for send, _ in pairs[link]:
-            message = nodes[send][1].message  # type: ignore[union-attr]  # sends are transfers
-            waits[takers[link.target, message]].append(send)
+        pairs[link] = []
+        for send, receive in zip(sends, receives, strict=True):
+            send_node = first[send.rank] + send.place
+            pairs[link].append((send_node, first[receive.rank] + receive.place))
+            waits[consumers[link.target, send.transfer.message]].append(send_node)
     return nodes, waits, pairs
 
 
-def _takers(lowered: LoweredSchedule) -> Iterator[tuple[int, int, Message]]:
-    """Rank and place of the op that takes each message."""
-    schedule = ops_alone(lowered)
-    places = [
-        [place for place, action in enumerate(program) if isinstance(action, Op)]
-        for program in lowered.programs
-    ]
-    for link, message, _, taken in messages(schedule):
-        yield link.target, places[link.target][taken], message
+def _consumers(lowered: LoweredSchedule) -> Iterator[tuple[int, int, Message]]:
+    """Yield rank and place of the op that consumes each message."""
+    places: list[list[int]] = []
+    for program in lowered.programs:
+        places.append([place for place, action in enumerate(program) if isinstance(action, Op)])
+    for link, message, _, consumer_index in messages(ops_alone(lowered)):
+        yield link.target, places[link.target][consumer_index], message
 
 
 def _no_cycle(lowered: LoweredSchedule) -> Iterator[Finding]:
-    """The programs finish, with any number of messages on their way."""
+    """Check that the programs finish, with any number of messages in flight."""
     nodes, waits, _ = waits_of(lowered)
-    stuck = set(Graph((), (), tuple(map(tuple, waits))).order()[1])
-    told: set[int] = set()
-    for node in sorted(stuck):
+    blocked = set(Graph((), (), tuple(map(tuple, waits))).order()[1])
+    reported_ranks: set[int] = set()
+    for node in sorted(blocked):
         rank, action = nodes[node]
-        for other in waits[node]:
-            if other in stuck and nodes[other][0] != rank and rank not in told:
-                told.add(rank)
-                home, awaited = nodes[other]
+        for predecessor in waits[node]:
+            peer_rank, awaited = nodes[predecessor]
+            if predecessor in blocked and peer_rank != rank and rank not in reported_ranks:
+                reported_ranks.add(rank)
                 yield Finding(
                     "no cycle",
-                    f"rank {rank} cannot start {action}: it needs {awaited} on rank {home}",
+                    f"rank {rank} cannot start {action}: it needs {awaited} on rank {peer_rank}",
                     rank,
                     str(action),
                 )

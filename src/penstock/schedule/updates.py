@@ -1,4 +1,4 @@
-"""Where updates stand in programs, and which updates of a stage's other copies they wait for."""
+"""Place U ops in programs, and find the U ops of other copies that a U waits for."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ from penstock.schedule.stream import Stream
 
 
 def with_updates(ops: Sequence[Op]) -> Program:
-    """The ops of one rank with U of every stage right after its last backward.
+    """Add the U of every stage right after its last backward in the program of one rank.
 
-    On a rank of several stages the first to finish can synchronise its gradients beside the others'
-    work. It costs nothing: for ring and zigzag placements the makespan is that with all updates at
-    the end, however long they are. Not for stages with copies: those meet at their U, and ranks
-    that hold two stages might come to them in different orders.
+    On a rank with several stages, the first to finish can synchronise its gradients while the
+    others compute. This costs nothing: for ring and zigzag placements the makespan is the same as
+    with all updates at the end, however long they are. Not for stages with copies: these
+    synchronise at their U, and ranks with two stages might reach them in different orders.
 
     >>> print(*with_updates([Op.parse(word) for word in "0F0 2F0 2B0 0B0".split()]))
     0F0 2F0 2B0 2U1 0B0 0U1
     """
-    waiting = {op.stage for op in ops}
+    without_update = {op.stage for op in ops}
     program = list(ops)
+    # Backwards, so that the first backward of a stage that occurs is its last.
     for i in range(len(ops) - 1, -1, -1):
         kind, stage, _ = ops[i]
-        if stage in waiting and kind in (Kind.B, Kind.W):
+        if stage in without_update and kind in (Kind.B, Kind.W):
             program.insert(i + 1, Op(Kind.U, stage, 1))
-            waiting.remove(stage)
-            if not waiting:
+            without_update.remove(stage)
+            if not without_update:
                 break
     return tuple(program)
 
 
 def with_updates_of_batches(ops: Sequence[Op], micro_batches: int) -> Program:
-    """The ops of one rank with a U of every stage right after each batch's last backward there;
-    versions count from 1.
+    """Add a U of every stage right after its last backward of each batch; versions start at 1.
 
-    So the next forward reads weights that are as new as they can be, and a rank that holds a copy
+    So the next forward reads weights that are as new as possible, and a rank that holds a copy
     updates when its own part of the batch is done.
 
-    >>> print(*with_updates_of_batches([Op.parse(word) for word in "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3".split()], 2))
+    >>> text = "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3"
+    >>> print(*with_updates_of_batches([Op.parse(word) for word in text.split()], 2))
     0F0 0F1 0B0 0F2 0B1 0U1 0F3 0B2 0B3 0U2
 
     Args:
-        ops: sound; of each stage, those of a batch all come before the backwards of the next.
-        micro_batches: of one batch.
+        ops: a sound program of one rank; on each stage, all backwards of a batch come before those
+            of the next.
+        micro_batches: micro-batches per batch.
     """
-    left = Counter(
+    remaining = Counter(
         (stage, number // micro_batches) for kind, stage, number in ops if kind in (Kind.B, Kind.W)
     )
     versions: Counter[int] = Counter()
@@ -56,23 +58,23 @@ def with_updates_of_batches(ops: Sequence[Op], micro_batches: int) -> Program:
         kind, stage, number = op
         if kind in (Kind.B, Kind.W):
             batch = stage, number // micro_batches
-            left[batch] -= 1
-            if left[batch] == 0:
+            remaining[batch] -= 1
+            if remaining[batch] == 0:
                 versions[stage] += 1
                 program.append(Op(Kind.U, stage, versions[stage]))
     return tuple(program)
 
 
 def met_by(update: Op, stream: Stream | None) -> Op | None:
-    """Which U of its stage's other copies a U waits for.
+    """Return the U op of the stage's other copies that a U waits for.
 
-    Gradient synchronisation is a meeting: copies start the same U together. Where a stream has
-    waves, a U inside a wave waits for nobody, and the last of a wave for that of the others some
-    waves earlier.
+    Gradient synchronisation is collective: copies start the same U together. Where a stream has
+    waves, a U inside a wave waits for no other copy, and the last U of a wave waits for that of the
+    others some waves earlier.
 
     Returns:
-        `update` itself, if it starts together with the others' U of that name; another op, which
-        must have ended on all ranks that hold a copy; or None.
+        `update` itself if all copies start it together; another op that must have ended on all
+        ranks with a copy; or None.
     """
     if stream is None or stream.waves is None:
         return update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.event import Log, Moves, Timeline
+from penstock.event import EventArrays, Timeline, TransferArrays
 from penstock.schedule.arrays import Array
 from penstock.schedule.op import Schedule
 from penstock.simulate.amounts import Amounts
@@ -52,7 +52,7 @@ def simulate_schedule(
     tables = tables_of(schedule, costs, recompute)
     made = tables.made
     times = times_of(tables, tables.seconds[0], overlap, costs.links)
-    moves = Moves(
+    moves = TransferArrays(
         made.waits.link,
         made.links[:, 1],
         times.sent,
@@ -62,7 +62,9 @@ def simulate_schedule(
     )
     weighs = costs.activation_bytes is not None or costs.weight_bytes is not None
     memory = Memory(tables, times, costs.boundary_buffers) if weighs else None
-    return Timeline.of_log(Log(made.ops, times.start, times.end, moves), schedule.name, memory)
+    return Timeline.of_log(
+        EventArrays(made.ops, times.start, times.end, moves), schedule.name, memory
+    )
 
 
 def peak_memory(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.event import Log, Moves, Timeline
+from penstock.event import EventArrays, Timeline, TransferArrays
 from penstock.schedule.arrays import Array, OpArrays
 from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.period import period_of, prolonged, with_batches
@@ -192,7 +192,7 @@ class _Seen:
         )
         moves = log.moves
         if moves is not None:
-            moves = Moves(
+            moves = TransferArrays(
                 moves.link[rows],
                 moves.to_rank,
                 moves.start[rows] - origin,
@@ -200,7 +200,7 @@ class _Seen:
                 moves.place[rows],
                 moves.sizes,
             )
-        shown = Log(some, log.start[rows] - origin, log.end[rows] - origin, moves)
+        shown = EventArrays(some, log.start[rows] - origin, log.end[rows] - origin, moves)
         return Steady.of(seconds, batches, Timeline.of_log(shown, self.timeline.title))
 
 

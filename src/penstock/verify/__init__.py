@@ -1,1 +1,1 @@
-"""Is it sound? Order, placement, channels, weight versions."""
+"""Verification of schedules: order, placement, channels, weight versions."""

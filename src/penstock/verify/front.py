@@ -1,4 +1,4 @@
-"""The front door of this room: a schedule of ops, or one whose transfers stand in it."""
+"""`verify`: prove that a schedule is sound, with or without its transfers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.verify.verify import verify as verify_schedule
 def verify(
     what: Schedule | LoweredSchedule, in_flight_limit: int | None = None, weights: str | None = None
 ) -> Report:
-    """Prove that the programs are sound, or say all that is wrong.
+    """Prove that the programs are sound, or report everything that is wrong.
 
     >>> from penstock.schedule.op import Schedule
     >>> verify(Schedule.parse("0F0 0B0 0U1")).peak_in_flight
@@ -23,14 +23,12 @@ def verify(
     (3, 2, 1)
 
     Args:
-        what: any schedule, ours or a user's; with its transfers, as `lower` and a CSV with
-        communication have them, these are
-            checked too: every send has its receive, in time, and between two ranks in the order of
-            the sends.
-        in_flight_limit: the most micro-batches that a rank may hold, over all its stages.
-        weights: name of the weight rule, which says what staleness and versions are. If it is not
-        given, the one that the
-            schedule is made for: `flush` for synchronous ones.
+        what: any schedule, built-in or user-defined. With its transfers (from `lower`, or from a
+            CSV file with communication) these are checked too: every send has its receive, in time,
+            and between two ranks in the order of the sends.
+        in_flight_limit: maximum number of micro-batches that a rank may hold, over all its stages.
+        weights: name of the weight rule that determines staleness and versions. By default the one
+            that the schedule is designed for: `flush` for synchronous ones.
 
     Raises:
         ScheduleError: a rule is broken; each of its `findings` names the rule, the op and the rank.
@@ -41,6 +39,7 @@ def verify(
         return verify_lowered(what, in_flight_limit, weights=weights)
     if not isinstance(what, Schedule):
         raise SettingError(
-            f"verify takes a Schedule or a LoweredSchedule, not {type(what).__name__}; of a plan, give plan.schedule"
+            f"verify takes a Schedule or a LoweredSchedule, not {type(what).__name__}; "
+            "of a plan, give plan.schedule"
         )
     return verify_schedule(what, in_flight_limit, weights)

@@ -1,4 +1,4 @@
-"""What a stream must keep besides: whole batches, each with an update of its own."""
+"""Rules for streams: whole batches, each with an update of its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from penstock.schedule.op import Kind, Op, Schedule
 
 
 def stream_findings(schedule: Schedule) -> Iterator[Finding]:
-    """What is wrong with how a schedule, sound in everything else but its updates, goes on from
-    batch to batch.
+    """Check how a schedule continues from batch to batch.
+
+    The schedule must already have passed all other rules, except those on updates.
     """
     stream = schedule.stream
     if stream is None:
@@ -18,82 +19,89 @@ def stream_findings(schedule: Schedule) -> Iterator[Finding]:
     if schedule.synchronous:
         yield Finding(
             "stream",
-            "a synchronous schedule is of one batch, and a stream goes on without a flush: leave out one of the two",
+            "a synchronous schedule describes one batch, and a stream continues without a flush: "
+            "leave out one of the two",
         )
     elif schedule.slicing is not None:
         yield Finding(
             "stream",
-            "its micro-batches are cut, which those of a stream cannot be yet: count slices as micro-batches",
+            "its micro-batches are cut into slices, which streams do not support: "
+            "count slices as micro-batches",
         )
     elif schedule.slices % stream.batches:
         yield Finding(
             "stream",
-            f"{schedule.slices} micro-batches are not {stream.batches} batches of equally many: give the stream another "
-            "number of batches, or whole batches",
+            f"{schedule.slices} micro-batches are not {stream.batches} batches of equal size: "
+            "give the stream another number of batches, or whole batches",
         )
     else:
+        micro_batches = schedule.micro_batches
         for rank, program in enumerate(schedule.programs):
             for stage in schedule.stages_of_rank[rank]:
-                yield from _turns(
-                    rank, [op for op in program if op.stage == stage], schedule.micro_batches
-                )
+                stage_ops = [op for op in program if op.stage == stage]
+                yield from _updates_per_batch(rank, stage_ops, micro_batches)
         if stream.waves is not None:
-            yield from _apart(schedule)
+            yield from _whole_batches_per_copy(schedule)
 
 
-def _turns(rank: int, ops: Sequence[Op], size: int) -> Iterator[Finding]:
-    """On one rank and stage, all gradients of a batch, its U, all gradients of another batch, its
-    U, and so on.
+def _updates_per_batch(rank: int, ops: Sequence[Op], micro_batches: int) -> Iterator[Finding]:
+    """Check that all gradients of a batch, and only these, come before its U.
+
+    Args:
+        rank: the rank, for messages.
+        ops: the ops of one stage on this rank, in order.
+        micro_batches: micro-batches per batch.
     """
-    pending: int | None = None
-    done: set[int] = set()
+    pending_batch: int | None = None
+    updated: set[int] = set()
     for op in ops:
         kind, stage, number = op
-        if kind is Kind.U and pending is None:
+        if kind is Kind.U and pending_batch is None:
             yield Finding(
                 "update",
-                f"{op} on rank {rank} has no gradient before it that is not in an update yet: every batch has one U "
-                f"of stage {stage} there",
+                f"{op} on rank {rank} follows no gradient that is not in an update yet: every "
+                f"batch has one U of stage {stage} there",
                 rank,
                 str(op),
             )
-        elif kind is Kind.U and pending is not None:
-            done.add(pending)
-            pending = None
+        elif kind is Kind.U and pending_batch is not None:
+            updated.add(pending_batch)
+            pending_batch = None
         elif kind in (Kind.B, Kind.W):
-            batch = number // size
-            if pending not in (None, batch):
+            batch = number // micro_batches
+            if pending_batch not in (None, batch):
                 yield Finding(
                     "update",
-                    f"{op} on rank {rank} is of batch {batch}, and batch {pending} has had no U of stage {stage} yet: "
-                    "its update would take both",
+                    f"{op} on rank {rank} is of batch {batch}, but batch {pending_batch} has had "
+                    f"no U of stage {stage} yet: its update would include both",
                     rank,
                     str(op),
                 )
-            elif batch in done:
+            elif batch in updated:
                 yield Finding(
                     "update",
-                    f"{op} on rank {rank} comes after the U of stage {stage} for its batch {batch}: a batch has one "
-                    "update, after all its gradients",
+                    f"{op} on rank {rank} comes after the U of stage {stage} for its batch "
+                    f"{batch}: a batch has one update, after all its gradients",
                     rank,
                     str(op),
                 )
-            pending = batch
+            pending_batch = batch
 
 
-def _apart(schedule: Schedule) -> Iterator[Finding]:
-    """With waves, copy w of a stage has all of every batch t with t mod copies = w: they do not add
-    up gradients.
+def _whole_batches_per_copy(schedule: Schedule) -> Iterator[Finding]:
+    """Check that with waves, copy w of a stage runs all of every batch t with t mod copies = w.
+
+    Such copies do not add up gradients, so a batch cannot be divided between them.
     """
-    size = schedule.micro_batches
     for (stage, number), rank in sorted(schedule.placement.items()):
         ranks = schedule.ranks_of_stage[stage]
-        batch = number // size
-        if rank != ranks[batch % len(ranks)]:
+        batch = number // schedule.micro_batches
+        expected_rank = ranks[batch % len(ranks)]
+        if rank != expected_rank:
             yield Finding(
                 "stream",
-                f"{stage}F{number} of batch {batch} stands on rank {rank}: with waves, copies have whole batches in "
-                f"turn, this one rank {ranks[batch % len(ranks)]}",
+                f"{stage}F{number} of batch {batch} is on rank {rank}: with waves, copies take "
+                f"whole batches in turn, this one rank {expected_rank}",
                 rank,
                 f"{stage}F{number}",
             )

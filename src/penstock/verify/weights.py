@@ -1,4 +1,4 @@
-"""Whether a weight rule goes with a schedule, and what it makes of it."""
+"""Check that a weight rule fits a schedule, and compute staleness and versions."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from penstock.weights.choice import rule_of
 from penstock.weights.uses import Readings, readings
 
 
-def read_by(schedule: Schedule, weights: str | None = None) -> tuple[WeightRule, Readings]:
-    """The weight rule called `weights`, or the schedule's own, and which versions are read and kept
-    by it.
+def check_weights(schedule: Schedule, weights: str | None = None) -> tuple[WeightRule, Readings]:
+    """Return the weight rule, and which versions are read and kept under it.
 
     Args:
-        schedule: sound in everything but its weights.
-        weights: if not given, as for `verify`.
+        schedule: a schedule that has passed all other rules.
+        weights: name of the weight rule; by default as for `verify`.
 
     Raises:
-        ScheduleError: the two do not go together, or an op reads a version that is not there, each
-        with its finding. UnknownName: there is no such weight rule.
+        ScheduleError: the rule does not fit the schedule, or an op reads a version that does not
+            exist, each with its finding.
+        UnknownName: there is no such weight rule.
     """
     if weights is None and schedule.stream is None and not schedule.synchronous:
-        weights = "none"  # programs alone do not say what is kept
+        weights = "none"  # without a stream, the programs do not say which versions are kept
     try:
         rule = rule_of(schedule, weights)
         return rule, readings(schedule, rule)
     except (PlanError, ScheduleError) as error:
-        findings = error.findings if isinstance(error, ScheduleError) else ()
-        raise unsound(schedule.name, list(findings) or [Finding("weights", str(error))]) from error
+        findings = list(error.findings) if isinstance(error, ScheduleError) else []
+        raise unsound(schedule.name, findings or [Finding("weights", str(error))]) from error

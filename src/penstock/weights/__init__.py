@@ -1,1 +1,1 @@
-"""Which weight version a forward and a backward read: one file per rule."""
+"""Weight rules: which version of the weights a forward and a backward read; one file per rule."""

@@ -1,6 +1,6 @@
-"""All weight rules by name: which version of its weights a stage reads, and how many it keeps.
+"""Catalogue of weight rules: which versions of its weights a stage reads, and how many it keeps.
 
-The arithmetic on tensors lives below the line, in optim/; here stands what planning needs to know.
+This package has what planning needs; the arithmetic on tensors is in optim/.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.registry import Registry
 from penstock.schedule.op import Schedule
 from penstock.weights.reads import Place, Reads
 
-#: From where a micro-batch stands to the versions that it reads.
+#: Returns the versions that a micro-batch reads.
 Rule = Callable[[Place], Reads]
 
 WEIGHT_RULES: Registry[Rule] = Registry("weight rule", "penstock.weights")
@@ -22,46 +22,48 @@ register = WEIGHT_RULES.register
 
 
 def takes_plain_streams(schedule: Schedule) -> None:
-    """Refuse streams with several copies of the weights, which only rules that say so know how to
-    bring together.
+    """Check that all copies of a stage synchronise at every U.
+
+    This is the default check of a weight rule: only some rules can combine several copies of the
+    weights.
 
     Raises:
-        ScheduleError: copies of the weights take turns, or tell each other only now and then.
+        ScheduleError: copies of the weights take turns, or exchange updates only once per wave.
     """
     stream = schedule.stream
     if stream is not None and stream.pipelines > 1:
         raise ScheduleError(
-            f"{schedule.name} has {stream.pipelines} copies of the weights that take turns: that goes with rules "
-            "which average them, such as 'avgpipe'"
+            f"{schedule.name} has {stream.pipelines} copies of the weights that take turns: it "
+            "needs a rule that averages them, such as 'avgpipe'"
         )
     if stream is not None and stream.waves is not None:
         raise ScheduleError(
-            f"in {schedule.name} copies of a stage do not meet at every U: that goes with rules which exchange what "
-            "waves have changed, such as 'hetpipe'"
+            f"in {schedule.name} copies of a stage do not synchronise at every U: it needs a rule "
+            "that exchanges the updates of waves, such as 'hetpipe'"
         )
 
 
 @final
 @dataclass(frozen=True)
 class WeightRule:
-    """What is known of a weight rule.
+    """A weight rule.
 
     Attributes:
-        name: as it is asked for.
-        reads: which versions a micro-batch reads.
-        synchronous: whether it goes with schedules that flush at every batch, and with no others.
-        source: where it is published.
-        arithmetic: the entry of optim/ that does it on tensors. "versions": a backward finds the
-        version that it reads as it was.
-            "newest": there is one version, which updates change in place, whatever is in flight.
-        one_version: whether it holds the newest version alone. What it reads further ahead is a
-        prediction; what it reads of
-            earlier versions, a prediction that it has kept.
-        extra: tensors of the size of the weights that a stage holds besides its versions.
+        name: name of the rule.
+        reads: returns which versions a micro-batch reads; raises ScheduleError for a place that the
+            rule does not support.
+        synchronous: True if it fits only schedules that flush at every batch, False if only others.
+        source: publication that it is taken from.
+        arithmetic: the entry of optim/ that implements it on tensors. "versions": a backward finds
+            the version that it reads unchanged. "newest": there is one version, which updates
+            change in place, whatever is in flight.
+        one_version: whether only the newest version is stored. Versions that it reads further ahead
+            are predicted; earlier versions are predictions that it has stored.
+        extra: number of tensors of the size of the weights that a stage holds besides its versions.
         optimizers: names of the torch optimizers that its paper has formulas for; empty for all.
-        `because` says why. options: the numbers that it takes, with their defaults. check: raises
-        ScheduleError for a schedule that it cannot go with. `reads` does, too, for a place that it
-        cannot.
+        because: reason for that restriction.
+        options: numeric options of the rule, with their defaults.
+        check: raises ScheduleError for a schedule that the rule does not support.
     """
 
     name: str
@@ -77,22 +79,22 @@ class WeightRule:
     check: Callable[[Schedule], None] = takes_plain_streams
 
     def with_defaults(self, options: Mapping[str, float]) -> dict[str, float]:
-        """The rule's options, those given in place of the defaults.
+        """Return the rule's options: the given values, and the defaults of the others.
 
         Raises:
-            SettingError: it takes no option of that name.
+            SettingError: it has no option of that name.
         """
-        strange = [name for name in options if name not in self.options]
-        if strange:
+        unknown = [name for name in options if name not in self.options]
+        if unknown:
             takes = f"takes {', '.join(self.options)}" if self.options else "takes none"
             raise SettingError(
-                f"weight rule {self.name!r} has no option {', '.join(strange)}: it {takes}"
+                f"weight rule {self.name!r} has no option {', '.join(unknown)}: it {takes}"
             )
         return {**self.options, **options}
 
 
 def weight_rule(name: str) -> WeightRule:
-    """The weight rule called `name`.
+    """Return the weight rule called `name`.
 
     >>> weight_rule("flush").synchronous
     True
@@ -101,4 +103,5 @@ def weight_rule(name: str) -> WeightRule:
         UnknownName: no weight rule has that name.
     """
     entry = WEIGHT_RULES.find(name)
-    return WeightRule(entry.name, reads=entry.make, **entry.facts)  # type: ignore[arg-type]  # checked by this call
+    # The constructor checks the names of the registered facts.
+    return WeightRule(entry.name, reads=entry.make, **entry.facts)  # type: ignore[arg-type]

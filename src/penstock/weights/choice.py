@@ -1,4 +1,4 @@
-"""Which weight rule goes with which schedule."""
+"""Match weight rules and schedules."""
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ from penstock.schedule.catalogue import schedules
 from penstock.schedule.op import Schedule
 from penstock.weights.catalogue import WEIGHT_RULES, WeightRule, weight_rule
 
-#: What a rule runs with that no schedule is made for: 1F1B, with a flush or without.
-_PLAIN = {True: "1f1b", False: "pipedream"}
+#: Schedule for a rule that no schedule is designed for: 1F1B, synchronous (with a flush) or not.
+_DEFAULT_SCHEDULE = {True: "1f1b", False: "pipedream"}
 
 
 def rule_of(
     schedule: Schedule, weights: str | None = None, options: Mapping[str, float] | None = None
 ) -> WeightRule:
-    """The weight rule called `weights`, or the one that the schedule is made for; refused if it
-    does not go with the schedule.
+    """Return the weight rule called `weights`, checked to fit the schedule.
+
+    Args:
+        schedule: the schedule.
+        weights: name of the rule; by default the one that the schedule is designed for.
+        options: options of the rule, which are checked.
 
     Raises:
         UnknownName: there is no such rule.
         PlanError: one of the two is synchronous and the other is not.
-        ScheduleError: the rule cannot go with this schedule; the message says why.
+        ScheduleError: the rule does not support this schedule; the message says why.
         SettingError: the rule has no such option.
     """
-    own = "flush" if schedule.stream is None else schedule.stream.weights
-    rule = weight_rule(own if weights is None else weights)
+    default = "flush" if schedule.stream is None else schedule.stream.weights
+    rule = weight_rule(default if weights is None else weights)
     if rule.synchronous != schedule.synchronous:
         raise PlanError(does_not_go(rule.name, schedule.name, schedule.synchronous))
     rule.with_defaults(options or {})
@@ -35,17 +39,25 @@ def rule_of(
 
 
 def does_not_go(weights: str, schedule: str, synchronous: bool) -> str:
-    """That a rule is not for a schedule of this kind, and which are."""
+    """Return the message that a rule does not fit a schedule, with the rules that do.
+
+    Args:
+        weights, schedule: names of the two.
+        synchronous: whether the schedule is synchronous.
+    """
     kind = (
         "synchronous, with a flush after every batch"
         if synchronous
         else "asynchronous, without a flush between batches"
     )
-    return f"weight rule {weights!r} does not go with {schedule}, which is {kind}. Those that do: {', '.join(rules(synchronous))}"
+    return (
+        f"weight rule {weights!r} does not go with {schedule}, which is {kind}. "
+        f"Those that do: {', '.join(rules(synchronous))}"
+    )
 
 
 def rules(synchronous: bool) -> list[str]:
-    """The names of the weight rules for schedules that are synchronous, or for those that are not."""
+    """Return the names of the weight rules for synchronous or for asynchronous schedules."""
     return [
         name
         for name, entry in WEIGHT_RULES.entries().items()
@@ -54,8 +66,9 @@ def rules(synchronous: bool) -> list[str]:
 
 
 def schedule_for(weights: str) -> str:
-    """The name of the schedule that a weight rule runs with when none is named: the one made for
-    it, else plain 1F1B.
+    """Return the name of the default schedule of a weight rule.
+
+    It is plain 1F1B, with or without a flush, unless other schedules are designed for the rule.
 
     >>> schedule_for("flush"), schedule_for("stash")
     ('1f1b', 'pipedream')
@@ -64,6 +77,6 @@ def schedule_for(weights: str) -> str:
         UnknownName: there is no such rule.
     """
     rule = weight_rule(weights)
-    made = [facts.name for facts in schedules().values() if facts.weights == rule.name]
-    plain = _PLAIN[rule.synchronous]
-    return plain if plain in made or not made else made[0]
+    matching = [facts.name for facts in schedules().values() if facts.weights == rule.name]
+    default = _DEFAULT_SCHEDULE[rule.synchronous]
+    return default if default in matching or not matching else matching[0]

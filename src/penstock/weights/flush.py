@@ -1,4 +1,4 @@
-"""Flush: the pipeline drains before every update, so that all of a batch reads one version."""
+"""Flush: the pipeline drains before every update, so all of a batch reads one version."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from penstock.weights.reads import Place, Reads
     source="Huang et al. 2019, GPipe, section 2: gradients of all micro-batches, one update",
 )
 def flush(place: Place) -> Reads:
-    """The newest version; between a forward and its backward there is no other.
+    """Read the newest version, which is the same in the forward and its backward.
 
-    W(t+1) = W(t) - lr ∇f(W(t)): what one device would do with the whole batch. One version, no
-    staleness.
+    W(t+1) = W(t) - lr ∇f(W(t)), as on one device with the whole batch. One version is kept, and no
+    gradient is stale.
     """
     return Reads(place.at_forward, place.at_backward)

@@ -1,6 +1,4 @@
-"""Place and Reads: where a micro-batch stands on a stage, and which versions of the weights its
-forward and its backward read.
-"""
+"""Input and output of a weight rule: a micro-batch on a stage, and the versions that it reads."""
 
 from __future__ import annotations
 
@@ -9,17 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """One micro-batch on one stage. Versions are those of the copy of the weights that it reads and
-    updates, counted from 0.
+    """One micro-batch on one stage: what a weight rule decides by.
+
+    Versions count from 0, and are those of the copy of the weights that the micro-batch reads and
+    updates.
 
     Attributes:
-        stage, stages: which stage, and how many there are.
-        batch: its batch, counted from the stream's beginning.
-        micro_batch, micro_batches: of those that its batch has on this rank: which in the order of
-        their F, and how many. at_forward, at_backward: the newest version when its F begins, and
-        when its B (or I) begins. batch_at_forward, batch_at_backward: the same for the first F and
-        the first B that its batch has there. at_first_stage: the newest version of the first stage
-        when the micro-batch's F begins there.
+        stage, stages: the stage, and the number of stages.
+        batch: the batch, counted from the beginning of the stream.
+        micro_batch, micro_batches: position among the micro-batches of the batch that run on this
+            rank, in the order of their F, and the number of these.
+        at_forward, at_backward: the newest version when its F begins, and when its B (or I) begins.
+        batch_at_forward, batch_at_backward: the same for the first F and the first B of its batch
+            on this rank.
+        at_first_stage: the newest version of the first stage when the micro-batch's F begins there.
     """
 
     stage: int
@@ -34,7 +35,13 @@ class Place:
     at_first_stage: int
 
     def later(self, batches: int, updates: int, updates_of_first_stage: int) -> Place:
-        """The place of the micro-batch that stands where this one does so many batches later."""
+        """Return the equivalent place a number of batches later.
+
+        Args:
+            batches: number of batches.
+            updates, updates_of_first_stage: number of updates of this stage, and of the first
+                stage, in these batches.
+        """
         return Place(
             self.stage,
             self.stages,
@@ -53,8 +60,10 @@ class Place:
 class Reads:
     """The versions that the forward and the backward of a micro-batch read.
 
-    `forward_ahead` and `backward_ahead` are how many versions further a rule predicts that it reads
-    instead.
+    Attributes:
+        forward, backward: the versions.
+        forward_ahead, backward_ahead: number of versions beyond these that the rule predicts and
+            reads instead; 0 for no prediction.
     """
 
     forward: int

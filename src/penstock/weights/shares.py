@@ -1,4 +1,4 @@
-"""Shares: how many micro-batches of a batch a rank runs, on which some rules depend."""
+"""Numbers of micro-batches per batch and rank, on which some weight rules depend."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from penstock.schedule.op import Kind, Schedule
 
 
 def shares_of_batches(schedule: Schedule) -> tuple[int, int]:
-    """The fewest and the most micro-batches that a rank runs of a batch on a stage; with replicas
-    that is a part of the batch.
+    """Return the minimum and maximum number of micro-batches of a batch that a rank runs.
+
+    Counted per stage. With replicas a rank runs only a part of the batch.
     """
-    size = max(schedule.micro_batches, 1)
+    micro_batches = max(schedule.micro_batches, 1)
     counts = Counter(
-        (rank, op.stage, op.micro_batch // size)
+        (rank, op.stage, op.micro_batch // micro_batches)
         for rank, program in enumerate(schedule.programs)
         for op in program
         if op.kind is Kind.F

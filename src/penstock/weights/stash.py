@@ -1,4 +1,4 @@
-"""Stash: a backward reads the version that its forward has read."""
+"""Stash: a backward reads the same version as its forward."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from penstock.weights.reads import Place, Reads
     source="Narayanan et al. 2019, PipeDream, section 3.3, weight stashing",
 )
 def stash(place: Place) -> Reads:
-    """A forward reads the newest version, and its backward that same one; the gradient goes to the
-    newest.
+    """Read the newest version in the forward, and the same in the backward.
+
+    The gradient is applied to the newest version.
 
     With one micro-batch per batch, W(t+1) = W(t) - lr ∇f(W_0(t-(p-1)), …, W_{p-1}(t)): on stage s
     of p gradients are p - 1 - s updates old, and p - s versions are kept. With m of them per batch,

@@ -1,6 +1,4 @@
-"""Which versions every micro-batch reads, for whole programs; from that, how stale gradients are
-and how many versions are kept.
-"""
+"""Apply a weight rule to whole programs: versions read, staleness, and versions kept."""
 
 from __future__ import annotations
 
@@ -12,14 +10,14 @@ from dataclasses import dataclass
 from typing import final
 
 from penstock.errors import Finding, ScheduleError
-from penstock.schedule.op import Kind, Schedule
+from penstock.schedule.op import Kind, Program, Schedule
 from penstock.schedule.period import Period, period_of, with_batches
 from penstock.schedule.stream import Waves
 from penstock.schedule.transfers import unsound
 from penstock.weights.catalogue import WeightRule
-from penstock.weights.kept import versions_held
+from penstock.weights.kept import count_versions
 from penstock.weights.reads import Place, Reads
-from penstock.weights.walk import Row, Walk, walk
+from penstock.weights.walk import BatchedOps, VersionTrace, trace_versions
 
 
 @dataclass(frozen=True)
@@ -27,13 +25,13 @@ class Use:
     """What the ops of one micro-batch do with the weights of a stage.
 
     Attributes:
-        batch, micro_batch: its batch, counted from the stream's beginning, and its number in there.
+        batch, micro_batch: its batch, counted from the beginning of the stream, and its number in
+            the batch.
         reads: the versions that it reads, of the copy of the weights that its batch uses.
-        next_forward: the version that the next F after its own reads on its copy of the weights:
-        versions below it which nothing
-            in flight reads may go.
+        next_forward: the version that the next F on the same copy of the weights reads. Older
+            versions may be dropped if no micro-batch in flight reads them.
         first, last: whether on its rank its F is the first of its batch, and whether its gradient
-        is the last.
+            is the last.
     """
 
     batch: int
@@ -45,20 +43,20 @@ class Use:
 
 
 @dataclass(frozen=True)
-class _Row:
-    """A micro-batch in the table.
+class _TableRow:
+    """A micro-batch in the table of a stage.
 
     Attributes:
-        place: where it stands.
-        after: the number of the F after its own.
+        place: input of the weight rule.
+        next_number: number of the micro-batch of the next F.
         first, last: as in Use.
         age: updates between the version that its forward reads and its gradient.
-        updates, updates_of_first_stage: that its copy of the weights has in a period, on its own
-        stage and on the first.
+        updates, updates_of_first_stage: updates of its copy of the weights per period, on its own
+            stage and on the first.
     """
 
     place: Place
-    after: int
+    next_number: int
     first: bool
     last: bool
     age: int
@@ -66,7 +64,7 @@ class _Row:
     updates_of_first_stage: int
 
     def later(self, periods: int, batches: int) -> Place:
-        """The place of the micro-batch that stands here some periods of so many batches later."""
+        """Return the equivalent place a number of periods later, each of `batches` batches."""
         return self.place.later(
             periods * batches, periods * self.updates, periods * self.updates_of_first_stage
         )
@@ -75,28 +73,31 @@ class _Row:
 @final
 @dataclass(frozen=True)
 class Uses:
-    """The uses of every stage's weights, without end: from some number on they come again, a period
-    of batches later.
+    """The uses of every stage's weights in an endless stream.
+
+    They are stored up to one period into the steady state; later uses repeat, with higher numbers.
 
     Attributes:
-        rule: whose they are.
-        micro_batches: of a batch.
-        batches: in a period.
+        rule: the weight rule.
+        micro_batches: micro-batches per batch.
+        batches: batches per period.
     """
 
     rule: WeightRule
     micro_batches: int
     batches: int
-    _tables: tuple[tuple[_Row, ...], ...]
+    _tables: tuple[tuple[_TableRow, ...], ...]
 
     def at(self, stage: int, number: int) -> Use:
-        """The use by micro-batch `number` of the stream, counted from 0 over all batches, however
-        large that is.
+        """Return the use by a micro-batch on a stage.
+
+        `number` counts from 0 over all batches of the stream, without limit.
         """
         row, periods = self._find(stage, number)
         place = row.later(periods, self.batches)
-        following, more = self._find(stage, row.after + periods * self.batches * self.micro_batches)
-        next_forward = self.rule.reads(following.later(more, self.batches)).forward
+        next_number = row.next_number + periods * self.batches * self.micro_batches
+        next_row, next_periods = self._find(stage, next_number)
+        next_forward = self.rule.reads(next_row.later(next_periods, self.batches)).forward
         return Use(
             place.batch,
             number % self.micro_batches,
@@ -107,21 +108,19 @@ class Uses:
         )
 
     def staleness(self, stage: int) -> float:
-        """The mean staleness of a stage's gradients once the pipeline is full: updates between
-        forward and gradient.
-        """
+        """Return the mean staleness of a stage's gradients in the steady state, in updates."""
         rows = self._tables[stage][-self.batches * self.micro_batches :]
         return sum(row.age for row in rows) / len(rows)
 
-    def _find(self, stage: int, number: int) -> tuple[_Row, int]:
-        """The row in whose place a micro-batch stands, and how many periods later."""
-        table, every = self._tables[stage], self.batches * self.micro_batches
-        periods = max(0, (number - len(table)) // every + 1)
-        return table[number - periods * every], periods
+    def _find(self, stage: int, number: int) -> tuple[_TableRow, int]:
+        """Return the row equivalent to a micro-batch, and how many periods earlier it is."""
+        table, period_length = self._tables[stage], self.batches * self.micro_batches
+        periods = max(0, (number - len(table)) // period_length + 1)
+        return table[number - periods * period_length], periods
 
 
 def uses(schedule: Schedule, rule: WeightRule) -> Uses:
-    """What the micro-batches of a schedule read, for as long as it goes on.
+    """Return what the micro-batches of a schedule read, for an endless run.
 
     >>> from penstock.schedule.catalogue import schedule
     >>> from penstock.weights.catalogue import weight_rule
@@ -129,52 +128,57 @@ def uses(schedule: Schedule, rule: WeightRule) -> Uses:
     Reads(forward=997, backward=997, forward_ahead=0, backward_ahead=0)
 
     Args:
-        schedule: sound. A stream goes on as it repeats itself; other schedules are run again and
-        again, from drain to drain. rule: a weight rule that goes with it (see `choice.rule_of`).
+        schedule: a sound schedule. A stream continues as it repeats; other schedules are run again
+            and again, with a flush in between.
+        rule: a weight rule that fits it (see `choice.rule_of`).
 
     Raises:
-        ScheduleError: a stream does not repeat itself; or an op reads a version that is not there,
-        or one that the rule does not
-            take, each with its finding.
+        ScheduleError: a stream does not repeat; or an op reads a version that does not exist, or
+            one that the rule refuses, each with its finding.
     """
-    going = _Going.of(schedule)
-    rows = going.rows(going.steady + 2 * going.batches)
-    found = walk(rows, schedule.stages, going.pipelines)
-    reads, _ = _checked(schedule, rows, found, rule)
+    endless = _EndlessRun.of(schedule)
+    rows = endless.rows(endless.steady + 2 * endless.batches)
+    trace = trace_versions(rows, schedule.stages, endless.pipelines)
+    reads, _ = _checked_reads(schedule, rows, trace, rule)
+    numbers = range((endless.steady + endless.batches) * endless.period.micro_batches)
+    tables = []
+    for stage in range(schedule.stages):
+        stage_reads = reads[stage]
+        table = [
+            _table_row(endless, trace, stage_reads[number], stage, number) for number in numbers
+        ]
+        tables.append(tuple(table))
+    return Uses(rule, endless.period.micro_batches, endless.batches, tuple(tables))
 
-    def row(stage: int, number: int) -> _Row:
-        standing, share = found.standings[stage][number], found.share(stage, number)
-        assert standing.after is not None, (
-            "a period later there is an F on every copy of the weights"
-        )
-        own, first = (going.updates(found.standings[of][number].rank, of) for of in (stage, 0))
-        age = standing.at_gradient - reads[stage][number].forward
-        return _Row(
-            found.place(stage, number),
-            standing.after,
-            standing.order == 0,
-            share.last == number,
-            age,
-            own,
-            first,
-        )
 
-    numbers = range((going.steady + going.batches) * going.period.micro_batches)
-    tables = tuple(
-        tuple(row(stage, number) for number in numbers) for stage in range(schedule.stages)
+def _table_row(
+    endless: _EndlessRun, trace: VersionTrace, reads: Reads, stage: int, number: int
+) -> _TableRow:
+    """Return the table row of a micro-batch on a stage."""
+    micro_batch, share = trace.stages[stage][number], trace.share(stage, number)
+    assert micro_batch.next_number is not None, (
+        "the trace is a period longer, in which every copy of the weights has an F"
     )
-    return Uses(rule, going.period.micro_batches, going.batches, tables)
+    return _TableRow(
+        trace.place(stage, number),
+        micro_batch.next_number,
+        first=micro_batch.order == 0,
+        last=share.last_gradient == number,
+        age=micro_batch.at_gradient - reads.forward,
+        updates=endless.updates(micro_batch.rank, stage),
+        updates_of_first_stage=endless.updates(trace.stages[0][number].rank, 0),
+    )
 
 
 @dataclass(frozen=True)
-class _Going:
-    """How a schedule goes on.
+class _EndlessRun:
+    """How a schedule continues without end.
 
     Attributes:
-        period: the programs, without end.
-        pipelines: copies of the weights that take turns.
-        batches: after so many, every copy of the weights has had the same ops again.
-        steady: from this batch on all comes again.
+        period: the endless programs.
+        pipelines: number of copies of the weights that take turns.
+        batches: batches per period: after them, every copy of the weights has the same ops again.
+        steady: first batch of the steady state.
     """
 
     period: Period
@@ -183,195 +187,222 @@ class _Going:
     steady: int
 
     @classmethod
-    def of(cls, schedule: Schedule) -> _Going:
-        """That of a stream; other schedules are run again and again. Raises as `period_of`."""
-        if schedule.stream is None:
-            updates = tuple(
-                Counter(op.stage for op in program if op.kind is Kind.U)
-                for program in schedule.programs
-            )
-            return cls(
-                Period(
-                    1, max(schedule.slices, 1), ((),) * schedule.ranks, schedule.programs, updates
-                ),
-                1,
-                1,
-                0,
-            )
-        period, pipelines = period_of(schedule), schedule.stream.pipelines
-        # Whatever is not in a head comes again.
-        begun = (
-            op.micro_batch // period.micro_batches
-            for head in period.heads
-            for op in head
-            if op.kind is not Kind.U
-        )
-        return cls(
-            period, pipelines, math.lcm(period.batches, pipelines), 1 + max(begun, default=-1)
-        )
+    def of(cls, schedule: Schedule) -> _EndlessRun:
+        """Return the endless run of a stream, or of a schedule that is run again and again.
 
-    def rows(self, batches: int) -> list[Row]:
-        """The programs of so many batches."""
-        size = self.period.micro_batches
+        Raises:
+            ScheduleError: a stream does not repeat (see `period_of`).
+        """
+        if schedule.stream is None:
+            updates = tuple(map(_updates_per_stage, schedule.programs))
+            heads = ((),) * schedule.ranks
+            period = Period(1, max(schedule.slices, 1), heads, schedule.programs, updates)
+            return cls(period, pipelines=1, batches=1, steady=0)
+        period, pipelines = period_of(schedule), schedule.stream.pipelines
+        # The steady state begins after the batches of the heads: the loops repeat.
+        steady = 0
+        for head in period.heads:
+            for op in head:
+                if op.kind is not Kind.U:
+                    steady = max(steady, op.micro_batch // period.micro_batches + 1)
+        return cls(period, pipelines, math.lcm(period.batches, pipelines), steady)
+
+    def rows(self, batches: int) -> list[BatchedOps]:
+        """Return the programs of a number of batches."""
+        micro_batches = self.period.micro_batches
         return [
-            list(with_batches(self.period.program(rank, batches), size))
+            list(with_batches(self.period.program(rank, batches), micro_batches))
             for rank in range(len(self.period.loops))
         ]
 
     def updates(self, rank: int, stage: int) -> int:
-        """Updates that each copy of a stage's weights has on a rank before all comes again."""
+        """Return the number of updates of each copy of a stage's weights on a rank per period."""
         return (
             self.period.updates[rank][stage] * self.batches // self.period.batches // self.pipelines
         )
 
 
+def _updates_per_stage(program: Program) -> Counter[int]:
+    """Return the number of U ops of each stage in a program."""
+    return Counter(op.stage for op in program if op.kind is Kind.U)
+
+
 @dataclass(frozen=True)
 class Readings:
-    """What a schedule makes of a weight rule; all per stage. All but `ages` is of the whole stream,
-    however long it goes on, unless its programs do not say how.
+    """Staleness and versions of a schedule under a weight rule, all per stage.
+
+    All but `ages` are those of the endless stream, unless its programs do not repeat.
 
     Attributes:
-        ages: of every gradient of the programs: how many updates newer the weights are when it is
-        made than the version that its
-            forward has read.
-        oldest, mean: the most that an age can be, and the mean of them in the steady state.
-        versions: the most versions that any rank keeps at once, of all its copies of the weights.
-        across: of a stream with waves, the most batches of any other copy that a batch's weights
-        lack, of those that come before
-            it in the copies' own numbering. Empty for other schedules.
+        ages: staleness of every gradient of the programs: number of updates between the version
+            that its forward has read and the weights at the moment of the gradient.
+        max_staleness, mean_staleness: maximum age, and mean age in the steady state.
+        versions: maximum number of versions that any rank keeps at a time, over all its copies of
+            the weights.
+        across: for streams with waves, the maximum number of batches of any other copy that are
+            missing in a batch's weights, of those with a lower number; empty for other schedules.
     """
 
     ages: tuple[tuple[int, ...], ...]
-    oldest: tuple[int, ...]
-    mean: tuple[float, ...]
+    max_staleness: tuple[int, ...]
+    mean_staleness: tuple[float, ...]
     versions: tuple[int, ...]
     across: tuple[int, ...] = ()
 
 
 def readings(schedule: Schedule, rule: WeightRule) -> Readings:
-    """How stale gradients are, and how many versions are kept.
+    """Compute how stale gradients are, and how many versions are kept.
 
     Args:
-        schedule: sound.
-        rule: a weight rule that goes with it (see `choice.rule_of`).
+        schedule: a sound schedule.
+        rule: a weight rule that fits it (see `choice.rule_of`).
 
     Raises:
-        ScheduleError: an op reads a version that is not there, or one that the rule does not take,
-        each with its finding.
+        ScheduleError: an op reads a version that does not exist, or one that the rule refuses, each
+            with its finding.
     """
+    stages, slices = schedule.stages, schedule.slices
     if schedule.synchronous:
-        none = (0,) * schedule.stages
-        return Readings(
-            ((0,) * schedule.slices,) * schedule.stages,
-            none,
-            tuple(map(float, none)),
-            (1,) * schedule.stages,
-        )
-    stream, size = schedule.stream, schedule.micro_batches
-    waves = None if stream is None else stream.waves
-    rows: list[Row] = [list(with_batches(program, size)) for program in schedule.programs]
-    full = range(schedule.slices)
-    with suppress(ScheduleError):  # it does not repeat itself: as far as it goes
-        if stream is not None:
-            going = _Going.of(schedule)
-            # By then it has been full for a period, and will be for longer; and whole waves have
-            # come from others at their distance.
-            enough = [2 * going.steady + 3 * going.batches]
-            enough += (
-                [(waves.distance + 3) * waves.length * max(map(len, schedule.ranks_of_stage))]
-                if waves is not None
-                else []
-            )
-            if max(enough) > schedule.batches:
-                rows = going.rows(max(enough))
-            full = range(going.steady * size, (going.steady + going.batches) * size)
-    found = walk(rows, schedule.stages, 1 if stream is None else stream.pipelines)
-    reads, versions = _checked(schedule, rows, found, rule)
-    ages = [
-        [found.standings[stage][n].at_gradient - own[n].forward for n in sorted(own)]
-        for stage, own in enumerate(reads)
-    ]
-    across = (
-        ()
-        if waves is None
-        else tuple(_across(found, reads, stage, waves) for stage in range(schedule.stages))
-    )
+        ages = ((0,) * slices,) * stages
+        return Readings(ages, (0,) * stages, (0.0,) * stages, (1,) * stages)
+    rows, steady = _rows_to_steady_state(schedule)
+    stream = schedule.stream
+    trace = trace_versions(rows, stages, 1 if stream is None else stream.pipelines)
+    reads, versions = _checked_reads(schedule, rows, trace, rule)
+    ages_of_stage = [_ages(trace, reads, stage) for stage in range(stages)]
+    across: tuple[int, ...] = ()
+    if stream is not None and stream.waves is not None:
+        waves = stream.waves
+        across = tuple(_missing_batches(trace, reads, stage, waves) for stage in range(stages))
     return Readings(
-        tuple(tuple(row[: schedule.slices]) for row in ages),
-        tuple(max(row) for row in ages),
-        tuple(sum(row[n] for n in full) / len(full) for row in ages),
+        tuple(tuple(row[:slices]) for row in ages_of_stage),
+        tuple(max(row) for row in ages_of_stage),
+        tuple(sum(row[steady.start : steady.stop]) / len(steady) for row in ages_of_stage),
         tuple(versions),
         across,
     )
 
 
-def _across(found: Walk, reads: list[dict[int, Reads]], stage: int, waves: Waves) -> int:
-    """The most batches that a batch's weights lack of any other copy of the stage."""
-    standings = found.standings[stage]
-    if len({standing.rank for standing in standings.values()}) == 1:
+def _ages(trace: VersionTrace, reads: Sequence[dict[int, Reads]], stage: int) -> list[int]:
+    """Return the staleness of all gradients of a stage, in micro-batch order."""
+    micro_batches, stage_reads = trace.stages[stage], reads[stage]
+    return [micro_batches[n].at_gradient - stage_reads[n].forward for n in sorted(stage_reads)]
+
+
+def _rows_to_steady_state(schedule: Schedule) -> tuple[list[BatchedOps], range]:
+    """Return programs that are long enough to show the steady state.
+
+    Returns:
+        The programs with batches, and the micro-batches of one period of the steady state. If the
+        schedule is not a stream that repeats, its own programs, and all micro-batches.
+    """
+    size, stream = schedule.micro_batches, schedule.stream
+    rows: list[BatchedOps] = [list(with_batches(program, size)) for program in schedule.programs]
+    if stream is None:
+        return rows, range(schedule.slices)
+    with suppress(ScheduleError):  # raised if it does not repeat
+        endless = _EndlessRun.of(schedule)
+        # The pipeline has been full for a period and stays full for another; and whole waves have
+        # arrived from the other copies at their distance.
+        batches = 2 * endless.steady + 3 * endless.batches
+        if stream.waves is not None:
+            copies = max(map(len, schedule.ranks_of_stage))
+            batches = max(batches, (stream.waves.distance + 3) * stream.waves.length * copies)
+        if batches > schedule.batches:
+            rows = endless.rows(batches)
+        steady = range(endless.steady * size, (endless.steady + endless.batches) * size)
+        return rows, steady
+    return rows, range(schedule.slices)
+
+
+def _missing_batches(
+    trace: VersionTrace, reads: Sequence[dict[int, Reads]], stage: int, waves: Waves
+) -> int:
+    """Return the maximum number of another copy's batches that a batch's weights do not contain."""
+    micro_batches = trace.stages[stage]
+    if len({micro_batch.rank for micro_batch in micro_batches.values()}) == 1:
         return 0
-    # Weights contain whole waves of the others, up to D before the last that their own copy has
-    # ended. A gradient finds as many
-    # updates of its copy as there are batches before its own.
-    return max(
-        standing.at_gradient
-        - max(reads[stage][number].forward // waves.length - waves.distance, 0) * waves.length
-        for number, standing in standings.items()
-    )
+    # Weights contain whole waves of the other copies, up to D before the last wave that their own
+    # copy has completed. At the gradient, the copy has as many updates as batches before this one.
+    maximum = 0
+    for number, micro_batch in micro_batches.items():
+        own_waves = reads[stage][number].forward // waves.length
+        contained = max(own_waves - waves.distance, 0) * waves.length
+        maximum = max(maximum, micro_batch.at_gradient - contained)
+    return maximum
 
 
 def staleness(schedule: Schedule, rule: WeightRule) -> list[list[int]]:
-    """Per stage, the ages of all gradients of the programs, in the order of their micro-batches.
-    Raises as `readings`.
+    """Return the ages of all gradients of the programs, per stage, in micro-batch order.
+
+    Raises:
+        ScheduleError: as `readings`.
     """
     return [list(ages) for ages in readings(schedule, rule).ages]
 
 
 def versions_kept(schedule: Schedule, rule: WeightRule) -> tuple[int, ...]:
-    """Per stage, the most versions of the weights that any of its ranks keeps at once, the newest
-    included, however long a stream goes on. Raises as `readings`.
+    """Return the maximum number of weight versions that a rank of each stage keeps at a time.
+
+    The newest version counts. A stream is continued without end.
 
     >>> from penstock.schedule.catalogue import schedule
     >>> from penstock.weights.catalogue import weight_rule
     >>> versions_kept(schedule("pipedream", 4, 1), weight_rule("stash"))
     (4, 3, 2, 1)
+
+    Raises:
+        ScheduleError: as `readings`.
     """
     return readings(schedule, rule).versions
 
 
-def _checked(
-    schedule: Schedule, rows: Sequence[Row], found: Walk, rule: WeightRule
+def _checked_reads(
+    schedule: Schedule, rows: Sequence[BatchedOps], trace: VersionTrace, rule: WeightRule
 ) -> tuple[list[dict[int, Reads]], list[int]]:
-    """What all micro-batches read, by stage and number, and the most versions kept; raises unless
-    all that is read is there.
+    """Apply the rule to all micro-batches, and check that all versions read exist.
+
+    Returns:
+        The reads, by stage and number, and the maximum number of versions kept per stage.
+
+    Raises:
+        ScheduleError: a check fails; all findings are listed.
     """
     stream = schedule.stream
     pipelines, waves = (1, None) if stream is None else (stream.pipelines, stream.waves)
     reads: list[dict[int, Reads]] = []
     findings: list[Finding] = []
-    refused: dict[tuple[int, str], str] = {}  # the same for many micro-batches: told of the first
-    for stage, standings in enumerate(found.standings):
+    # Refusals are often the same for many micro-batches: only the first is reported.
+    refusals: dict[tuple[int, str], str] = {}
+    for stage, micro_batches in enumerate(trace.stages):
         reads.append({})
-        for number, standing in standings.items():
+        for number, micro_batch in micro_batches.items():
             try:
-                reads[stage][number] = rule.reads(found.place(stage, number))
+                reads[stage][number] = rule.reads(trace.place(stage, number))
             except ScheduleError as error:
-                refused.setdefault((standing.rank, str(error)), f"{stage}F{number}")
-            if waves is not None and standing.at_gradient - standing.at_forward >= waves.length:
-                findings.append(_too_many(found, stage, number, waves))
-    findings += [Finding("weights", text, rank, op) for (rank, text), op in refused.items()]
-    versions, lacking = versions_held(rows, found, reads, rule, pipelines)
-    findings += lacking
+                refusals.setdefault((micro_batch.rank, str(error)), f"{stage}F{number}")
+            delay = micro_batch.at_gradient - micro_batch.at_forward
+            if waves is not None and delay >= waves.length:
+                findings.append(_wave_finding(micro_batch.rank, f"{stage}F{number}", delay, waves))
+    findings += [Finding("weights", text, rank, op) for (rank, text), op in refusals.items()]
+    versions, missing_versions = count_versions(rows, trace, reads, rule, pipelines)
+    findings += missing_versions
     if findings:
         raise unsound(schedule.name, findings)
     return reads, versions
 
 
-def _too_many(found: Walk, stage: int, number: int, waves: Waves) -> Finding:
-    standing = found.standings[stage][number]
+def _wave_finding(rank: int, op: str, delay: int, waves: Waves) -> Finding:
+    """Return the finding for a micro-batch with more batches in flight than a wave has.
+
+    Args:
+        rank, op: the forward.
+        delay: number of updates of batches before it that the forward does not see.
+        waves: the waves of the stream.
+    """
     text = (
-        f"{stage}F{number} on rank {standing.rank} lacks {standing.at_gradient - standing.at_forward} updates of the batches "
-        f"before it, and a wave has {waves.length}: waves are of all batches that are in flight, so it may lack "
-        f"{waves.length - 1}"
+        f"{op} on rank {rank} reads weights without {delay} updates of the batches before it, and "
+        f"a wave has {waves.length}: a wave comprises all batches in flight, so at most "
+        f"{waves.length - 1} may be missing"
     )
-    return Finding("wave", text, standing.rank, f"{stage}F{number}")
+    return Finding("wave", text, rank, op)

@@ -1,4 +1,4 @@
-"""Vertical sync: a micro-batch reads one version on all stages, that which the first stage had."""
+"""Vertical sync: a micro-batch reads the version of the first stage on all stages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from penstock.weights.reads import Place, Reads
     source="Narayanan et al. 2019, PipeDream, section 3.3, vertical sync",
 )
 def vertical_sync(place: Place) -> Reads:
-    """Forward and backward read the version that was the newest on the first stage when the
-    micro-batch came in.
+    """Read the version that was the newest on the first stage when the micro-batch entered it.
 
     With one micro-batch per batch, W(t+1) = W(t) - lr ∇f(W(t-(p-1))): on all of p stages gradients
-    are p - 1 updates old, and p versions are kept. With m of them per batch, read ceil((p - 1) / m)
-    for p - 1, and one more for p.
+    are p - 1 updates old, and p versions are kept. With m of them per batch, gradients are up to
+    ceil((p - 1) / m) updates old, and one version more than that is kept.
 
-    An option in the paper, off by default and not in its code: the gain in accuracy is called
+    An option in the paper, off by default and not in its code: the paper calls the gain in accuracy
     negligible.
     """
     return Reads(place.at_first_stage, place.at_first_stage)

@@ -1,4 +1,4 @@
-"""What every synchronous family promises, whatever its options."""
+"""Properties of all synchronous families, for any options."""
 
 from __future__ import annotations
 
@@ -7,64 +7,70 @@ from collections import defaultdict
 import pytest
 
 from penstock.event import Timeline
-from penstock.schedule.graph import build
+from penstock.schedule.graph import build_graph
 from penstock.schedule.op import HANDING, Kind, Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import Report, verify
 
 
-def check_laws(made: Schedule) -> Report:
+def check_laws(schedule: Schedule) -> Report:
     """Sound, synchronous, its text reads back, its gradients add up in plain order, and no faster
     than is possible.
 
     Returns:
         What `verify` found.
     """
-    report = verify(made)
-    assert report.staleness_max == (0,) * made.stages
-    assert Schedule.parse(str(made)).programs == made.programs
-    for stage in range(made.stages):
-        assert [op.micro_batch for op in made.ops if op.stage == stage and op.kind is Kind.B] == [
-            *range(made.micro_batches)
-        ]
-    line = simulate_schedule(made, Costs(forward=1, backward=2, transfer=0.1))
-    busiest = max(map(len, made.stages_of_rank)) * made.micro_batches * 3
-    assert line.makespan >= max(busiest, made.stages * 3)
-    free = simulate_schedule(made, Costs(forward=1, backward=2)).makespan
+    report = verify(schedule)
+    assert report.staleness_max == (0,) * schedule.stages
+    assert Schedule.parse(str(schedule)).programs == schedule.programs
+    for stage in range(schedule.stages):
+        assert [
+            op.micro_batch for op in schedule.ops if op.stage == stage and op.kind is Kind.B
+        ] == [*range(schedule.micro_batches)]
+    line = simulate_schedule(schedule, Costs(forward=1, backward=2, transfer=0.1))
+    busiest = max(map(len, schedule.stages_of_rank)) * schedule.micro_batches * 3
+    assert line.makespan >= max(busiest, schedule.stages * 3)
+    free = simulate_schedule(schedule, Costs(forward=1, backward=2)).makespan
     assert line.makespan >= free * (1 - 1e-9)
     return report
 
 
-def whole_stage_peaks(report: Report, each: int) -> tuple[float, ...]:
+def whole_stage_peaks(report: Report, stages_per_rank: int) -> tuple[float, ...]:
     """In flight per rank in stages as long as all `each` of a rank's together: the tables count so."""
-    return tuple(peak / each for peak in report.peak_on_rank)
+    return tuple(peak / stages_per_rank for peak in report.peak_on_rank)
 
 
 def check_row(
-    made: Schedule, each: int, makespan: float, ratio: float, peaks: tuple[float, ...]
+    schedule: Schedule,
+    stages_per_rank: int,
+    makespan: float,
+    ratio: float,
+    peaks: tuple[float, ...],
 ) -> None:
     """A row of LITERATURE 11.2: f = 1 and b = 2 per rank, dealt out to the `each` stages of a rank;
     links are free.
     """
-    line = simulate_schedule(made, Costs(forward=1 / each, backward=2 / each))
+    line = simulate_schedule(
+        schedule, Costs(forward=1 / stages_per_rank, backward=2 / stages_per_rank)
+    )
     assert line.makespan == pytest.approx(makespan, rel=1e-12)
     assert line.bubble_ratio == pytest.approx(ratio, abs=5e-5)
-    assert whole_stage_peaks(verify(made), each) == pytest.approx(peaks)
+    assert whole_stage_peaks(verify(schedule), stages_per_rank) == pytest.approx(peaks)
 
 
-def without_updates(made: Schedule) -> list[list[str]]:
+def without_updates(schedule: Schedule) -> list[list[str]]:
     """The programs in words, U left out, as the papers print them."""
-    return [[str(op) for op in program if op.kind is not Kind.U] for program in made.programs]
+    return [[str(op) for op in program if op.kind is not Kind.U] for program in schedule.programs]
 
 
-def rows_of(made: Schedule) -> list[str]:
+def rows_of(schedule: Schedule) -> list[str]:
     """The same, a line per rank."""
-    return [" ".join(row) for row in without_updates(made)]
+    return [" ".join(row) for row in without_updates(schedule)]
 
 
 def played(
-    made: Schedule,
+    schedule: Schedule,
     f: float = 1,
     b: float = 2,
     i: float | None = None,
@@ -86,33 +92,35 @@ def played(
         Kind.I: b / 2 if i is None else i,
         Kind.W: b / 2 if w is None else w,
     }
-    shares = made.shares
-    events = build(made).events(
+    shares = schedule.shares
+    events = build_graph(schedule).events(
         lambda _, op: u if op.kind is Kind.U else seconds.get(op.kind, 0) * shares[op.micro_batch],
         lambda _, message: handing if message.kind in HANDING else 0,
     )
-    return Timeline.of(events, made.ranks, made.stages)
+    return Timeline.of(events, schedule.ranks, schedule.stages)
 
 
-def check_copies(made: Schedule) -> Report:
+def check_copies(schedule: Schedule) -> Report:
     """Sound, synchronous, its text reads back; on every rank a stage's gradients come in plain
     order; copies meet in one order.
 
     Returns:
         What `verify` found.
     """
-    report = verify(made)
-    assert report.staleness_max == (0,) * made.stages
-    back = Schedule.parse(str(made))
-    assert (back.programs, back.pairs) == (made.programs, made.pairs)
-    for program in made.programs:
+    report = verify(schedule)
+    assert report.staleness_max == (0,) * schedule.stages
+    back = Schedule.parse(str(schedule))
+    assert (back.programs, back.pairs) == (schedule.programs, schedule.pairs)
+    for program in schedule.programs:
         done = defaultdict(list)
         for op in program:
             if op.kind in (Kind.B, Kind.W):
                 done[op.stage].append(op.micro_batch)
         assert all(numbers == sorted(numbers) for numbers in done.values())
-    for ranks in made.ranks_of_stage:
-        meetings = {tuple(op for op in made.programs[rank] if op.kind is Kind.U) for rank in ranks}
+    for ranks in schedule.ranks_of_stage:
+        meetings = {
+            tuple(op for op in schedule.programs[rank] if op.kind is Kind.U) for rank in ranks
+        }
         shared = set.intersection(*map(set, meetings))
         assert len({tuple(op for op in row if op in shared) for row in meetings}) == 1
     return report

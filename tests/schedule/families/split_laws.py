@@ -1,6 +1,4 @@
-"""What every family with a split backward promises; a longer word on its time; and its gradients on
-the real runtime.
-"""
+"""Properties of families with a split backward: soundness, time, gradients at runtime."""
 
 from __future__ import annotations
 
@@ -12,28 +10,32 @@ from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import Report, verify
 
 
-def check_split(made: Schedule) -> Report:
+def check_split(schedule: Schedule) -> Report:
     """Sound, synchronous, its text reads back, and every stage's gradients add up in the order of
     the micro-batches.
 
     Returns:
         What `verify` found.
     """
-    report = verify(made)
-    assert made.splits_backward
-    assert report.staleness_max == (0,) * made.stages
-    assert Schedule.parse(str(made)).programs == made.programs
-    for stage in range(made.stages):
+    report = verify(schedule)
+    assert schedule.splits_backward
+    assert report.staleness_max == (0,) * schedule.stages
+    assert Schedule.parse(str(schedule)).programs == schedule.programs
+    for stage in range(schedule.stages):
         order = [
-            op.micro_batch for op in made.ops if op.stage == stage and op.kind in (Kind.B, Kind.W)
+            op.micro_batch
+            for op in schedule.ops
+            if op.stage == stage and op.kind in (Kind.B, Kind.W)
         ]
-        assert order == [*range(made.micro_batches)]
+        assert order == [*range(schedule.micro_batches)]
     return report
 
 
-def simulated(made: Schedule, f: float = 1, i: float = 1, w: float = 1, c: float = 0) -> Timeline:
+def simulated(
+    schedule: Schedule, f: float = 1, i: float = 1, w: float = 1, c: float = 0
+) -> Timeline:
     """With f, i and w on every stage and c for every hop."""
-    return simulate_schedule(made, Costs(forward=f, input_grad=i, weight_grad=w, transfer=c))
+    return simulate_schedule(schedule, Costs(forward=f, input_grad=i, weight_grad=w, transfer=c))
 
 
 def longest_span(line: Timeline) -> float:
@@ -47,7 +49,7 @@ def longest_span(line: Timeline) -> float:
     return max(max(times) - min(times) for times in spans.values())
 
 
-def check_gradients(made: Schedule) -> None:
+def check_gradients(split_schedule: Schedule) -> None:
     """Run on all ranks, as threads: loss and gradients are, to the bit, those of one stage with
     whole backwards.
     """
@@ -69,7 +71,7 @@ def check_gradients(made: Schedule) -> None:
 
     def trained(schedule: Schedule) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model, x, y = made_case(
-            deep, samples=made.micro_batches + 3
+            deep, samples=split_schedule.micro_batches + 3
         )  # micro-batches of unequal size
         lengths = lengths_of(len(layers_of(model)), schedule.stages)
         pipe = Pipeline(
@@ -84,8 +86,8 @@ def check_gradients(made: Schedule) -> None:
     torch.set_num_threads(1)  # sums are split by threads, which would change last bits
     try:
         (loss, ours), (plain_loss, plain) = (
-            trained(made),
-            trained(plain_schedule("gpipe", 1, made.micro_batches)),
+            trained(split_schedule),
+            trained(plain_schedule("gpipe", 1, split_schedule.micro_batches)),
         )
     finally:
         torch.set_num_threads(threads)

@@ -1,6 +1,4 @@
-"""What every asynchronous family promises, and its figures counted from the programs and from a
-simulation.
-"""
+"""Properties of asynchronous families, counted from programs and from a simulation."""
 
 from __future__ import annotations
 
@@ -16,26 +14,28 @@ from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import Report, verify
 
 
-def check_stream(made: Schedule) -> Report:
+def check_stream(schedule: Schedule) -> Report:
     """Sound; its text reads back; on every rank a stage has its gradients in plain order, and one U
     per batch, right after the last.
 
     Returns:
         What `verify` found.
     """
-    report = verify(made)
-    assert not made.synchronous
-    assert Schedule.parse(str(made)).programs == made.programs
-    for rank, program in enumerate(made.programs):
-        for stage in made.stages_of_rank[rank]:
-            own = [n for (of, n), home in made.placement.items() if (of, home) == (stage, rank)]
+    report = verify(schedule)
+    assert not schedule.synchronous
+    assert Schedule.parse(str(schedule)).programs == schedule.programs
+    for rank, program in enumerate(schedule.programs):
+        for stage in schedule.stages_of_rank[rank]:
+            numbers = [
+                n for (of, n), home in schedule.placement.items() if (of, home) == (stage, rank)
+            ]
             assert [
                 op.micro_batch for op in program if op.stage == stage and op.kind is Kind.B
-            ] == sorted(own)
+            ] == sorted(numbers)
             last = [
                 n
-                for n, after in zip(sorted(own), [*sorted(own)[1:], -1], strict=True)
-                if after < 0 or after // made.micro_batches > n // made.micro_batches
+                for n, after in zip(sorted(numbers), [*sorted(numbers)[1:], -1], strict=True)
+                if after < 0 or after // schedule.micro_batches > n // schedule.micro_batches
             ]
             updates = [
                 (program[place - 1], op)
@@ -45,25 +45,25 @@ def check_stream(made: Schedule) -> Report:
             assert [(str(before), str(op)) for before, op in updates] == [
                 (f"{stage}B{n}", f"{stage}U{version}") for version, n in enumerate(last, start=1)
             ]
-    period_of(made)
+    period_of(schedule)
     return report
 
 
-def gaps(made: Schedule) -> dict[tuple[int, int], int]:
+def gaps(schedule: Schedule) -> dict[tuple[int, int], int]:
     """By stage and micro-batch, the updates of its rank's copy between its forward and its
     backward, counted op by op.
     """
-    found: dict[tuple[int, int], int] = {}
-    for program in made.programs:
+    gap_of: dict[tuple[int, int], int] = {}
+    for program in schedule.programs:
         version: Counter[int] = Counter()
         for kind, stage, number in program:
             if kind is Kind.F:
-                found[stage, number] = -version[stage]
+                gap_of[stage, number] = -version[stage]
             elif kind is Kind.B:
-                found[stage, number] += version[stage]
+                gap_of[stage, number] += version[stage]
             elif kind is Kind.U:
                 version[stage] += 1
-    return found
+    return gap_of
 
 
 def expected_gap(ahead: int, size: int, number: int) -> int:
@@ -72,21 +72,21 @@ def expected_gap(ahead: int, size: int, number: int) -> int:
     return min(batch, max(0, math.ceil((ahead - 1 - place) / size)))
 
 
-def seconds_per_batch(made: Schedule, f: float = 1, b: float = 2) -> float:
+def seconds_per_batch(schedule: Schedule, f: float = 1, b: float = 2) -> float:
     """Where every rank needs f and b for a micro-batch: seconds from one batch's last op to the
     next one's, on the first stage.
 
     Counted over a dozen batches of each copy in the middle of a long stream; asked of every rank,
     which all must say the same.
     """
-    each = max(map(len, made.stages_of_rank))
-    copies = len(made.ranks_of_stage[0])
-    long = prolonged(made, 40 * copies)
-    line = simulate_schedule(long, Costs(forward=f / each, backward=b / each))
+    stages_per_rank = max(map(len, schedule.stages_of_rank))
+    copies = len(schedule.ranks_of_stage[0])
+    long = prolonged(schedule, 40 * copies)
+    line = simulate_schedule(long, Costs(forward=f / stages_per_rank, backward=b / stages_per_rank))
     ends = {(event.rank, event.op): event.end for event in line.compute if event.op.kind is Kind.U}
-    found = []
+    batch_seconds = []
     for rank, program in enumerate(long.programs):
         updates = [op for op in program if op.kind is Kind.U and op.stage == program[0].stage]
-        found.append((ends[rank, updates[30]] - ends[rank, updates[18]]) / 12)
-    assert found == pytest.approx([found[0]] * len(found))
-    return found[0]
+        batch_seconds.append((ends[rank, updates[30]] - ends[rank, updates[18]]) / 12)
+    assert batch_seconds == pytest.approx([batch_seconds[0]] * len(batch_seconds))
+    return batch_seconds[0]

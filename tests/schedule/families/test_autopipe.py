@@ -16,14 +16,14 @@ from penstock.verify.verify import verify
 
 def test_the_first_micro_batches_run_as_two_halves():
     """1F1B's order, with both halves where the whole was."""
-    made = schedule("autopipe", 3, 3, sliced=1)
-    assert made.slicing.shares == ((0.5, 0.5), (1.0,), (1.0,))
-    assert str(made).splitlines() == [
+    autopipe = schedule("autopipe", 3, 3, sliced=1)
+    assert autopipe.slicing.shares == ((0.5, 0.5), (1.0,), (1.0,))
+    assert str(autopipe).splitlines() == [
         "rank 0 | 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0U1",
         "rank 1 | 1F0 1F1 1F2 1B0 1B1 1F3 1B2 1B3 1U1",
         "rank 2 | 2F0 2F1 2B0 2B1 2F2 2B2 2F3 2B3 2U1",
     ]
-    assert (made.micro_batches, made.slices) == (3, 4)
+    assert (autopipe.micro_batches, autopipe.slices) == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ def test_autopipe_agrees_with_the_oracles(p, m, sliced, makespan):
 )
 def test_as_few_are_cut_as_suffice_for_backwards_of_twice_a_forward(p, m, sliced):
     """Every half costs a kernel launch and fills the device less."""
-    made = schedule("autopipe", p, m)
-    assert made.programs == schedule("autopipe", p, m, sliced=sliced).programs
-    assert (made.slicing is None) == (sliced == 0)
+    autopipe = schedule("autopipe", p, m)
+    assert autopipe.programs == schedule("autopipe", p, m, sliced=sliced).programs
+    assert (autopipe.slicing is None) == (sliced == 0)
 
 
 @given(st.integers(1, 8), st.integers(1, 32), st.integers(0, 8), st.integers(1, 4))
@@ -54,9 +54,9 @@ def test_autopipe_gains_half_the_start_up_exactly_from_the_number_it_says(p, m, 
     finished with the halves.
     """
     sliced = min(sliced, m)
-    made = schedule("autopipe", p, m, sliced=sliced)
+    autopipe = schedule("autopipe", p, m, sliced=sliced)
     plain = (m + p - 1) * (1 + b)
-    makespan = played(made, 1, b).makespan
+    makespan = played(autopipe, 1, b).makespan
     if sliced == m:
         assert makespan <= plain - (p - 1) / 2
         assert sliced < (p - 1) / (2 * b) or makespan == plain - (p - 1) * (1 + b) / 2
@@ -64,7 +64,7 @@ def test_autopipe_gains_half_the_start_up_exactly_from_the_number_it_says(p, m, 
         assert makespan == plain - (p - 1) / 2
     else:
         assert plain - (p - 1) / 2 < makespan <= plain
-    assert verify(made).peak_on_rank == tuple(min(m, p - s) for s in range(p))
+    assert verify(autopipe).peak_on_rank == tuple(min(m, p - s) for s in range(p))
 
 
 def test_with_none_cut_it_is_1f1b():

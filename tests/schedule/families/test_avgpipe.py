@@ -21,10 +21,10 @@ def test_every_forward_comes_after_its_copys_last_update(stages, size):
     needs no second version.
     """
     for pipelines in (2, 3, 4):
-        made = schedule("avgpipe", stages, size, pipelines=pipelines)
-        for stage, program in enumerate(made.programs):
+        avgpipe = schedule("avgpipe", stages, size, pipelines=pipelines)
+        for stage, program in enumerate(avgpipe.programs):
             place = {op: i for i, op in enumerate(program)}
-            for batch in range(pipelines, made.batches):
+            for batch in range(pipelines, avgpipe.batches):
                 update = Op(Kind.U, stage, batch - pipelines + 1)
                 assert all(
                     place[update] < place[Op(Kind.F, stage, n)]
@@ -40,16 +40,16 @@ def test_there_is_no_bubble_where_the_other_copies_batches_fill_the_pipeline(
     """With k = (N - 1)m + 1 in flight; with fewer than p the time is ceil(p / k) times as long,
     which is the best that k can do.
     """
-    made = schedule("avgpipe", stages, size, pipelines=pipelines)
+    avgpipe = schedule("avgpipe", stages, size, pipelines=pipelines)
     most = (pipelines - 1) * size + 1
-    peaks = check_stream(made).peak_in_flight
+    peaks = check_stream(avgpipe).peak_in_flight
     if most >= stages:
         assert peaks == tuple(
             min(2 * (stages - stage) - 1, most - stage) for stage in range(stages)
         )
     else:
         assert peaks == tuple(-(-(stages - stage) * most // stages) for stage in range(stages))
-    assert seconds_per_batch(made) == pytest.approx(3 * size * -(-stages // most))
+    assert seconds_per_batch(avgpipe) == pytest.approx(3 * size * -(-stages // most))
     assert all(one >= other for one, other in pairwise(peaks))
 
 
@@ -61,9 +61,9 @@ def test_with_room_for_it_the_forwards_ahead_are_the_papers():
 
 def test_between_1f1b_and_all_that_a_copy_may_the_forwards_ahead_are_free():
     """The paper tunes them by profiling."""
-    made = schedule("avgpipe", 3, 4, warm_up=(3, 2, 1))
-    assert check_stream(made).peak_in_flight == (3, 2, 1)
-    assert set(gaps(made).values()) == {
+    avgpipe = schedule("avgpipe", 3, 4, warm_up=(3, 2, 1))
+    assert check_stream(avgpipe).peak_in_flight == (3, 2, 1)
+    assert set(gaps(avgpipe).values()) == {
         0,
         1,
     }  # updates of other copies, which are no concern of this one's
@@ -73,7 +73,7 @@ def test_between_1f1b_and_all_that_a_copy_may_the_forwards_ahead_are_free():
         "one more would be of a copy's next batch, before its update; take more pipelines",
     ):
         schedule("avgpipe", 3, 4, warm_up=(6, 2, 1))
-    with pytest.raises(ScheduleError, match="avgpipe would hang: stage 1 wants 2 forwards"):
+    with pytest.raises(ScheduleError, match="avgpipe would deadlock: stage 1 needs 2 forwards"):
         schedule("avgpipe", 2, 4, warm_up=(1, 2))
 
 
@@ -87,7 +87,7 @@ def test_fewer_than_two_pipelines_are_refused(wrong):
 def test_its_batches_are_whole_rounds_of_its_copies():
     """So that the default ends with every copy as often updated as the others."""
     for pipelines in (2, 3, 5):
-        made = schedule("avgpipe", 4, 3, pipelines=pipelines)
-        assert made.batches % pipelines == 0
-        assert made.stream.pipelines == pipelines
-    assert schedules()["avgpipe"].weights == made.stream.weights == "avgpipe"
+        avgpipe = schedule("avgpipe", 4, 3, pipelines=pipelines)
+        assert avgpipe.batches % pipelines == 0
+        assert avgpipe.stream.pipelines == pipelines
+    assert schedules()["avgpipe"].weights == avgpipe.stream.weights == "avgpipe"

@@ -23,9 +23,9 @@ EVICTOR = (
 
 def test_the_first_stage_has_the_order_of_the_literature():
     """The greedy rule: evict the newest when full, load right before the backward."""
-    made = schedule("bpipe", 8, 16)
-    assert " ".join(str(op)[1:] for op in made.programs[0] if op.kind is not Kind.U) == EVICTOR
-    report = verify(made)
+    bpipe = schedule("bpipe", 8, 16)
+    assert " ".join(str(op)[1:] for op in bpipe.programs[0] if op.kind is not Kind.U) == EVICTOR
+    report = verify(bpipe)
     assert report.peak_on_rank == (5, 5, 5, 5, 4, 4, 4, 4)
     assert report.peak_in_flight[:4] == (5, 5, 5, 5)
 
@@ -46,12 +46,12 @@ def test_bpipe_takes_the_time_of_1f1b_and_no_rank_holds_more_than_the_bound(p, m
     """ceil((p + 2)/2) micro-batches on every evictor that would hold more, and never more on its
     partner.
     """
-    made = schedule("bpipe", p, m, ratio=ratio)
+    bpipe = schedule("bpipe", p, m, ratio=ratio)
     bound = -(-(p + 2) // 2)
-    peaks = check_laws(made).peak_on_rank
+    peaks = check_laws(bpipe).peak_on_rank
     assert peaks[: p // 2] == tuple(min(m, p - x, bound) for x in range(p // 2))
     assert max(peaks) <= bound
-    assert played(made, 1, ratio).makespan == (m + p - 1) * (1 + ratio)
+    assert played(bpipe, 1, ratio).makespan == (m + p - 1) * (1 + ratio)
 
 
 @given(
@@ -65,10 +65,10 @@ def test_other_backwards_or_slower_links_do_not_hold_it_up_either(p, m, b_and_c)
     travel at b = 2f.
     """
     b, travel = b_and_c
-    made = schedule("bpipe", p, m)
+    bpipe = schedule("bpipe", p, m)
     if travel == 0:
-        assert played(made, 1, b).makespan == (m + p - 1) * (1 + b)
-    assert played(made, 1, 2, handing=travel * 1.5).makespan == (m + p - 1) * 3
+        assert played(bpipe, 1, b).makespan == (m + p - 1) * (1 + b)
+    assert played(bpipe, 1, 2, handing=travel * 1.5).makespan == (m + p - 1) * 3
 
 
 @given(st.integers(4, 10), st.integers(1, 24), st.sampled_from([1, 1.5, 2]))
@@ -88,12 +88,12 @@ def test_what_travels_is_one_micro_batch_more(p, m, ratio):
 @settings(deadline=None, max_examples=40)
 def test_but_for_evictions_and_loads_it_is_1f1b(p, m):
     """Balance is all that it adds; below 4 stages there is nothing to balance."""
-    made, plain = schedule("bpipe", p, m), schedule("1f1b", p, m)
+    bpipe, plain = schedule("bpipe", p, m), schedule("1f1b", p, m)
     assert (
-        tuple(tuple(op for op in row if op.kind not in HANDING) for row in made.programs)
+        tuple(tuple(op for op in row if op.kind not in HANDING) for row in bpipe.programs)
         == plain.programs
     )
-    handed = [op for op in made.ops if op.kind in HANDING]
+    handed = [op for op in bpipe.ops if op.kind in HANDING]
     assert bool(handed) == (p >= 4 and m > -(-(p + 2) // 2))
     assert all(op.stage < p // 2 for op in handed)
 

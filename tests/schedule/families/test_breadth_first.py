@@ -50,11 +50,11 @@ def test_breadth_first_takes_interleaveds_time_where_the_ring_is_full(p, v, m, f
     """m(f + b) + (p - 1)(f + b)/v for m >= p; below, a rank waits in every round for the ring to
     come round.
     """
-    made = schedule("breadth-first", v * p, m, chunks=v, backward_order=order)
-    report = check_laws(made) if order == "forward" else verify(made)
+    breadth_first = schedule("breadth-first", v * p, m, chunks=v, backward_order=order)
+    report = check_laws(breadth_first) if order == "forward" else verify(breadth_first)
     assert report.peak_on_rank == (m * v,) * p
-    assert made.ranks_of_stage == tuple((rank,) for rank in ring(v * p, p))
-    assert simulate_schedule(made, Costs(forward=f, backward=b)).makespan == (
+    assert breadth_first.ranks_of_stage == tuple((rank,) for rank in ring(v * p, p))
+    assert simulate_schedule(breadth_first, Costs(forward=f, backward=b)).makespan == (
         (v - 1) * max(m, p) + m + p - 1
     ) * (f + b)
 
@@ -76,15 +76,15 @@ def test_every_stage_works_in_one_stretch_forward_and_one_backward(order):
 @settings(deadline=None, max_examples=30)
 def test_breadth_first_with_one_stage_on_every_rank_is_gpipe(p, m, order):
     """The same idea, before stages shared ranks."""
-    made = schedule("breadth-first", p, m, chunks=1, backward_order=order)
-    assert made.programs == schedule("gpipe", p, m, backward_order=order).programs
+    breadth_first = schedule("breadth-first", p, m, chunks=1, backward_order=order)
+    assert breadth_first.programs == schedule("gpipe", p, m, backward_order=order).programs
 
 
 def test_breadth_first_in_reverse_runs_the_last_micro_batch_back_first():
     """torch's ScheduleLoopedBFS, for those who compare with it (LITERATURE 6.2)."""
-    made = schedule("breadth-first", 4, 2, backward_order="reverse")
-    assert str(made).splitlines()[0] == "rank 0 | 0F0 0F1 2F0 2F1 2B1 2B0 2U1 0B1 0B0 0U1"
-    assert [op.micro_batch for op in made.ops if op.kind is Kind.B] == [1, 0] * 4
+    breadth_first = schedule("breadth-first", 4, 2, backward_order="reverse")
+    assert str(breadth_first).splitlines()[0] == "rank 0 | 0F0 0F1 2F0 2F1 2B1 2B0 2U1 0B1 0B0 0U1"
+    assert [op.micro_batch for op in breadth_first.ops if op.kind is Kind.B] == [1, 0] * 4
 
 
 def test_torchs_own_looped_bfs_has_the_same_order():
@@ -111,8 +111,8 @@ def test_numbers_and_words_that_breadth_first_does_not_take_are_refused():
     """Each message has what was given and what is taken."""
     with pytest.raises(
         ScheduleError,
-        match="breadth-first with chunks=3 holds 3 stages on every rank, so it takes a multiple of 3 "
-        "stages, not 8: say 6 or 9, or other chunks",
+        match="breadth-first with chunks=3 has 3 stages on every rank, so it takes a multiple of 3 "
+        "stages, not 8: use 6 or 9, or another value of chunks",
     ):
         schedule("breadth-first", 8, 8, chunks=3)
     with pytest.raises(ScheduleError, match="breadth-first needs at least 1 of chunks and got -2"):

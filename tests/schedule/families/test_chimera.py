@@ -61,9 +61,11 @@ sizes = st.tuples(
 )
 def test_chimera_has_the_published_order(m, options, order):
     """The paper's figures, to the op: 0, 1, 4, 5 go down the ranks, 2, 3, 6, 7 up."""
-    made = schedule("chimera", 4, m, **options)
-    assert [" ".join(op[1:] for op in row) for row in without_updates(made)] == order.splitlines()
-    for (stage, micro_batch), rank in made.placement.items():
+    chimera = schedule("chimera", 4, m, **options)
+    assert [
+        " ".join(op[1:] for op in row) for row in without_updates(chimera)
+    ] == order.splitlines()
+    for (stage, micro_batch), rank in chimera.placement.items():
         assert rank == (stage if micro_batch % 4 < 2 else 3 - stage)
 
 
@@ -102,24 +104,24 @@ def test_chimera_holds_the_published_numbers_of_micro_batches(p, peaks):
 def test_direct_concatenation_keeps_its_formulas_with_a_last_unit_of_any_size(size):
     """The docstring's facts, where p does not divide m too."""
     p, m = size
-    made = schedule("chimera", p, m)
+    chimera = schedule("chimera", p, m)
     units = -(-m // p)
     lack = units * p - m
-    assert played(made, 1, 1).makespan == 2 * m + p - 2 + lack
-    assert played(made, 1, 2).makespan == 3 * m + (units + 1) * (p - 2) + lack - (
+    assert played(chimera, 1, 1).makespan == 2 * m + p - 2 + lack
+    assert played(chimera, 1, 2).makespan == 3 * m + (units + 1) * (p - 2) + lack - (
         units > 1 and lack > 0
     )
     held = tuple(min(m, min(m, p) // 2 + 1 + min(rank, p - 1 - rank)) for rank in range(p))
-    assert check_copies(made).peak_on_rank == held
+    assert check_copies(chimera).peak_on_rank == held
 
 
 @given(st.integers(1, 4).map(lambda half: 2 * half), st.integers(1, 4))
 @settings(deadline=None, max_examples=30)
 def test_forward_doubling_keeps_its_formulas(p, units):
     """Half a bubble less than two direct units, for half as much memory again."""
-    made = schedule("chimera", p, 2 * p * units, concatenation="doubling")
-    assert played(made).makespan == 6 * p * units + 1.5 * (p - 2)
-    assert check_copies(made).peak_on_rank == tuple(
+    chimera = schedule("chimera", p, 2 * p * units, concatenation="doubling")
+    assert played(chimera).makespan == 6 * p * units + 1.5 * (p - 2)
+    assert check_copies(chimera).peak_on_rank == tuple(
         3 * p // 2 + 1 + min(rank, p - 1 - rank) for rank in range(p)
     )
 
@@ -130,22 +132,24 @@ def test_copies_meet_as_early_as_costs_nothing(size, update_s, b):
     """The paper's eager synchronisation, only where bubbles hide it: never later than with all
     meetings at the end.
     """
-    made = schedule("chimera", *size)
+    chimera = schedule("chimera", *size)
     programs = []
-    for program in made.programs:
+    for program in chimera.programs:
         updates = sorted((op for op in program if op.kind is Kind.U), key=lambda op: -op.stage)
         programs.append((*(op for op in program if op.kind is not Kind.U), *updates))
-    late = replace(made, programs=tuple(programs))
-    assert played(made, 1, b, u=update_s).makespan <= played(late, 1, b, u=update_s).makespan + 1e-9
+    late = replace(chimera, programs=tuple(programs))
+    assert (
+        played(chimera, 1, b, u=update_s).makespan <= played(late, 1, b, u=update_s).makespan + 1e-9
+    )
 
 
 def test_a_meeting_is_hidden_where_there_is_a_bubble():
     """On the outer ranks the late stage is done before the early one's last gradients come: 2 of 4
     seconds are free.
     """
-    made = schedule("chimera", 4, 4)
-    assert str(made).splitlines()[0] == "rank 0 | 0F0 0F1 3F2 3B2 3F3 3B3 3U1 0B0 0B1 0U1"
-    assert played(made, u=2).makespan == played(made).makespan + 4 - 2
+    chimera = schedule("chimera", 4, 4)
+    assert str(chimera).splitlines()[0] == "rank 0 | 0F0 0F1 3F2 3B2 3F3 3B3 3U1 0B0 0B1 0U1"
+    assert played(chimera, u=2).makespan == played(chimera).makespan + 4 - 2
 
 
 @pytest.mark.parametrize(

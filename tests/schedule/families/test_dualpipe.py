@@ -9,7 +9,7 @@ from tests.schedule.families.laws import check_copies, played
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.placement import both_ways
+from penstock.schedule.placement import bidirectional
 
 #: LITERATURE 11.3, p = 4, m = 8: d down the ranks, u up; `&` joins a pair.
 ORDER = """\
@@ -33,7 +33,7 @@ def test_dualpipe_has_the_published_order():
     """DeepSeek's eight steps, to the op and to the pair; the n-th micro-batch down is 2n, the n-th
     up is 2n + 1.
     """
-    for rank, (line, found) in enumerate(
+    for rank, (line, program) in enumerate(
         zip(ORDER.splitlines(), str(schedule("dualpipe", 4, 8)).splitlines(), strict=True)
     ):
         ways = {"d": (rank, 0), "u": (3 - rank, 1)}
@@ -44,14 +44,14 @@ def test_dualpipe_has_the_published_order():
             )
             for word in line.split()
         ]
-        assert [word for word in found.partition("| ")[2].split() if "U" not in word] == words
+        assert [word for word in program.partition("| ")[2].split() if "U" not in word] == words
 
 
 @pytest.mark.parametrize(("p", "m", "makespan", "ratio"), ROWS)
 def test_dualpipe_agrees_with_the_table_of_the_literature(p, m, makespan, ratio):
     """The oracle was made by another simulator."""
-    made = schedule("dualpipe", p, m)
-    line = played(made)
+    dualpipe = schedule("dualpipe", p, m)
+    line = played(dualpipe)
     assert line.makespan == makespan
     assert line.bubble_ratio == pytest.approx(ratio, abs=5e-5)
 
@@ -63,12 +63,12 @@ def test_dualpipe_keeps_its_formulas(half, more, unit):
     stage.
     """
     p, m = 2 * half, 4 * half + 2 * more
-    made = schedule("dualpipe", p, m)
-    assert played(made, unit, 2 * unit).makespan == unit * (3 * m + (p // 2 - 1) * (3 + 2 - 3))
-    assert check_copies(made).peak_on_rank == (p + 1,) * p
-    ways = both_ways(p)
-    assert made.placement == {
-        (s, m): ways[m % 2][s] for s in range(p) for m in range(made.micro_batches)
+    dualpipe = schedule("dualpipe", p, m)
+    assert played(dualpipe, unit, 2 * unit).makespan == unit * (3 * m + (p // 2 - 1) * (3 + 2 - 3))
+    assert check_copies(dualpipe).peak_on_rank == (p + 1,) * p
+    ways = bidirectional(p)
+    assert dualpipe.placement == {
+        (s, m): ways[m % 2][s] for s in range(p) for m in range(dualpipe.micro_batches)
     }
 
 

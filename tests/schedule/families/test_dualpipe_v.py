@@ -29,7 +29,7 @@ Fd0 Fu0 Fd1 Fu1 Fd2 Bu0 Fu2&Bd0 Fd3&Bu1 Fu3&Bd1 Bu2 Bd2 Iu3 Id3 Wu3 Wd3"""
 
 def test_dualpipe_v_has_the_published_order():
     """DeepSeek's eight steps, to the op and to the pair."""
-    for rank, (line, found) in enumerate(
+    for rank, (line, program) in enumerate(
         zip(ORDER.splitlines(), str(schedule("dualpipe-v", 4, 4)).splitlines(), strict=True)
     ):
         stage = {"d": rank, "u": 3 - rank}
@@ -37,7 +37,7 @@ def test_dualpipe_v_has_the_published_order():
             "&".join(f"{stage[op[1]]}{op[0]}{op[2:]}" for op in word.split("&"))
             for word in line.split()
         ]
-        assert [word for word in found.partition("| ")[2].split() if "U" not in word] == words
+        assert [word for word in program.partition("| ")[2].split() if "U" not in word] == words
 
 
 def test_torchs_own_dualpipe_v_has_the_same_order():
@@ -55,9 +55,9 @@ def test_torchs_own_dualpipe_v_has_the_same_order():
                 pp_group_size=p,
                 _n_microbatches=m,
             )
-            made = schedule("dualpipe-v", 2 * p, m)
-            pairs = {tuple(map(str, pair)) for pair in made.pairs}
-            for rank, row in enumerate(without_updates(made)):
+            dualpipe_v = schedule("dualpipe-v", 2 * p, m)
+            pairs = {tuple(map(str, pair)) for pair in dualpipe_v.pairs}
+            for rank, row in enumerate(without_updates(dualpipe_v)):
                 actions = [
                     each
                     for each in ScheduleDualPipeV._calculate_single_rank_operations(theirs, rank)
@@ -75,11 +75,11 @@ def test_torchs_own_dualpipe_v_has_the_same_order():
 @pytest.mark.parametrize(("p", "m", "makespan", "ratio"), ROWS)
 def test_dualpipe_v_agrees_with_the_table_of_the_literature(p, m, makespan, ratio):
     """The oracle was made by another simulator, with FB = f + b."""
-    made = schedule("dualpipe-v", 2 * p, m)
-    line = played(made, 0.5, 1)
+    dualpipe_v = schedule("dualpipe-v", 2 * p, m)
+    line = played(dualpipe_v, 0.5, 1)
     assert line.makespan == makespan
     assert line.bubble_ratio == pytest.approx(ratio, abs=5e-5)
-    assert whole_stage_peaks(verify(made), 2) == (p + 0.5,) * p
+    assert whole_stage_peaks(verify(dualpipe_v), 2) == (p + 0.5,) * p
 
 
 @pytest.mark.parametrize("p", range(1, 9))
@@ -88,18 +88,18 @@ def test_a_pair_waits_for_both_of_its_inputs(p):
     it, ZB-V's (p - 1)f.
     """
     for m in (2 * p, 2 * p + 3, 4 * p):
-        made = schedule("dualpipe-v", 2 * p, m)
-        assert played(made).makespan == 6 * m + (p - 1) * (3 + 2 - 3)
-        assert played(replace(made, pairs=frozenset())).makespan == 6 * m + p - 1
+        dualpipe_v = schedule("dualpipe-v", 2 * p, m)
+        assert played(dualpipe_v).makespan == 6 * m + (p - 1) * (3 + 2 - 3)
+        assert played(replace(dualpipe_v, pairs=frozenset())).makespan == 6 * m + p - 1
 
 
 @given(st.integers(1, 7), st.integers(0, 12))
 @settings(deadline=None, max_examples=40)
 def test_dualpipe_v_is_sound_and_holds_2p_plus_1_half_stages(p, more):
     """One half stage more than ZB-V."""
-    made = schedule("dualpipe-v", 2 * p, 2 * p + more)
-    assert check_split(made).peak_on_rank == (2 * p + 1,) * p
-    assert made.ranks_of_stage == tuple((rank,) for rank in vee(2 * p, p))
+    dualpipe_v = schedule("dualpipe-v", 2 * p, 2 * p + more)
+    assert check_split(dualpipe_v).peak_on_rank == (2 * p + 1,) * p
+    assert dualpipe_v.ranks_of_stage == tuple((rank,) for rank in vee(2 * p, p))
 
 
 def test_numbers_that_dualpipe_v_does_not_take_are_refused():
@@ -111,7 +111,7 @@ def test_numbers_that_dualpipe_v_does_not_take_are_refused():
         schedule("dualpipe-v", 8, 7)
     with pytest.raises(
         ScheduleError,
-        match=r"dualpipe-v goes down .* an even number of stages and got 5; ask for 4 or 6$",
+        match=r"dualpipe-v goes down .* an even number of stages and got 5; use 4 or 6$",
     ):
         schedule("dualpipe-v", 5, 16)
 

@@ -36,9 +36,11 @@ def test_the_other_published_names_make_the_same_schedule(alias):
 @settings(deadline=None, max_examples=60)
 def test_eager_1f1b_takes_1f1bs_time_on_free_links_with_up_to_twice_as_many_in_flight(p, m, f, b):
     """What it costs: memory, and nothing else."""
-    made = schedule("eager-1f1b", p, m)
-    assert check_laws(made).peak_in_flight == tuple(min(m, 2 * (p - s) - 1) for s in range(p))
-    assert simulate_schedule(made, Costs(forward=f, backward=b)).makespan == (m + p - 1) * (f + b)
+    eager_1f1b = schedule("eager-1f1b", p, m)
+    assert check_laws(eager_1f1b).peak_in_flight == tuple(min(m, 2 * (p - s) - 1) for s in range(p))
+    assert simulate_schedule(eager_1f1b, Costs(forward=f, backward=b)).makespan == (m + p - 1) * (
+        f + b
+    )
 
 
 @pytest.mark.parametrize(("c", "makespan"), [(1, 63), (1.5, 66), (2, 75)])

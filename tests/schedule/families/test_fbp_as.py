@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.schedule.families.laws import check_laws, played
 
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.graph import build
+from penstock.schedule.graph import build_graph
 from penstock.schedule.op import Kind
 
 sizes = given(st.integers(1, 8), st.integers(1, 32))
@@ -20,10 +20,10 @@ def test_fbp_as_takes_the_published_time_when_ops_alone_have_the_stage_to_themse
     """(M + N - 1)(F + B), Zhao et al. 2020; a stage holds twice as many as with 1F1B: 2(N - i + 1),
     i from 1.
     """
-    made = schedule("fbp-as", p, m)
-    assert check_laws(made).peak_in_flight == tuple(min(m, 2 * (p - s)) for s in range(p))
+    fbp_as = schedule("fbp-as", p, m)
+    assert check_laws(fbp_as).peak_in_flight == tuple(min(m, 2 * (p - s)) for s in range(p))
     for f, b in ((1, 2), (3, 1), (2, 2)):
-        assert played(made, f, b).makespan == (m + p - 1) * (f + b)
+        assert played(fbp_as, f, b).makespan == (m + p - 1) * (f + b)
 
 
 @sizes
@@ -32,9 +32,9 @@ def test_fbp_as_at_fixed_shares_takes_a_pipeline_of_twice_the_length(p, m):
     """(M + 2N - 1)(F + B), LITERATURE 4.3: one slot of F + B for every op or pair, since a stage is
     a slot each way.
     """
-    made = schedule("fbp-as", p, m)
-    paired = {op for pair in made.pairs for op in pair}
-    rows = build(made).events(
+    fbp_as = schedule("fbp-as", p, m)
+    paired = {op for pair in fbp_as.pairs for op in pair}
+    rows = build_graph(fbp_as).events(
         lambda _, op: 0 if op.kind is Kind.U else 0.5 if op in paired else 1, lambda *_: 0
     )
     assert max(end for _, _, _, end, *_ in rows) == m + 2 * p - 1
@@ -42,15 +42,17 @@ def test_fbp_as_at_fixed_shares_takes_a_pipeline_of_twice_the_length(p, m):
 
 def test_every_stage_pairs_all_it_can():
     """What is alone is so because its partner is not there yet, or no more."""
-    made = schedule("fbp-as", 3, 8)
-    assert [len([pair for pair in made.pairs if pair[0].stage == stage]) for stage in range(3)] == [
+    fbp_as = schedule("fbp-as", 3, 8)
+    assert [
+        len([pair for pair in fbp_as.pairs if pair[0].stage == stage]) for stage in range(3)
+    ] == [
         3,
         5,
         7,
     ]
-    assert {(one.kind, other.kind) for one, other in made.pairs} == {(Kind.F, Kind.B)}
+    assert {(one.kind, other.kind) for one, other in fbp_as.pairs} == {(Kind.F, Kind.B)}
     assert (
-        str(made).splitlines()[0]
+        str(fbp_as).splitlines()[0]
         == "rank 0 | 0F0 0F1 0F2 0F3 0F4 0F5&0B0 0F6&0B1 0F7&0B2 0B3 0B4 0B5 0B6 0B7 0U1"
     )
 

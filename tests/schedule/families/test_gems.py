@@ -31,10 +31,10 @@ def test_gems_agrees_with_the_oracles(p, m, makespan):
 @settings(deadline=None, max_examples=60)
 def test_gems_keeps_its_formula_and_holds_one_micro_batch(p, m, f, more):
     """Odd numbers of stages and of micro-batches too; the last micro-batch is then alone."""
-    made = schedule("gems", p, m)
+    gems = schedule("gems", p, m)
     b = f + more
-    assert played(made, f, b).makespan == m * (f + p * b) + (p - 1) * f
-    assert check_copies(made).peak_on_rank == (1,) * p
+    assert played(gems, f, b).makespan == m * (f + p * b) + (p - 1) * f
+    assert check_copies(gems).peak_on_rank == (1,) * p
 
 
 def test_the_bubble_nears_the_published_ratio():

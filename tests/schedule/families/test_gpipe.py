@@ -27,9 +27,11 @@ def test_gpipe_runs_backwards_in_the_order_of_the_forwards():
 
 def test_gpipe_in_reverse_runs_the_last_micro_batch_back_first():
     """torchgpipe's order, for those who compare with it (LITERATURE 2.1)."""
-    made = schedule("gpipe", 2, 3, backward_order="reverse")
-    assert str(made) == "rank 0 | 0F0 0F1 0F2 0B2 0B1 0B0 0U1\nrank 1 | 1F0 1F1 1F2 1B2 1B1 1B0 1U1"
-    assert made.options == (("backward_order", "reverse"),)
+    gpipe = schedule("gpipe", 2, 3, backward_order="reverse")
+    assert (
+        str(gpipe) == "rank 0 | 0F0 0F1 0F2 0B2 0B1 0B0 0U1\nrank 1 | 1F0 1F1 1F2 1B2 1B1 1B0 1U1"
+    )
+    assert gpipe.options == (("backward_order", "reverse"),)
 
 
 def test_gpipe_in_an_unknown_order_is_refused():

@@ -26,10 +26,10 @@ SLOW_BACKWARDS = [(4, 1, 4, 18), (4, 2, 4, 15.25), (4, 4, 4, 13.625), (8, 1, 8, 
                   (4, 1, 8, 32.5)]  # fmt: skip
 
 
-def seconds(made, waves, f, b):
+def seconds(schedule, waves, f, b):
     """Makespan with f and b per rank."""
     return simulate_schedule(
-        made, Costs(forward=f / (2 * waves), backward=b / (2 * waves))
+        schedule, Costs(forward=f / (2 * waves), backward=b / (2 * waves))
     ).makespan
 
 
@@ -62,8 +62,8 @@ def test_hanayo_with_several_waves_ordered_for_equal_times_is_faster_in_one_unit
 @settings(deadline=None, max_examples=40)
 def test_with_one_wave_the_order_made_for_slow_backwards_is_never_slower_with_them(p, m):
     """What `ratio` is for; it may hold more micro-batches."""
-    plain, made = (schedule("hanayo", 2 * p, m, ratio=ratio) for ratio in (1, 2))
-    assert seconds(made, 1, 1, 2) <= seconds(plain, 1, 1, 2)
+    plain, slow_backward = (schedule("hanayo", 2 * p, m, ratio=ratio) for ratio in (1, 2))
+    assert seconds(slow_backward, 1, 1, 2) <= seconds(plain, 1, 1, 2)
 
 
 @pytest.mark.parametrize("waves", [1, 2, 4])
@@ -73,13 +73,13 @@ def test_the_bubble_shrinks_with_the_waves(p, waves):
     other m pay for the gap.
     """
     for m in (*range(1, p + 2), 2 * p, 3 * p):
-        made = schedule("hanayo", 2 * waves * p, m, waves=waves)
-        lacking = -m % p
-        assert seconds(made, waves, 1, 1) == pytest.approx(
-            2 * m + (p - 1) / waves + lacking * (2 - 1 / waves)
+        hanayo = schedule("hanayo", 2 * waves * p, m, waves=waves)
+        missing = -m % p
+        assert seconds(hanayo, waves, 1, 1) == pytest.approx(
+            2 * m + (p - 1) / waves + missing * (2 - 1 / waves)
         )
-        if lacking == 0:
-            ratio = simulate_schedule(made, Costs(forward=1, backward=1)).bubble_ratio
+        if missing == 0:
+            ratio = simulate_schedule(hanayo, Costs(forward=1, backward=1)).bubble_ratio
             assert ratio == pytest.approx((p - 1) / (2 * waves * m + p - 1))
 
 
@@ -89,9 +89,9 @@ def test_no_rank_holds_more_than_p_micro_batches(p, waves, m):
     """In whole ranks' worth of stages: a micro-batch that passed all 2W stages of a rank counts as
     one.
     """
-    made = schedule("hanayo", 2 * waves * p, m, waves=waves)
-    assert max(check_laws(made).peak_on_rank) == 2 * waves * min(m, p)
-    assert made.ranks_of_stage == tuple((rank,) for rank in zigzag(2 * waves * p, p))
+    hanayo = schedule("hanayo", 2 * waves * p, m, waves=waves)
+    assert max(check_laws(hanayo).peak_on_rank) == 2 * waves * min(m, p)
+    assert hanayo.ranks_of_stage == tuple((rank,) for rank in zigzag(2 * waves * p, p))
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 10), st.floats(0.05, 20))
@@ -105,8 +105,8 @@ def test_stages_that_make_no_whole_waves_are_refused():
     """The last wave would not come back to the first rank."""
     with pytest.raises(
         ScheduleError,
-        match="hanayo with waves=2 holds 4 stages on every rank, so it takes a multiple of 4 stages, "
-        "not 6: say 4 or 8, or other waves",
+        match="hanayo with waves=2 has 4 stages on every rank, so it takes a multiple of 4 stages, "
+        "not 6: use 4 or 8, or another value of waves",
     ):
         schedule("hanayo", 6, 4, waves=2)
     with pytest.raises(ScheduleError, match=r"hanayo needs at least 1 of waves and got 1\.5"):

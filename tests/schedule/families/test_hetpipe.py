@@ -23,23 +23,25 @@ from penstock.schedule.stream import Waves
 @settings(deadline=None, max_examples=40)
 def test_batches_go_to_the_virtual_workers_in_turn(stages, size, workers, in_flight, distance):
     """Each on ranks of its own, in the order of PipeDream, with versions of its own."""
-    made = schedule(
+    hetpipe = schedule(
         "hetpipe", stages, size, virtual_workers=workers, in_flight=in_flight, distance=distance
     )
-    check_stream(made)
-    assert made.placement == {
-        (s, n): n // size % workers * stages + s for s in range(stages) for n in range(made.slices)
+    check_stream(hetpipe)
+    assert hetpipe.placement == {
+        (s, n): n // size % workers * stages + s
+        for s in range(stages)
+        for n in range(hetpipe.slices)
     }
-    assert made.batches % workers == 0
-    assert made.stream.waves == Waves(in_flight or stages, distance)
+    assert hetpipe.batches % workers == 0
+    assert hetpipe.stream.waves == Waves(in_flight or stages, distance)
     one = schedule(
         "pipedream",
         stages,
         size,
-        batches=made.batches // workers,
+        batches=hetpipe.batches // workers,
         warm_up=[
             sum(op.kind is Kind.F for op in row[: row.index(Op(Kind.B, s, 0))])
-            for s, row in enumerate(made.programs[:stages])
+            for s, row in enumerate(hetpipe.programs[:stages])
         ],
     )
 
@@ -53,53 +55,53 @@ def test_batches_go_to_the_virtual_workers_in_turn(stages, size, workers, in_fli
             )
         )
 
-    for rank, row in enumerate(made.programs):
+    for rank, row in enumerate(hetpipe.programs):
         assert tuple(map(own, row)) == one.programs[rank % stages]
 
 
 @pytest.mark.parametrize("stages", range(1, 6))
 @pytest.mark.parametrize("in_flight", range(1, 8))
 def test_no_micro_batch_lacks_more_of_its_own_than_the_local_bound(stages, in_flight):
-    """s_local = N_m - 1 (Park et al. 2020): N_m batches are in flight, and each lacks the others at
-    most.
+    """s_local = N_m - 1 (Park et al. 2020): N_m batches are in flight, and at most the
+    others are missing in the weights of each.
     """
-    made = schedule("hetpipe", stages, 1, in_flight=in_flight)
-    found = gaps(made)
-    assert max(found.values()) == in_flight - 1
+    hetpipe = schedule("hetpipe", stages, 1, in_flight=in_flight)
+    gap_of = gaps(hetpipe)
+    assert max(gap_of.values()) == in_flight - 1
     ahead = [
         in_flight - s if in_flight >= stages else -(-(stages - s) * in_flight // stages)
         for s in range(stages)
     ]
-    assert check_stream(made).peak_in_flight == tuple(ahead)
-    assert found == {
-        (stage, n): expected_gap(ahead[stage], 1, n // 2) for stage, n in made.placement
+    assert check_stream(hetpipe).peak_in_flight == tuple(ahead)
+    assert gap_of == {
+        (stage, n): expected_gap(ahead[stage], 1, n // 2) for stage, n in hetpipe.placement
     }
 
 
-def contained(made, rank, stage, place):
+def contained(schedule, rank, stage, place):
     """How many of every other virtual worker's batches are in the weights that the F at this place
     reads, by the words of waves.
     """
-    waves = made.stream.waves
-    updates = sum(op.kind is Kind.U and op.stage == stage for op in made.programs[rank][:place])
+    waves = schedule.stream.waves
+    updates = sum(op.kind is Kind.U and op.stage == stage for op in schedule.programs[rank][:place])
     return max(0, updates // waves.length - waves.distance) * waves.length
 
 
 @pytest.mark.parametrize("distance", range(4))
 @pytest.mark.parametrize(("stages", "in_flight"), [(1, 1), (2, 2), (4, 4), (2, 5), (4, 2), (3, 4)])
 def test_no_micro_batch_lacks_more_of_the_others_than_the_global_bound(stages, in_flight, distance):
-    """s_global = (D + 1)(s_local + 1) + s_local - 1: minibatch q has all of everyone's 1 to q -
-    (s_global + 1). On the first stage of a full pipeline it has no more when it lacks the most: the
-    bound is tight.
+    """s_global = (D + 1)(s_local + 1) + s_local - 1: the weights of minibatch q contain 1 to q -
+    (s_global + 1) of all workers. On the first stage of a full pipeline they contain no more in the
+    worst case: the bound is tight.
     """
-    made = schedule("hetpipe", stages, 1, in_flight=in_flight, distance=distance, batches=2 * 40)
+    hetpipe = schedule("hetpipe", stages, 1, in_flight=in_flight, distance=distance, batches=2 * 40)
     bound = (distance + 1) * in_flight + in_flight - 1 - 1
     spare = []
-    for rank, row in enumerate(made.programs):
+    for rank, row in enumerate(hetpipe.programs):
         for place, (kind, stage, number) in enumerate(row):
             if kind is Kind.F:
                 q = number // 2 + 1
-                spare.append(contained(made, rank, stage, place) - max(0, q - (bound + 1)))
+                spare.append(contained(hetpipe, rank, stage, place) - max(0, q - (bound + 1)))
     assert min(spare) == 0
 
 
@@ -107,9 +109,9 @@ def test_the_papers_example_of_the_global_bound():
     """LITERATURE 5.5: with D = 0 and s_local = 3, minibatch 11 must contain everyone's 1 to 4; it
     has those and no more.
     """
-    made = schedule("hetpipe", 4, 1, batches=40)
-    place = made.programs[0].index(Op(Kind.F, 0, 2 * 10))
-    assert contained(made, 0, 0, place) == 4
+    hetpipe = schedule("hetpipe", 4, 1, batches=40)
+    place = hetpipe.programs[0].index(Op(Kind.F, 0, 2 * 10))
+    assert contained(hetpipe, 0, 0, place) == 4
 
 
 @pytest.mark.parametrize(
@@ -121,11 +123,11 @@ def test_virtual_workers_have_no_bubble_with_as_many_in_flight_as_stages(
     stages, size, in_flight, distance
 ):
     """And all of them work at the same time; with fewer in flight, stages take turns."""
-    made = schedule(
+    hetpipe = schedule(
         "hetpipe", stages, size, in_flight=in_flight, distance=distance, virtual_workers=3
     )
     few = -(-stages // min(stages, in_flight or stages))
-    assert seconds_per_batch(made) == pytest.approx(3 * size * few)
+    assert seconds_per_batch(hetpipe) == pytest.approx(3 * size * few)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_virtual_workers_have_no_bubble_with_as_many_in_flight_as_stages(
     ],
 )
 def test_numbers_that_make_no_waves_are_refused(option, wrong, least):
-    """A distance below 0 would wait for waves that nobody has begun."""
+    """A distance below 0 would wait for waves that no worker has begun."""
     with pytest.raises(
         ScheduleError, match=f"hetpipe takes {option} of {least} or more, not {wrong!r}"
     ):

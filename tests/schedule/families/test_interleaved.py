@@ -76,20 +76,20 @@ def test_the_bubble_shrinks_with_the_stages_of_a_rank_for_every_group_that_is_ta
 ):
     """(p - 1)(f + b)/v, at (v - 1)g more in flight: the bargain of Megatron-LM's virtual stages."""
     try:
-        made = schedule("interleaved", v * p, m, chunks=v, group=group)
+        interleaved = schedule("interleaved", v * p, m, chunks=v, group=group)
     except ScheduleError:
         assert m < p or (group is not None and (not p <= group <= m or 0 < m % group < p))
         return
     size = group or next(g for g in range(p, m + 1) if m % g == 0 or m % g >= p)
-    assert check_laws(made).peak_on_rank == tuple(
+    assert check_laws(interleaved).peak_on_rank == tuple(
         min(m * v, 2 * (p - r - 1) + (v - 1) * size + 1) for r in range(p)
     )
-    assert [made.ranks_of_stage[stage] for stage in range(v * p)] == [
+    assert [interleaved.ranks_of_stage[stage] for stage in range(v * p)] == [
         (rank,) for rank in ring(v * p, p)
     ]
-    assert simulate_schedule(made, Costs(forward=f, backward=b)).makespan == (m * v + p - 1) * (
-        f + b
-    )
+    assert simulate_schedule(interleaved, Costs(forward=f, backward=b)).makespan == (
+        m * v + p - 1
+    ) * (f + b)
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
@@ -106,8 +106,11 @@ def test_interleaved_with_one_stage_on_every_rank_is_eager_1f1b(p, m):
 )
 def test_the_least_group_that_leaves_none_too_small_is_taken(ranks, micro_batches, size):
     """The least memory; p where p divides m, as in the paper."""
-    made = schedule("interleaved", 2 * ranks, micro_batches)
-    assert made.programs == schedule("interleaved", 2 * ranks, micro_batches, group=size).programs
+    interleaved = schedule("interleaved", 2 * ranks, micro_batches)
+    assert (
+        interleaved.programs
+        == schedule("interleaved", 2 * ranks, micro_batches, group=size).programs
+    )
 
 
 @pytest.mark.parametrize("group", [3, 5, 9, 0, True, "4", 4.0])
@@ -130,11 +133,11 @@ def test_fewer_micro_batches_than_ranks_are_refused():
 
 
 def test_stages_that_the_ranks_cannot_share_evenly_are_refused():
-    """The rank of a stage would not be told by its number."""
+    """The number of a stage would not determine its rank."""
     with pytest.raises(
         ScheduleError,
-        match="interleaved with chunks=2 holds 2 stages on every rank, so it takes a multiple of 2 "
-        "stages, not 7: say 6 or 8, or other chunks",
+        match="interleaved with chunks=2 has 2 stages on every rank, so it takes a multiple of 2 "
+        "stages, not 7: use 6 or 8, or another value of chunks",
     ):
         schedule("interleaved", 7, 8)
     with pytest.raises(ScheduleError, match="interleaved needs at least 1 of chunks and got 0"):

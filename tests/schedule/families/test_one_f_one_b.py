@@ -26,8 +26,8 @@ ORDER = """\
 
 def test_one_f_one_b_has_the_published_order():
     """Narayanan et al. 2021, section 3.4, to the op."""
-    made = schedule("1f1b", 4, 8)
-    for line, program in zip(ORDER.splitlines(), made.programs, strict=True):
+    one_f_one_b = schedule("1f1b", 4, 8)
+    for line, program in zip(ORDER.splitlines(), one_f_one_b.programs, strict=True):
         stage, _, ops = line.partition(":")
         assert [str(op) for op in program] == [
             *(f"{stage}{op}" for op in ops.split()),
@@ -106,8 +106,8 @@ def falling(most):
 @settings(deadline=None, max_examples=80)
 def test_any_warm_up_that_never_grows_is_sound_and_holds_as_many_as_it_says(warm_up, m):
     """AvgPipe's advance forward propagation: memory for hidden hops, stage by stage."""
-    made = schedule("1f1b", len(warm_up), m, warm_up=warm_up)
-    assert check_laws(made).peak_in_flight == tuple(min(m, ahead) for ahead in warm_up)
+    one_f_one_b = schedule("1f1b", len(warm_up), m, warm_up=warm_up)
+    assert check_laws(one_f_one_b).peak_in_flight == tuple(min(m, ahead) for ahead in warm_up)
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.data())
@@ -115,8 +115,8 @@ def test_any_warm_up_that_never_grows_is_sound_and_holds_as_many_as_it_says(warm
 def test_more_forwards_ahead_than_p_minus_s_take_no_more_time_on_free_links(p, m, data):
     """Warm-up buys nothing where hops are free, and costs no time either."""
     extra = data.draw(st.lists(st.integers(0, 6), min_size=p, max_size=p))
-    made = schedule("1f1b", p, m, warm_up=[p - s + sum(extra[s:]) for s in range(p)])
-    assert simulate_schedule(made, Costs(forward=1, backward=2)).makespan == (m + p - 1) * 3
+    one_f_one_b = schedule("1f1b", p, m, warm_up=[p - s + sum(extra[s:]) for s in range(p)])
+    assert simulate_schedule(one_f_one_b, Costs(forward=1, backward=2)).makespan == (m + p - 1) * 3
 
 
 @pytest.mark.parametrize("c", [0.5, 1, 1.5])
@@ -153,8 +153,8 @@ def test_a_warm_up_that_grows_is_refused_since_it_would_hang():
     """Stage 2 would wait for a forward that stage 1 runs only after stage 2's backward."""
     with pytest.raises(
         ScheduleError,
-        match="1f1b would hang: stage 2 wants 3 forwards before its first backward, but stage 1 passes "
-        "on 2 before it waits for that backward; let warm_up never grow from one stage to the next",
+        match="1f1b would deadlock: stage 2 needs 3 forwards before its first backward, but stage 1 passes "
+        "on 2 before it waits for that backward; warm_up must not increase from one stage to the next",
     ):
         schedule("1f1b", 3, 4, warm_up=(4, 2, 3))
     assert schedule("1f1b", 3, 2, warm_up=(4, 2, 3)).programs == schedule("gpipe", 3, 2).programs

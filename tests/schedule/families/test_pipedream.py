@@ -46,14 +46,14 @@ def test_pipedream_has_the_published_order(size, batches, order):
 @pytest.mark.parametrize("size", range(1, 9))
 def test_every_gradient_is_as_stale_as_the_literature_says(stages, size):
     """The one formula that all asynchronous rules build on, for every micro-batch of every stage."""
-    made = schedule("pipedream", stages, size)
-    report = check_stream(made)
-    found = gaps(made)
-    assert found == {
-        (stage, n): expected_gap(stages - stage, size, n) for stage, n in made.placement
+    pipedream = schedule("pipedream", stages, size)
+    report = check_stream(pipedream)
+    gap_of = gaps(pipedream)
+    assert gap_of == {
+        (stage, n): expected_gap(stages - stage, size, n) for stage, n in pipedream.placement
     }
     assert report.staleness_max == tuple(
-        max(found[stage, n] for n in range(made.slices)) for stage in range(stages)
+        max(gap_of[stage, n] for n in range(pipedream.slices)) for stage in range(stages)
     )
     assert report.peak_in_flight == tuple(range(stages, 0, -1))
     if size == 1:
@@ -94,13 +94,13 @@ def test_a_row_of_stages_with_equal_warm_up_takes_turns(warm_up, size):
     """The law behind the defaults: of r neighbours that run equally far ahead only one works at a
     time, so all wait r times as long.
     """
-    made = schedule("pipedream", len(warm_up), size, warm_up=warm_up)
+    pipedream = schedule("pipedream", len(warm_up), size, warm_up=warm_up)
     row = max(len(list(equal)) for _, equal in groupby(warm_up))
-    assert check_stream(made).peak_in_flight == tuple(warm_up)
-    assert gaps(made) == {
-        (stage, n): expected_gap(warm_up[stage], size, n) for stage, n in made.placement
+    assert check_stream(pipedream).peak_in_flight == tuple(warm_up)
+    assert gaps(pipedream) == {
+        (stage, n): expected_gap(warm_up[stage], size, n) for stage, n in pipedream.placement
     }
-    assert seconds_per_batch(made) == pytest.approx(size * 3 * row)
+    assert seconds_per_batch(pipedream) == pytest.approx(size * 3 * row)
 
 
 @pytest.mark.parametrize("stages", range(1, 8))
@@ -125,16 +125,16 @@ def test_replicas_share_the_work_of_slower_stages(replicas, warm_up, bubble):
     rule then keeps waiting; one more forward ahead hides that.
     """
     size = 12
-    made = schedule(
+    pipedream = schedule(
         "pipedream", len(replicas), size, replicas=replicas, warm_up=warm_up, batches=40
     )
     costs = Costs(forward=[float(k) for k in replicas], backward=[2.0 * k for k in replicas])
     ends = [
         e.end
-        for e in simulate_schedule(made, costs).compute
+        for e in simulate_schedule(pipedream, costs).compute
         if e.op.kind is Kind.U and e.op.stage == 0 and e.rank == 0
     ]
-    check_stream(made)
+    check_stream(pipedream)
     assert (ends[30] - ends[18]) / 12 == pytest.approx(3 * size + bubble)
 
 
@@ -142,7 +142,7 @@ def test_a_warm_up_that_would_hang_is_refused_by_its_own_name():
     """As in 1f1b; a stream has no end, so no number is too large to matter."""
     with pytest.raises(
         ScheduleError,
-        match="pipedream would hang: stage 2 wants 3 forwards before its first backward, but stage 1 "
+        match="pipedream would deadlock: stage 2 needs 3 forwards before its first backward, but stage 1 "
         "passes on 2 before it waits",
     ):
         schedule("pipedream", 3, 1, warm_up=(4, 2, 3))

@@ -26,14 +26,14 @@ ROWS = [(2, 2, 7.5, 0.2000), (2, 4, 13.5, 0.1111), (2, 8, 25.5, 0.0588), (4, 4, 
 
 def test_seq1f1b_has_the_published_order():
     """Sun et al. 2024, to the op."""
-    made = schedule("seq1f1b", 4, 2, slices=2)
+    seq1f1b = schedule("seq1f1b", 4, 2, slices=2)
     rows = [
         " ".join(
-            f"{op.kind}{made.slicing.label(op.micro_batch)}"
+            f"{op.kind}{seq1f1b.slicing.label(op.micro_batch)}"
             for op in program
             if op.kind is not Kind.U
         )
-        for program in made.programs
+        for program in seq1f1b.programs
     ]
     assert rows == ORDER.splitlines()
 
@@ -41,20 +41,20 @@ def test_seq1f1b_has_the_published_order():
 @pytest.mark.parametrize(("p", "m", "makespan", "ratio"), ROWS)
 def test_seq1f1b_agrees_with_the_table_of_the_literature(p, m, makespan, ratio):
     """The oracle was made by another simulator."""
-    made = schedule("seq1f1b", p, m, slices=2)
-    line = played(made)
+    seq1f1b = schedule("seq1f1b", p, m, slices=2)
+    line = played(seq1f1b)
     assert line.makespan == makespan
     assert line.bubble_ratio == pytest.approx(ratio, abs=5e-5)
-    assert verify(made).peak_on_rank == tuple((p - s + 1) / 2 for s in range(p))
+    assert verify(seq1f1b).peak_on_rank == tuple((p - s + 1) / 2 for s in range(p))
 
 
 @given(st.integers(1, 8), st.integers(1, 32), st.integers(1, 5), st.integers(1, 4))
 @settings(deadline=None, max_examples=80)
 def test_seq1f1b_keeps_its_formulas(p, m, k, b):
     """Both the bubble and the memory of 1F1B, divided by the number of slices."""
-    made = schedule("seq1f1b", p, m, slices=k)
-    assert played(made, 1, b).makespan == pytest.approx(m * (1 + b) + (p - 1) * (1 + b) / k)
-    assert verify(made).peak_on_rank == pytest.approx(
+    seq1f1b = schedule("seq1f1b", p, m, slices=k)
+    assert played(seq1f1b, 1, b).makespan == pytest.approx(m * (1 + b) + (p - 1) * (1 + b) / k)
+    assert verify(seq1f1b).peak_on_rank == pytest.approx(
         [min(m, (p - s - 1 + k) / k) for s in range(p)]
     )
 
@@ -64,10 +64,10 @@ def test_seq1f1b_keeps_its_formulas(p, m, k, b):
 def test_slices_of_any_shares_make_a_sound_schedule(p, m, numbers):
     """Slices of equal time have unequal shares, as later tokens look back further."""
     shares = [number / sum(numbers) for number in numbers]
-    made = schedule("seq1f1b", p, m, slice_shares=shares)
-    verify(made)
-    assert made.programs == schedule("seq1f1b", p, m, slices=len(shares)).programs
-    assert made.shares == pytest.approx(shares * m)
+    seq1f1b = schedule("seq1f1b", p, m, slice_shares=shares)
+    verify(seq1f1b)
+    assert seq1f1b.programs == schedule("seq1f1b", p, m, slices=len(shares)).programs
+    assert seq1f1b.shares == pytest.approx(shares * m)
 
 
 @given(st.integers(1, 8), st.integers(1, 12))

@@ -19,10 +19,10 @@ def shares_of(numbers):
 
 def test_terapipe_runs_slices_forward_in_order_and_backward_in_reverse():
     """A token's gradient is made of those of all tokens that looked back to it."""
-    made = schedule("terapipe", 2, 2, slices=3)
-    assert rows_of(made)[0] == "0F0 0F1 0F2 0F3 0F4 0F5 0B2 0B1 0B0 0B5 0B4 0B3"
-    assert made.slicing.along == "tokens"
-    assert (made.micro_batches, made.slices) == (2, 6)
+    terapipe = schedule("terapipe", 2, 2, slices=3)
+    assert rows_of(terapipe)[0] == "0F0 0F1 0F2 0F3 0F4 0F5 0B2 0B1 0B0 0B5 0B4 0B3"
+    assert terapipe.slicing.along == "tokens"
+    assert (terapipe.micro_batches, terapipe.slices) == (2, 6)
 
 
 @given(
@@ -37,18 +37,18 @@ def test_terapipe_keeps_its_formula_for_any_shares(p, m, numbers, b):
     3.3).
     """
     shares = shares_of(numbers)
-    made = schedule("terapipe", p, m, slice_shares=shares)
-    assert played(made, 1, b).makespan == pytest.approx((m + (p - 1) * max(shares)) * (1 + b))
-    assert verify(made).peak_on_rank == (m,) * p
+    terapipe = schedule("terapipe", p, m, slice_shares=shares)
+    assert played(terapipe, 1, b).makespan == pytest.approx((m + (p - 1) * max(shares)) * (1 + b))
+    assert verify(terapipe).peak_on_rank == (m,) * p
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 6))
 @settings(deadline=None, max_examples=40)
 def test_equal_slices_divide_the_bubble_of_gpipe(p, m, k):
     """(p - 1)(f + b)/k."""
-    made = schedule("terapipe", p, m, slices=k)
-    assert played(made).makespan == pytest.approx(3 * m + 3 * (p - 1) / k)
-    assert schedule("terapipe", p, m, slice_shares=[1 / k] * k).programs == made.programs
+    terapipe = schedule("terapipe", p, m, slices=k)
+    assert played(terapipe).makespan == pytest.approx(3 * m + 3 * (p - 1) / k)
+    assert schedule("terapipe", p, m, slice_shares=[1 / k] * k).programs == terapipe.programs
 
 
 def test_one_slice_is_gpipe():
@@ -67,7 +67,7 @@ def test_slices_that_are_none_are_refused(name):
         schedule(name, 2, 2, slices=3, slice_shares=[0.5, 0.5])
     with pytest.raises(
         ScheduleError,
-        match=r"slices of micro-batch 0 have shares \(0.5, 0.6\): they are above 0 and add up to 1",
+        match=r"slices of micro-batch 0 have shares \(0.5, 0.6\): shares must be above 0 and add up to 1",
     ):
         schedule(name, 2, 2, slice_shares=[0.5, 0.6])
 
@@ -82,5 +82,13 @@ def test_the_catalogue_says_that_the_model_must_be_causal(name):
 @pytest.mark.parametrize("name", ["terapipe", "seq1f1b"])
 def test_options_make_the_same_schedule_again(name):
     """A plan stores name, numbers and options, and no programs."""
-    made = schedule(name, 3, 2, slice_shares=[0.5, 0.25, 0.25])
-    assert schedule(made.name, made.stages, made.micro_batches, **dict(made.options)) == made
+    family_schedule = schedule(name, 3, 2, slice_shares=[0.5, 0.25, 0.25])
+    assert (
+        schedule(
+            family_schedule.name,
+            family_schedule.stages,
+            family_schedule.micro_batches,
+            **dict(family_schedule.options),
+        )
+        == family_schedule
+    )

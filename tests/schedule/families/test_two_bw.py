@@ -15,12 +15,12 @@ def test_no_forward_lacks_more_than_one_update(stages):
     too, as its refusal says.
     """
     for size in range(stages, 10):
-        made = schedule("2bw", stages, size)
-        report = check_stream(made)
-        assert set(gaps(made).values()) <= {0, 1}
+        two_bw = schedule("2bw", stages, size)
+        report = check_stream(two_bw)
+        assert set(gaps(two_bw).values()) <= {0, 1}
         assert report.peak_in_flight == tuple(range(stages, 0, -1))
         assert report.versions == (2,) * stages
-        assert made.programs == schedule("pipedream", stages, size).programs
+        assert two_bw.programs == schedule("pipedream", stages, size).programs
     if stages > 2:
         assert set(gaps(schedule("pipedream", stages, stages - 1)).values()) == {0, 1}
         assert 2 in gaps(schedule("pipedream", stages, stages - 2)).values()

@@ -98,18 +98,20 @@ def test_the_memory_is_half_and_a_third_of_that_of_1f1b(p, half, least):
 @settings(deadline=None, max_examples=40)
 def test_any_size_is_sound_and_holds_no_more_than_1f1b(name, p, m):
     """Warm-up and cool-down may meet where micro-batches are few; they must still fit together."""
-    made = schedule(name, 2 * p, m)
-    assert max(check_split(made).peak_on_rank) <= 2 * min(m, max(p // 2 + 1, 2 if p > 1 else 1))
-    assert made.ranks_of_stage == tuple((rank,) for rank in vee(2 * p, p))
+    family_schedule = schedule(name, 2 * p, m)
+    assert max(check_split(family_schedule).peak_on_rank) <= 2 * min(
+        m, max(p // 2 + 1, 2 if p > 1 else 1)
+    )
+    assert family_schedule.ranks_of_stage == tuple((rank,) for rank in vee(2 * p, p))
 
 
 @both
 @pytest.mark.parametrize("p", [*range(17, 23), 63, 64])
 def test_the_block_repeats_for_many_ranks(name, p):
     """Two ops of a rank in one slot would be a bug of ours; the offsets depend on p modulo 6."""
-    made = schedule(name, 2 * p, 3)
-    assert made.ranks == p
-    assert all(len(program) == 3 * 6 + 2 for program in made.programs)
+    family_schedule = schedule(name, 2 * p, 3)
+    assert family_schedule.ranks == p
+    assert all(len(program) == 3 * 6 + 2 for program in family_schedule.programs)
 
 
 @both
@@ -118,8 +120,8 @@ def test_an_odd_number_of_stages_is_refused(name, stages, around):
     """The way back would lack a stage."""
     with pytest.raises(
         ScheduleError,
-        match=f"{name} goes down the ranks and back up, two stages on each: it takes an even "
-        f"number of stages and got {stages}; ask for {around}$",
+        match=f"{name} goes down the ranks and back up, with two stages on each: it takes an even "
+        f"number of stages and got {stages}; use {around}$",
     ):
         schedule(name, stages, 8)
 

@@ -37,17 +37,17 @@ def test_wpipe_has_the_order_of_the_literature():
 def test_group_0_is_one_update_behind_and_group_1_none_in_every_batch(ranks):
     """Double-grouped weights: two versions in all; fresher than 2BW's."""
     for size in (max(1, 2 * (ranks - 1)), 2 * ranks - 1, 2 * ranks + 2):
-        made = schedule("wpipe", 2 * ranks, size)
-        report = check_stream(made)
-        assert gaps(made) == {
-            (stage, n): int(stage < ranks and n >= size) for stage, n in made.placement
+        wpipe = schedule("wpipe", 2 * ranks, size)
+        report = check_stream(wpipe)
+        assert gaps(wpipe) == {
+            (stage, n): int(stage < ranks and n >= size) for stage, n in wpipe.placement
         }
         assert report.peak_on_rank == tuple(
             size + 2 * (ranks - 1 - rank) + 1 for rank in range(ranks)
         )
         assert report.staleness_max == (1,) * ranks + (0,) * ranks
         assert report.versions == (2,) * ranks + (1,) * ranks
-        assert seconds_per_batch(made) == pytest.approx(3 * size)
+        assert seconds_per_batch(wpipe) == pytest.approx(3 * size)
 
 
 @pytest.mark.parametrize("ranks", range(3, 7))
@@ -57,9 +57,10 @@ def test_with_one_micro_batch_less_gradients_would_be_two_updates_old(ranks):
     """
     size = 2 * (ranks - 1) - 1
     rows = tuple(with_updates_of_batches(row, size) for row in in_groups(ranks, 2, 6 * size, size))
-    found = gaps(Schedule(rows, synchronous=False, stream=Stream(6)))
+    gap_of = gaps(Schedule(rows, synchronous=False, stream=Stream(6)))
     assert [
-        max(gap for (stage, _), gap in found.items() if stage // ranks == group) for group in (0, 1)
+        max(gap for (stage, _), gap in gap_of.items() if stage // ranks == group)
+        for group in (0, 1)
     ] == [2, 1]
     with pytest.raises(
         ScheduleError,
@@ -73,16 +74,16 @@ def test_an_odd_number_of_stages_is_refused():
     """Every rank holds one of each group."""
     with pytest.raises(
         ScheduleError,
-        match="wpipe with groups=2 holds 2 stages on every rank, so it takes a multiple of 2 stages, not 5",
+        match="wpipe with groups=2 has 2 stages on every rank, so it takes a multiple of 2 stages, not 5",
     ):
         schedule("wpipe", 5, 8)
 
 
 def test_it_is_interleaved_without_a_flush():
     """One batch of it is Megatron-LM's order with all micro-batches in one group."""
-    made, flushed = schedule("wpipe", 6, 5, batches=1), schedule("interleaved", 6, 5, group=5)
-    assert [[op for op in row if op.kind is not Kind.U] for row in made.programs] == [
+    wpipe, flushed = schedule("wpipe", 6, 5, batches=1), schedule("interleaved", 6, 5, group=5)
+    assert [[op for op in row if op.kind is not Kind.U] for row in wpipe.programs] == [
         [op for op in row if op.kind is not Kind.U] for row in flushed.programs
     ]
-    assert made.programs[0][-1] == Op(Kind.U, 0, 1)
-    assert schedules()["wpipe"].weights == made.stream.weights == "wpipe"
+    assert wpipe.programs[0][-1] == Op(Kind.U, 0, 1)
+    assert schedules()["wpipe"].weights == wpipe.stream.weights == "wpipe"

@@ -13,8 +13,8 @@ def test_it_runs_in_pipedreams_order_and_time(stages, size):
     """Micro-batches of several batches are in flight, as in Guan et al. 2019; what differs is what
     they read.
     """
-    made = schedule("xpipe", stages, size)
-    assert check_stream(made).peak_in_flight == tuple(range(stages, 0, -1))
-    assert made.programs == schedule("pipedream", stages, size).programs
-    assert seconds_per_batch(made) == pytest.approx(3 * size)
-    assert schedules()["xpipe"].weights == made.stream.weights == "xpipe"
+    xpipe = schedule("xpipe", stages, size)
+    assert check_stream(xpipe).peak_in_flight == tuple(range(stages, 0, -1))
+    assert xpipe.programs == schedule("pipedream", stages, size).programs
+    assert seconds_per_batch(xpipe) == pytest.approx(3 * size)
+    assert schedules()["xpipe"].weights == xpipe.stream.weights == "xpipe"

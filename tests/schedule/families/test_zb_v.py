@@ -62,12 +62,12 @@ def test_zb_v_agrees_with_the_table_of_the_literature(p, m, makespan, ratio):
 def test_zb_v_has_no_bubble_in_the_span_and_half_of_p_minus_1_in_the_makespan(p):
     """Section 7.5 of LITERATURE, p 2..16: zero bubble at the peak of 1F1B."""
     for m in (2 * p, 3 * p + 1) if p < 8 else (2 * p,):
-        made = schedule("zb-v", 2 * p, m)
-        line = simulated(made, 0.5, 0.5, 0.5)
+        zb_v = schedule("zb-v", 2 * p, m)
+        line = simulated(zb_v, 0.5, 0.5, 0.5)
         assert line.span_bubble_ratio == 0
         assert longest_span(line) == 3 * m
         assert line.makespan == 3 * m + (p - 1) / 2
-        assert check_split(made).peak_on_rank == (2 * p,) * p
+        assert check_split(zb_v).peak_on_rank == (2 * p,) * p
 
 
 @given(st.integers(1, 7), st.integers(1, 16))
@@ -76,9 +76,9 @@ def test_zb_v_of_any_size_is_sound_and_holds_no_more_than_p_micro_batches(p, m):
     """Below 2p - 1 micro-batches parts of the order are missing; what is left must still fit
     together.
     """
-    made = schedule("zb-v", 2 * p, m)
-    assert max(check_split(made).peak_on_rank) <= 2 * min(m, p)
-    assert made.ranks_of_stage == tuple((rank,) for rank in vee(2 * p, p))
+    zb_v = schedule("zb-v", 2 * p, m)
+    assert max(check_split(zb_v).peak_on_rank) <= 2 * min(m, p)
+    assert zb_v.ranks_of_stage == tuple((rank,) for rank in vee(2 * p, p))
 
 
 @pytest.mark.parametrize(("stages", "around"), [(1, "2"), (3, "2 or 4"), (7, "6 or 8")])
@@ -86,8 +86,8 @@ def test_zb_v_of_an_odd_number_of_stages_is_refused(stages, around):
     """The way back would lack a stage."""
     with pytest.raises(
         ScheduleError,
-        match="zb-v goes down the ranks and back up, two stages on each: it takes an even number "
-        f"of stages and got {stages}; ask for {around}$",
+        match="zb-v goes down the ranks and back up, with two stages on each: it takes an even number "
+        f"of stages and got {stages}; use {around}$",
     ):
         schedule("zb-v", stages, 8)
 

@@ -128,9 +128,11 @@ def test_zb_h2_has_the_makespan_of_zb_h1_for_equal_times(p, more, t):
     """Its zero is a matter of definition: the last stage still starts late, and the first still
     ends early.
     """
-    made = [simulated(schedule(name, p, 2 * p - 1 + more), t, t, t) for name in ("zb-h1", "zb-h2")]
-    assert made[0].makespan == made[1].makespan == (3 * (2 * p - 1 + more) + p - 1) * t
-    assert made[1].span_bubble_ratio == 0
+    timelines = [
+        simulated(schedule(name, p, 2 * p - 1 + more), t, t, t) for name in ("zb-h1", "zb-h2")
+    ]
+    assert timelines[0].makespan == timelines[1].makespan == (3 * (2 * p - 1 + more) + p - 1) * t
+    assert timelines[1].span_bubble_ratio == 0
 
 
 @pytest.mark.parametrize("p", range(2, 9))

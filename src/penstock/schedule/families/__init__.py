@@ -1,1 +1,1 @@
-"""One file per schedule family; each registers a function that returns programs."""
+"""Schedule families, one per file; each registers a function that generates the schedule."""

@@ -1,6 +1,4 @@
-"""AutoPipe's slicer: 1F1B whose first micro-batches are cut in two, so that the last stage starts
-in half the time.
-"""
+"""AutoPipe's slicer: 1F1B whose first micro-batches are halved, for a shorter warm-up."""
 
 from __future__ import annotations
 
@@ -16,19 +14,19 @@ from penstock.schedule.slicing import Slicing
     synchronous=True,
     stages_per_rank="1",
     splits_backward=False,
-    source="Liu et al. 2022, AutoPipe, its slicer; how many are cut is for equal stages, the paper solves from their times",
+    source="Liu et al. 2022, AutoPipe, its slicer; the number of halved micro-batches is that for "
+    "equal stages, the paper computes it from their times",
 )
 def autopipe(stages: int, micro_batches: int, sliced: int | None = None) -> Schedule:
-    """1F1B with the first k micro-batches as two halves each, forward and backward, along their
-    samples.
+    """Run 1F1B with the first k micro-batches cut into two halves along their samples.
 
-    A half arrives on the last stage (p - 1)f/2 sooner than a whole. The first whole one must get
-    there before that stage has finished with the halves, or the time is lost again: from k = (p -
-    1)f/2b on it does.
+    A half reaches the last stage (p - 1)f/2 earlier than a whole micro-batch. The first whole one
+    must arrive before that stage has finished the halves, or the time is lost again: this holds
+    from k = (p - 1)f/2b on.
 
     Facts for equal costs f and b and free links, p stages, m micro-batches, (p - 1)f/2b <= k < m:
-        makespan            (m + p - 1)(f + b) - (p - 1)f/2; with k = m the drain is halved too: -
-                            (p - 1)(f + b)/2
+        makespan            (m + p - 1)(f + b) - (p - 1)f/2; with k = m the drain is halved too,
+                            and it is (m + p - 1)(f + b) - (p - 1)(f + b)/2
         in flight           min(m, p - s) on stage s, as 1F1B
 
     >>> schedule = autopipe(3, 3, sliced=1)
@@ -42,33 +40,33 @@ def autopipe(stages: int, micro_batches: int, sliced: int | None = None) -> Sche
     Args:
         stages: number of stages.
         micro_batches: micro-batches per batch.
-        sliced: how many are cut (k), 0 for none. If not given, the least that suffices for b = 2f:
-        (p - 1)/4, rounded up.
+        sliced: number of micro-batches that are halved (k), 0 for none. By default the minimum that
+            suffices for b = 2f: (p - 1)/4, rounded up.
 
     Raises:
-        ScheduleError: `sliced` is no number of these micro-batches.
+        ScheduleError: `sliced` is not an integer from 0 to `micro_batches`.
     """
     if sliced is None:
         sliced = min(micro_batches, -(-(stages - 1) // 4))
     if isinstance(sliced, bool) or not isinstance(sliced, int) or not 0 <= sliced <= micro_batches:
         raise ScheduleError(
-            f"autopipe cuts 0 to {micro_batches} of {micro_batches} micro-batches in two, not {sliced!r}"
+            f"autopipe cuts 0 to {micro_batches} of {micro_batches} micro-batches in two, "
+            f"not {sliced!r}"
         )
     plain = one_f_one_b(stages, micro_batches)
     if sliced == 0:
         return plain
     slicing = Slicing("samples", ((0.5, 0.5),) * sliced + ((1.0,),) * (micro_batches - sliced))
-    return Schedule(tuple(_cut(program, slicing) for program in plain.programs), slicing=slicing)
+    programs = tuple(_slice_ops(program, slicing) for program in plain.programs)
+    return Schedule(programs, slicing=slicing)
 
 
-def _cut(program: Program, slicing: Slicing) -> Program:
-    """Every op once for each slice of its micro-batch."""
+def _slice_ops(program: Program, slicing: Slicing) -> Program:
+    """Replace every op by one op per slice of its micro-batch."""
     *work, update = program
-    return (
-        *(
-            Op(op.kind, op.stage, slicing.first_of[op.micro_batch] + part)
-            for op in work
-            for part in range(len(slicing.shares[op.micro_batch]))
-        ),
-        update,
-    )
+    ops = []
+    for op in work:
+        first_slice = slicing.first_of[op.micro_batch]
+        for i in range(len(slicing.shares[op.micro_batch])):
+            ops.append(Op(op.kind, op.stage, first_slice + i))
+    return (*ops, update)

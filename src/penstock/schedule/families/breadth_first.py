@@ -1,6 +1,4 @@
-"""Breadth-first: several stages on every rank, each of which runs all micro-batches before the next
-begins.
-"""
+"""Breadth-first: a rank runs all micro-batches of a stage before its next stage begins."""
 
 from __future__ import annotations
 
@@ -17,27 +15,26 @@ from penstock.schedule.updates import with_updates
     synchronous=True,
     stages_per_rank="chunks",
     splits_backward=False,
-    source="Lamy-Poirier 2023, breadth-first pipeline parallelism; LoopedBFS of torch.distributed.pipelining",
+    source="Lamy-Poirier 2023, breadth-first pipeline parallelism; LoopedBFS of "
+    "torch.distributed.pipelining",
 )
 def breadth_first(
     stages: int, micro_batches: int, chunks: int = 2, backward_order: str = "forward"
 ) -> Schedule:
-    """GPipe over v stages on every rank: stages s, s + p, s + 2p … on rank s, one after the other,
-    then back.
+    """Run GPipe over v stages on every rank: stages s, s + p, s + 2p … on rank s, then back.
 
-    Every stage's weights are needed for one stretch forward and one backward: with sharded weights
-    they are gathered, and their gradients reduced, once per batch, beside the work of the other
-    stages.
+    Every stage's weights are needed in one interval of forwards and one of backwards: sharded
+    weights are gathered, and their gradients reduced, once per batch, while other stages compute.
 
     Facts for equal costs f and b per rank (f/v and b/v per stage) and free links, p ranks, m
     micro-batches, m >= p:
-        makespan            m(f + b) + (p - 1)(f + b)/v, in either backward order; below p
-                            micro-batches the ring runs dry, and it is ((v - 1)p + m + p - 1)(f +
-                            b)/v
+        makespan            m(f + b) + (p - 1)(f + b)/v, in either backward order; with m < p the
+                            first rank waits for the ring, and it is ((v - 1)p + m + p - 1)(f + b)/v
         in flight           mv on every rank, over all its stages
 
-    Backwards run in the order of the forwards, so that gradients add up in the order of plain
-    accumulation, to the bit. torch runs them in reverse: `backward_order="reverse"`.
+    Backwards run in the order of the forwards, so that gradients are summed in the order of plain
+    accumulation, with bitwise equal results. torch runs them in reverse:
+    `backward_order="reverse"`.
 
     >>> print(breadth_first(4, 3, chunks=2))
     rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 2U1 0B0 0B1 0B2 0U1
@@ -50,7 +47,7 @@ def breadth_first(
         backward_order: "forward" or "reverse".
 
     Raises:
-        ScheduleError: `chunks` does not divide the stages, or `backward_order` is another word.
+        ScheduleError: `chunks` does not divide the stages, or `backward_order` is invalid.
     """
     if backward_order not in ("forward", "reverse"):
         raise ScheduleError(
@@ -62,12 +59,10 @@ def breadth_first(
     backward = forward if backward_order == "forward" else forward[::-1]
 
     def program(rank: int) -> Program:
-        own = stages_of(placement, rank)
-        return with_updates(
-            [
-                *(Op(Kind.F, stage, m) for stage in own for m in forward),
-                *(Op(Kind.B, stage, m) for stage in reversed(own) for m in backward),
-            ]
-        )
+        """Return the program of a rank."""
+        rank_stages = stages_of(placement, rank)
+        ops = [Op(Kind.F, stage, m) for stage in rank_stages for m in forward]
+        ops += [Op(Kind.B, stage, m) for stage in reversed(rank_stages) for m in backward]
+        return with_updates(ops)
 
     return Schedule(tuple(map(program, range(ranks))))

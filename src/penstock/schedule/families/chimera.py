@@ -1,6 +1,4 @@
-"""Chimera: two 1F1B pipelines in opposite directions over the same ranks, each in the other's
-bubbles.
-"""
+"""Chimera: two 1F1B pipelines in opposite directions, each of which fills the other's bubbles."""
 
 from __future__ import annotations
 
@@ -8,9 +6,9 @@ from collections.abc import Iterator
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import register
-from penstock.schedule.meetings import with_meetings
+from penstock.schedule.meetings import with_gradient_sync
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.placement import both_ways
+from penstock.schedule.placement import bidirectional
 
 CONCATENATIONS = ("direct", "doubling")
 
@@ -20,18 +18,19 @@ CONCATENATIONS = ("direct", "doubling")
     synchronous=True,
     stages_per_rank="2",
     splits_backward=False,
-    source="Li and Hoefler 2021, Chimera, sections 3.1 to 3.5: two pipelines, direct concatenation and forward doubling",
+    source="Li and Hoefler 2021, Chimera, sections 3.1 to 3.5: two pipelines, direct concatenation "
+    "and forward doubling",
 )
 def chimera(stages: int, micro_batches: int, concatenation: str = "direct") -> Schedule:
-    """Of every p micro-batches the first half goes down the ranks and the second half up; p stages,
-    on p ranks, twice.
+    """Send half of every p micro-batches down the ranks, and half up; each rank has two stages.
 
-    More than p micro-batches are units in a row. *Direct*: units of p, the next one's forwards in
-    the last one's bubbles. *Forward doubling*: units of 2p, whose forwards run two by two, so that
-    they take as long as a backward; for b = 2f.
+    There are p stages on p ranks, with two copies of each stage. More than p micro-batches run as a
+    sequence of units. *Direct*: units of p, with the forwards of a unit in the bubbles of the
+    previous one. *Forward doubling*: units of 2p, whose forwards run two at a time, so that they
+    take as long as a backward; for b = 2f.
 
-    Facts for free links, p stages, m micro-batches, n = ceil(m / p) units, the last of them lacking
-    d = np - m micro-batches:
+    Facts for free links, p stages, m micro-batches, n = ceil(m / p) units, with d = np - m
+    micro-batches missing in the last unit:
         makespan, f = b     (2m + p - 2 + d)f, direct
         makespan, b = 2f    3mf + (n + 1)(p - 2)f + df, direct; f less where n > 1 and d > 0
                             3mf + 1.5(p - 2)f, doubling
@@ -40,8 +39,8 @@ def chimera(stages: int, micro_batches: int, concatenation: str = "direct") -> S
         weights             two copies of every stage: rank s and rank p - 1 - s add up their
                             gradients
 
-    The paper's third way, backward halving, is not here: it cuts activations of a forward for two
-    backwards.
+    The paper's third variant, backward halving, is not implemented: it cuts the activations of a
+    forward for two backwards.
 
     >>> print(chimera(2, 4))
     rank 0 | 0F0 1F1 1B1 0B0 0F2 1F3 1B3 0B2 1U1 0U1
@@ -57,60 +56,73 @@ def chimera(stages: int, micro_batches: int, concatenation: str = "direct") -> S
         concatenation: "direct" or "doubling".
 
     Raises:
-        ScheduleError: the numbers are others.
+        ScheduleError: an argument is invalid.
     """
+    _check_arguments(stages, micro_batches, concatenation)
+    stage_0_slots = _doubling if concatenation == "doubling" else _direct
+    slots: list[list[tuple[int, int, Op]]] = [[] for _ in range(stages)]
+    for direction, placement in enumerate(bidirectional(stages)):
+        for m, forward, backward in stage_0_slots(stages, micro_batches, direction):
+            for stage, rank in enumerate(placement):
+                slots[rank].append((forward + stage, m, Op(Kind.F, stage, m)))
+                slots[rank].append((backward - stage, m, Op(Kind.B, stage, m)))
+    programs = []
+    for row in slots:
+        row.sort()
+        programs.append([op for *_, op in row])
+    return Schedule(with_gradient_sync(programs))
+
+
+def _check_arguments(stages: int, micro_batches: int, concatenation: str) -> None:
+    """Check the arguments of `chimera`."""
     if concatenation not in CONCATENATIONS:
         raise ScheduleError(
-            f"chimera takes concatenation {' or '.join(map(repr, CONCATENATIONS))}, not {concatenation!r}"
+            f"chimera takes concatenation {' or '.join(map(repr, CONCATENATIONS))}, "
+            f"not {concatenation!r}"
         )
     if stages % 2:
         raise ScheduleError(
-            f"chimera puts two stages on every rank, s and {stages - 1} - s, which must differ: it takes an even "
-            f"number of stages and got {stages}; gems takes any"
+            f"chimera puts two stages on every rank, s and {stages - 1} - s, which must differ: it "
+            f"takes an even number of stages and got {stages}; gems takes any"
         )
     if micro_batches % 2:
         raise ScheduleError(
-            f"chimera sends half of the micro-batches each way: it takes an even number of them and got "
-            f"{micro_batches}; gems takes any"
+            "chimera sends half of the micro-batches each way: it takes an even number of them and "
+            f"got {micro_batches}; gems takes any"
         )
-    doubling = concatenation == "doubling"
-    if doubling and micro_batches % (2 * stages):
+    if concatenation == "doubling" and micro_batches % (2 * stages):
         raise ScheduleError(
-            f"chimera in {stages} stages with concatenation='doubling' takes a multiple of {2 * stages} "
-            f"micro-batches, not {micro_batches}; 'direct' takes any even number"
+            f"chimera in {stages} stages with concatenation='doubling' takes a multiple of "
+            f"{2 * stages} micro-batches, not {micro_batches}; 'direct' takes any even number"
         )
-    slots: list[list[tuple[int, int, Op]]] = [[] for _ in range(stages)]
-    for way, placement in enumerate(both_ways(stages)):
-        for micro_batch, forward, backward in (_doubling if doubling else _direct)(
-            stages, micro_batches, way
-        ):
-            for stage, rank in enumerate(placement):
-                slots[rank].append((forward + stage, micro_batch, Op(Kind.F, stage, micro_batch)))
-                slots[rank].append((backward - stage, micro_batch, Op(Kind.B, stage, micro_batch)))
-    return Schedule(with_meetings([[op for *_, op in sorted(row)] for row in slots]))
 
 
-def _direct(stages: int, micro_batches: int, way: int) -> Iterator[tuple[int, int, int]]:
-    """The micro-batches of one way, each with the slots of its forward and its backward on stage 0,
-    of an op each.
+def _direct(stages: int, micro_batches: int, direction: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the micro-batches of one direction for direct concatenation.
+
+    Args:
+        stages, micro_batches: their numbers.
+        direction: 0 for the pipeline down the ranks, 1 for the one up.
+
+    Yields:
+        The micro-batch, and the slots of its forward and its backward on stage 0. A slot is as long
+        as an op.
     """
     for unit, first in enumerate(range(0, micro_batches, stages)):
         half = min(stages, micro_batches - first) // 2
         for k in range(half):
             slot = 2 * (stages * unit + k)
-            yield first + half * way + k, slot, slot + 2 * stages - 1
+            yield first + half * direction + k, slot, slot + 2 * stages - 1
 
 
-def _doubling(stages: int, micro_batches: int, way: int) -> Iterator[tuple[int, int, int]]:
-    """Likewise, where a forward's slot holds two of them, and a unit's second half follows its
-    first.
+def _doubling(stages: int, micro_batches: int, direction: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the micro-batches of one direction for forward doubling; otherwise as `_direct`.
+
+    The slot of a forward holds two of them, and the second half of a unit follows the first.
     """
     half = stages // 2
     for unit, first in enumerate(range(0, micro_batches, 2 * stages)):
         for j in range(stages):
-            micro_batch = first + stages * (j // half) + half * way + j % half
-            yield (
-                micro_batch,
-                3 * stages * unit + 2 * (j // 2),
-                3 * stages * unit + 2 * stages - 1 + 2 * j,
-            )
+            micro_batch = first + stages * (j // half) + half * direction + j % half
+            unit_slot = 3 * stages * unit
+            yield micro_batch, unit_slot + 2 * (j // 2), unit_slot + 2 * stages - 1 + 2 * j

@@ -1,12 +1,12 @@
-"""DualPipe-V: DeepSeek's DualPipe on a V, so that one copy of every stage is enough."""
+"""DualPipe-V: DeepSeek's DualPipe on a V, with a single copy of every stage."""
 
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import register
 from penstock.schedule.families.dualpipe import write_steps
-from penstock.schedule.op import Op, Schedule
-from penstock.schedule.two_ways import TwoWays
+from penstock.schedule.op import Op, Program, Schedule
+from penstock.schedule.two_ways import BidirectionalProgram
 from penstock.schedule.updates import with_updates
 from penstock.schedule.v_shape import ranks_of_v, stages_of_v
 
@@ -19,16 +19,16 @@ from penstock.schedule.v_shape import ranks_of_v, stages_of_v
     source="DeepSeek-AI 2024, DualPipeV in github.com/deepseek-ai/DualPipe",
 )
 def dualpipe_v(stages: int, micro_batches: int) -> Schedule:
-    """In the steady state the forward of one way runs together with the backward of the other, to
-    hide each other's transfers.
+    """Overlap forwards on the way down with backwards on the way up in the steady state.
 
-    `0F3&3B1` is such a pair: both begin when all is there that either needs, and both end together.
+    So the transfers of each overlap with the compute of the other. `0F3&3B1` is such a pair: both
+    start when the inputs of both are available, and both end together.
 
     Facts for f = i = w, b = i + w per stage (half a rank's) and free links, p ranks, 2p stages, m
     micro-batches, a pair taking FB = f + b:
         makespan            2m(f + b) + (p - 1)(FB + b - 3w)
                             2m(f + b) + (p - 1)f if the ops of a pair run one after the other and
-                            wait only for their own
+                            each waits only for its own inputs
         in flight           2p + 1 stages on every rank: p + 1/2 whole micro-batches
 
     >>> print(dualpipe_v(4, 4))
@@ -41,11 +41,14 @@ def dualpipe_v(stages: int, micro_batches: int) -> Schedule:
     ranks = ranks_of_v("dualpipe-v", stages)
     if micro_batches < stages:
         raise ScheduleError(
-            f"dualpipe-v of {stages} stages takes {stages} micro-batches or more and got {micro_batches}; "
-            "zb-v takes any number"
+            f"dualpipe-v of {stages} stages takes {stages} micro-batches or more and got "
+            f"{micro_batches}; zb-v takes any number"
         )
-    lines = [TwoWays(stages_of_v(rank, ranks)) for rank in range(ranks)]
-    for rank, line in enumerate(lines):
-        write_steps(line, rank, ranks, micro_batches - 2 * ranks)
-    pairs = frozenset[tuple[Op, Op]]().union(*(line.pairs(micro_batches) for line in lines))
-    return Schedule(tuple(with_updates(line.ops(micro_batches)) for line in lines), pairs=pairs)
+    programs: list[Program] = []
+    pairs: set[tuple[Op, Op]] = set()
+    for rank in range(ranks):
+        program = BidirectionalProgram(stages_of_v(rank, ranks))
+        write_steps(program, rank, ranks, micro_batches - 2 * ranks)
+        programs.append(with_updates(program.ops(micro_batches)))
+        pairs |= program.pairs(micro_batches)
+    return Schedule(tuple(programs), pairs=frozenset(pairs))

@@ -1,4 +1,4 @@
-"""Eager 1F1B: warm up twice as far, and the links' time is hidden."""
+"""Eager 1F1B: a warm-up twice as long, which hides the time of transfers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from penstock.schedule.op import Schedule
     synchronous=True,
     stages_per_rank="1",
     splits_backward=False,
-    source="Zhuang et al. 2023, eager 1F1B (Alpa's 1f1b_overlap_friendly); Fan et al. 2021, DAPPLE, policy B; Zhao et al. "
-    "2020, BaPipe, 1F1B-SO; Chen et al. 2023, AvgPipe, advance forward propagation at its full depth",
+    source="Zhuang et al. 2023, eager 1F1B (Alpa's 1f1b_overlap_friendly); Fan et al. 2021, "
+    "DAPPLE, policy B; Zhao et al. 2020, BaPipe, 1F1B-SO; Chen et al. 2023, AvgPipe, advance "
+    "forward propagation at its full depth",
 )
 def eager_one_f_one_b(stages: int, micro_batches: int) -> Schedule:
-    """1F1B whose stage s runs 2(p - s) - 1 forwards ahead, so that values travel while the rank
-    works on others.
+    """Run 1F1B with 2(p - s) - 1 forwards ahead on stage s, so transfers overlap with compute.
 
     Facts for equal costs f and b, p stages, m micro-batches:
         makespan            (m + p - 1)(f + b) on free links, that of 1F1B
-                            (m + p - 1)(f + b) + (p - 1) 2c with c seconds for every hop, while 2c
-                            <= f + b: 1F1B pays 2c for nearly every micro-batch instead of every
+                            (m + p - 1)(f + b) + (p - 1) 2c with c seconds per transfer, while 2c
+                            <= f + b: 1F1B loses 2c for nearly every micro-batch instead of every
                             stage
         in flight           min(m, 2(p - s) - 1) on stage s, up to twice as many as 1F1B
 

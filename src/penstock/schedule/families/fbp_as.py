@@ -1,6 +1,4 @@
-"""FBP-AS: forward and backward of different micro-batches run on a stage at the same time, so that
-its links are used evenly.
-"""
+"""FBP-AS: forward and backward of different micro-batches run on a stage at the same time."""
 
 from __future__ import annotations
 
@@ -13,17 +11,18 @@ from penstock.schedule.op import Kind, Op, Schedule
     synchronous=True,
     stages_per_rank="1",
     splits_backward=False,
-    source="Zhao et al. 2020, BaPipe (arXiv 2012.12544), FBP-AS; as a program at the grain of micro-batches",
+    source="Zhao et al. 2020, BaPipe (arXiv 2012.12544), FBP-AS; for whole micro-batches",
 )
 def fbp_as(stages: int, micro_batches: int) -> Schedule:
-    """Once a stage is warm, every forward and a backward share it: one compound op, `0F5&0B0`, that
-    takes f + b. An activation and a gradient then have f + b to cross a link, where 1F1B leaves
-    them f and b.
+    """Run every forward together with a backward after the warm-up, to use links evenly.
 
-    Stage s runs 2(p - s) - 1 forwards ahead, then pairs, then the backwards left. While a forward
-    or a backward is alone on its stage it has all of it, and takes f or b: the time modelled is
-    then the published one. At BaPipe's fixed shares, where an op takes f + b with company or
-    without, fill and drain take twice as long; only streaming inside a micro-batch would save that.
+    The two are one compound op, `0F5&0B0`, that takes f + b. An activation and a gradient then have
+    f + b to cross a link, where 1F1B leaves them f and b.
+
+    Stage s runs 2(p - s) - 1 forwards ahead, then pairs, then the remaining backwards. A forward or
+    a backward that is alone on its stage takes f or b: the makespan is then the published one. With
+    BaPipe's fixed shares of a device, where an op takes f + b whether or not it is in a pair, fill
+    and drain take twice as long; only streaming within a micro-batch would avoid that.
 
     Facts for equal costs f and b and free links, p stages, m micro-batches:
         makespan            (m + p - 1)(f + b), as 1F1B; (m + 2p - 1)(f + b) if ops alone take f + b
@@ -40,9 +39,11 @@ def fbp_as(stages: int, micro_batches: int) -> Schedule:
         ahead = min(micro_batches, 2 * (stages - stage) - 1)
         ops = [Op(Kind.F, stage, m) for m in range(ahead)]
         for m in range(micro_batches):
-            beside = [Op(Kind.F, stage, n) for n in (ahead + m,) if n < micro_batches]
             backward = Op(Kind.B, stage, m)
-            ops += [*beside, backward]
-            pairs.update((forward, backward) for forward in beside)
+            if ahead + m < micro_batches:
+                forward = Op(Kind.F, stage, ahead + m)
+                ops.append(forward)
+                pairs.add((forward, backward))
+            ops.append(backward)
         programs.append((*ops, Op(Kind.U, stage, 1)))
     return Schedule(tuple(programs), pairs=frozenset(pairs))

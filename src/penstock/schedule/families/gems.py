@@ -1,13 +1,11 @@
-"""GEMS: two pipelines in opposite directions with one micro-batch each, for models of which no more
-fits.
-"""
+"""GEMS: two pipelines in opposite directions with one micro-batch in flight, for large models."""
 
 from __future__ import annotations
 
 from penstock.schedule.catalogue import register
-from penstock.schedule.meetings import with_meetings
+from penstock.schedule.meetings import with_gradient_sync
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.placement import both_ways
+from penstock.schedule.placement import bidirectional
 
 
 @register(
@@ -18,12 +16,11 @@ from penstock.schedule.placement import both_ways
     source="Jain et al. 2020, GEMS: GPU-enabled memory-aware model-parallelism system",
 )
 def gems(stages: int, micro_batches: int) -> Schedule:
-    """Even micro-batches go down the ranks, odd ones up; the next one sets out where the last one
-    has just turned.
+    """Send even micro-batches down the ranks and odd ones up, each when the one before turns back.
 
     Facts for equal costs f and b >= f and free links, p stages on p ranks, m micro-batches:
-        makespan            m(f + pb) + (p - 1)f: a bubble ratio that nears (p - 1)/(p + 1/2) for b
-                            = 2f
+        makespan            m(f + pb) + (p - 1)f: a bubble ratio that approaches
+                            (p - 1)/(p + 1/2) for b = 2f
         in flight           1 micro-batch on every rank, of both stages together
         weights             two copies of every stage, but one of the middle stage where p is odd
 
@@ -32,10 +29,10 @@ def gems(stages: int, micro_batches: int) -> Schedule:
     rank 1 | 1F0 1B0 1F1 1B1 1F2 1B2 1U1
     rank 2 | 2F0 2B0 0F1 0B1 2F2 2B2 2U1 0U1
 
-    With one micro-batch there is one way, and no copy: it is `naive`.
+    With one micro-batch there is one direction, and no copy: it is `naive`.
     """
     programs: list[list[Op]] = [[] for _ in range(stages)]
     for micro_batch in range(micro_batches):
-        for stage, rank in enumerate(both_ways(stages)[micro_batch % 2]):
+        for stage, rank in enumerate(bidirectional(stages)[micro_batch % 2]):
             programs[rank] += [Op(Kind.F, stage, micro_batch), Op(Kind.B, stage, micro_batch)]
-    return Schedule(with_meetings(programs))
+    return Schedule(with_gradient_sync(programs))

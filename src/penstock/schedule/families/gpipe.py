@@ -15,14 +15,14 @@ from penstock.schedule.op import Kind, Op, Schedule
     source="Huang et al. 2019, GPipe, section 2 and figure 2c",
 )
 def gpipe(stages: int, micro_batches: int, backward_order: str = "forward") -> Schedule:
-    """All forwards, then all backwards.
+    """Run all forwards, then all backwards.
 
     Facts for equal costs f and b and free links, p stages, m micro-batches:
         makespan            (m + p - 1)(f + b), in either backward order
         in flight           m on every stage
 
-    Backwards run in the order of the forwards, so that gradients add up in the order of plain
-    accumulation, to the bit. torchgpipe runs them in reverse (LITERATURE 2.1):
+    Backwards run in the order of the forwards, so that gradients are summed in the order of plain
+    accumulation, with bitwise equal results. torchgpipe runs them in reverse (LITERATURE 2.1):
     `backward_order="reverse"`.
 
     >>> print(gpipe(2, 3))
@@ -38,13 +38,9 @@ def gpipe(stages: int, micro_batches: int, backward_order: str = "forward") -> S
         )
     forward = range(micro_batches)
     backward = forward if backward_order == "forward" else forward[::-1]
-    return Schedule(
-        tuple(
-            (
-                *(Op(Kind.F, stage, m) for m in forward),
-                *(Op(Kind.B, stage, m) for m in backward),
-                Op(Kind.U, stage, 1),
-            )
-            for stage in range(stages)
-        )
-    )
+    programs = []
+    for stage in range(stages):
+        ops = [Op(Kind.F, stage, m) for m in forward]
+        ops += [Op(Kind.B, stage, m) for m in backward]
+        programs.append((*ops, Op(Kind.U, stage, 1)))
+    return Schedule(tuple(programs))

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages on every rank, so that the pipeline fills sooner."""
+"""Interleaved 1F1B: several stages on every rank, so that the pipeline fills earlier."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from penstock.schedule.updates import with_updates
     synchronous=True,
     stages_per_rank="chunks",
     splits_backward=False,
-    source="Narayanan et al. 2021, Megatron-LM, section 2.2; get_schedule_table of its schedules.py for the order",
+    source="Narayanan et al. 2021, Megatron-LM, section 2.2; get_schedule_table of its "
+    "schedules.py for the order",
 )
 def interleaved(
     stages: int, micro_batches: int, chunks: int = 2, group: int | None = None
 ) -> Schedule:
-    """1F1B over v stages on every rank, in groups of g micro-batches: stages s, s + p, s + 2p … on
-    rank s.
+    """Run 1F1B over v stages on every rank, in groups of g micro-batches.
 
-    A group passes a rank's first stage, then its second, and so on; backward likewise from the
-    last. Rank r starts with 2(p - r - 1) + (v - 1)g forwards, then runs one forward and one
-    backward in turn.
+    Stages s, s + p, s + 2p … are on rank s. A group passes a rank's first stage, then its second,
+    and so on; backward likewise from the last. Rank r starts with 2(p - r - 1) + (v - 1)g forwards,
+    then runs one forward and one backward in turn.
 
     Facts for equal costs f and b per rank (f/v and b/v per stage) and free links, p ranks, m
     micro-batches:
@@ -40,37 +40,42 @@ def interleaved(
         stages: number of stages, a multiple of `chunks`; there are p = stages / chunks ranks.
         micro_batches: micro-batches per batch, at least p.
         chunks: stages on every rank (v).
-        group: micro-batches in a group (g), at least p; what is left for the last group must be
-        nothing, or p or more. The least
-            such number if not given, which is p where p divides m. Megatron-LM:
+        group: micro-batches in a group (g), at least p; the last group must be empty, or have p or
+            more. By default the minimum, which is p where p divides m. Megatron-LM calls it
             microbatch_group_size_per_vp_stage.
 
     Raises:
-        ScheduleError: the numbers are others.
+        ScheduleError: a number is out of range.
     """
     ranks = ranks_for("interleaved", stages, "chunks", chunks)
-    size = _group(ranks, micro_batches, group)
-    return Schedule(tuple(map(with_updates, in_groups(ranks, chunks, micro_batches, size))))
+    group_size = _group_size(ranks, micro_batches, group)
+    return Schedule(tuple(map(with_updates, in_groups(ranks, chunks, micro_batches, group_size))))
 
 
-def in_groups(ranks: int, chunks: int, micro_batches: int, size: int) -> list[list[Op]]:
-    """The programs without updates: `chunks` stages on every rank, `micro_batches` in groups of
-    `size`, at least `ranks` each.
+def in_groups(ranks: int, chunks: int, micro_batches: int, group_size: int) -> list[list[Op]]:
+    """Return the programs of all ranks in groups of micro-batches, without updates.
+
+    Args:
+        ranks: number of ranks.
+        chunks: number of stages on every rank.
+        micro_batches: number of micro-batches.
+        group_size: micro-batches per group; every group must have at least `ranks`.
     """
     stages = ranks * chunks
     placement = ring(stages, ranks)
     order = [
         (chunk, m)
-        for first in range(0, micro_batches, size)
+        for first in range(0, micro_batches, group_size)
         for chunk in range(chunks)
-        for m in range(first, min(first + size, micro_batches))
+        for m in range(first, min(first + group_size, micro_batches))
     ]
 
     def program(rank: int) -> list[Op]:
-        own = stages_of(placement, rank)
-        forwards = [Op(Kind.F, own[chunk], m) for chunk, m in order]
-        backwards = [Op(Kind.B, own[-1 - chunk], m) for chunk, m in order]
-        ahead = 2 * (ranks - rank - 1) + (chunks - 1) * size
+        """Return the program of a rank."""
+        rank_stages = stages_of(placement, rank)
+        forwards = [Op(Kind.F, rank_stages[chunk], m) for chunk, m in order]
+        backwards = [Op(Kind.B, rank_stages[-1 - chunk], m) for chunk, m in order]
+        ahead = 2 * (ranks - rank - 1) + (chunks - 1) * group_size
         ops = forwards[:ahead]
         for n, backward in enumerate(backwards, start=ahead):
             ops += [*forwards[n : n + 1], backward]
@@ -79,26 +84,30 @@ def in_groups(ranks: int, chunks: int, micro_batches: int, size: int) -> list[li
     return list(map(program, range(ranks)))
 
 
-def _group(ranks: int, micro_batches: int, group: int | None) -> int:
-    """The size of a group; `ranks` or more for every group, or the ranks wait for each other in a
-    circle or in vain.
+def _group_size(ranks: int, micro_batches: int, group: int | None) -> int:
+    """Return the number of micro-batches in a group, checked, or the minimum if `group` is None.
+
+    With fewer than `ranks` in a group the ranks deadlock, or wait for a micro-batch that does not
+    exist.
     """
     if micro_batches < ranks:
         raise ScheduleError(
             f"interleaved on {ranks} ranks takes {ranks} or more micro-batches, not {micro_batches}"
         )
 
-    def fits(size: int) -> bool:
+    def is_valid(size: int) -> bool:
+        """Return whether every group of this size has at least `ranks` micro-batches."""
         return ranks <= size <= micro_batches and (
             micro_batches % size == 0 or micro_batches % size >= ranks
         )
 
-    known = filter(fits, range(ranks, micro_batches + 1))
+    valid_sizes = filter(is_valid, range(ranks, micro_batches + 1))
     if group is None:
-        return next(known)
-    if isinstance(group, bool) or not isinstance(group, int) or not fits(group):
+        return next(valid_sizes)
+    if isinstance(group, bool) or not isinstance(group, int) or not is_valid(group):
         raise ScheduleError(
-            f"interleaved on {ranks} ranks cannot run {micro_batches} micro-batches in groups of {group!r}: every "
-            f"group, the last too, needs {ranks} or more; groups of {', '.join(map(str, known))} do"
+            f"interleaved on {ranks} ranks cannot run {micro_batches} micro-batches in groups of "
+            f"{group!r}: every group, the last too, needs {ranks} or more; "
+            f"groups of {', '.join(map(str, valid_sizes))} do"
         )
     return group

@@ -14,8 +14,9 @@ from penstock.schedule.op import Kind, Op, Schedule
     source="the baseline of GPipe (Huang et al. 2019, figure 2b)",
 )
 def naive(stages: int, micro_batches: int = 1) -> Schedule:
-    """Forward through all stages, backward through all, then the next micro-batch; usually there is
-    only one.
+    """Run a micro-batch forward and backward through all stages before the next one.
+
+    Usually there is only one micro-batch.
 
     Facts for equal costs f and b, p stages, m micro-batches: makespan m p (f + b); 1 micro-batch in
     flight.
@@ -24,12 +25,8 @@ def naive(stages: int, micro_batches: int = 1) -> Schedule:
     rank 0 | 0F0 0B0 0F1 0B1 0U1
     rank 1 | 1F0 1B0 1F1 1B1 1U1
     """
-    return Schedule(
-        tuple(
-            (
-                *(Op(kind, stage, m) for m in range(micro_batches) for kind in (Kind.F, Kind.B)),
-                Op(Kind.U, stage, 1),
-            )
-            for stage in range(stages)
-        )
-    )
+    programs = []
+    for stage in range(stages):
+        ops = [Op(kind, stage, m) for m in range(micro_batches) for kind in (Kind.F, Kind.B)]
+        programs.append((*ops, Op(Kind.U, stage, 1)))
+    return Schedule(tuple(programs))

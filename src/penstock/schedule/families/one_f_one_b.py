@@ -1,4 +1,4 @@
-"""One forward, one backward: warm up, alternate, drain."""
+"""1F1B (one forward, one backward): warm up, alternate, drain."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from penstock.schedule.replicas import round_robin, start_up
     synchronous=True,
     stages_per_rank="1",
     splits_backward=False,
-    source="Narayanan et al. 2021, PipeDream-Flush, section 3.4; Fan et al. 2021, DAPPLE, policy A; Zhao et al. 2020, "
-    "BaPipe, 1F1B-AS and 1F1B-SNO; with warm_up: Chen et al. 2023, AvgPipe, advance forward propagation; with replicas per "
-    "stage: Narayanan et al. 2019, PipeDream, section 3.2, 1F1B-RR, with a flush",
+    source="Narayanan et al. 2021, PipeDream-Flush, section 3.4; Fan et al. 2021, DAPPLE, policy "
+    "A; Zhao et al. 2020, BaPipe, 1F1B-AS and 1F1B-SNO; with warm_up: Chen et al. 2023, AvgPipe, "
+    "advance forward propagation; with replicas per stage: Narayanan et al. 2019, PipeDream, "
+    "section 3.2, 1F1B-RR, with a flush",
 )
 def one_f_one_b(
     stages: int,
@@ -26,20 +27,19 @@ def one_f_one_b(
     warm_up: Sequence[int] | None = None,
     replicas: Sequence[int] | None = None,
 ) -> Schedule:
-    """Stage s runs K_s forwards ahead, then one backward and one forward in turn, then the
-    backwards left.
+    """Run K_s forwards on stage s, then alternate backwards and forwards, then drain.
 
-    K_s is p - s, or `warm_up[s]`. One parameter makes a family of it (LITERATURE 13.3):
+    K_s is p - s, or `warm_up[s]`. It selects a member of a family of schedules (LITERATURE 13.3):
         K_s = 1                 naive
         K_s = p - s             1F1B
-        K_s = 2(p - s) - 1      eager 1F1B, which hides the links' time: `eager-1f1b`
+        K_s = 2(p - s) - 1      eager 1F1B, which hides the time of transfers: `eager-1f1b`
         K_s = m                 GPipe
 
     Facts for equal costs f and b and free links, p stages, m micro-batches:
-        makespan            (m + p - 1)(f + b), with any K_s of p - s or more that falls from stage
-                            to stage
+        makespan            (m + p - 1)(f + b), with any K_s of p - s or more that decreases from
+                            stage to stage
         in flight           min(m, K_s) on stage s
-    With c seconds for every hop, and K_s = p - s (BaPipe's 1F1B-SNO):
+    With c seconds per transfer, and K_s = p - s (BaPipe's 1F1B-SNO):
         makespan            (m + p - 1)(f + b) + (m + p - 2 - ceil((m - 1) / p)) 2c
 
     >>> print(one_f_one_b(3, 4))
@@ -63,31 +63,30 @@ def one_f_one_b(
     Args:
         stages: number of stages.
         micro_batches: micro-batches per batch.
-        warm_up: forwards that each stage runs before its first backward, at least 1, never more
-        than on the stage before.
-            More than there are micro-batches counts as all of them. With `replicas`, those of its
-            ranks together.
-        replicas: ranks that each stage has; one if not given.
+        warm_up: forwards that each stage runs before its first backward, at least 1, and not more
+            than on the previous stage. Numbers above that of micro-batches count as all of them.
+            With `replicas`, the sum over the stage's ranks.
+        replicas: number of ranks of each stage; one by default.
 
     Raises:
-        ScheduleError: `warm_up` has another length, or numbers with which no stage could go on.
+        ScheduleError: `warm_up` has another length, or would deadlock.
     """
     if warm_up is None:
         warm_up = start_up(replicas or (1,) * stages)
     ahead = forwards_ahead("1f1b", stages, warm_up, micro_batches)
-    made = Schedule(
-        tuple(
-            (*alternating(stage, range(micro_batches), number), Op(Kind.U, stage, 1))
-            for stage, number in enumerate(ahead)
-        ),
-        "1f1b",
-    )
-    return made if replicas is None else round_robin(made, replicas)
+    programs = []
+    for stage, number in enumerate(ahead):
+        ops = alternating(stage, range(micro_batches), number)
+        programs.append((*ops, Op(Kind.U, stage, 1)))
+    schedule = Schedule(tuple(programs), "1f1b")
+    return schedule if replicas is None else round_robin(schedule, replicas)
 
 
 def alternating(stage: int, micro_batches: Sequence[int], ahead: int) -> list[Op]:
-    """The order of 1F1B on one stage, without updates: `ahead` forwards, then one backward and one
-    forward in turn, and the backwards left.
+    """Return the 1F1B program of one stage, without updates.
+
+    It has `ahead` forwards, then one backward and one forward in turn, then the remaining
+    backwards.
 
     >>> print(*alternating(0, [1, 3, 5], ahead=2))
     0F1 0F3 0B1 0F5 0B3 0B5
@@ -95,40 +94,44 @@ def alternating(stage: int, micro_batches: Sequence[int], ahead: int) -> list[Op
     ops = [Op(Kind.F, stage, m) for m in micro_batches[:ahead]]
     for place, m in enumerate(micro_batches):
         ops.append(Op(Kind.B, stage, m))
-        ops += [
-            Op(Kind.F, stage, later) for later in micro_batches[ahead + place : ahead + place + 1]
-        ]
+        if ahead + place < len(micro_batches):
+            ops.append(Op(Kind.F, stage, micro_batches[ahead + place]))
     return ops
 
 
 def forwards_ahead(
     name: str, stages: int, warm_up: Sequence[int], micro_batches: int | None = None
 ) -> list[int]:
-    """`warm_up`, with more forwards than there are micro-batches counted as all of them; None is
-    for a stream, which has no end.
+    """Check `warm_up` and limit it to the number of micro-batches.
+
+    Args:
+        name: the schedule, for messages.
+        stages: number of stages.
+        warm_up: forwards that each stage runs before its first backward.
+        micro_batches: number of micro-batches; None for a stream, which has no end.
 
     Raises:
-        ScheduleError: it has another length than there are stages, or numbers with which no stage
-        could go on.
+        ScheduleError: `warm_up` does not have one number per stage, or would deadlock.
     """
     if len(warm_up) != stages:
         raise ScheduleError(
-            f"{name} in {stages} stages takes a warm_up of {stages} numbers, one per stage, not {len(warm_up)}"
+            f"{name} in {stages} stages takes a warm_up of {stages} numbers, one per stage, "
+            f"not {len(warm_up)}"
         )
     for stage, number in enumerate(warm_up):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ScheduleError(
-                f"{name} runs at least 1 forward before the first backward, but warm_up has {number!r} for "
-                f"stage {stage}"
+                f"{name} runs at least 1 forward before the first backward, but warm_up has "
+                f"{number!r} for stage {stage}"
             )
     ahead = [number if micro_batches is None else min(micro_batches, number) for number in warm_up]
     for stage in range(1, stages):
         # Stage s - 1 runs forward K_{s-1} only after its first backward, which waits for the first
-        # of stage s.
+        # backward of stage s.
         if ahead[stage] > ahead[stage - 1]:
             raise ScheduleError(
-                f"{name} would hang: stage {stage} wants {ahead[stage]} forwards before its first backward, but "
-                f"stage {stage - 1} passes on {ahead[stage - 1]} before it waits for that backward; let "
-                "warm_up never grow from one stage to the next"
+                f"{name} would deadlock: stage {stage} needs {ahead[stage]} forwards before its "
+                f"first backward, but stage {stage - 1} passes on {ahead[stage - 1]} before it "
+                "waits for that backward; warm_up must not increase from one stage to the next"
             )
     return ahead

@@ -1,4 +1,4 @@
-"""Seq1F1B: 1F1B over slices of sequences, for a fraction of its bubble and of its memory."""
+"""Seq1F1B: 1F1B over slices of sequences, with a fraction of its bubble and of its memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ def seq1f1b(
     slices: int | None = None,
     slice_shares: Sequence[float] | None = None,
 ) -> Schedule:
-    """Stage s runs p - s - 2 + k slices ahead, then one forward and one backward in turn, then the
-    backwards left.
+    """Run 1F1B over slices: p - s - 2 + k forwards ahead on stage s, then one of each in turn.
 
-    Of every micro-batch the last slice's backward comes first. Only for models in which a token
+    The backward of a micro-batch's last slice comes first. Only for models in which a token
     depends on those before it and on no later one (causal attention).
 
     Facts for equal costs f and b of a whole micro-batch and free links, p stages, m micro-batches,
@@ -43,23 +42,25 @@ def seq1f1b(
     Args:
         stages: number of stages.
         micro_batches: micro-batches per batch.
-        slices: into how many equal slices every sequence is cut (k); 2 if nothing is said.
-        slice_shares: or the share of each slice, from the first token on, together 1. The paper's
-        shares make all slices take
-            equal time (its cwp): the more tokens before a slice, the shorter it is.
+        slices: number of equal slices of every sequence (k); 2 by default.
+        slice_shares: instead, the share of each slice, starting at the first token, with sum 1. The
+            paper's shares give all slices equal time (its cwp): the more tokens precede a slice,
+            the shorter it is.
 
     Raises:
-        ScheduleError: the slices are none, or their shares do not add up to 1.
+        ScheduleError: there is no slice, or the shares do not add up to 1.
     """
     slicing = along_tokens("seq1f1b", micro_batches, slices, slice_shares)
-    each, backward = len(slicing.shares[0]), backwards(slicing)
+    slices_per_micro_batch = len(slicing.shares[0])
+    backward_order = backwards(slicing)
 
     def program(stage: int) -> tuple[Op, ...]:
-        ahead = stages - stage - 2 + each
-        forwards = [Op(Kind.F, stage, n) for n in range(len(backward))]
+        """Return the program of a stage."""
+        ahead = stages - stage - 2 + slices_per_micro_batch
+        forwards = [Op(Kind.F, stage, n) for n in range(len(backward_order))]
         ops = forwards[:ahead]
-        for done, n in enumerate(backward, start=ahead):
-            ops += [*forwards[done : done + 1], Op(Kind.B, stage, n)]
+        for next_forward, n in enumerate(backward_order, start=ahead):
+            ops += [*forwards[next_forward : next_forward + 1], Op(Kind.B, stage, n)]
         return (*ops, Op(Kind.U, stage, 1))
 
     return Schedule(tuple(map(program, range(stages))), slicing=slicing)

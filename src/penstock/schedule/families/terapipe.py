@@ -1,4 +1,4 @@
-"""TeraPipe: GPipe over slices of sequences, of which each stage needs only those before."""
+"""TeraPipe: GPipe over slices of sequences; a slice needs only the slices before it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def terapipe(
     slices: int | None = None,
     slice_shares: Sequence[float] | None = None,
 ) -> Schedule:
-    """All forwards slice by slice, then all backwards, of every micro-batch the last slice first.
+    """Run all forwards slice by slice, then all backwards, with the last slice first.
 
     Only for models in which a token depends on those before it and on no later one (causal
     attention).
@@ -41,44 +41,44 @@ def terapipe(
     Args:
         stages: number of stages.
         micro_batches: micro-batches per batch.
-        slices: into how many equal slices every sequence is cut; 2 if nothing is said.
-        slice_shares: or the share of each slice, from the first token on, together 1. The more
-        tokens before a slice, the longer
-            it takes per token: slices that shall take equal time get shorter.
+        slices: number of equal slices of every sequence; 2 by default.
+        slice_shares: instead, the share of each slice, starting at the first token, with sum 1. The
+            more tokens precede a slice, the longer it takes per token: for equal times, later
+            slices must be shorter.
 
     Raises:
-        ScheduleError: the slices are none, or their shares do not add up to 1.
+        ScheduleError: there is no slice, or the shares do not add up to 1.
     """
     slicing = along_tokens("terapipe", micro_batches, slices, slice_shares)
-    forward = range(len(slicing.share))
-    backward = backwards(slicing)
-    return Schedule(
-        tuple(
-            (
-                *(Op(Kind.F, stage, n) for n in forward),
-                *(Op(Kind.B, stage, n) for n in backward),
-                Op(Kind.U, stage, 1),
-            )
-            for stage in range(stages)
-        ),
-        slicing=slicing,
-    )
+    backward_order = backwards(slicing)
+    programs = []
+    for stage in range(stages):
+        ops = [Op(Kind.F, stage, n) for n in range(len(slicing.share))]
+        ops += [Op(Kind.B, stage, n) for n in backward_order]
+        programs.append((*ops, Op(Kind.U, stage, 1)))
+    return Schedule(tuple(programs), slicing=slicing)
 
 
 def along_tokens(
     name: str, micro_batches: int, slices: int | None, slice_shares: Sequence[float] | None
 ) -> Slicing:
-    """Every micro-batch cut into `slices` equal slices (2 if nothing is said), or into those of
-    `slice_shares`.
+    """Cut every micro-batch along its tokens.
+
+    Args:
+        name: the schedule, for messages.
+        micro_batches: number of micro-batches.
+        slices: number of equal slices; 2 by default.
+        slice_shares: instead, the shares of the slices.
 
     Raises:
-        ScheduleError: the slices are none, are said twice, or have shares that do not add up to 1;
-        `name` is for the message.
+        ScheduleError: there is no slice, both options are given and differ, or the shares do not
+            add up to 1.
     """
     if slice_shares is not None:
         if slices is not None and slices != len(slice_shares):
             raise ScheduleError(
-                f"{name} got slices={slices!r} and slice_shares for {len(slice_shares)}: one of them is enough"
+                f"{name} got slices={slices!r} and slice_shares for {len(slice_shares)}: "
+                "one of them is enough"
             )
         return Slicing("tokens", (tuple(slice_shares),) * micro_batches)
     number = 2 if slices is None else slices
@@ -88,11 +88,11 @@ def along_tokens(
 
 
 def backwards(slicing: Slicing) -> list[int]:
-    """The slices in the order of their backwards: micro-batch after micro-batch, the last slice of
-    each first.
+    """Return the slices in the order of their backwards.
+
+    The micro-batches are in order, the slices of each in reverse.
     """
-    return [
-        first + n
-        for first, row in zip(slicing.first_of, slicing.shares, strict=True)
-        for n in reversed(range(len(row)))
-    ]
+    order: list[int] = []
+    for first, shares in zip(slicing.first_of, slicing.shares, strict=True):
+        order += reversed(range(first, first + len(shares)))
+    return order

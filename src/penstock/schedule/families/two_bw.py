@@ -1,4 +1,4 @@
-"""PipeDream-2BW: 1F1B without a flush over batches large enough for two versions of the weights."""
+"""PipeDream-2BW: 1F1B without a flush, with batches large enough for two weight versions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from penstock.schedule.stream import Stream
     source="Narayanan et al. 2021, PipeDream-2BW (arXiv 2006.09503), section 3.1",
 )
 def two_bw(stages: int, micro_batches: int, batches: int | None = None) -> Schedule:
-    """The order of `pipedream` with at least as many micro-batches per batch as there are stages.
+    """Run `pipedream` with at least as many micro-batches per batch as there are stages.
 
-    So no forward is more than one update behind, and two versions of the weights are enough: all of
-    batch t reads version max(t - 1, 0), forward and backward, on every stage.
+    So a forward misses at most one update, and two versions of the weights are enough: all of batch
+    t reads version max(t - 1, 0), forward and backward, on every stage.
 
     Facts for equal costs f and b and free links, p stages, m >= p micro-batches:
-        per batch           m(f + b): no bubble once it is full
+        per batch           m(f + b): no bubble in the steady state
         in flight           p - s micro-batches on stage s
         staleness           1 update on every stage, and 0 in the first batch (rule `double-buffer`)
         versions            2
@@ -36,20 +36,21 @@ def two_bw(stages: int, micro_batches: int, batches: int | None = None) -> Sched
 
     Args:
         stages: number of stages.
-        micro_batches: micro-batches per batch, at least `stages`. The paper asks for so many; in
-        this order, in which the first
-            stage has its backward before the next forward, one less would still be sound.
-        batches: how many of them the programs run; enough to show how they repeat, if not given.
+        micro_batches: micro-batches per batch, at least `stages`. The paper requires this; in this
+            order, in which the first stage has its backward before the next forward, one less would
+            still be sound.
+        batches: number of batches in the programs; by default enough to show how they repeat.
 
     Raises:
-        ScheduleError: a batch has fewer micro-batches; `batches` is none.
+        ScheduleError: a batch has fewer micro-batches; `batches` is below 1.
     """
     if micro_batches < stages:
-        least = " (in this order one less would still do, but no fewer)" if stages > 1 else ""
+        minimum = " (in this order one less would still do, but no fewer)" if stages > 1 else ""
         raise ScheduleError(
-            f"2bw in {stages} stages keeps two versions of the weights, which is enough with {stages} or more "
-            f"micro-batches per batch{least}, not with {micro_batches}: take more of them, or pipedream, which keeps "
-            "as many versions as it takes"
+            f"2bw in {stages} stages keeps two versions of the weights, which is enough with "
+            f"{stages} or more micro-batches per batch{minimum}, not with {micro_batches}: take "
+            "more of them, or pipedream, which keeps as many versions as it needs"
         )
-    count = enough_batches(stages, micro_batches) if batches is None else batches
-    return streamed("2bw", micro_batches, range(stages, 0, -1), Stream(count, "double-buffer"))
+    if batches is None:
+        batches = enough_batches(stages, micro_batches)
+    return streamed("2bw", micro_batches, range(stages, 0, -1), Stream(batches, "double-buffer"))

@@ -1,4 +1,4 @@
-"""V-Half and V-Min: less memory than 1F1B on a V, for some bubble."""
+"""V-Half and V-Min: less memory than 1F1B on a V, at the cost of some bubble."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from penstock.schedule.v_shape import ranks_of_v, stages_of_v
 
 _SOURCE = "Qi et al. 2024, Pipeline Parallelism with Controllable Memory (arXiv 2405.15362)"
 
-#: One micro-batch's slots on a rank: F on the way down, F on the way back, I on the way back, I on
-#: the way down.
+#: Slots of a micro-batch on a rank: F on the way down, F on the way up, I of the stage on the way
+#: up, I of the stage on the way down.
 Offsets = tuple[int, int, int, int]
 
 
@@ -25,7 +25,7 @@ Offsets = tuple[int, int, int, int]
     source=f"{_SOURCE}, V-Half",
 )
 def v_half(stages: int, micro_batches: int) -> Schedule:
-    """Half the activations of 1F1B, and about half its bubble.
+    """Run a V with half the activations of 1F1B, and about half its bubble.
 
     Facts for f = i = w = 1 on both stages of a rank together and free links, p ranks, 2p stages, m
     micro-batches, m >= p:
@@ -59,8 +59,9 @@ def v_half(stages: int, micro_batches: int) -> Schedule:
     "v-min", synchronous=True, stages_per_rank="2", splits_backward=True, source=f"{_SOURCE}, V-Min"
 )
 def v_min(stages: int, micro_batches: int) -> Schedule:
-    """A third of the activations of 1F1B, and about two thirds of its bubble. Its time suffers most
-    if f, i and w differ.
+    """Run a V with a third of the activations of 1F1B, and about two thirds of its bubble.
+
+    Of these schedules, its time increases most if f, i and w differ.
 
     Facts for f = i = w = 1 on both stages of a rank together and free links, p ranks, 2p stages, m
     micro-batches, m > p:
@@ -90,12 +91,15 @@ def v_min(stages: int, micro_batches: int) -> Schedule:
 
 
 def _schedule(ranks: int, micro_batches: int, offsets: Callable[[int], Offsets]) -> Schedule:
-    """The V-shaped block with these offsets, repeated every six slots: three kinds of op for each
-    of two stages.
+    """Repeat a V-shaped block every six slots: F, I and W for each of two stages.
+
+    Args:
+        ranks, micro_batches: their numbers.
+        offsets: returns the slots of micro-batch 0 on a rank.
     """
     block = []
     for rank in range(ranks):
-        down, back = stages_of_v(rank, ranks)
-        places = (Kind.F, down), (Kind.F, back), (Kind.I, back), (Kind.I, down)
+        down, up = stages_of_v(rank, ranks)
+        places = (Kind.F, down), (Kind.F, up), (Kind.I, up), (Kind.I, down)
         block.append(dict(zip(places, offsets(rank), strict=True)))
     return Schedule(tuple(map(with_updates, from_block(block, 6, micro_batches))))

@@ -1,6 +1,4 @@
-"""WPipe: two groups of stages, of which the second is updated before the first reads what comes of
-it.
-"""
+"""WPipe: two groups of stages without a flush, with gradients at most one update old."""
 
 from __future__ import annotations
 
@@ -20,20 +18,20 @@ from penstock.schedule.updates import with_updates_of_batches
     stages_per_rank="2",
     splits_backward=False,
     weights="wpipe",
-    source="Yang et al. 2022, WPipe, Group-based interleaved pipeline parallelism for large-scale DNN training (ICLR); the "
-    "order is Penstock's own, after the paper's abstract, and has its properties",
+    source="Yang et al. 2022, WPipe, Group-based interleaved pipeline parallelism for large-scale "
+    "DNN training (ICLR); the order is Penstock's own, after the paper's abstract, and has its "
+    "properties",
 )
 def wpipe(stages: int, micro_batches: int, batches: int | None = None) -> Schedule:
-    """`interleaved` over two stages on every rank without a flush, with batches for groups: stages
-    r and r + p on rank r.
+    """Run `interleaved` with two stages on every rank, without a flush, with batches as groups.
 
-    A batch passes the first half of the model (group 0), then the second (group 1); backward the
-    second, then the first. Rank r starts with m + 2(p - 1 - r) forwards, then runs one forward and
-    one backward in turn.
+    Stages r and r + p are on rank r. A batch passes the first half of the model (group 0), then the
+    second (group 1); backward the second, then the first. Rank r starts with m + 2(p - 1 - r)
+    forwards, then runs one forward and one backward in turn.
 
     Facts for equal costs f and b per rank (f/2 and b/2 per stage) and free links, p ranks, m >= 2(p
     - 1) micro-batches:
-        per batch           m(f + b): no bubble once it is full
+        per batch           m(f + b): no bubble in the steady state
         in flight           m + 2(p - 1 - r) + 1 on rank r, of both its stages together
         staleness           1 update on the stages of group 0 from the second batch on, 0 on those
                             of group 1
@@ -46,19 +44,21 @@ def wpipe(stages: int, micro_batches: int, batches: int | None = None) -> Schedu
     Args:
         stages: number of stages, even; there are p = stages / 2 ranks.
         micro_batches: micro-batches per batch, at least 2(p - 1).
-        batches: how many of them the programs run; enough to show how they repeat, if not given.
+        batches: number of batches in the programs; by default enough to show how they repeat.
 
     Raises:
-        ScheduleError: the numbers are others.
+        ScheduleError: a number is out of range.
     """
     ranks = ranks_for("wpipe", stages, "groups", 2)
     if micro_batches < 2 * (ranks - 1):
         raise ScheduleError(
-            f"wpipe on {ranks} ranks keeps two versions of the weights, which is enough with {2 * (ranks - 1)} or "
-            f"more micro-batches per batch; with {micro_batches} some gradients would be 2 updates old"
+            f"wpipe on {ranks} ranks keeps two versions of the weights, which is enough with "
+            f"{2 * (ranks - 1)} or more micro-batches per batch; with {micro_batches} some "
+            "gradients would be 2 updates old"
         )
-    count = enough_batches(2 * micro_batches, micro_batches) if batches is None else batches
-    stream = Stream(count, "wpipe")
-    rows = in_groups(ranks, 2, count * micro_batches, micro_batches)
+    if batches is None:
+        batches = enough_batches(2 * micro_batches, micro_batches)
+    stream = Stream(batches, "wpipe")
+    rows = in_groups(ranks, 2, batches * micro_batches, micro_batches)
     programs = tuple(with_updates_of_batches(row, micro_batches) for row in rows)
     return Schedule(programs, "wpipe", synchronous=False, stream=stream)

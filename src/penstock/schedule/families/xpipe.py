@@ -17,13 +17,13 @@ from penstock.schedule.stream import Stream
     source="Guan et al. 2019, XPipe (arXiv 1911.04610)",
 )
 def xpipe(stages: int, micro_batches: int, batches: int | None = None) -> Schedule:
-    """The order of `pipedream`, in which micro-batches of several batches are in flight at a time.
+    """Run the order of `pipedream`, with weights that are predicted once per batch.
 
-    The first micro-batch of every batch, its bellwether, predicts the weights with which all of
-    them run; one version is kept.
+    Micro-batches of several batches are in flight at a time. The first micro-batch of every batch,
+    its bellwether, predicts the weights for all of them; one version is kept.
 
     Facts for equal costs f and b and free links, p stages, m micro-batches:
-        per batch           m(f + b): no bubble once it is full
+        per batch           m(f + b): no bubble in the steady state
         in flight           p - s micro-batches on stage s
         versions            1, and the predicted weights (rule `xpipe`)
 
@@ -34,10 +34,11 @@ def xpipe(stages: int, micro_batches: int, batches: int | None = None) -> Schedu
     Args:
         stages: number of stages.
         micro_batches: micro-batches per batch.
-        batches: how many of them the programs run; enough to show how they repeat, if not given.
+        batches: number of batches in the programs; by default enough to show how they repeat.
 
     Raises:
-        ScheduleError: `batches` is none.
+        ScheduleError: `batches` is below 1.
     """
-    count = enough_batches(stages, micro_batches) if batches is None else batches
-    return streamed("xpipe", micro_batches, range(stages, 0, -1), Stream(count, "xpipe"))
+    if batches is None:
+        batches = enough_batches(stages, micro_batches)
+    return streamed("xpipe", micro_batches, range(stages, 0, -1), Stream(batches, "xpipe"))

@@ -1,4 +1,4 @@
-"""Zero bubble by hand: the backward is cut in two, and its weight half fills what would be bubble."""
+"""ZB-H1 and ZB-H2: split backwards, whose weight half (W) fills what would be bubble."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ _SOURCE = "Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), 
     "zb-h1", synchronous=True, stages_per_rank="1", splits_backward=True, source=f"{_SOURCE}, ZB-H1"
 )
 def zb_h1(stages: int, micro_batches: int) -> Schedule:
-    """1F1B with a third of its bubble in the same memory: stage s keeps s weight gradients back for
-    the drain.
+    """Run 1F1B with a third of its bubble in the same memory: stage s delays W by s micro-batches.
 
     Facts for equal costs f, i, w with w <= f and w <= i, and free links, p stages, m micro-batches:
         makespan            m(f + i + w) + (p - 1)(f + i - w) for m >= p; (m + p - 1)(f + i) + w for
@@ -38,14 +37,13 @@ def zb_h1(stages: int, micro_batches: int) -> Schedule:
     "zb-h2", synchronous=True, stages_per_rank="1", splits_backward=True, source=f"{_SOURCE}, ZB-H2"
 )
 def zb_h2(stages: int, micro_batches: int) -> Schedule:
-    """Twice the forwards ahead and twice the weight gradients behind: no stage idles between its
-    first op and its last.
+    """Run twice the warm-up and delay of ZB-H1: no stage idles between its first op and its last.
 
     Facts for equal costs f, i, w with w <= f and w <= i, and free links, p stages, m micro-batches,
     m >= 2p - 1:
         longest span        m(f + i + w) + (p - 1)(f + i - 2w): without bubble for f = i = w, in the
-                            span definition; the makespan is that of zb-h1 then, m(f + i + w) + (p -
-                            1)f
+                            span definition; the makespan is then that of zb-h1,
+                            m(f + i + w) + (p - 1)f
         in flight           2p - 1 on every stage, of which 2(p - s) - 1 still wait for their I on
                             stage s
 
@@ -66,7 +64,11 @@ def zb_h2(stages: int, micro_batches: int) -> Schedule:
 
 
 def _program(stage: int, micro_batches: int, ahead: int, lag: int) -> tuple[Op, ...]:
-    """`ahead` forwards; then I, the W that is `lag` behind it, and F in turn; then the W left over."""
+    """Return the program of a stage.
+
+    It has `ahead` forwards; then I, the W of `lag` micro-batches before, and F in turn; then the
+    remaining W.
+    """
     ahead = min(micro_batches, ahead)
     ops = [Op(Kind.F, stage, m) for m in range(ahead)]
     for m in range(micro_batches):
