@@ -56,13 +56,17 @@ def test_folds_of_every_even_number_of_stages_give_each_a_layer(make_profile, st
 @pytest.mark.parametrize(
     ("by", "options", "message"),
     [
-        ("folded", {}, "folded gives every rank two stages, and 3 is odd: ask for 4, or one less"),
+        (
+            "folded",
+            {},
+            "folded gives every rank two stages, and 3 stages is an odd number: ask for 4 or 2",
+        ),
         (
             "looped",
             {"ranks": 2},
-            "looped deals 3 stages out to ranks in turn, the same number to each, not to 2 ranks",
+            "looped places the same number of stages on every rank, and 3 stages cannot be divided over 2 ranks",
         ),
-        ("looped", {"ranks": 0}, "not to 0 ranks"),
+        ("looped", {"ranks": 0}, "cannot be divided over 0 ranks"),
         (
             "looped",
             {"ranks": 1, "slack": -0.1},

@@ -39,8 +39,8 @@ def chains(draw, cost=REAL):
         "transfer": draw(
             st.none() | st.just(rows(cost, stages - 1, layers - 1) if stages > 1 else None)
         ),
-        "holds": rows(BYTES, draw(st.sampled_from([1, stages])), layers),
-        "kept": rows(BYTES, 1, layers)[0],
+        "fixed_bytes": rows(BYTES, draw(st.sampled_from([1, stages])), layers),
+        "saved_bytes": rows(BYTES, 1, layers)[0],
         "in_flight": draw(
             st.lists(st.sampled_from([0, 1, 2.5, 4]), min_size=stages, max_size=stages)
         ),
@@ -53,10 +53,10 @@ def needs(case, lengths):
     found, start = [], 0
     for stage, length in enumerate(lengths):
         own = range(start, start + length)
-        holds = case["holds"][stage % len(case["holds"])]
+        holds = case["fixed_bytes"][stage % len(case["fixed_bytes"])]
         found.append(
             sum(holds[x] for x in own)
-            + case["in_flight"][stage] * sum(case["kept"][x] for x in own)
+            + case["in_flight"][stage] * sum(case["saved_bytes"][x] for x in own)
         )
         start += length
     return found
@@ -89,7 +89,9 @@ def test_no_cut_that_fits_is_better_and_none_is_missed(case, overlap):
     slowest stage or link.
     """
     found = limited(*case.values(), overlap=overlap)
-    cuts = [cut for cut in every_cut(len(case["kept"]), len(case["limits"])) if fits(case, cut)]
+    cuts = [
+        cut for cut in every_cut(len(case["saved_bytes"]), len(case["limits"])) if fits(case, cut)
+    ]
     if found is None:
         assert not cuts
         return
@@ -108,7 +110,9 @@ def test_among_equals_the_rest_has_the_most_slack(case, overlap):
     found = limited(*case.values(), overlap=overlap)
     if found is None:
         return
-    cuts = [cut for cut in every_cut(len(case["kept"]), len(case["limits"])) if fits(case, cut)]
+    cuts = [
+        cut for cut in every_cut(len(case["saved_bytes"]), len(case["limits"])) if fits(case, cut)
+    ]
     best = min(
         (max(loads(case, cut, overlap)), sum(load**2 for load in loads(case, cut, overlap)))
         for cut in cuts
@@ -130,13 +134,15 @@ def test_least_excess_is_the_least_that_must_be_added_to_the_fullest_rank(case):
             need - limit for need, limit in zip(needs(case, cut), case["limits"], strict=True)
         )
 
-    found = least_excess(case["holds"], case["kept"], case["in_flight"], case["limits"])
+    found = least_excess(
+        case["fixed_bytes"], case["saved_bytes"], case["in_flight"], case["limits"]
+    )
     assert excess(found) == min(
-        excess(cut) for cut in every_cut(len(case["kept"]), len(case["limits"]))
+        excess(cut) for cut in every_cut(len(case["saved_bytes"]), len(case["limits"]))
     )
-    assert bytes_per_stage(found, case["holds"], case["kept"], case["in_flight"]) == needs(
-        case, found
-    )
+    assert bytes_per_stage(
+        found, case["fixed_bytes"], case["saved_bytes"], case["in_flight"]
+    ) == needs(case, found)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -201,7 +207,7 @@ def test_the_first_rank_of_1f1b_takes_fewer_layers_where_activations_bind():
     ("change", "message"),
     [
         ({"seconds": [1, 2, 3]}, "cannot make 4 stages from 3 layers"),
-        ({"seconds": [1] * 5}, "holds and kept are of 4 layers, seconds of 5"),
+        ({"seconds": [1] * 5}, "fixed_bytes and saved_bytes have 4 layers, but seconds has 5"),
         ({"seconds": 3.0}, r"seconds: has the shape \(\); it must be one number per layer"),
         ({"limits": []}, "cannot make 0 stages from 4 layers"),
         ({"limits": [1, float("nan")]}, "limits: .* must be one number of bytes for each stage"),
@@ -210,11 +216,11 @@ def test_the_first_rank_of_1f1b_takes_fewer_layers_where_activations_bind():
             r"seconds: has the shape \(3, 4\); it must be \(4,\) or \(2, 4\)",
         ),
         ({"seconds": [[1] * 4, [1, -2, 1, 1]], "limits": [9, 9]}, r"seconds\[1\]: entry 1 is -2.0"),
-        ({"seconds": [[1, 1], [1]], "limits": [9, 9]}, "seconds: needs a list of numbers"),
-        ({"transfer": [1, 1]}, "transfer: has 2 entries, and 3 are needed"),
-        ({"kept": [1, 1]}, "kept: has 2 entries, and 4 are needed"),
-        ({"holds": [1, 1, 1, float("inf")]}, "holds: entry 3 is inf"),
-        ({"in_flight": [1, 1]}, "in_flight: has 2 entries, and 4 are needed"),
+        ({"seconds": [[1, 1], [1]], "limits": [9, 9]}, "seconds: must be a list of numbers"),
+        ({"transfer": [1, 1]}, "transfer: has 2 entries, but 3 are needed"),
+        ({"saved_bytes": [1, 1]}, "saved_bytes: has 2 entries, but 4 are needed"),
+        ({"fixed_bytes": [1, 1, 1, float("inf")]}, "fixed_bytes: entry 3 is inf"),
+        ({"in_flight": [1, 1]}, "in_flight: has 2 entries, but 4 are needed"),
         ({"overlap": "no"}, "overlap is 'no'; it must be True or False"),
     ],
 )
@@ -223,8 +229,8 @@ def test_numbers_that_do_not_fit_each_other_are_refused(change, message):
     case = {
         "seconds": [1] * 4,
         "transfer": None,
-        "holds": NOTHING,
-        "kept": NOTHING,
+        "fixed_bytes": NOTHING,
+        "saved_bytes": NOTHING,
         "in_flight": [1] * 4,
         "limits": [9] * 4,
     }

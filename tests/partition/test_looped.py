@@ -52,8 +52,8 @@ def chains(draw, stages_of):
         options["transfer"] = draw(st.lists(REAL, min_size=layers - 1, max_size=layers - 1))
     if draw(st.booleans()):
         options |= {
-            "holds": rows(st.integers(0, 9)),
-            "kept": rows(st.integers(0, 9)),
+            "fixed_bytes": rows(st.integers(0, 9)),
+            "saved_bytes": rows(st.integers(0, 9)),
             "in_flight": draw(
                 st.lists(st.sampled_from([0, 1, 2.5]), min_size=stages, max_size=stages)
             ),
@@ -87,8 +87,8 @@ def fits(options, ends, ranks_of):
     if "limits" not in options:
         return True
     held, kept = (
-        loads(options["holds"], ends, ranks_of),
-        loads(options["kept"], ends, ranks_of, options["in_flight"]),
+        loads(options["fixed_bytes"], ends, ranks_of),
+        loads(options["saved_bytes"], ends, ranks_of, options["in_flight"]),
     )
     return all(a + b <= limit for a, b, limit in zip(held, kept, options["limits"], strict=True))
 
@@ -213,11 +213,11 @@ def test_a_hundred_layers_in_a_v_are_nearly_even():
 def test_memory_moves_layers_away_from_the_rank_with_most_in_flight():
     """Rank 0 of a V has its first stage's micro-batches for longest."""
     assert folded([1] * 8, 2) == [2, 2, 2, 2]
-    found = folded([1] * 8, 2, kept=[1] * 8, in_flight=[4, 3, 2, 1], limits=[7, 14])
+    found = folded([1] * 8, 2, saved_bytes=[1] * 8, in_flight=[4, 3, 2, 1], limits=[7, 14])
     assert found[0] == 1
-    assert folded([1] * 8, 2, kept=[1] * 8, in_flight=[4, 3, 2, 1], limits=[4, 14]) is None
+    assert folded([1] * 8, 2, saved_bytes=[1] * 8, in_flight=[4, 3, 2, 1], limits=[4, 14]) is None
     tight = looped(
-        [1] * 40, 4, 2, kept=[1] * 40, in_flight=[4, 4, 4, 4, 1, 1, 1, 1], limits=[20] * 4
+        [1] * 40, 4, 2, saved_bytes=[1] * 40, in_flight=[4, 4, 4, 4, 1, 1, 1, 1], limits=[20] * 4
     )
     edges = np.cumsum([0, *tight])
     need = [0] * 4
@@ -239,9 +239,9 @@ def test_memory_moves_layers_away_from_the_rank_with_most_in_flight():
         ),
         (
             lambda: looped([1] * 5, 2, 2, in_flight=[1, 1]),
-            "in_flight: has 2 entries, and 4 are needed",
+            "in_flight: has 2 entries, but 4 are needed",
         ),
-        (lambda: looped([1] * 5, 2, 2, transfer=[1]), "transfer: has 1 entries, and 4 are needed"),
+        (lambda: looped([1] * 5, 2, 2, transfer=[1]), "transfer: has 1 entries, but 4 are needed"),
         (
             lambda: looped([[1] * 5] * 3, 2, 2),
             r"seconds: has the shape \(3, 5\); it must be \(5,\) or \(2, 5\)",

@@ -42,8 +42,8 @@ def chains(draw):
         options["transfer"] = each(REAL, layers - 1)
     if draw(st.booleans()):
         options |= {
-            "holds": each(st.integers(0, 9), layers),
-            "kept": [each(st.integers(0, 9), layers) for _ in range(kinds)],
+            "fixed_bytes": each(st.integers(0, 9), layers),
+            "saved_bytes": [each(st.integers(0, 9), layers) for _ in range(kinds)],
             "in_flight": each(st.sampled_from([0, 1, 2.5]), stages),
             "limits_of_kind": each(st.integers(0, 50), kinds),
         }
@@ -64,9 +64,9 @@ def slowest(case, lengths, kinds):
             sum(seconds[kind][a:b]),
             options["transfer"][a - 1] if a and "transfer" in options else 0.0,
         )
-        if "kept" in options:
-            need = sum(options["holds"][a:b]) + options["in_flight"][stage] * sum(
-                options["kept"][kind][a:b]
+        if "saved_bytes" in options:
+            need = sum(options["fixed_bytes"][a:b]) + options["in_flight"][stage] * sum(
+                options["saved_bytes"][kind][a:b]
             )
             worst = worst if need <= options["limits_of_kind"][kind] else np.inf
     return worst
@@ -140,7 +140,7 @@ def test_on_ordinary_layers_the_larger_searches_miss_nothing():
 def test_the_rank_with_more_memory_stands_where_most_micro_batches_are_in_flight():
     """1F1B keeps most on the first stage: the order matters although all ranks are equally fast."""
     found = best_order(
-        [[1] * 8] * 2, [3, 1], 4, kept=[1] * 8, in_flight=[4, 3, 2, 1], limits_of_kind=[6, 8]
+        [[1] * 8] * 2, [3, 1], 4, saved_bytes=[1] * 8, in_flight=[4, 3, 2, 1], limits_of_kind=[6, 8]
     )
     assert found == ([2, 2, 2, 2], [1, 0, 0, 0])
 
@@ -162,7 +162,7 @@ def test_the_rank_with_more_memory_stands_where_most_micro_batches_are_in_flight
         ),
         (
             lambda: best_order([[1, 1]], [2], 2, in_flight=[1]),
-            "in_flight: has 1 entries, and 2 are needed",
+            "in_flight: has 1 entries, but 2 are needed",
         ),
     ],
 )

@@ -192,8 +192,8 @@ def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
         exactly=exactly,
         sync_bandwidth_bytes_per_s=2.0,
         overlap=overlap,
-        holds=holds,
-        kept=kept,
+        fixed_bytes=holds,
+        saved_bytes=kept,
         limit=limit,
     )
     if found is None:
@@ -248,8 +248,8 @@ def test_memory_counts_the_micro_batches_of_all_ranks_after():
     """
     costs = [1, 3], [0, 0], [0], 4, 1.0
     assert replicated(*costs, stages=2) == [(1, 1), (1, 3)]
-    assert replicated(*costs, stages=2, kept=[10, 1], limit=20) == [(1, 2), (1, 2)]
-    assert replicated(*costs, stages=2, kept=[10, 1], limit=19) is None
+    assert replicated(*costs, stages=2, saved_bytes=[10, 1], limit=20) == [(1, 2), (1, 2)]
+    assert replicated(*costs, stages=2, saved_bytes=[10, 1], limit=19) is None
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_memory_counts_the_micro_batches_of_all_ranks_after():
         (lambda: replicated_table(np.full((3, 3, 2), np.nan)), r"table: entry \[0, 1, 1\] is nan"),
         (
             lambda: replicated_table(np.zeros((3, 3, 2)), [1, 1]),
-            "boundary: has 2 entries, and 1 are needed",
+            "boundary: has 2 entries, but 1 are needed",
         ),
         (
             lambda: replicated_table(np.zeros((3, 3, 2)), most_ranks=np.zeros((3, 3, 3))),
@@ -273,7 +273,7 @@ def test_memory_counts_the_micro_batches_of_all_ranks_after():
         (lambda: replicated([], [], [], 2, 1.0), "0 layers on 2 ranks"),
         (
             lambda: replicated([1, 1], [1, 1], [1, 1, 1], 2, 1.0),
-            "output_bytes: has 3 entries, and 2 are needed",
+            "output_bytes: has 3 entries, but 2 are needed",
         ),
         (lambda: replicated([1, 1], [1, 1], [1], 2, 1.0, micro_batches=0), "micro_batches is 0"),
         (
