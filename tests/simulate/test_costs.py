@@ -38,7 +38,8 @@ def test_what_is_no_finite_amount_is_refused_by_name(name, bad):
     own error.
     """
     with pytest.raises(
-        SettingError, match=rf"costs: {name} has .*; seconds and bytes are finite and not below 0"
+        SettingError,
+        match=rf"costs: {name} has .*; seconds and bytes must be finite and not negative",
     ):
         Costs(**{name: bad})
 
@@ -87,23 +88,23 @@ def test_numbers_may_stand_per_micro_batch_as_a_list_an_array_or_a_function():
     [
         (
             {"forward": [[1, 2], [1, 2, 3]]},
-            "costs: forward of stage 0 has 2 entries, the schedule has 3 micro-batches",
+            "costs: forward of stage 0 has 2 entries, but the schedule has 3 micro-batches",
         ),
         (
             {"transfer": [[1]]},
-            "costs: transfer of stage 0 has 1 entries, the schedule has 3 micro-batches",
+            "costs: transfer of stage 0 has 1 entries, but the schedule has 3 micro-batches",
         ),
         (
             {"forward": lambda stage, m: -m},
-            "costs: forward of stage 0, micro-batch 1 has -1; seconds and bytes are finite",
+            "costs: forward of stage 0, micro-batch 1 has -1; seconds and bytes must be finite",
         ),
         (
             {"weight_bytes": [[1, 2, 3], 1]},
-            r"costs: weight_bytes has \[1, 2, 3\]; it is of a stage, not of a micro-batch",
+            r"costs: weight_bytes has \[1, 2, 3\], but cannot differ by micro-batch",
         ),
         (
             {"update": lambda stage, m: 1},
-            "costs: update has <function .*; seconds and bytes are finite",
+            "costs: update has <function .*; seconds and bytes must be finite",
         ),
         (
             {"links": "triplex"},
@@ -111,24 +112,24 @@ def test_numbers_may_stand_per_micro_batch_as_a_list_an_array_or_a_function():
         ),
         (
             {"transfer": 1, "latency": 1},
-            "costs: transfer says what a message takes, and so does latency: give one of the two",
+            "costs: transfer and latency both set the seconds of a message; give one of the two",
         ),
-        ({"bandwidth": 1}, "costs: bandwidth says nothing without boundary_bytes"),
+        ({"bandwidth": 1}, "costs: bandwidth has no effect without boundary_bytes"),
         (
             {"bandwidth": 0, "boundary_bytes": 1},
-            "costs: bandwidth is 0 bytes/s somewhere: nothing would ever arrive",
+            "costs: bandwidth is 0 bytes/s at a boundary: no message would arrive",
         ),
         (
             {"optimizer_bytes": 1},
-            "costs: optimizer_bytes says nothing without weight_bytes, of which it is a part",
+            "costs: optimizer_bytes has no effect without weight_bytes, of which it is a part",
         ),
         (
             {"activation_bytes_after_input_grad": 1},
-            "costs: activation_bytes_after_input_grad says nothing without activation_bytes",
+            "costs: activation_bytes_after_input_grad has no effect without activation_bytes",
         ),
         (
             {"activation_bytes_after_input_grad": 3, "activation_bytes": [3, 2]},
-            "costs: stage 1 keeps 3 activation_bytes_after_input_grad, more than its 2 activation_bytes",
+            "costs: stage 1 has 3 activation_bytes_after_input_grad, more than its 2 activation_bytes",
         ),
         (
             {"weight_bytes": 8, "gradient_bytes": 5, "optimizer_bytes": [3, 4]},
@@ -146,7 +147,7 @@ def test_spread_has_no_answer_where_micro_batches_differ():
     """Those who need one number per stage must not get a wrong one."""
     with pytest.raises(
         SettingError,
-        match="costs: forward differs by micro-batch; one number per stage is needed here",
+        match="costs: forward differs by micro-batch, but one number per stage is needed",
     ):
         Costs(forward=[1, [1, 2]]).spread("forward", 2)
 

@@ -17,7 +17,7 @@ from penstock.simulate import engine
 from penstock.simulate.costs import LINKS, Costs
 from penstock.simulate.engine import load_compiled
 from penstock.simulate.simulate import simulate_schedule, tables_of, times_of
-from penstock.simulate.structure import structure
+from penstock.simulate.structure import dependencies_of
 
 
 def python(code: str) -> str:
@@ -43,10 +43,13 @@ def test_plain_and_compiled_loops_agree_to_the_bit(links, monkeypatch):
         times = []
         for worth in (0, 10**9):
             monkeypatch.setattr(engine, "WORTH_CALLING", worth)
-            made.__dict__.pop("_structure", None)
+            made.__dict__.pop("_dependencies", None)
             tables = tables_of(made, costs, "always")
             times.append(
-                [structure(made).waits.order, *times_of(tables, tables.seconds[0], overlap, links)]
+                [
+                    dependencies_of(made).graph.order,
+                    *times_of(tables, tables.seconds[0], overlap, links),
+                ]
             )
         assert all(map(np.array_equal, *times))
 
@@ -94,7 +97,7 @@ def test_who_comes_back_often_gets_compiled_loops(monkeypatch):
     monkeypatch.setattr(engine, "load_compiled", lambda: asked.append(True))
     made = schedule("1f1b", 4, 8)
     ops = sum(map(len, made.programs))
-    structure(made).effort = engine.WORTH_RETURNING - ops
+    dependencies_of(made).effort = engine.WORTH_RETURNING - ops
     simulate_schedule(made, Costs())
     assert asked == []
     simulate_schedule(made, Costs())

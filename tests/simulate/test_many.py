@@ -115,7 +115,7 @@ def test_memory_of_many_follows_each_vector_s_bytes():
         ({"forwards": [1]}, "there is no 'forwards'; there are forward, backward"),
         (
             {"forward": [[1, 2]]},
-            r"forward has shape \(1, 2\); it is \(vectors\), \(vectors, 3\) or \(vectors, 3, 4\)",
+            r"forward has shape \(1, 2\); it must be \(vectors\), \(vectors, 3\) or \(vectors, 3, 4\)",
         ),
         (
             {"forward": [1, 2], "backward": [1, 2, 3]},
@@ -123,10 +123,10 @@ def test_memory_of_many_follows_each_vector_s_bytes():
         ),
         (
             {"forward": [1, -2.0]},
-            "forward has .*-2.0.*; seconds and bytes are finite and not below 0",
+            "forward has .*-2.0.*; seconds and bytes must be finite and not negative",
         ),
         ({"links": "slow"}, "links are one of duplex, half-duplex, shared, not 'slow'"),
-        ({"transfer": [1], "latency": [1]}, "transfer says what a message takes"),
+        ({"transfer": [1], "latency": [1]}, "transfer and latency or bandwidth both set"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused_by_name(costs, message):

@@ -139,7 +139,9 @@ def test_a_plan_stands_on_the_devices_that_it_names():
     )
     assert near == simulate_plan(a_plan(), PROFILE, FOUR).makespan
     assert far == pytest.approx(3 + 22 + 22 + 7 + 14 + 22 + 22 + 6)
-    with pytest.raises(PlanError, match="is on device 3 of its cluster, four has devices 0 to 1"):
+    with pytest.raises(
+        PlanError, match="uses device 3 of its cluster, but four has devices 0 to 1"
+    ):
         simulate_plan(replace(a_plan(), devices=(0, 3)), PROFILE, FOUR.on((0, 1)))
 
 
@@ -268,7 +270,7 @@ def test_a_slice_pays_the_fixed_cost_of_a_whole_call():
 def test_a_schedule_of_more_ranks_than_the_cluster_is_refused():
     """There is no link to count."""
     costs = stage_costs(PROFILE, [1, 1, 1, 1], 1, cluster("local:2"), micro_batches=1)
-    with pytest.raises(PlanError, match="gpipe runs on 4 ranks, cluster local:2 has 2"):
+    with pytest.raises(PlanError, match="gpipe runs on 4 ranks, but cluster local:2 has 2"):
         place_costs(costs, schedule("gpipe", 4, 1), cluster("local:2"))
 
 
@@ -333,5 +335,5 @@ def test_a_plan_is_refused_with_another_model_s_profile():
         PlanError, match="plan is for a chain with fingerprint f, the profile is of g"
     ):
         simulate_plan(a_plan(), replace(PROFILE, fingerprint="g"), FOUR)
-    with pytest.raises(PlanError, match="runs on 2 ranks, cluster local:1 has 1"):
+    with pytest.raises(PlanError, match="runs on 2 ranks, but cluster local:1 has 1"):
         simulate_plan(a_plan(), PROFILE, cluster("local:1"))

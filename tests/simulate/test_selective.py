@@ -117,14 +117,14 @@ def test_what_a_stage_keeps_is_added_up_layer_by_layer():
     its own.
     """
     sizes = LayerBytes.of(profile_of([(10, 1, 100), (20, 2, 200), (30, 3, 300), (40, 4, 400)]))
-    assert sizes.held(0, 4, Selection()) == (1 + 10 + 20 + 30 + 40, 0)
-    assert sizes.held(1, 4, Selection()) == (2 + 20 + 30 + 40, 0)
-    assert sizes.held(0, 4, Selection((0,))) == (7 + 2 + 20 + 30 + 40, 1 + 10 - 7)
-    assert sizes.held(0, 4, Selection((1, 2))) == (1 + 10 + 100 + 4 + 40, 0), (
+    assert sizes.stage_bytes(0, 4, Selection()) == (1 + 10 + 20 + 30 + 40, 0)
+    assert sizes.stage_bytes(1, 4, Selection()) == (2 + 20 + 30 + 40, 0)
+    assert sizes.stage_bytes(0, 4, Selection((0,))) == (7 + 2 + 20 + 30 + 40, 1 + 10 - 7)
+    assert sizes.stage_bytes(0, 4, Selection((1, 2))) == (1 + 10 + 100 + 4 + 40, 0), (
         "what comes back is less than the input"
     )
-    assert sizes.held(0, 4, Selection((0, 1, 2, 3), (2,))) == (7 + 200, 1 + 10 + 20 - 7)
-    assert sizes.held(0, 4, Selection((0, 1, 2, 3))) == (7, 1 + 100 - 7)
+    assert sizes.stage_bytes(0, 4, Selection((0, 1, 2, 3), (2,))) == (7 + 200, 1 + 10 + 20 - 7)
+    assert sizes.stage_bytes(0, 4, Selection((0, 1, 2, 3))) == (7, 1 + 100 - 7)
 
 
 @settings(max_examples=40, deadline=None)

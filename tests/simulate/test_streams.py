@@ -17,7 +17,7 @@ from penstock.schedule.stream import Stream, Waves
 from penstock.simulate.costs import Costs
 from penstock.simulate.front import simulate
 from penstock.simulate.simulate import simulate_schedule
-from penstock.simulate.structure import structure
+from penstock.simulate.structure import dependencies_of
 
 SECONDS = st.integers(0, 12).map(lambda quarters: quarters / 4)
 
@@ -115,10 +115,10 @@ def test_copies_that_wait_in_a_circle_are_found():
         Schedule.parse(rows), synchronous=False, stream=Stream(2, "hetpipe", waves=Waves(1))
     )
     with pytest.raises(
-        ScheduleError, match="custom cannot finish: it stands with rank 0 at 0U1, rank 1 at 1U1"
+        ScheduleError, match="custom deadlocks: it stops with rank 0 at 0U1, rank 1 at 1U1"
     ):
-        structure(made)
-    assert structure(replace(made, stream=Stream(2, "hetpipe", waves=Waves(1, 1)))).ranks == 2
+        dependencies_of(made)
+    assert dependencies_of(replace(made, stream=Stream(2, "hetpipe", waves=Waves(1, 1)))).ranks == 2
 
 
 @pytest.mark.parametrize("recompute", ["except_last", "always"])
