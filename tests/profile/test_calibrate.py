@@ -10,7 +10,7 @@ import pytest
 
 from penstock.cluster.device import Device
 from penstock.errors import SettingError
-from penstock.profile.calibrate import Sample, calibrated, fitted
+from penstock.profile.calibrate import Sample, calibrated, fit_efficiency
 from penstock.profile.counts import LayerCounts, ModelCounts, Work
 from penstock.profile.roofline import Efficiency, Roof, roofline
 
@@ -55,7 +55,7 @@ def model():
 
 
 def shares(efficiency):
-    """What is fitted, by name."""
+    """What is fit_efficiency, by name."""
     return {
         field.name: getattr(efficiency, field.name)
         for field in fields(efficiency)
@@ -124,7 +124,7 @@ def test_noise_in_the_timings_stays_noise_in_the_efficiencies():
         for work in (one.forward, one.backward)
         for size in (1, 8, 63)
     ]
-    found = fitted(samples, roof)
+    found = fit_efficiency(samples, roof)
     for name in ("matrix", "convolution", "attention", "recurrent", "memory"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.34), name
 
@@ -141,5 +141,5 @@ def test_nothing_to_calibrate_with_is_refused():
     """A profile of views says nothing of a device."""
     empty = LayerCounts("flatten", "Flatten", (), (), (), (), 0, 0, 0, 0.0, 1.0)
     counts = ModelCounts((empty,), "0123456789ab", 1.0, 1.0, 4)
-    with pytest.raises(SettingError, match="no timed layer launches anything"):
+    with pytest.raises(SettingError, match="no timed layer launches an op"):
         calibrated(counts, roofline(counts, DEVICE), DEVICE)

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import PlanError
-from penstock.profile.paced import paced, profiles_of
+from penstock.profile.paced import profiles_of, scale_profile
 from penstock.profile.profile import LayerProfile, Profile, Timing
 
 LINK = Link(0.0, 1e12)
@@ -44,7 +44,7 @@ def cluster(*devices: Device) -> Cluster:
 
 def test_everything_takes_so_many_times_as_long_and_nothing_takes_more_bytes():
     """Seconds are of the device, bytes of the model."""
-    slow = paced(PROFILE, 3.0)
+    slow = scale_profile(PROFILE, 3.0)
     for own, other in zip(PROFILE, slow, strict=True):
         for phase in ("forward", "backward", "input_grad", "weight_grad"):
             for samples in (0.5, 1, 2, 4, 16):
@@ -70,7 +70,7 @@ def test_everything_takes_so_many_times_as_long_and_nothing_takes_more_bytes():
 
 def test_a_pace_of_one_is_the_profile_itself():
     """Ranks alike are found by their one object."""
-    assert paced(PROFILE, 1) is PROFILE
+    assert scale_profile(PROFILE, 1) is PROFILE
 
 
 def test_devices_of_one_name_share_one_object():
@@ -119,7 +119,7 @@ def test_a_device_whose_pace_nobody_knows_is_refused(devices, lacking):
     """A guess would be a wrong plan."""
     with pytest.raises(
         PlanError,
-        match=f"nothing says how fast {lacking} is: give its flops in the cluster file, or one profile",
+        match=f"the speed of {lacking} is unknown: give its flops in the cluster file, or one profile",
     ):
         profiles_of(replace(PROFILE, device=""), cluster(*devices))
 

@@ -118,7 +118,7 @@ def test_sizes_are_the_batch_in_parts_by_powers_of_two(batch):
         ),
         ({"device": replace(DEVICE, memory_bytes_per_s=None)}, "toy has no memory bandwidth"),
         ({"dtype": "bfloat16"}, r"no peak for bfloat16 \(it has one for float32, float16\)"),
-        ({"dtype": "float3"}, "dtype 'float3' is not known"),
+        ({"dtype": "float3"}, "dtype 'float3' is unknown"),
         ({"sizes": (0, 2)}, "must be 1 or more"),
         ({"batch": 0}, "must be 1 or more"),
     ],

@@ -9,7 +9,7 @@ from tests.search.random_requests import profiles, unlike
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import ScheduleError
-from penstock.profile.paced import paced
+from penstock.profile.paced import scale_profile
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
 from penstock.simulate.costs import Costs
@@ -102,7 +102,7 @@ def test_a_stage_on_a_device_twice_as_fast_takes_half(profile_of):
     profile = profile_of([1.0, 2.0])
     costs = schedule_costs(
         schedule("gpipe", 2, 2),
-        [profile, paced(profile, 0.5)],
+        [profile, scale_profile(profile, 0.5)],
         [1, 1],
         cluster(2),
         2,
@@ -117,7 +117,7 @@ def test_copies_on_unlike_devices_have_seconds_by_micro_batch_and_the_slowest_s_
     own = replace(profile_of([1.0], parameters=100), update_s_per_byte=0.01)
     made = Schedule.parse("rank 0 | 0F0 0B0 0F2 0B2 0U1\nrank 1 | 0F1 0B1 0U1")
     costs = stage_costs(own, [1], 1, cluster(2), micro_batches=3)
-    placed = on_devices(costs, made, [own, paced(own, 3.0)], [1], 1)
+    placed = on_devices(costs, made, [own, scale_profile(own, 3.0)], [1], 1)
     assert placed.forward == ((1.0, 3.0, 1.0),)
     assert placed.update == (3.0,)
     # Rank 0: two micro-batches of 3 s; rank 1: one of 9 s; and an update of 3 s.
@@ -130,7 +130,7 @@ def test_slices_take_what_their_own_device_takes(profile_of, paces):
     its stage.
     """
     profile = profile_of([1.0, 2.0], fixed=0.5)
-    devices = [paced(profile, pace) for pace in paces]
+    devices = [scale_profile(profile, pace) for pace in paces]
     halves = schedule("autopipe", 2, 2, sliced=2)
     costs = schedule_costs(halves, devices, [1, 1], cluster(2), 4, weight_rule("flush"))
     for stage, device in enumerate(devices):
@@ -142,7 +142,7 @@ def test_slices_take_what_their_own_device_takes(profile_of, paces):
 def test_slices_of_several_pipelines_take_what_each_one_s_device_takes(profile_of):
     """Micro-batch n is in pipeline n mod 2."""
     profile = profile_of([1.0, 2.0], fixed=0.5)
-    slow = paced(profile, 4.0)
+    slow = scale_profile(profile, 4.0)
     made = schedule("autopipe", 2, 2, sliced=1, replicas=2)
     costs = schedule_costs(
         made, [profile, profile, slow, slow], [1, 1], cluster(4), 4, weight_rule("flush")

@@ -7,7 +7,7 @@ import pytest
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PartitionError, PlanError
 from penstock.plan.plan import Plan, Prediction
-from penstock.profile.paced import paced
+from penstock.profile.paced import scale_profile
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
@@ -158,7 +158,7 @@ def test_a_plan_s_stages_take_what_their_devices_take():
     expected = 3 + 2.5 + 21 + 21 + 42 + 42 + 2.5 + 6
     assert simulate_plan(a_plan(), PROFILE, mixed).makespan == pytest.approx(expected)
     assert simulate_plan(
-        a_plan(), {"d": PROFILE, "e": paced(PROFILE, 3.0)}, mixed
+        a_plan(), {"d": PROFILE, "e": scale_profile(PROFILE, 3.0)}, mixed
     ).makespan == pytest.approx(expected)
     assert simulate_plan(a_plan(), {"d": PROFILE, "e": PROFILE}, mixed).makespan == pytest.approx(
         3 + 2.5 + 7 + 7 + 14 + 14 + 2.5 + 6

@@ -49,18 +49,14 @@ def on_devices(
             if len({kinds[rank] for rank in ranks}) == 1:
                 rows.append(seconds_of_kind[kinds[ranks[0]]][phase][stage])
                 continue
-            by_micro_batch = []
-            for number in range(schedule.slices):
-                kind = kinds[schedule.placement[stage, number]]
-                by_micro_batch.append(seconds_of_kind[kind][phase][stage])
-            rows.append(by_micro_batch)
+            kind_of = [kinds[schedule.placement[stage, m]] for m in range(schedule.slices)]
+            rows.append([seconds_of_kind[kind][phase][stage] for kind in kind_of])
         return rows
 
     updates = {kind: update_seconds(profile, lengths) for kind, profile in profile_of_kind.items()}
-    update = [
-        max(updates[kinds[rank]][stage] for rank in ranks)
-        for stage, ranks in enumerate(schedule.ranks_of_stage)
-    ]
+    update = []
+    for stage, ranks in enumerate(schedule.ranks_of_stage):
+        update.append(max(updates[kinds[rank]][stage] for rank in ranks))
     return replace(
         costs,
         update=update,

@@ -27,8 +27,8 @@ class OpGraph(NamedTuple):
     after: the next op of its rank (for both ops of a pair, the one after the pair).
     leader, next_in_group: the first op of its group, and the next one.
     link: the link that carries its value.
-    next_replica: the same update on the next replica of the stage. Whoever waits for one update of
-        such a chain waits for all later ones too. Empty if the schedule has no waves.
+    next_replica: the same update on the next replica of the stage. An op that waits for one update
+        of such a chain waits for all later ones too. Empty if the schedule has no waves.
     order: all ops, sorted so that each comes after all it waits for.
     """
 

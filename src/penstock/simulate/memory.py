@@ -230,10 +230,10 @@ class Memory:
         base = weights.sum()
         total = in_use.sum(axis=0) + base
         # Changes at one turn count as one; then keep only the points at which the total changes.
-        shown = np.ones(len(when), bool)
-        shown[:-1] = (when[1:] != when[:-1]) | (turn[1:] != turn[:-1])
-        shown[shown] = np.diff(total[shown], prepend=base) != 0
-        when, in_use, total = when[shown], in_use[:, shown], total[shown]
+        changed = np.ones(len(when), bool)
+        changed[:-1] = (when[1:] != when[:-1]) | (turn[1:] != turn[:-1])
+        changed[changed] = np.diff(total[changed], prepend=base) != 0
+        when, in_use, total = when[changed], in_use[:, changed], total[changed]
         if not len(when) or when[0] > 0:
             when, total = np.concatenate([[0.0], when]), np.concatenate([[base], total])
             in_use = np.concatenate([np.zeros((3, 1)), in_use], axis=1)

@@ -82,13 +82,7 @@ def stage_costs(
         input_bytes=[
             largest * per_sample for per_sample in (profile.input_bytes_per_sample, *output_bytes)
         ],
-        # If there are more stages than ranks, assume a loop, until `place_costs` sets the real one.
-        transfer=[
-            cluster.transfer_seconds(
-                micro_batch * per_sample, stage % cluster.ranks, (stage + 1) % cluster.ranks
-            )
-            for stage, per_sample in enumerate(output_bytes)
-        ],
+        transfer=_looped_transfers([micro_batch * size for size in output_bytes], cluster),
         weight_bytes=[_weight_bytes(layers, states) for layers in layers_of_stage],
         gradient_bytes=[_parameter_bytes(layers) for layers in layers_of_stage],
         optimizer_bytes=[_parameter_bytes(layers, states) for layers in layers_of_stage],
@@ -97,6 +91,18 @@ def stage_costs(
         # be the number by which it was chosen.
         boundary_buffers=False,
     )
+
+
+def _looped_transfers(boundary_bytes: Sequence[float], cluster: Cluster) -> list[float]:
+    """Return the seconds of every boundary with stage s on rank s modulo the ranks.
+
+    More stages than ranks are assumed to loop, until `place_costs` sets the real placement.
+    """
+    seconds = []
+    for stage, message_bytes in enumerate(boundary_bytes):
+        sender, receiver = stage % cluster.ranks, (stage + 1) % cluster.ranks
+        seconds.append(cluster.transfer_seconds(message_bytes, sender, receiver))
+    return seconds
 
 
 def _activation_bytes(layers: Sequence[LayerProfile]) -> float:
@@ -183,10 +189,7 @@ def _crossing_seconds(
     A slice takes its share of its micro-batch's entry, so the entry is that of its slowest slice
     times their number.
     """
-    pairs = [
-        (schedule.placement[stage, m], schedule.placement[stage + 1, m])
-        for m in range(schedule.slices)
-    ]
+    pairs = _pairs(schedule, stage)
     if schedule.slicing is not None:
         by_micro_batch = []
         for shares in schedule.slicing.shares:
@@ -201,17 +204,23 @@ def _crossing_seconds(
     return [seconds[pair] for pair in pairs]
 
 
+def _pairs(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
+    """Return the ranks of a stage and of the next one, for every micro-batch (or slice)."""
+    return [
+        (schedule.placement[stage, m], schedule.placement[stage + 1, m])
+        for m in range(schedule.slices)
+    ]
+
+
 def _medium(schedule: Schedule, cluster: Cluster) -> str:
     """Return "shared" if all that crosses uses one shared medium, else "duplex".
 
     Every node has its own internal medium. The simulator can represent sharing only if a single
     node's, or only the network between nodes, is used.
     """
-    pairs = {
-        (schedule.placement[stage, m], schedule.placement[stage + 1, m])
-        for stage in range(schedule.stages - 1)
-        for m in range(schedule.slices)
-    }
+    pairs: set[tuple[int, int]] = set()
+    for stage in range(schedule.stages - 1):
+        pairs.update(_pairs(schedule, stage))
     links = {cluster.link(*pair) for pair in pairs if pair[0] != pair[1]}
     nodes = {(cluster.node(a), cluster.node(b)) for a, b in pairs if a != b}
     single_medium = len(nodes) == 1 or all(a != b for a, b in nodes)

@@ -119,17 +119,11 @@ def _recompute_seconds(
     They are per micro-batch where devices or slices differ.
     """
     slicing = schedule.slicing
-    slice_counts = {1} if slicing is None else {len(shares) for shares in slicing.shares}
-    layer_seconds = {
-        (id(profile), count): profile.seconds("forward", micro_batch / count)
-        for profile in {id(profile): profile for profile in profiles}.values()
-        for count in slice_counts
-    }
 
     def seconds(stage: int, number: int, count: int = 1) -> float:
         """Return the seconds of a stage for a micro-batch of `count` slices from `number` on."""
-        rank = schedule.placement[stage, number]
-        row = layer_seconds[id(profiles[rank]), count]
+        profile = profiles[schedule.placement[stage, number]]
+        row = profile.seconds("forward", micro_batch / count)  # cached by the profile
         layers = range(parts[stage].start, parts[stage].stop)
         return count * sum(row[layer] for layer in layers if layer in recomputed)
 
