@@ -74,7 +74,7 @@ def test_the_error_is_told():
         ([64], [1.0], "1 sizes of messages and 1 times; a fit needs two sizes"),
         ([64, 64], [1.0, 2.0], "1 sizes of messages and 2 times"),
         ([64, 128], [1.0], "2 sizes of messages and 1 times"),
-        ([0, 128], [1.0, 2.0], "a message of 0 bytes tells nothing"),
+        ([0, 128], [1.0, 2.0], "a message of 0 bytes does not measure a link"),
         ([64, 128], [1.0, 0.0], r"messages took \[1.0, 0.0\] s; a fit needs times above 0"),
     ],
 )

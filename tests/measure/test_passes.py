@@ -10,8 +10,8 @@ from torch import nn
 
 from penstock.errors import LayerFailed
 from penstock.measure import passes
-from penstock.measure.company import Company, shares
-from penstock.measure.passes import PHASES, Passes, WithLoss
+from penstock.measure.company import ConcurrentRanks, shares
+from penstock.measure.passes import PHASES, TimedPasses, WithLoss
 from penstock.measure.profile import profile
 from penstock.measure.update import UpdateSeconds, measure_update
 
@@ -34,8 +34,10 @@ class Ticking(nn.Module):
 
 
 def passes_of(modules, inner=False):
-    """Passes through them, alone."""
-    return Passes(modules, inner, CPU, [f"l{i}" for i in range(len(modules))], Company(False))
+    """TimedPasses through them, alone."""
+    return TimedPasses(
+        modules, inner, CPU, [f"l{i}" for i in range(len(modules))], ConcurrentRanks(False)
+    )
 
 
 def test_a_pass_goes_forward_through_all_layers_and_then_back_through_all():
@@ -143,8 +145,8 @@ def test_the_parts_of_a_model_count_by_their_bytes():
         UpdateSeconds(2.0, 1.0, 3.0, 900),
         UpdateSeconds(3.0, 0.0, 0.0, 0),
     ]
-    assert UpdateSeconds.together(parts) == UpdateSeconds(2.0, 1.9, 2.8, 1000)
-    assert UpdateSeconds.together(parts[2:]) == parts[2]
+    assert UpdateSeconds.combine(parts) == UpdateSeconds(2.0, 1.9, 2.8, 1000)
+    assert UpdateSeconds.combine(parts[2:]) == parts[2]
 
 
 @pytest.mark.parametrize(("seconds", "ranks", "expected"), [

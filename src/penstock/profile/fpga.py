@@ -134,14 +134,14 @@ def dsp_flops(dsps: int, clock_hz: float, dsps_per_product: float = 1.0) -> floa
 
 
 def fits_on_chip(weight_bytes: float, board: Device) -> bool:
-    """Return whether weights of this many bytes fit on the chip with their gradients (BaPipe's 2w)."""
+    """Return whether weights of this size fit on the chip with their gradients (BaPipe's 2w)."""
     return 2 * weight_bytes <= board.on_chip_bytes
 
 
 def off_chip_seconds(
     forward_s: float, backward_s: float, weight_bytes: float, board: Device
 ) -> tuple[float, float]:
-    """Correct the seconds of a stage's forward and backward for weights that do not fit on the chip.
+    """Correct the seconds of a stage for weights that do not fit on the chip.
 
     Unchanged if they fit. Otherwise every micro-batch streams them through the DDR during the
     computation: the longer of the two counts.
