@@ -32,14 +32,14 @@ def _measure():
     join()
     socket.gethostname = lambda: f"host{int(os.environ['RANK']) // 2}"
     steps = []
-    made = measure_cluster(
+    measured = measure_cluster(
         "lab",
         torch.device("cpu"),
         repeats=1,
         seconds=1e-3,
         progress=lambda *step: steps.append(step),
     )
-    return made, steps
+    return measured, steps
 
 
 def test_all_ranks_find_the_same(found):

@@ -58,7 +58,7 @@ def test_ranks_on_unlike_devices_do_not_make_one_profile():
         return ""
 
     for told in ps.launch(measured, 2, threads=1):
-        assert "the ranks that measure together are on different kinds of devices' in told
+        assert "the ranks that measure together are on different kinds of devices" in told
         assert "rank 0 (" in told
         assert "rank 1 (" in told
         assert "ps.plan({'cpu-0': one, 'cpu-1': other}, …)" in told

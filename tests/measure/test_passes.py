@@ -44,13 +44,13 @@ def test_a_pass_goes_forward_through_all_layers_and_then_back_through_all():
     """As a rank does; a layer that is repeated by itself finds its input and its weights in the
     cache.
     """
-    seen = []
-    found = passes_of([Ticking(i, seen) for i in range(3)])
-    found.run(torch.ones(2, 4), 1)
+    events = []
+    passes = passes_of([Ticking(i, events) for i in range(3)])
+    passes.run(torch.ones(2, 4), 1)
     once = ["F0", "F1", "F2", "B2", "B1", "B0"]
-    assert seen[:6] == once
-    assert seen[6:9] == ["F0", "F1", "F2"], "then the backward in two parts"
-    assert [len(row[phase]) for row in found.seconds for phase in PHASES] == [3] * 12, (
+    assert events[:6] == once
+    assert events[6:9] == ["F0", "F1", "F2"], "then the backward in two parts"
+    assert [len(row[phase]) for row in passes.seconds for phase in PHASES] == [3] * 12, (
         "short passes run three times as often"
     )
 
@@ -101,9 +101,9 @@ def test_the_loss_counts_with_the_last_layer_and_its_output_is_still_the_layers(
 
 def test_a_loss_that_fails_names_the_layer_that_it_stands_behind():
     """It is part of that stage's forward in training, too."""
-    made = WithLoss(nn.Linear(4, 2), nn.functional.cross_entropy, None)
+    network = WithLoss(nn.Linear(4, 2), nn.functional.cross_entropy, None)
     with pytest.raises(LayerFailed, match=r"^layer l0 failed on the example: "):
-        passes_of([made]).run(torch.ones(2, 4), 1)
+        passes_of([network]).run(torch.ones(2, 4), 1)
 
 
 def test_the_call_of_a_backward_is_not_counted_for_every_layer(monkeypatch):
@@ -120,20 +120,20 @@ def test_measuring_updates_leaves_the_values_as_they_are():
     """
     layers = [nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4)]
     before = [parameter.detach().clone() for layer in layers for parameter in layer.parameters()]
-    found = measure_update(layers, CPU)
+    update_seconds = measure_update(layers, CPU)
     assert all(
         torch.equal(a, b)
         for a, b in zip(before, (p for layer in layers for p in layer.parameters()), strict=True)
     )
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
-    assert found.fixed_s > 0
-    assert found.accumulate_s_per_byte > 0
+    assert update_seconds.fixed_s > 0
+    assert update_seconds.accumulate_s_per_byte > 0
 
 
 def test_updates_of_nothing_take_nothing_but_the_call():
     """A model may be frozen."""
-    found = measure_update([nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)], CPU)
-    assert (found.s_per_byte, found.accumulate_s_per_byte) == (0.0, 0.0)
+    update_seconds = measure_update([nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)], CPU)
+    assert (update_seconds.s_per_byte, update_seconds.accumulate_s_per_byte) == (0.0, 0.0)
 
 
 def test_the_parts_of_a_model_count_by_their_bytes():

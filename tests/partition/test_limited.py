@@ -52,11 +52,11 @@ def needs(case, lengths):
     """Bytes of every stage, layer by layer."""
     found, start = [], 0
     for stage, length in enumerate(lengths):
-        own = range(start, start + length)
+        layers = range(start, start + length)
         holds = case["fixed_bytes"][stage % len(case["fixed_bytes"])]
         found.append(
-            sum(holds[x] for x in own)
-            + case["in_flight"][stage] * sum(case["saved_bytes"][x] for x in own)
+            sum(holds[x] for x in layers)
+            + case["in_flight"][stage] * sum(case["saved_bytes"][x] for x in layers)
         )
         start += length
     return found
@@ -88,16 +88,16 @@ def test_no_cut_that_fits_is_better_and_none_is_missed(case, overlap):
     """The planner believes "None" to mean that no cut fits, and else that no other has a faster
     slowest stage or link.
     """
-    found = limited(*case.values(), overlap=overlap)
+    lengths = limited(*case.values(), overlap=overlap)
     cuts = [
         cut for cut in every_cut(len(case["saved_bytes"]), len(case["limits"])) if fits(case, cut)
     ]
-    if found is None:
+    if lengths is None:
         assert not cuts
         return
-    assert found in cuts
+    assert lengths in cuts
     least = min(max(loads(case, cut, overlap)) for cut in cuts)
-    assert max(loads(case, found, overlap)) <= least * (1 + 1e-11)
+    assert max(loads(case, lengths, overlap)) <= least * (1 + 1e-11)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -107,8 +107,8 @@ def test_among_equals_the_rest_has_the_most_slack(case, overlap):
     """Whole numbers, so that ties are common and sums exact: the sum of squares decides, and counts
     of layers after that.
     """
-    found = limited(*case.values(), overlap=overlap)
-    if found is None:
+    lengths = limited(*case.values(), overlap=overlap)
+    if lengths is None:
         return
     cuts = [
         cut for cut in every_cut(len(case["saved_bytes"]), len(case["limits"])) if fits(case, cut)
@@ -117,9 +117,9 @@ def test_among_equals_the_rest_has_the_most_slack(case, overlap):
         (max(loads(case, cut, overlap)), sum(load**2 for load in loads(case, cut, overlap)))
         for cut in cuts
     )
-    assert max(loads(case, found, overlap)) == best[0]
+    assert max(loads(case, lengths, overlap)) == best[0]
     assert (
-        sum(load**2 for load in loads(case, found, overlap))
+        sum(load**2 for load in loads(case, lengths, overlap))
         <= best[1] + 2e-8 * max(best[0], 1) ** 2
     )
 
@@ -134,15 +134,15 @@ def test_least_excess_is_the_least_that_must_be_added_to_the_fullest_rank(case):
             need - limit for need, limit in zip(needs(case, cut), case["limits"], strict=True)
         )
 
-    found = least_excess(
+    lengths = least_excess(
         case["fixed_bytes"], case["saved_bytes"], case["in_flight"], case["limits"]
     )
-    assert excess(found) == min(
+    assert excess(lengths) == min(
         excess(cut) for cut in every_cut(len(case["saved_bytes"]), len(case["limits"]))
     )
     assert bytes_per_stage(
-        found, case["fixed_bytes"], case["saved_bytes"], case["in_flight"]
-    ) == needs(case, found)
+        lengths, case["fixed_bytes"], case["saved_bytes"], case["in_flight"]
+    ) == needs(case, lengths)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -155,10 +155,10 @@ def test_without_limits_and_for_like_ranks_it_is_minimax(costs, overlap, data):
         st.none() | st.lists(REAL, min_size=len(costs) - 1, max_size=len(costs) - 1)
     )
     nothing = [0] * len(costs)
-    found = limited(
+    lengths = limited(
         costs, transfer, nothing, nothing, [1] * stages, [np.inf] * stages, overlap=overlap
     )
-    assert found == minimax(costs, stages, transfer, overlap)
+    assert lengths == minimax(costs, stages, transfer, overlap)
 
 
 def test_a_thousand_layers_on_64_unlike_ranks_are_as_good_as_by_bisection():
@@ -191,16 +191,16 @@ def test_a_thousand_layers_on_64_unlike_ranks_are_as_good_as_by_bisection():
         middle = (low + high) // 2
         low, high = (low, middle) if packs(middle) else (middle + 1, high)
     seconds = costs * speed[:, None]
-    found = limited(seconds, None, bytes_, [0] * 1000, [1] * 64, limits)
-    edges = np.cumsum([0, *found])
+    lengths = limited(seconds, None, bytes_, [0] * 1000, [1] * 64, limits)
+    edges = np.cumsum([0, *lengths])
     assert max(seconds[s, a:b].sum() for s, (a, b) in enumerate(pairwise(edges))) == low
-    assert (np.array(bytes_per_stage(found, bytes_, [0] * 1000, [1] * 64)) <= limits).all()
+    assert (np.array(bytes_per_stage(lengths, bytes_, [0] * 1000, [1] * 64)) <= limits).all()
 
 
 def test_the_first_rank_of_1f1b_takes_fewer_layers_where_activations_bind():
     """It has the most micro-batches in flight: the even cut would overflow it first."""
-    found = limited([1] * 8, None, [0] * 8, [1] * 8, in_flight=[4, 3, 2, 1], limits=[5, 6, 6, 6])
-    assert found == [1, 2, 2, 3]
+    lengths = limited([1] * 8, None, [0] * 8, [1] * 8, in_flight=[4, 3, 2, 1], limits=[5, 6, 6, 6])
+    assert lengths == [1, 2, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,8 @@ def test_no_loop_of_few_layers_has_a_faster_busiest_rank(case):
     """All cuts are tried there, and the lower bound is the bottleneck."""
     shape, seconds, options = case
     check(looped(seconds, *shape, **options), case, LOOPS[shape])
-    found = looped_with_bound(seconds, *shape, **options)
-    assert found is None or found.lower_bound == found.bottleneck
+    result = looped_with_bound(seconds, *shape, **options)
+    assert result is None or result.lower_bound == result.bottleneck
 
 
 @pytest.mark.usefixtures("loops")
@@ -157,20 +157,20 @@ def test_the_search_is_no_better_than_possible_and_never_below_its_bound(case):
     ranks_of = LOOPS[shape]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(looped_with_bound.__globals__, "FEW_CUTS", 0)
-        found = looped_with_bound(seconds, *shape, **options)
-    if found is None:
+        result = looped_with_bound(seconds, *shape, **options)
+    if result is None:
         return
-    check(found.lengths, case, ranks_of, exact=False)
+    check(result.lengths, case, ranks_of, exact=False)
     cuts = [
         ends for ends in every_cut(len(seconds[0]), len(ranks_of)) if fits(options, ends, ranks_of)
     ]
     least = min(busiest(seconds, options, cut, ranks_of) for cut in cuts)
-    assert found.bottleneck == pytest.approx(
-        busiest(seconds, options, np.cumsum(found.lengths).tolist(), ranks_of), rel=1e-9
+    assert result.bottleneck == pytest.approx(
+        busiest(seconds, options, np.cumsum(result.lengths).tolist(), ranks_of), rel=1e-9
     )
-    assert found.lower_bound <= least * (1 + 1e-9)
+    assert result.lower_bound <= least * (1 + 1e-9)
     # How far a search is from the least has no bound: the next test tells how far it usually is.
-    assert found.bottleneck >= least * (1 - 1e-9)
+    assert result.bottleneck >= least * (1 - 1e-9)
 
 
 def test_what_the_search_misses_it_misses_by_little():
@@ -192,17 +192,17 @@ def test_what_the_search_misses_it_misses_by_little():
 @pytest.mark.parametrize(("layers", "ranks", "rounds"), [(100, 8, 2), (96, 8, 4), (61, 4, 3)])
 def test_layers_that_are_alike_are_dealt_out_exactly(layers, ranks, rounds):
     """A transformer's: of so many layers some rank has the rounded-up share, and nobody needs more."""
-    found = looped_with_bound([1.0] * layers, ranks, rounds)
-    assert found.bottleneck == found.lower_bound == -(-layers // ranks)
-    assert max(found.lengths) <= -(-layers // (ranks * rounds)) + 1
-    assert sum(found.lengths) == layers
+    result = looped_with_bound([1.0] * layers, ranks, rounds)
+    assert result.bottleneck == result.lower_bound == -(-layers // ranks)
+    assert max(result.lengths) <= -(-layers // (ranks * rounds)) + 1
+    assert sum(result.lengths) == layers
 
 
 def test_a_hundred_layers_in_a_v_are_nearly_even():
     """Beyond brute force: two stages per rank leave little to chance."""
     costs = np.random.default_rng(1).random(100)
-    found = folded(costs, 8)
-    edges = np.cumsum([0, *found])
+    lengths = folded(costs, 8)
+    edges = np.cumsum([0, *lengths])
     stages = [costs[a:b].sum() for a, b in pairwise(edges)]
     ranks = [stages[rank] + stages[15 - rank] for rank in range(8)]
     assert max(ranks) <= 1.02 * costs.sum() / 8
@@ -213,8 +213,8 @@ def test_a_hundred_layers_in_a_v_are_nearly_even():
 def test_memory_moves_layers_away_from_the_rank_with_most_in_flight():
     """Rank 0 of a V has its first stage's micro-batches for longest."""
     assert folded([1] * 8, 2) == [2, 2, 2, 2]
-    found = folded([1] * 8, 2, saved_bytes=[1] * 8, in_flight=[4, 3, 2, 1], limits=[7, 14])
-    assert found[0] == 1
+    lengths = folded([1] * 8, 2, saved_bytes=[1] * 8, in_flight=[4, 3, 2, 1], limits=[7, 14])
+    assert lengths[0] == 1
     assert folded([1] * 8, 2, saved_bytes=[1] * 8, in_flight=[4, 3, 2, 1], limits=[4, 14]) is None
     tight = looped(
         [1] * 40, 4, 2, saved_bytes=[1] * 40, in_flight=[4, 4, 4, 4, 1, 1, 1, 1], limits=[20] * 4

@@ -94,13 +94,13 @@ def least(case):
 @given(case=chains())
 def test_no_order_and_no_cut_have_a_faster_slowest_stage(case):
     """What is said not to fit must not; kinds that run out are not used once more."""
-    found = best_order(*case[:3], **case[3])
+    order = best_order(*case[:3], **case[3])
     best = least(case)
-    if found is None:
+    if order is None:
         assert best == np.inf
         return
-    assert (len(found.lengths), len(found.kinds)) == (case[2], case[2])
-    assert slowest(case, found.lengths, found.kinds) == pytest.approx(best, rel=1e-10)
+    assert (len(order.lengths), len(order.kinds)) == (case[2], case[2])
+    assert slowest(case, order.lengths, order.kinds) == pytest.approx(best, rel=1e-10)
 
 
 @pytest.mark.usefixtures("loops")
@@ -114,9 +114,9 @@ def test_the_larger_searches_give_what_fits_and_are_no_better_than_possible(pair
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ordered, "PAIRS", 0)
         patch.setattr(ordered, "STATES", 10**9 if pairs == "furthest" else 0)
-        found = best_order(*case[:3], **case[3])
-    if found is not None:
-        assert np.inf > slowest(case, found.lengths, found.kinds) >= least(case) * (1 - 1e-10)
+        order = best_order(*case[:3], **case[3])
+    if order is not None:
+        assert np.inf > slowest(case, order.lengths, order.kinds) >= least(case) * (1 - 1e-10)
 
 
 def test_on_ordinary_layers_the_larger_searches_miss_nothing():
@@ -130,19 +130,19 @@ def test_on_ordinary_layers_the_larger_searches_miss_nothing():
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ordered, "PAIRS", 0)
                 patch.setattr(ordered, "STATES", states)
-                found = best_order(seconds, [3, 3, 2], 6)
+                order = best_order(seconds, [3, 3, 2], 6)
             case = (seconds, [3, 3, 2], 6, {})
-            assert slowest(case, found.lengths, found.kinds) == pytest.approx(
+            assert slowest(case, order.lengths, order.kinds) == pytest.approx(
                 slowest(case, *exact), rel=1e-9
             )
 
 
 def test_the_rank_with_more_memory_stands_where_most_micro_batches_are_in_flight():
     """1F1B keeps most on the first stage: the order matters although all ranks are equally fast."""
-    found = best_order(
+    order = best_order(
         [[1] * 8] * 2, [3, 1], 4, saved_bytes=[1] * 8, in_flight=[4, 3, 2, 1], limits_of_kind=[6, 8]
     )
-    assert found == ([2, 2, 2, 2], [1, 0, 0, 0])
+    assert order == ([2, 2, 2, 2], [1, 0, 0, 0])
 
 
 @pytest.mark.parametrize(

@@ -102,18 +102,18 @@ def test_no_way_to_cut_and_copy_has_a_faster_slowest_stage(problem):
         return max(*times(table, way), *(links[first] for first, *_ in spans(way)))
 
     ways = list(allowed(table, limits))
-    found = replicated_table(table, boundary, **limits)
-    if found is None:
+    stages = replicated_table(table, boundary, **limits)
+    if stages is None:
         assert not ways
         return
-    assert found in ways
+    assert stages in ways
     least = min(map(slowest, ways))
-    assert slowest(found) == least
+    assert slowest(stages) == least
     if not limits["exactly"]:
         best = min(
             (len(way), sum(copies for _, copies in way)) for way in ways if slowest(way) == least
         )
-        assert (len(found), sum(copies for _, copies in found)) == best
+        assert (len(stages), sum(copies for _, copies in stages)) == best
 
 
 @pytest.mark.usefixtures("loops")
@@ -127,12 +127,12 @@ def test_no_way_to_cut_and_copy_has_a_smaller_sum_with_its_slowest(problem, fact
         return sum(times(table, way)) + factor * max(times(table, way))
 
     ways = list(allowed(table, limits))
-    found = replicated_sum(table, factor, **limits)
-    if found is None:
+    stages = replicated_sum(table, factor, **limits)
+    if stages is None:
         assert not ways
         return
-    assert found in ways
-    assert value(found) == pytest.approx(min(map(value, ways)), rel=1e-12)
+    assert stages in ways
+    assert value(stages) == pytest.approx(min(map(value, ways)), rel=1e-12)
 
 
 @settings(deadline=None, max_examples=60)
@@ -181,7 +181,7 @@ def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
         return True
 
     ways = [way for way in every_way(layers, ranks) if fits(way)]
-    found = replicated(
+    stages = replicated(
         work,
         weights,
         outputs,
@@ -196,11 +196,11 @@ def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
         saved_bytes=kept,
         limit=limit,
     )
-    if found is None:
+    if stages is None:
         assert not ways
         return
-    assert found in ways
-    assert total(found) == pytest.approx(min(map(total, ways)), rel=1e-12)
+    assert stages in ways
+    assert total(stages) == pytest.approx(min(map(total, ways)), rel=1e-12)
 
 
 def test_ranks_left_over_go_where_the_work_is():
@@ -236,9 +236,9 @@ def test_a_hundred_layers_on_64_ranks_are_no_worse_than_their_bound():
     done = np.concatenate(([0.0], np.cumsum(work)))
     table = (done - done[:, None])[:, :, None] / np.maximum(np.arange(65), 1)
     assert replicated_table(table) == [(100, 64)]
-    found = replicated_table(table, stages=10)
-    assert (sum(n for n, _ in found), sum(k for _, k in found), len(found)) == (100, 64, 10)
-    assert done[-1] / 64 <= max(times(table, found)) <= 1.1 * done[-1] / 64
+    stages = replicated_table(table, stages=10)
+    assert (sum(n for n, _ in stages), sum(k for _, k in stages), len(stages)) == (100, 64, 10)
+    assert done[-1] / 64 <= max(times(table, stages)) <= 1.1 * done[-1] / 64
     assert replicated_sum(table, 31, stages=10) is not None
 
 

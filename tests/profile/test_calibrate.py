@@ -67,11 +67,13 @@ def test_the_efficiencies_that_made_the_timings_are_found_again():
     """Each unknown, to a twentieth; the hold on what is unknown costs that much."""
     counts = model()
     measured = roofline(counts, DEVICE, efficiency=TRUE)
-    found = calibrated(counts, measured, DEVICE)
+    efficiency = calibrated(counts, measured, DEVICE)
     expected = shares(TRUE)
     del expected["grouped_convolution"]
-    assert {name: shares(found)[name] for name in expected} == pytest.approx(expected, rel=0.05)
-    assert found.source == "a profile on toy"
+    assert {name: shares(efficiency)[name] for name in expected} == pytest.approx(
+        expected, rel=0.05
+    )
+    assert efficiency.source == "a profile on toy"
 
 
 def test_what_was_calibrated_on_one_model_predicts_another():
@@ -105,12 +107,12 @@ def test_families_that_were_not_measured_are_as_much_worse_as_those_that_were():
         1.0,
         64,
     )
-    found = calibrated(
+    efficiency = calibrated(
         counts, roofline(counts, DEVICE, efficiency=replace(TRUE, matrix=0.07)), DEVICE
     )
-    assert found.matrix == pytest.approx(0.07, rel=0.05)
-    assert found.recurrent / Efficiency().recurrent == pytest.approx(
-        found.matrix / Efficiency().matrix, rel=0.1
+    assert efficiency.matrix == pytest.approx(0.07, rel=0.05)
+    assert efficiency.recurrent / Efficiency().recurrent == pytest.approx(
+        efficiency.matrix / Efficiency().matrix, rel=0.1
     )
 
 
@@ -124,9 +126,9 @@ def test_noise_in_the_timings_stays_noise_in_the_efficiencies():
         for work in (one.forward, one.backward)
         for size in (1, 8, 63)
     ]
-    found = fit_efficiency(samples, roof)
+    efficiency = fit_efficiency(samples, roof)
     for name in ("matrix", "convolution", "attention", "recurrent", "memory"):
-        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.34), name
+        assert getattr(efficiency, name) == pytest.approx(getattr(TRUE, name), rel=0.34), name
 
 
 def test_a_profile_of_another_model_is_refused_with_both_fingerprints():

@@ -75,11 +75,11 @@ def test_a_pace_of_one_is_the_profile_itself():
 
 def test_devices_of_one_name_share_one_object():
     """What is worked out for one is worked out for all."""
-    found = profiles_of(
+    profiles = profiles_of(
         PROFILE, cluster(device("V", 10), device("P", 5), device("V", 10), device("P", 5))
     )
-    assert found[0] is found[2] is PROFILE
-    assert found[1] is found[3] is not PROFILE
+    assert profiles[0] is profiles[2] is PROFILE
+    assert profiles[1] is profiles[3] is not PROFILE
 
 
 def test_of_one_profile_others_are_reckoned_by_their_peaks():

@@ -217,17 +217,22 @@ def rich_schedule(seed: int, size: int, cut: str) -> Schedule:
         return build_stream(
             seed, stages, min(ranks, 2), min(micro_batches, 2), waves=cut == "waves"
         )
-    made = build_custom(seed, stages, ranks, micro_batches, rng.random() < 0.5)
+    case_schedule = build_custom(seed, stages, ranks, micro_batches, rng.random() < 0.5)
     if cut == "samples":
-        made = bearing(made, replace(made, slicing=slicing_of(rng, cut, made.slices)))
+        case_schedule = bearing(
+            case_schedule,
+            replace(case_schedule, slicing=slicing_of(rng, cut, case_schedule.slices)),
+        )
     if cut == "tokens":
-        made = causal(rng, stages, ranks, slicing_of(rng, cut, micro_batches + 1))
+        case_schedule = causal(rng, stages, ranks, slicing_of(rng, cut, micro_batches + 1))
     for _ in range(rng.randint(0, 3)):
-        made = bearing(made, evicted(rng, made))
-    candidates = [pair for program in made.programs for pair in pairwise(program)]
+        case_schedule = bearing(case_schedule, evicted(rng, case_schedule))
+    candidates = [pair for program in case_schedule.programs for pair in pairwise(program)]
     for pair in rng.sample(candidates, min(len(candidates), rng.randint(0, 4))):
-        made = bearing(made, replace(made, pairs=made.pairs | {pair}))
-    return made
+        case_schedule = bearing(
+            case_schedule, replace(case_schedule, pairs=case_schedule.pairs | {pair})
+        )
+    return case_schedule
 
 
 def bearing(made, changed):

@@ -68,7 +68,7 @@ def test_a_list_of_another_length_is_refused():
 
 def test_numbers_may_stand_per_micro_batch_as_a_list_an_array_or_a_function():
     """Sequences have long and short micro-batches; three ways of saying so are one cost."""
-    made = schedule("1f1b", 2, 3)
+    case_schedule = schedule("1f1b", 2, 3)
     table = [[1, 2, 3], [4, 5, 6]]
     ways = [
         Costs(forward=table),
@@ -76,10 +76,10 @@ def test_numbers_may_stand_per_micro_batch_as_a_list_an_array_or_a_function():
         Costs(forward=lambda stage, m: table[stage][m]),
         Costs(forward=[np.array([1, 2, 3]), (4, 5, 6)]),
     ]
-    lines = [simulate_schedule(made, costs) for costs in ways]
+    lines = [simulate_schedule(case_schedule, costs) for costs in ways]
     assert {line.makespan for line in lines} == {1 + (4 + 8) + (5 + 10) + (6 + 12) + 6}
     assert lines[0].busy == (18, 45)
-    mixed = simulate_schedule(made, Costs(forward=[2, [4, 5, 6]], backward=0))
+    mixed = simulate_schedule(case_schedule, Costs(forward=[2, [4, 5, 6]], backward=0))
     assert mixed.makespan == 2 + 4 + 5 + 6
 
 
@@ -154,14 +154,14 @@ def test_spread_has_no_answer_where_micro_batches_differ():
 
 def test_a_message_takes_latency_and_bytes_over_bandwidth():
     """As networks are measured; the way back may have seconds of its own."""
-    made = schedule("gpipe", 2, 1)
+    case_schedule = schedule("gpipe", 2, 1)
     assert simulate_schedule(
-        made, Costs(latency=0.5, bandwidth=4, boundary_bytes=10)
+        case_schedule, Costs(latency=0.5, bandwidth=4, boundary_bytes=10)
     ).makespan == 6 + 2 * (0.5 + 2.5)
-    assert simulate_schedule(made, Costs(latency=0.5)).makespan == 6 + 2 * 0.5
+    assert simulate_schedule(case_schedule, Costs(latency=0.5)).makespan == 6 + 2 * 0.5
     assert (
         simulate_schedule(
-            made, Costs(latency=0.5, bandwidth=4, boundary_bytes=10, transfer_back=1)
+            case_schedule, Costs(latency=0.5, bandwidth=4, boundary_bytes=10, transfer_back=1)
         ).makespan
         == 6 + 3 + 1
     )

@@ -187,10 +187,10 @@ def test_copies_take_time_to_add_up_their_gradients():
     (alone,), (gradients,) = costs.spread("update", 1), costs.spread("gradient_bytes", 1)
 
     def update(copies):
-        made = Schedule.parse(
+        case_schedule = Schedule.parse(
             "\n".join(f"rank {rank} | 0F{rank} 0B{rank} 0U1" for rank in range(copies))
         )
-        return place_costs(costs, made, FOUR).update[0] - alone
+        return place_costs(costs, case_schedule, FOUR).update[0] - alone
 
     assert update(1) == 0
     assert update(2) == pytest.approx(FOUR.transfer_seconds(gradients, 0, 1))
@@ -212,10 +212,10 @@ def test_copies_that_meet_once_in_a_wave_take_their_share_of_that_at_every_updat
     """HetPipe's virtual workers: 0 and 1 on one node, 2 and 3 on the other, so that copies meet
     over the slow link.
     """
-    made = schedule("hetpipe", 2, 1)
+    case_schedule = schedule("hetpipe", 2, 1)
     costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=1)
-    placed = place_costs(costs, made, FOUR)
-    length = made.stream.waves.length
+    placed = place_costs(costs, case_schedule, FOUR)
+    length = case_schedule.stream.waves.length
     assert length > 1
     assert placed.update == tuple(
         FOUR.transfer_seconds(held, 0, 2) / length for held in costs.gradient_bytes
@@ -225,11 +225,13 @@ def test_copies_that_meet_once_in_a_wave_take_their_share_of_that_at_every_updat
 
 def test_a_weight_rule_s_versions_are_of_what_is_trained():
     """Stage 0 has 300 bytes of weights and 1 of buffers; a version more is 300 bytes more."""
-    made = schedule("pipedream", 2, 1)
+    case_schedule = schedule("pipedream", 2, 1)
     costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=1)
     for rule, more in (("stash", 1), ("none", 0), ("pipemare", 2)):
-        placed = place_costs(costs, made, FOUR, weight_rule(rule))
-        assert peak_memory(made, placed)[0] == pytest.approx(3 * 300 + 1 + 2 * 30 + more * 300)
+        placed = place_costs(costs, case_schedule, FOUR, weight_rule(rule))
+        assert peak_memory(case_schedule, placed)[0] == pytest.approx(
+            3 * 300 + 1 + 2 * 30 + more * 300
+        )
     assert (
         place_costs(costs, schedule("1f1b", 2, 1), FOUR, weight_rule("flush")).weight_versions
         is None
@@ -239,11 +241,14 @@ def test_a_weight_rule_s_versions_are_of_what_is_trained():
 def test_activations_that_are_handed_over_take_the_links_time():
     """Free, an evicting schedule would look better than it is."""
     costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=3)
-    made = Schedule.parse(
+    case_schedule = Schedule.parse(
         "0F0 0F1 0E1 0F2 0B0 0L1 0B1 0B2 0U1\n1F0 0E1 1B0 1F1 0L1 1B1 1F2 1B2 1U1"
     )
     kept = costs.spread("activation_bytes", 2)
-    assert place_costs(costs, made, FOUR).evict == (FOUR.transfer_seconds(kept[0], 0, 1), 0)
+    assert place_costs(costs, case_schedule, FOUR).evict == (
+        FOUR.transfer_seconds(kept[0], 0, 1),
+        0,
+    )
 
 
 def test_a_slice_pays_the_fixed_cost_of_a_whole_call():
@@ -276,13 +281,13 @@ def test_a_schedule_of_more_ranks_than_the_cluster_is_refused():
 
 def a_plan() -> Plan:
     """GPipe in two stages, two micro-batches of 1 sample."""
-    made = schedule("gpipe", 2, 2)
+    case_schedule = schedule("gpipe", 2, 2)
     return Plan(
         "f",
         ("l0", "l1", "l2", "l3"),
         (2, 2),
         "gpipe",
-        made.lines,
+        case_schedule.lines,
         2,
         2,
         "four",
@@ -309,24 +314,29 @@ def test_a_plan_simulates_with_its_own_recompute():
 
 def test_an_asynchronous_plan_simulates_with_its_own_weight_rule():
     """All of its batches, and the memory that the rule takes."""
-    made = schedule("pipedream", 2, 1)
+    case_schedule = schedule("pipedream", 2, 1)
     plan = replace(
         a_plan(),
         schedule_name="pipedream",
-        programs=made.lines,
+        programs=case_schedule.lines,
         micro_batches=1,
         batch=1,
         synchronous=False,
-        stream=made.stream,
+        stream=case_schedule.stream,
         weights="stash",
     )
     stash, none = (
         simulate_plan(replace(plan, weights=name), PROFILE, FOUR) for name in ("stash", "none")
     )
-    assert len([event for event in stash.compute if event.op.kind is Kind.U]) == 2 * made.batches
+    assert (
+        len([event for event in stash.compute if event.op.kind is Kind.U])
+        == 2 * case_schedule.batches
+    )
     assert stash.peak_memory[0] - none.peak_memory[0] == 300
-    found = steady(plan.schedule, costs_of_plan(plan, PROFILE, FOUR))
-    assert found.seconds_per_batch == pytest.approx(max(7 + 14, (3 + 6 + 7 + 14 + 2 * 2.5) / 2))
+    steady_state = steady(plan.schedule, costs_of_plan(plan, PROFILE, FOUR))
+    assert steady_state.seconds_per_batch == pytest.approx(
+        max(7 + 14, (3 + 6 + 7 + 14 + 2 * 2.5) / 2)
+    )
 
 
 def test_a_plan_is_refused_with_another_model_s_profile():

@@ -43,7 +43,8 @@ class UpdateSeconds:
             """Return the mean of a field, weighted by bytes."""
             if not total:
                 return 0.0
-            return sum(getattr(part, name) * part.parameter_bytes for part in parts) / total
+            weighted = [getattr(part, name) * part.parameter_bytes for part in parts]
+            return float(sum(weighted)) / total
 
         fixed = statistics.fmean(part.fixed_s for part in parts)
         return cls(fixed, mean("s_per_byte"), mean("accumulate_s_per_byte"), total)

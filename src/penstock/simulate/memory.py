@@ -117,7 +117,7 @@ def _recomputed_bytes(tables: Tables, full: Array, saved: Array) -> Array:
     """Return per op the bytes that recompute produces again for its micro-batch."""
     if not tables.selective:
         return full - saved
-    recomputed = np.maximum(full - saved, 0.0)
+    recomputed: Array = np.maximum(full - saved, 0.0)
     if tables.amounts.get("again_bytes") is None:
         return recomputed
     peak = tables.of_ops("again_bytes", np.arange(len(full)))
