@@ -1,4 +1,4 @@
-"""Profiles of hardware that is not here, held against what others measured on it."""
+"""Estimated profiles against published measurements on that hardware."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def merged(profile, phase, samples):
     """Seconds by the paper's layers: what has no weights goes to what stands before it, but for
     pools.
     """
-    found = []
+    names = []
     for layer in profile:
         name = layer.name.partition(".")[2]
         if name.startswith(("conv", "pool", "fc")):
-            found.append(layer.seconds(phase, samples))
+            names.append(layer.seconds(phase, samples))
         else:
-            found[-1] += layer.seconds(phase, samples)
-    return found
+            names[-1] += layer.seconds(phase, samples)
+    return names
 
 
 def test_vgg19_on_a_v100_takes_about_what_dapple_measured():
@@ -76,14 +76,14 @@ def test_recurrent_layers_on_a_v100_take_about_what_pipedream_and_dapple_measure
 
 def test_the_device_is_a_preset_or_ones_own():
     """The profile's device is its name, by which clusters find it."""
-    own = Device("mine", 10**10, flops=(("float32", 1e12),), memory_bytes_per_s=1e11)
-    made = [
+    custom = Device("mine", 10**10, flops=(("float32", 1e12),), memory_bytes_per_s=1e11)
+    profiles = [
         ps.analytic(model("mlp", device="meta"), torch.empty(4, 64), device)
-        for device in ("v100", own)
+        for device in ("v100", custom)
     ]
-    assert [profile.device for profile in made] == ["V100", "mine"]
-    assert [profile.batch for profile in made] == [4, 4]
-    assert made[0].sizes == (1, 2, 4)
+    assert [profile.device for profile in profiles] == ["V100", "mine"]
+    assert [profile.batch for profile in profiles] == [4, 4]
+    assert profiles[0].sizes == (1, 2, 4)
 
 
 def test_narrower_numbers_are_faster_and_smaller():
@@ -107,8 +107,8 @@ def test_a_profile_that_was_measured_there_sets_the_efficiencies(tmp_path):
     slow = Efficiency(matrix=0.2, memory=0.3)
     measured = roofline(count(network, torch.empty(64, 64)), device, efficiency=slow)
     measured.save(tmp_path / "there.json")
-    for given in (measured, tmp_path / "there.json"):
-        estimated = ps.analytic(network, torch.empty(64, 64), device, calibrate=given)
+    for calibration in (measured, tmp_path / "there.json"):
+        estimated = ps.analytic(network, torch.empty(64, 64), device, calibrate=calibration)
         ratios = [
             a / b
             for size in estimated.sizes
@@ -148,7 +148,7 @@ def test_what_cannot_be_had_is_refused_by_name(tmp_path):
 
 
 def test_a_plan_is_made_from_an_analytic_profile_as_from_a_measured_one():
-    """The end of it all: four V100 that nobody has."""
+    """The purpose of an analytic profile: a plan for four V100 that are not present."""
     estimated = ps.analytic(
         model("gnmt16", device="meta"),
         torch.empty(1, 2, 25, dtype=torch.int64, device="meta"),

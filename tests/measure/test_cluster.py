@@ -1,4 +1,4 @@
-"""Three real processes measure the cluster that they are, two of them on one host."""
+"""Three processes measure the cluster that they form, two of them on one host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that measure together."""
+"""Concurrent measurement by several ranks."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def test_ranks_on_unlike_devices_do_not_make_one_profile():
             return str(error)
         return ""
 
-    for told in ps.launch(measured, 2, threads=1):
-        assert "the ranks that measure together are on different kinds of devices" in told
-        assert "rank 0 (" in told
-        assert "rank 1 (" in told
-        assert "ps.plan({'cpu-0': one, 'cpu-1': other}, …)" in told
+    for message in ps.launch(measured, 2, threads=1):
+        assert "the ranks that measure together are on different kinds of devices" in message
+        assert "rank 0 (" in message
+        assert "rank 1 (" in message
+        assert "ps.plan({'cpu-0': one, 'cpu-1': other}, …)" in message
 
 
 @pytest.mark.parametrize(

@@ -239,8 +239,8 @@ def test_like_layers_are_counted_once_and_unlike_ones_apart(monkeypatch):
 
 def test_shared_weights_count_at_their_first_layer_and_stay_shared():
     """As everywhere else; and a layer with one weight twice is not like one with two."""
-    tied, apart = nn.Linear(3, 3), nn.Linear(3, 3)
-    counted = count(nn.Sequential(tied, nn.ReLU(), tied, apart), torch.zeros(2, 3))
+    tied, untied = nn.Linear(3, 3), nn.Linear(3, 3)
+    counted = count(nn.Sequential(tied, nn.ReLU(), tied, untied), torch.zeros(2, 3))
     assert [layer.parameters for layer in counted] == [12, 0, 0, 12]
 
 

@@ -21,16 +21,16 @@ CPU = torch.device("cpu")
 class Ticking(nn.Module):
     """A linear map that writes down its forwards and backwards."""
 
-    def __init__(self, label, seen):
+    def __init__(self, label, events):
         super().__init__()
-        self.map, self.label, self.seen = nn.Linear(4, 4), label, seen
+        self.map, self.label, self.seen = nn.Linear(4, 4), label, events
 
     def forward(self, x):
         """Run it."""
         self.seen.append(f"F{self.label}")
-        made = self.map(x)
-        made.register_hook(lambda grad: self.seen.append(f"B{self.label}"))
-        return made
+        output = self.map(x)
+        output.register_hook(lambda grad: self.seen.append(f"B{self.label}"))
+        return output
 
 
 def passes_of(modules, inner=False):
@@ -92,10 +92,12 @@ def test_the_loss_counts_with_the_last_layer_and_its_output_is_still_the_layers(
     assert [layer.output_bytes_per_sample for layer in with_loss] == [
         layer.output_bytes_per_sample for layer in plain
     ]
-    kept, also_kept = (
+    saved_bytes, saved_bytes_with_loss = (
         sum(layer.activation_bytes_per_sample for layer in found) for found in (plain, with_loss)
     )
-    assert also_kept == kept + 2 * 8 * 4, "mean squared error keeps what it compares"
+    assert saved_bytes_with_loss == saved_bytes + 2 * 8 * 4, (
+        "mean squared error keeps what it compares"
+    )
     assert [layer.name for layer in with_loss] == [layer.name for layer in plain]
 
 
@@ -109,9 +111,9 @@ def test_a_loss_that_fails_names_the_layer_that_it_stands_behind():
 def test_the_call_of_a_backward_is_not_counted_for_every_layer(monkeypatch):
     """A rank makes one for all layers of a stage; 37 of them were 1 % of VGG-11's backward."""
     monkeypatch.setattr(passes, "_backward_call_s", lambda device: 1e9)
-    found = passes_of([nn.Linear(4, 4)])
-    found.run(torch.ones(2, 4), 1)
-    assert found.seconds[0]["backward"] == [0.0] * 3
+    timed = passes_of([nn.Linear(4, 4)])
+    timed.run(torch.ones(2, 4), 1)
+    assert timed.seconds[0]["backward"] == [0.0] * 3
 
 
 def test_measuring_updates_leaves_the_values_as_they_are():

@@ -65,14 +65,14 @@ def perceptron():
     )
 
 
-def quick(made, example, **settings):
+def quick(network, example, **settings):
     """A profile with as little timing as there can be."""
-    return profile(made, example, **{"sizes": (2,), "repeats": 1, "device": "cpu", **settings})
+    return profile(network, example, **{"sizes": (2,), "repeats": 1, "device": "cpu", **settings})
 
 
-def kept(found):
+def kept(measured):
     """Bytes per sample that each layer keeps for its backward."""
-    return [layer.activation_bytes_per_sample for layer in found]
+    return [layer.activation_bytes_per_sample for layer in measured]
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ CHAINS = {
     "linear maps": (perceptron, (4,), [16, 32, 32, 32]),
     # ReLU keeps its result, and the linear map behind it needs that too: counted once
     "a result that two layers need": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), (4,), [16, 32, 0]),
-    # nobody needs a linear map's input if its weights are frozen
+    # a linear map with frozen weights does not need its input
     "frozen weights": (lambda: nn.Sequential(nn.Linear(4, 8).requires_grad_(False), nn.ReLU(), nn.Linear(8, 8)), (4,), [0, 0, 32]),
     # in place: the storage that ReLU keeps is the one that the linear map made
     "in place": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)), (4,), [16, 32, 0]),
@@ -237,9 +237,9 @@ def test_a_stage_keeps_its_input_where_that_counts_elsewhere_or_nowhere():
     assert kept(measured) == [16, 32, 0, 0, 8]
     assert [layer.entry_bytes_per_sample for layer in measured] == [
         0,  # counts here: the weights' gradient needs it
-        32,  # nobody needs it but the rank that was sent it
+        32,  # only the rank that receives it needs it
         32,  # counts at the ReLU
-        8,  # nobody needs what a linear map makes
+        8,  # the output of a linear map is not needed
         8,
     ]
 
@@ -321,11 +321,11 @@ def test_a_layer_that_works_in_place_gets_the_same_input_every_time():
         torch.ones(2, 2),
         repeats=4,
     )
-    given, made = (
+    inputs, outputs = (
         [value for label, value, _ in SEEN if label == which] for which in ("given", "made")
     )
-    assert all(torch.equal(value, given[0]) for value in given)
-    assert all(torch.equal(value, given[0] + 1) for value in made)
+    assert all(torch.equal(value, inputs[0]) for value in inputs)
+    assert all(torch.equal(value, inputs[0] + 1) for value in outputs)
 
 
 class Fork(nn.Module):
@@ -385,8 +385,8 @@ def test_a_model_of_tokens_is_measured_from_end_to_end(split_inputs):
     ids=["real", "meta"],
 )
 def test_the_model_is_left_as_it_was(make):
-    """Somebody measures a model that is half trained, and goes on; also in evaluation mode, and
-    with gradients in it.
+    """A half-trained model is measured, and training continues; also in evaluation mode, and with
+    gradients in it.
     """
     network = make().eval()
     if not next(network.parameters()).is_meta:
@@ -506,7 +506,7 @@ def test_an_example_without_samples_is_refused(example):
 
 
 class Skipping(nn.Module):
-    """A skip over two layers, and a mask made of the inputs, which nobody sends."""
+    """A skip over two layers, and a mask computed from the inputs, which is not sent."""
 
     def __init__(self):
         super().__init__()
@@ -535,6 +535,6 @@ def test_a_traced_model_is_measured_and_counted_by_what_crosses_its_boundaries()
         value = module(value)
         crossing = traced.exits[index](value)
         assert (
-            sum(each.nbytes for each in crossing.values())
+            sum(tensor.nbytes for tensor in crossing.values())
             == 4 * measured.layers[index].output_bytes_per_sample
         )

@@ -1,4 +1,4 @@
-"""The exact cut against every other cut there is."""
+"""The exact cut against every other cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`limited` from a profile: the bytes that it counts, and what it says when nothing fits."""
+"""`limited` from a profile: the bytes that it counts, and its error when no cut fits."""
 
 from __future__ import annotations
 

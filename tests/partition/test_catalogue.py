@@ -1,4 +1,4 @@
-"""The door of the room, and what holds for every method behind it."""
+"""`partition`, and the properties that every registered method has."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def test_options_of_every_method_can_be_listed():
     }
 
 
-def test_bottleneck_is_what_nobody_asked_for(make_profile):
-    """Whoever says nothing gets the exact cut."""
+def test_bottleneck_is_the_default(make_profile):
+    """Without `by` the cut is exact."""
     assert partition(make_profile([1] * 8 + [20]), 3) == [4, 4, 1]
 
 
@@ -207,7 +207,7 @@ def test_a_pattern_given_twice_is_refused(make_profile):
 
 @pytest.mark.parametrize("by", [[2, 1, 3], (2, 1, 3), np.array([2, 1, 3]), iter([2, 1, 3])])
 def test_lengths_may_be_given_in_any_sequence_and_come_back_as_ints(make_profile, by):
-    """Whoever knows what they want can say it, and plans are JSON."""
+    """Stage lengths may be set explicitly; they are ints, so that plans can be written as JSON."""
     lengths = partition(make_profile([1] * 6), by=by)
     assert lengths == [2, 1, 3]
     assert all(type(length) is int for length in lengths)

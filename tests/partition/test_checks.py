@@ -1,4 +1,4 @@
-"""Costs and option values at the door."""
+"""Validation of costs and option values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exact cut under memory limits, for unlike ranks, against every other cut there is."""
+"""The exact cut under memory limits, for unequal ranks, against every other cut."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def chains(draw, cost=REAL):
 
 def needs(case, lengths):
     """Bytes of every stage, layer by layer."""
-    found, start = [], 0
+    stage_bytes, start = [], 0
     for stage, length in enumerate(lengths):
         layers = range(start, start + length)
         holds = case["fixed_bytes"][stage % len(case["fixed_bytes"])]
-        found.append(
+        stage_bytes.append(
             sum(holds[x] for x in layers)
             + case["in_flight"][stage] * sum(case["saved_bytes"][x] for x in layers)
         )
         start += length
-    return found
+    return stage_bytes
 
 
 def loads(case, lengths, overlap):

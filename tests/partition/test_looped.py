@@ -1,6 +1,4 @@
-"""Several stages per rank: the cut against every other there is, for interleaved placements and for
-the V.
-"""
+"""Cuts for several stages per rank, interleaved and V, against every other cut."""
 
 from __future__ import annotations
 
@@ -65,13 +63,13 @@ def chains(draw, stages_of):
 
 def loads(rows, ends, ranks_of, flying=None):
     """What every rank has to do, layer by layer."""
-    found, start = [0.0] * (max(ranks_of) + 1), 0
+    totals, start = [0.0] * (max(ranks_of) + 1), 0
     for stage, (end, rank) in enumerate(zip(ends, ranks_of, strict=True)):
-        found[rank] += (1 if flying is None else flying[stage]) * sum(
+        totals[rank] += (1 if flying is None else flying[stage]) * sum(
             rows[rank % len(rows)][start:end]
         )
         start = end
-    return found
+    return totals
 
 
 def busiest(seconds, options, ends, ranks_of):
@@ -86,11 +84,14 @@ def busiest(seconds, options, ends, ranks_of):
 def fits(options, ends, ranks_of):
     if "limits" not in options:
         return True
-    held, kept = (
+    fixed_bytes, saved_bytes = (
         loads(options["fixed_bytes"], ends, ranks_of),
         loads(options["saved_bytes"], ends, ranks_of, options["in_flight"]),
     )
-    return all(a + b <= limit for a, b, limit in zip(held, kept, options["limits"], strict=True))
+    return all(
+        a + b <= limit
+        for a, b, limit in zip(fixed_bytes, saved_bytes, options["limits"], strict=True)
+    )
 
 
 def largest(seconds, ends, ranks_of):
@@ -104,16 +105,16 @@ V = {(ranks,): [*range(ranks), *range(ranks - 1, -1, -1)] for ranks in (1, 2, 3,
 LOOPS = {(ranks, rounds): [*range(ranks)] * rounds for ranks in (1, 2, 3) for rounds in (1, 2, 3)}
 
 
-def check(found, case, ranks_of, exact=True):
+def check(result, case, ranks_of, exact=True):
     """Whether no cut is better, and if none is given, none fits."""
     _, seconds, options = case
     cuts = [
         ends for ends in every_cut(len(seconds[0]), len(ranks_of)) if fits(options, ends, ranks_of)
     ]
-    if found is None:
+    if result is None:
         assert not (exact and cuts)
         return
-    ends = np.cumsum(found).tolist()
+    ends = np.cumsum(result).tolist()
     assert ends in cuts
     least = min(busiest(seconds, options, cut, ranks_of) for cut in cuts)
     most = least * (1 + options["slack"]) * (1 + 1e-10)
@@ -191,7 +192,7 @@ def test_what_the_search_misses_it_misses_by_little():
 
 @pytest.mark.parametrize(("layers", "ranks", "rounds"), [(100, 8, 2), (96, 8, 4), (61, 4, 3)])
 def test_layers_that_are_alike_are_dealt_out_exactly(layers, ranks, rounds):
-    """A transformer's: of so many layers some rank has the rounded-up share, and nobody needs more."""
+    """Of a transformer's layers some rank has the rounded-up share, and none needs more."""
     result = looped_with_bound([1.0] * layers, ranks, rounds)
     assert result.bottleneck == result.lower_bound == -(-layers // ranks)
     assert max(result.lengths) <= -(-layers // (ranks * rounds)) + 1

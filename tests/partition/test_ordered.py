@@ -1,4 +1,4 @@
-"""The order of unlike ranks and their cut, against every order and every cut."""
+"""The order of unequal ranks and their cut, against every order and every cut."""
 
 from __future__ import annotations
 

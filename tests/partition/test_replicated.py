@@ -1,4 +1,4 @@
-"""Cuts with copies of stages against every other way to cut and copy."""
+"""Cuts with replicated stages against every other cut and number of replicas."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
     def numbers(count):
         return data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
 
-    work, weights, outputs, holds, kept = (numbers(layers) for _ in range(5))
+    work, weights, outputs, fixed_bytes, saved_bytes = (numbers(layers) for _ in range(5))
     count, latency = (
         data.draw(st.none() | st.integers(1, 5)),
         data.draw(st.sampled_from([0.0, 0.5])),
@@ -174,7 +174,7 @@ def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
             return False
         for first, end, k, left, _ in spans(way):
             flying = ceil(left / k) if count is None else min(ceil(left / k), ceil(count / k))
-            if sum(holds[first:end]) + flying * sum(kept[first:end]) > limit or (
+            if sum(fixed_bytes[first:end]) + flying * sum(saved_bytes[first:end]) > limit or (
                 count is not None and k > count
             ):
                 return False
@@ -192,8 +192,8 @@ def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
         exactly=exactly,
         sync_bandwidth_bytes_per_s=2.0,
         overlap=overlap,
-        fixed_bytes=holds,
-        saved_bytes=kept,
+        fixed_bytes=fixed_bytes,
+        saved_bytes=saved_bytes,
         limit=limit,
     )
     if stages is None:

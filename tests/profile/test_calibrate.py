@@ -78,8 +78,8 @@ def test_the_efficiencies_that_made_the_timings_are_found_again():
 
 def test_what_was_calibrated_on_one_model_predicts_another():
     """That is what it is for."""
-    known = model()
-    found = calibrated(known, roofline(known, DEVICE, efficiency=TRUE), DEVICE)
+    counts = model()
+    fitted = calibrated(counts, roofline(counts, DEVICE, efficiency=TRUE), DEVICE)
     other = ModelCounts(
         (
             layer("a", "matrix", 3e8, 2e6),
@@ -91,14 +91,14 @@ def test_what_was_calibrated_on_one_model_predicts_another():
         1.0,
         32,
     )
-    ours, theirs = (roofline(other, DEVICE, efficiency=efficiency) for efficiency in (found, TRUE))
+    ours, theirs = (roofline(other, DEVICE, efficiency=efficiency) for efficiency in (fitted, TRUE))
     for size in ours.sizes:
         assert ours.step_seconds(size) == pytest.approx(theirs.step_seconds(size), rel=0.02)
 
 
 def test_families_that_were_not_measured_are_as_much_worse_as_those_that_were():
-    """A slow machine is slow at everything; its LSTM layers are not as fast as a V100's because
-    nobody timed one.
+    """A slow machine is slow for all families: its LSTM layers are not assumed to be as fast as a
+    V100's because none was timed.
     """
     counts = ModelCounts(
         tuple(layer(f"m{n}", "matrix", 10.0 ** (8 + n), 1e4) for n in range(4)),

@@ -28,14 +28,14 @@ BOARD = Device(
 )
 
 
-def layer(name, flops, weights, kept):
+def layer(name, flops, weights, saved_bytes):
     """Products of `flops` forward and twice as many backward; ReLUs that pass by."""
     one = (
         Work("mm", "matrix", 1, 0.0, flops, 0.0, 1.0),
         Work("relu", "other", 1, 0.0, 1e9, 0.0, 1e9),
     )
     two = (Work("mm", "matrix", 2, 0.0, 2 * flops, 0.0, 1.0),)
-    return LayerCounts(name, "Toy", one, two, one, one, weights // 4, weights, 0, kept, 8.0)
+    return LayerCounts(name, "Toy", one, two, one, one, weights // 4, weights, 0, saved_bytes, 8.0)
 
 
 def model(*layers, batch=4):

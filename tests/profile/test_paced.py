@@ -45,20 +45,20 @@ def cluster(*devices: Device) -> Cluster:
 def test_everything_takes_so_many_times_as_long_and_nothing_takes_more_bytes():
     """Seconds are of the device, bytes of the model."""
     slow = scale_profile(PROFILE, 3.0)
-    for own, other in zip(PROFILE, slow, strict=True):
+    for original, other in zip(PROFILE, slow, strict=True):
         for phase in ("forward", "backward", "input_grad", "weight_grad"):
             for samples in (0.5, 1, 2, 4, 16):
                 assert other.seconds(phase, samples) == pytest.approx(
-                    3 * own.seconds(phase, samples)
+                    3 * original.seconds(phase, samples)
                 )
             assert getattr(other, phase).spread_s == (1.5, 0.75)
         bare = {
-            "forward": own.forward,
-            "backward": own.backward,
-            "input_grad": own.input_grad,
-            "weight_grad": own.weight_grad,
+            "forward": original.forward,
+            "backward": original.backward,
+            "input_grad": original.input_grad,
+            "weight_grad": original.weight_grad,
         }
-        assert replace(other, **bare) == own
+        assert replace(other, **bare) == original
     seconds = ("update_s_per_byte", "update_fixed_s", "accumulate_s_per_byte")
     for name in seconds:
         assert getattr(slow, name) == pytest.approx(3 * getattr(PROFILE, name))
@@ -87,13 +87,17 @@ def test_of_one_profile_others_are_reckoned_by_their_peaks():
     none is of rank 0's.
     """
     on = cluster(device("P", 5), device("V", 10))
-    slow, own = profiles_of(PROFILE, on)
-    assert own is PROFILE
-    assert slow.step_seconds(4) == pytest.approx([2 * each for each in PROFILE.step_seconds(4)])
+    slow, unscaled = profiles_of(PROFILE, on)
+    assert unscaled is PROFILE
+    assert slow.step_seconds(4) == pytest.approx(
+        [2 * seconds for seconds in PROFILE.step_seconds(4)]
+    )
     nameless = replace(PROFILE, device="")
-    own, fast = profiles_of(nameless, on)
-    assert own is nameless
-    assert fast.step_seconds(4) == pytest.approx([each / 2 for each in PROFILE.step_seconds(4)])
+    unscaled, fast = profiles_of(nameless, on)
+    assert unscaled is nameless
+    assert fast.step_seconds(4) == pytest.approx(
+        [seconds / 2 for seconds in PROFILE.step_seconds(4)]
+    )
 
 
 def test_a_profile_of_none_of_several_kinds_is_refused():

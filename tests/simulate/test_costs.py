@@ -1,4 +1,4 @@
-"""Costs: what is taken and what is refused."""
+"""Costs: accepted and rejected values."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_what_is_no_finite_amount_is_refused_by_name(name, bad):
 
 def test_lists_are_kept_as_tuples_of_floats():
     """Costs are values: equal, hashable and safe from a caller that goes on changing its list."""
-    given = [1, np.float32(2), np.int64(3), True]
-    costs = Costs(forward=given)
-    given[0] = 99
+    numbers = [1, np.float32(2), np.int64(3), True]
+    costs = Costs(forward=numbers)
+    numbers[0] = 99
     assert costs.forward == (1.0, 2.0, 3.0, 1.0)
     assert hash(costs) == hash(Costs(forward=(1, 2, 3, 1)))
 

@@ -1,4 +1,4 @@
-"""Costs on mixed devices against the slow, obvious way: op by op, layer by layer."""
+"""Costs on unequal devices against a slow reference: op by op, layer by layer."""
 
 from dataclasses import replace
 
@@ -40,9 +40,10 @@ def slow_seconds(profile, phase: str, lengths, stage: int, samples: float) -> fl
     if stage == 0 and phase == "input_grad":
         return 0.0
     start = sum(lengths[:stage])
-    own = "backward" if stage == 0 and phase == "weight_grad" else phase
+    measured_phase = "backward" if stage == 0 and phase == "weight_grad" else phase
     return sum(
-        layer.seconds(own, samples) for layer in profile.layers[start : start + lengths[stage]]
+        layer.seconds(measured_phase, samples)
+        for layer in profile.layers[start : start + lengths[stage]]
     )
 
 
@@ -120,10 +121,10 @@ def test_a_stage_on_a_device_twice_as_fast_takes_half(profile_of):
 
 def test_copies_on_unlike_devices_have_seconds_by_micro_batch_and_the_slowest_s_update(profile_of):
     """Micro-batch n is on copy n mod 2; they update together."""
-    own = replace(profile_of([1.0], parameters=100), update_s_per_byte=0.01)
+    profile = replace(profile_of([1.0], parameters=100), update_s_per_byte=0.01)
     case_schedule = Schedule.parse("rank 0 | 0F0 0B0 0F2 0B2 0U1\nrank 1 | 0F1 0B1 0U1")
-    costs = stage_costs(own, [1], 1, cluster(2), micro_batches=3)
-    placed = on_devices(costs, case_schedule, [own, scale_profile(own, 3.0)], [1], 1)
+    costs = stage_costs(profile, [1], 1, cluster(2), micro_batches=3)
+    placed = on_devices(costs, case_schedule, [profile, scale_profile(profile, 3.0)], [1], 1)
     assert placed.forward == ((1.0, 3.0, 1.0),)
     assert placed.update == (3.0,)
     # Rank 0: two micro-batches of 3 s; rank 1: one of 9 s; and an update of 3 s.
@@ -154,7 +155,9 @@ def test_slices_of_several_pipelines_take_what_each_one_s_device_takes(profile_o
         case_schedule, [profile, profile, slow, slow], [1, 1], cluster(4), 4, weight_rule("flush")
     )
     assert costs.forward[1] == pytest.approx(
-        tuple(2 * each.layers[1].seconds("forward", 1) for each in (profile, slow))
+        tuple(
+            2 * device_profile.layers[1].seconds("forward", 1) for device_profile in (profile, slow)
+        )
     )
 
 

@@ -1,4 +1,4 @@
-"""Plain and compiled loops are one; Numba is loaded where it pays, and not needed."""
+"""Plain and compiled kernels agree; Numba is loaded only if it pays off, and is not required."""
 
 from __future__ import annotations
 

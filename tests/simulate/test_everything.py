@@ -1,4 +1,4 @@
-"""All that schedules and costs can say at once, against a simulator that shares no code with ours."""
+"""All features of schedules and costs at once, against an independent simulator."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
 
     boundaries = made.stages - 1
     by_size = draw(st.booleans())
-    given = (
+    fields = (
         {
             "latency": field(boundaries),
             "bandwidth": field(boundaries, amounts.map(lambda x: x + 1)),
@@ -62,7 +62,7 @@ def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
         weight_bytes=draw(per_stage),
         links=draw(st.sampled_from(links)),
         weight_versions=None if made.stream is None else 1.0,
-        **given,
+        **fields,
     )
 
 
@@ -170,14 +170,14 @@ def test_every_start_and_end_agrees_with_the_slow_simulator(case):
     prices = Prices(case_schedule, costs, recompute)
     slow = Slow(case_schedule, prices.seconds, prices.hop, overlap, costs.links)
     line = simulate_schedule(case_schedule, costs, overlap=overlap, recompute=recompute)
-    found = {(e.rank, e.op, e.to_rank): (e.start, e.end) for e in line.events}
+    times = {(e.rank, e.op, e.to_rank): (e.start, e.end) for e in line.events}
     assert len(line.events) == len(slow.times) + len(slow.moves)
     for (rank, index), span in slow.times.items():
-        assert found[rank, case_schedule.programs[rank][index], None] == pytest.approx(
+        assert times[rank, case_schedule.programs[rank][index], None] == pytest.approx(
             span, abs=1e-9
         )
     for (rank, (letter, stage, m), target), span in slow.moves.items():
-        assert found[rank, (Kind(letter), stage, m), target] == pytest.approx(span, abs=1e-9)
+        assert times[rank, (Kind(letter), stage, m), target] == pytest.approx(span, abs=1e-9)
     report = verify(case_schedule)
     assert line.peak_in_flight == report.peak_in_flight
     assert line.peak_on_rank == report.peak_on_rank
@@ -210,19 +210,19 @@ def held_by(made, costs, prices, line):
             if op[1:] == (stage, number) and op.kind is not Kind.U
         }
         full = prices.amount("activation_bytes", stage, number)
-        kept = prices.amount("input_bytes", stage, number) if prices.again(number) else full
+        saved = prices.amount("input_bytes", stage, number) if prices.again(number) else full
         back = ops.get(Kind.B) or ops.get(Kind.W)
-        gone = back[1] if back else end_of
-        begins = (ops.get(Kind.B) or ops.get(Kind.I) or (gone, gone))[0]
+        released = back[1] if back else end_of
+        begins = (ops.get(Kind.B) or ops.get(Kind.I) or (released, released))[0]
         after = costs.activation_bytes_after_input_grad is not None and Kind.I in ops
-        last = ops[Kind.I][1] if after else gone
-        yield rank, "recompute", begins, last, full - kept
+        last = ops[Kind.I][1] if after else released
+        yield rank, "recompute", begins, last, full - saved
         if after:
             yield (
                 rank,
                 "activations",
                 last,
-                gone,
+                released,
                 prices.amount("activation_bytes_after_input_grad", stage, number),
             )
         evict = next(
@@ -232,11 +232,11 @@ def held_by(made, costs, prices, line):
             (move for (op, _), move in moves.items() if op == (Kind.L, stage, number)), None
         )
         if evict is None:
-            yield rank, "activations", ops[Kind.F][0], last, kept
+            yield rank, "activations", ops[Kind.F][0], last, saved
         else:
-            yield rank, "activations", ops[Kind.F][0], evict[1], kept
-            yield evict[2], "activations", evict[0], load[1], kept
-            yield rank, "activations", load[0], last, kept
+            yield rank, "activations", ops[Kind.F][0], evict[1], saved
+            yield evict[2], "activations", evict[0], load[1], saved
+            yield rank, "activations", load[0], last, saved
         for kind, neighbour in ((Kind.F, stage + 1), (Kind.B, stage - 1)):
             maker = ops.get(kind) or (ops.get(Kind.I) if kind is Kind.B else None)
             if maker is None or not 0 <= neighbour < made.stages:

@@ -1,4 +1,4 @@
-"""What a rank does besides its layers."""
+"""The work of a rank's host: gradient accumulation and messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MESSAGE_S = 0.5 + 2 * 100 / 1000  # 2 samples
 
 
 def timing(seconds: float) -> Timing:
-    """So many seconds per sample."""
+    """Return a timing with this many seconds per sample."""
     return Timing((1, 8), (seconds, 8 * seconds))
 
 
@@ -70,9 +70,7 @@ def costs(
 
 
 def test_the_first_stage_leaves_all_of_its_backward_to_w():
-    """Nobody wants a gradient of the data. I took 0.3 ms where 33 were predicted, and W 63 where 36
-    were.
-    """
+    """Data needs no gradient. I took 0.3 ms where 33 were predicted, and W 63 where 36 were."""
     seconds = stage_seconds(a_profile(), [1, 3], 2)
     assert seconds["input_grad"] == [0, 6]
     assert seconds["weight_grad"] == [6, 12]

@@ -1,4 +1,4 @@
-"""Many cost vectors at once: the same as one by one."""
+"""Many cost vectors at once give the same results as one by one."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_many_at_once_say_what_each_says_alone(in_lanes, monkeypatch):
         case_schedule, costs, overlap, recompute = case
         outcomes = simulate_many(case_schedule, costs, overlap=overlap, recompute=recompute)
         lines = [
-            simulate_schedule(case_schedule, each, overlap=overlap, recompute=recompute)
-            for each in costs
+            simulate_schedule(case_schedule, vector, overlap=overlap, recompute=recompute)
+            for vector in costs
         ]
         for name in FIGURES:
             expected = [getattr(line, name) for line in lines]

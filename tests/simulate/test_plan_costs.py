@@ -1,4 +1,4 @@
-"""From a profile, a cut and a cluster to costs."""
+"""Costs from a profile, a cut and a cluster."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ from penstock.weights.catalogue import weight_rule
 
 
 def timing(seconds: float) -> Timing:
-    """So many seconds per sample."""
+    """Return a timing with this many seconds per sample."""
     return Timing((1, 8), (seconds, 8 * seconds))
 
 
@@ -68,7 +68,7 @@ def test_costs_are_sums_over_each_stage_s_layers():
 
 def test_a_stage_keeps_the_input_that_counts_at_a_layer_before_it():
     """Only where a stage begins: inside one, the other layer has counted it."""
-    layers = tuple(replace(each, entry_bytes_per_sample=1.0) for each in PROFILE.layers)
+    layers = tuple(replace(layer, entry_bytes_per_sample=1.0) for layer in PROFILE.layers)
     costs = stage_costs(replace(PROFILE, layers=layers), [1, 2, 1], 2, FOUR, micro_batches=4)
     assert costs.activation_bytes == (22, 102, 82)
 
@@ -244,9 +244,9 @@ def test_activations_that_are_handed_over_take_the_links_time():
     case_schedule = Schedule.parse(
         "0F0 0F1 0E1 0F2 0B0 0L1 0B1 0B2 0U1\n1F0 0E1 1B0 1F1 0L1 1B1 1F2 1B2 1U1"
     )
-    kept = costs.spread("activation_bytes", 2)
+    activation_bytes = costs.spread("activation_bytes", 2)
     assert place_costs(costs, case_schedule, FOUR).evict == (
-        FOUR.transfer_seconds(kept[0], 0, 1),
+        FOUR.transfer_seconds(activation_bytes[0], 0, 1),
         0,
     )
 

@@ -1,4 +1,4 @@
-"""Some layers run again: what that takes and keeps, layer by layer and as simulation has it."""
+"""Selective recompute: seconds and bytes, layer by layer and in the simulation."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def test_without_words_for_it_all_runs_again():
     """Costs that know nothing of layers."""
     costs = Costs(forward=4, backward=8, activation_bytes=10, input_bytes=2)
     case_schedule = schedule("1f1b", 3, 5)
-    some, every = (
+    selective, always = (
         simulate_schedule(case_schedule, costs, recompute=recompute)
         for recompute in ("selective", "always")
     )
-    assert (some.makespan, some.peak_memory) == (every.makespan, every.peak_memory)
+    assert (selective.makespan, selective.peak_memory) == (always.makespan, always.peak_memory)
     assert (
         simulate_schedule(case_schedule, COSTS, recompute="always").makespan
         == simulate_schedule(case_schedule, replace(COSTS, again=None), recompute="always").makespan
@@ -91,17 +91,20 @@ def test_many_vectors_are_simulated_as_one():
     """Planners' fast way."""
     case_schedule = schedule("zb-h1", 3, 4)
     vectors = [
-        replace(COSTS, again=again, kept_bytes=kept) for again, kept in ((0, 1), (1, 4), (3.5, 9))
+        replace(COSTS, again=again, kept_bytes=saved_bytes)
+        for again, saved_bytes in ((0, 1), (1, 4), (3.5, 9))
     ]
     outcomes = simulate_many(case_schedule, vectors, recompute="selective")
-    each = [simulate_schedule(case_schedule, costs, recompute="selective") for costs in vectors]
-    assert outcomes.makespan.tolist() == pytest.approx([one.makespan for one in each])
+    timelines = [
+        simulate_schedule(case_schedule, costs, recompute="selective") for costs in vectors
+    ]
+    assert outcomes.makespan.tolist() == pytest.approx([one.makespan for one in timelines])
     assert [tuple(row) for row in outcomes.peak_memory.tolist()] == [
-        one.peak_memory for one in each
+        one.peak_memory for one in timelines
     ]
 
 
-def profile_of(rows: list[tuple[float, float, float]], given: float = 7.0) -> Profile:
+def profile_of(rows: list[tuple[float, float, float]], input_bytes: float = 7.0) -> Profile:
     """Layers of (saved, entry, output) bytes; layer i takes i + 1 seconds forward."""
     layers = tuple(
         LayerProfile(
@@ -117,7 +120,7 @@ def profile_of(rows: list[tuple[float, float, float]], given: float = 7.0) -> Pr
         )
         for i, (saved, entry, output) in enumerate(rows)
     )
-    return Profile(layers, "abc", given, 16)
+    return Profile(layers, "abc", input_bytes, 16)
 
 
 def test_what_a_stage_keeps_is_added_up_layer_by_layer():
@@ -161,7 +164,7 @@ def test_all_layers_of_a_stage_together_are_as_always(data, name, micro_batches)
         (Selection(tuple(range(len(rows)))), "always"),
         (Selection(), "never"),
     ):
-        own = with_selection(
+        selected = with_selection(
             costs,
             case_schedule,
             [profile] * case_schedule.ranks,
@@ -169,18 +172,18 @@ def test_all_layers_of_a_stage_together_are_as_always(data, name, micro_batches)
             16 / case_schedule.micro_batches,
             selection,
         )
-        some, other = (
-            simulate_schedule(case_schedule, own, recompute="selective"),
+        selective, other = (
+            simulate_schedule(case_schedule, selected, recompute="selective"),
             simulate_schedule(case_schedule, costs, recompute=recompute),
         )
-        assert some.makespan == pytest.approx(other.makespan)
-        assert some.peak_memory == other.peak_memory
+        assert selective.makespan == pytest.approx(other.makespan)
+        assert selective.peak_memory == other.peak_memory
 
 
 def test_devices_that_differ_run_layers_again_at_their_own_pace():
     """Copies of a stage on two kinds: by micro-batch."""
     fast = profile_of([(1, 1, 1)] * 2)
-    slow = replace(fast, layers=tuple(replace(each, forward=timing(0.0, 10.0)) for each in fast))
+    slow = replace(fast, layers=tuple(replace(layer, forward=timing(0.0, 10.0)) for layer in fast))
     case_schedule = schedule("1f1b", 1, 4, replicas=2)
-    found = with_selection(Costs(), case_schedule, [fast, slow], (2,), 1.0, Selection((1,)))
-    assert found.again == ((2.0, 10.0, 2.0, 10.0),)
+    selected = with_selection(Costs(), case_schedule, [fast, slow], (2,), 1.0, Selection((1,)))
+    assert selected.again == ((2.0, 10.0, 2.0, 10.0),)

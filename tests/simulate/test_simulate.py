@@ -1,4 +1,4 @@
-"""Simulate against a second simulator that shares no code with it, and against sums done by hand."""
+"""The simulator against an independent reference, and against sums done by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reference(programs, seconds, hop, overlap):
 
     Each rank runs its list in order; an op starts when the rank is free and its inputs have
     arrived. A finished op hands its value to the link to the other rank, which carries one message
-    at a time, in the order of sending. Ranks are visited until nobody can go on. `seconds(letter,
+    at a time, in the order of sending. Ranks are visited until none can continue. `seconds(letter,
     stage, m)`; `hop(stage below the boundary, up?)`.
     """
     rows = [[(str(op.kind), op.stage, op.micro_batch) for op in program] for program in programs]

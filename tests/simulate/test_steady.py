@@ -1,4 +1,4 @@
-"""What a stream takes for a batch between filling and draining."""
+"""The time of a stream's batch between filling and draining."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Streams on the simulator's two roads, what asynchrony gains, and waves by hand."""
+"""Streams in the array simulator and in the graph, the gain by asynchrony, and waves by hand."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_fast_copy_runs_ahead_of_a_slow_one_by_as_many_waves_as_it_may(
 
 
 def test_copies_that_wait_in_a_circle_are_found():
-    """A wave's end before the gradients that the other's needs: nobody starts, and that is said."""
+    """Each wave ends before gradients that the other one's end needs: a deadlock is reported."""
     rows = "0F0 1F0 1B0 0B0 0U1 1U1\n0F1 1F1 1B1 0B1 1U1 0U1"
     case_schedule = replace(
         Schedule.parse(rows), synchronous=False, stream=Stream(2, "hetpipe", waves=Waves(1))

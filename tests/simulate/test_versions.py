@@ -1,4 +1,4 @@
-"""Versions of the weights in the memory of streams."""
+"""Memory of weight versions in streams."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_a_synchronous_schedule_keeps_one():
 
 
 def test_versions_that_are_given_are_believed():
-    """Whoever knows better says so."""
+    """Explicit numbers of versions take precedence over the rule's."""
     costs = Costs(forward=1, weight_bytes=100, weight_versions=[2, 2, 2])
     assert simulate_schedule(schedule("pipedream", 3, 1), costs).peak_memory == (200, 200, 200)
 
@@ -70,7 +70,7 @@ def test_copies_of_the_weights_that_take_turns_have_an_optimizer_state_each():
 
 
 def test_many_costs_at_once_count_the_same():
-    """One simulator, whoever asks."""
+    """`simulate_many` and `simulate_schedule` agree."""
     for name, options in (("pipedream", {}), ("avgpipe", {"pipelines": 3})):
         case_schedule = schedule(name, 2, 4, **options)
         alone = simulate_schedule(case_schedule, BYTES).peak_memory
