@@ -261,8 +261,7 @@ def time_vectors(
     table, overlap = durations.seconds, durations.overlap
     mark, makespan, first, last = spans.mark, spans.makespan, spans.first, spans.last
     begin = free[len(free) - 1]
-    vectors = len(makespan)
-    position = 0
+    vectors, position = len(makespan), 0
     while position < len(order):
         op = order[position]
         begin[:] = free[rank[op]]
