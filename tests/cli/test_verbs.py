@@ -183,7 +183,7 @@ def test_profile_measures_and_writes(penstock, tmp_path):
         (("simulate", *SMALL, "--transfer", 1, "--latency", 1), "give one of the two"),
         (
             ("simulate", *SMALL, "--bandwidth", "10GB"),
-            "bandwidth says nothing without boundary_bytes",
+            "bandwidth has no effect without boundary_bytes",
         ),
         (("simulate", *SMALL, "--links", "fast"), "links are one of duplex"),
         (

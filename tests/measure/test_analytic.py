@@ -1,4 +1,4 @@
-"""Profiles of hardware that is not here, held against what others measured on it."""
+"""Estimated profiles against published measurements on that hardware."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def merged(profile, phase, samples):
     """Seconds by the paper's layers: what has no weights goes to what stands before it, but for
     pools.
     """
-    found = []
+    names = []
     for layer in profile:
         name = layer.name.partition(".")[2]
         if name.startswith(("conv", "pool", "fc")):
-            found.append(layer.seconds(phase, samples))
+            names.append(layer.seconds(phase, samples))
         else:
-            found[-1] += layer.seconds(phase, samples)
-    return found
+            names[-1] += layer.seconds(phase, samples)
+    return names
 
 
 def test_vgg19_on_a_v100_takes_about_what_dapple_measured():
     """Stated: the whole within a tenth, convolution layers but the first within a quarter, all
     forwards within a factor of 2.
     """
-    made = ps.analytic(model("vgg19", device="meta"), images(), "V100", batch=32)
-    forward, backward = merged(made, "forward", 32), merged(made, "backward", 32)
+    estimated = ps.analytic(model("vgg19", device="meta"), images(), "V100", batch=32)
+    forward, backward = merged(estimated, "forward", 32), merged(estimated, "backward", 32)
     assert sum(forward) == pytest.approx(48.0e-3, rel=0.1)
     assert sum(backward) == pytest.approx(96.0e-3, rel=0.1)
     assert all(0.5 < ours / (ms / 1e3) < 2 for ours, ms in zip(forward, VGG19_MS, strict=True))
@@ -62,13 +62,13 @@ def test_vgg19_on_a_v100_takes_about_what_dapple_measured():
 @pytest.mark.parametrize(("batch", "steps"), LSTM_MS)
 def test_recurrent_layers_on_a_v100_take_about_what_pipedream_and_dapple_measured(batch, steps):
     """Stated: within 35 %; they scatter as much among themselves."""
-    made = ps.analytic(
+    estimated = ps.analytic(
         model("gnmt", device="meta"),
         torch.empty(1, 2, steps, dtype=torch.int64, device="meta"),
         "V100",
         batch=batch,
     )
-    (layer,) = [layer for layer in made if layer.name == "encoder.lstm3"]
+    (layer,) = [layer for layer in estimated if layer.name == "encoder.lstm3"]
     forward_ms, backward_ms = LSTM_MS[batch, steps]
     assert layer.seconds("forward", batch) == pytest.approx(forward_ms / 1e3, rel=0.35)
     assert layer.seconds("backward", batch) == pytest.approx(backward_ms / 1e3, rel=0.35)
@@ -76,14 +76,14 @@ def test_recurrent_layers_on_a_v100_take_about_what_pipedream_and_dapple_measure
 
 def test_the_device_is_a_preset_or_ones_own():
     """The profile's device is its name, by which clusters find it."""
-    own = Device("mine", 10**10, flops=(("float32", 1e12),), memory_bytes_per_s=1e11)
-    made = [
+    custom = Device("mine", 10**10, flops=(("float32", 1e12),), memory_bytes_per_s=1e11)
+    profiles = [
         ps.analytic(model("mlp", device="meta"), torch.empty(4, 64), device)
-        for device in ("v100", own)
+        for device in ("v100", custom)
     ]
-    assert [profile.device for profile in made] == ["V100", "mine"]
-    assert [profile.batch for profile in made] == [4, 4]
-    assert made[0].sizes == (1, 2, 4)
+    assert [profile.device for profile in profiles] == ["V100", "mine"]
+    assert [profile.batch for profile in profiles] == [4, 4]
+    assert profiles[0].sizes == (1, 2, 4)
 
 
 def test_narrower_numbers_are_faster_and_smaller():
@@ -100,20 +100,22 @@ def test_narrower_numbers_are_faster_and_smaller():
 
 def test_a_profile_that_was_measured_there_sets_the_efficiencies(tmp_path):
     """From an object and from its file alike; here measured by a roofline of known shares."""
-    own = Device("mine", 10**10, flops=(("float32", 1e12),), memory_bytes_per_s=1e11, launch_s=1e-6)
-    made = model("mlp", device="meta", hidden=512)
+    device = Device(
+        "mine", 10**10, flops=(("float32", 1e12),), memory_bytes_per_s=1e11, launch_s=1e-6
+    )
+    network = model("mlp", device="meta", hidden=512)
     slow = Efficiency(matrix=0.2, memory=0.3)
-    measured = roofline(count(made, torch.empty(64, 64)), own, efficiency=slow)
+    measured = roofline(count(network, torch.empty(64, 64)), device, efficiency=slow)
     measured.save(tmp_path / "there.json")
-    for given in (measured, tmp_path / "there.json"):
-        found = ps.analytic(made, torch.empty(64, 64), own, calibrate=given)
+    for calibration in (measured, tmp_path / "there.json"):
+        estimated = ps.analytic(network, torch.empty(64, 64), device, calibrate=calibration)
         ratios = [
             a / b
-            for size in found.sizes
-            for a, b in zip(found.step_seconds(size), measured.step_seconds(size), strict=True)
+            for size in estimated.sizes
+            for a, b in zip(estimated.step_seconds(size), measured.step_seconds(size), strict=True)
         ]
         assert statistics.median(ratios) == pytest.approx(1, rel=0.03)
-        assert found.machine["efficiency"] == "a profile on mine"
+        assert estimated.machine["efficiency"] == "a profile on mine"
 
 
 def test_an_fpga_is_reckoned_by_its_own_formulas():
@@ -126,33 +128,33 @@ def test_an_fpga_is_reckoned_by_its_own_formulas():
         memory_bytes_per_s=38.4e9,
         on_chip_bytes=45_000_000,
     )
-    made = ps.analytic(model("resnet18", device="meta"), images(), board, batch=8)
-    assert made.machine["weights"] == "in the DDR"
-    assert sum(made.step_seconds(8)) > 8 * 3 * 3.6e9 / 5e11
+    estimated = ps.analytic(model("resnet18", device="meta"), images(), board, batch=8)
+    assert estimated.machine["weights"] == "in the DDR"
+    assert sum(estimated.step_seconds(8)) > 8 * 3 * 3.6e9 / 5e11
 
 
 def test_what_cannot_be_had_is_refused_by_name(tmp_path):
     """Device, file and model each have a message of their own."""
-    made, example = model("mlp", device="meta"), torch.empty(4, 64)
+    network, example = model("mlp", device="meta"), torch.empty(4, 64)
     with pytest.raises(UnknownName, match="no device called 'V1000'"):
-        ps.analytic(made, example, "V1000")
+        ps.analytic(network, example, "V1000")
     with pytest.raises(FileError, match="cannot read the profile"):
-        ps.analytic(made, example, "V100", calibrate=tmp_path / "nowhere.json")
+        ps.analytic(network, example, "V100", calibrate=tmp_path / "nowhere.json")
     other = ps.analytic(model("mlp", device="meta", hidden=8), example, "V100")
     with pytest.raises(SettingError, match="calibrate with counts of the model that was measured"):
-        ps.analytic(made, example, "V100", calibrate=other)
+        ps.analytic(network, example, "V100", calibrate=other)
     with pytest.raises(SettingError, match="V100 has no peak for bfloat16"):
-        ps.analytic(made, example, "V100", dtype="bfloat16")
+        ps.analytic(network, example, "V100", dtype="bfloat16")
 
 
 def test_a_plan_is_made_from_an_analytic_profile_as_from_a_measured_one():
-    """The end of it all: four V100 that nobody has."""
-    made = ps.analytic(
+    """The purpose of an analytic profile: a plan for four V100 that are not present."""
+    estimated = ps.analytic(
         model("gnmt16", device="meta"),
         torch.empty(1, 2, 25, dtype=torch.int64, device="meta"),
         "V100",
         batch=256,
     )
-    plan = ps.plan(made, ps.cluster("4xV100-NVLink"), batch=256, schedules=["1f1b"], stages=4)
-    assert sum(plan.lengths) == len(made)
+    plan = ps.plan(estimated, ps.cluster("4xV100-NVLink"), batch=256, schedules=["1f1b"], stages=4)
+    assert sum(plan.lengths) == len(estimated)
     assert plan.predicted.step_s > 0

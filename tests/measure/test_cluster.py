@@ -1,4 +1,4 @@
-"""Three real processes measure the cluster that they are, two of them on one host."""
+"""Three processes measure the cluster that they form, two of them on one host."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def _measure():
     join()
     socket.gethostname = lambda: f"host{int(os.environ['RANK']) // 2}"
     steps = []
-    made = measure_cluster(
+    measured = measure_cluster(
         "lab",
         torch.device("cpu"),
         repeats=1,
         seconds=1e-3,
         progress=lambda *step: steps.append(step),
     )
-    return made, steps
+    return measured, steps
 
 
 def test_all_ranks_find_the_same(found):

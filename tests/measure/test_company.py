@@ -1,4 +1,4 @@
-"""Ranks that measure together."""
+"""Concurrent measurement by several ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 import penstock as ps
 from penstock.cluster.device import Device
 from penstock.errors import RunError, SettingError
-from penstock.measure.alike import RankSpeed, named_by_kind, unlike
+from penstock.measure.alike import RankSpeed, find_unlike_pair, name_by_kind
 
 
 def test_all_ranks_get_one_profile_of_all_layers():
@@ -57,11 +57,11 @@ def test_ranks_on_unlike_devices_do_not_make_one_profile():
             return str(error)
         return ""
 
-    for told in ps.launch(measured, 2, threads=1):
-        assert "the ranks that measure together are on unlike devices" in told
-        assert "rank 0 (" in told
-        assert "rank 1 (" in told
-        assert "ps.plan({'cpu-0': one, 'cpu-1': other}, …)" in told
+    for message in ps.launch(measured, 2, threads=1):
+        assert "the ranks that measure together are on different kinds of devices" in message
+        assert "rank 0 (" in message
+        assert "rank 1 (" in message
+        assert "ps.plan({'cpu-0': one, 'cpu-1': other}, …)" in message
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_kinds_of_devices_are_told_by_name_and_speed(ranks, pair):
     tells nothing.
     """
     speeds = [RankSpeed(host, device, device, seconds) for host, device, seconds in ranks]
-    assert unlike(speeds) == pair
+    assert find_unlike_pair(speeds) == pair
 
 
 def test_hosts_that_are_not_equally_fast_have_devices_of_different_names():
@@ -88,9 +88,9 @@ def test_hosts_that_are_not_equally_fast_have_devices_of_different_names():
     its own.
     """
     devices = [Device(name, 10) for name in ("cpu", "cpu", "cpu", "V100")]
-    named = named_by_kind(devices, [1e9, 3e9, 1.1e9, 5e9])
+    named = name_by_kind(devices, [1e9, 3e9, 1.1e9, 5e9])
     assert [device.name for device in named] == ["cpu-0", "cpu-1", "cpu-0", "V100"]
-    assert [each.name for each in named_by_kind(devices, [1e9, 1e9, 1.1e9, 5e9])][:3] == ["cpu"] * 3
+    assert [each.name for each in name_by_kind(devices, [1e9, 1e9, 1.1e9, 5e9])][:3] == ["cpu"] * 3
 
 
 def test_a_process_that_is_alone_is_told_how_to_have_company():

@@ -53,10 +53,10 @@ def test_counted_bytes_and_names_are_those_of_a_measured_profile(name):
     bytes.
     """
     options, example = SMALL[name]
-    made = model(name, **options)
+    network = model(name, **options)
     counted, measured = (
-        count(made, example),
-        profile(made, example, sizes=(len(example),), repeats=1, device="cpu"),
+        count(network, example),
+        profile(network, example, sizes=(len(example),), repeats=1, device="cpu"),
     )
     assert (counted.fingerprint, counted.batch) == (measured.fingerprint, measured.batch)
     assert measured.device == "cpu"
@@ -75,9 +75,9 @@ def test_a_loss_counts_with_the_last_layer():
     model's.
     """
     options, example = SMALL["gpt"]
-    made, settings = model("gpt", **options), {"loss": gpt_loss, "targets": example}
-    plain, counted = count(made, example), count(made, example, **settings)
-    measured = profile(made, example, sizes=(4,), repeats=1, device="cpu", **settings)
+    network, settings = model("gpt", **options), {"loss": gpt_loss, "targets": example}
+    plain, counted = count(network, example), count(network, example, **settings)
+    measured = profile(network, example, sizes=(4,), repeats=1, device="cpu", **settings)
     for ours, theirs in zip(counted, measured, strict=True):
         assert [getattr(ours, key) for key in BYTES] == [getattr(theirs, key) for key in BYTES]
     assert (
@@ -188,10 +188,10 @@ def test_a_model_of_175_billion_parameters_is_counted_without_memory():
     head) in all.
     """
     width, tokens = 12_288, 2048
-    made = model(
+    network = model(
         "gpt", device="meta", layers=96, width=width, heads=96, tokens=tokens, vocabulary=50_257
     )
-    counted = count(made, torch.empty(1, tokens, dtype=torch.int64, device="meta"), 1536)
+    counted = count(network, torch.empty(1, tokens, dtype=torch.int64, device="meta"), 1536)
     assert counted.parameters == pytest.approx(175e9, rel=0.01)
     assert counted.flops("forward", 1) == pytest.approx(
         96 * 24 * tokens * width**2 * (1 + tokens / (6 * width)) + 2 * tokens * width * 50_257,
@@ -239,21 +239,21 @@ def test_like_layers_are_counted_once_and_unlike_ones_apart(monkeypatch):
 
 def test_shared_weights_count_at_their_first_layer_and_stay_shared():
     """As everywhere else; and a layer with one weight twice is not like one with two."""
-    tied, apart = nn.Linear(3, 3), nn.Linear(3, 3)
-    counted = count(nn.Sequential(tied, nn.ReLU(), tied, apart), torch.zeros(2, 3))
+    tied, untied = nn.Linear(3, 3), nn.Linear(3, 3)
+    counted = count(nn.Sequential(tied, nn.ReLU(), tied, untied), torch.zeros(2, 3))
     assert [layer.parameters for layer in counted] == [12, 0, 0, 12]
 
 
 def test_the_model_and_torchs_random_numbers_are_left_alone():
     """Counting is looking."""
-    made = nn.Sequential(
+    network = nn.Sequential(
         OrderedDict(fc=nn.Linear(4, 4), bn=nn.BatchNorm1d(4), drop=nn.Dropout(0.5))
     ).eval()
-    before, state = copy.deepcopy(made.state_dict()), torch.get_rng_state()
-    count(made, torch.zeros(2, 4))
-    assert all(torch.equal(value, before[key]) for key, value in made.state_dict().items())
-    assert all(parameter.grad is None for parameter in made.parameters())
-    assert not any(module.training for module in made.modules())
+    before, state = copy.deepcopy(network.state_dict()), torch.get_rng_state()
+    count(network, torch.zeros(2, 4))
+    assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
+    assert all(parameter.grad is None for parameter in network.parameters())
+    assert not any(module.training for module in network.modules())
     assert torch.equal(torch.get_rng_state(), state)
 
 

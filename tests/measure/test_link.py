@@ -32,7 +32,7 @@ def test_a_link_is_the_same_seen_from_both_ends():
 def test_a_link_has_two_ends(monkeypatch):
     """Between three ranks there are three links, and they need not be alike."""
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    with pytest.raises(RunError, match=r"^a link is between 2 ranks, and there are 3$"):
+    with pytest.raises(RunError, match=r"^a link is between 2 ranks, but there are 3$"):
         measure_link()
 
 

@@ -1,9 +1,9 @@
-"""What a device is made to do."""
+"""Benchmarks of a device."""
 
 import pytest
 import torch
 
-from penstock.measure.loads import Load, loads, time_load
+from penstock.measure.loads import Load, benchmark_loads, time_load
 
 CPU = torch.device("cpu")
 
@@ -11,10 +11,10 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("name", ["matmul float32", "matmul bfloat16", "conv", "memory", "ops"])
 def test_every_load_runs_and_takes_time(name):
     """Each stands for something that plans are made of."""
-    load = loads(CPU)[name]
+    load = benchmark_loads(CPU)[name]
     assert load.amount > 0
-    taken = time_load(load, CPU, 1e-3)
-    assert 0 < taken.quiet_s <= taken.mean_s * 1.0001 < 60
+    seconds = time_load(load, CPU, 1e-3)
+    assert 0 < seconds.undisturbed_s <= seconds.mean_s * 1.0001 < 60
 
 
 def test_a_load_is_run_a_few_times_however_long_it_takes():
@@ -25,7 +25,7 @@ def test_a_load_is_run_a_few_times_however_long_it_takes():
 
 
 def test_measuring_tf32_leaves_the_setting_as_it_was():
-    """Whoever measures before training must not train in another precision."""
+    """A measurement before training must not change the precision of the training."""
     from penstock.measure.loads import _matmul
 
     before = torch.get_float32_matmul_precision()

@@ -10,8 +10,8 @@ from torch import nn
 
 from penstock.errors import LayerFailed
 from penstock.measure import passes
-from penstock.measure.company import Company, shares
-from penstock.measure.passes import PHASES, Passes, WithLoss
+from penstock.measure.company import ConcurrentRanks, shares
+from penstock.measure.passes import PHASES, TimedPasses, WithLoss
 from penstock.measure.profile import profile
 from penstock.measure.update import UpdateSeconds, measure_update
 
@@ -21,34 +21,36 @@ CPU = torch.device("cpu")
 class Ticking(nn.Module):
     """A linear map that writes down its forwards and backwards."""
 
-    def __init__(self, label, seen):
+    def __init__(self, label, events):
         super().__init__()
-        self.map, self.label, self.seen = nn.Linear(4, 4), label, seen
+        self.map, self.label, self.seen = nn.Linear(4, 4), label, events
 
     def forward(self, x):
         """Run it."""
         self.seen.append(f"F{self.label}")
-        made = self.map(x)
-        made.register_hook(lambda grad: self.seen.append(f"B{self.label}"))
-        return made
+        output = self.map(x)
+        output.register_hook(lambda grad: self.seen.append(f"B{self.label}"))
+        return output
 
 
 def passes_of(modules, inner=False):
-    """Passes through them, alone."""
-    return Passes(modules, inner, CPU, [f"l{i}" for i in range(len(modules))], Company(False))
+    """TimedPasses through them, alone."""
+    return TimedPasses(
+        modules, inner, CPU, [f"l{i}" for i in range(len(modules))], ConcurrentRanks(False)
+    )
 
 
 def test_a_pass_goes_forward_through_all_layers_and_then_back_through_all():
     """As a rank does; a layer that is repeated by itself finds its input and its weights in the
     cache.
     """
-    seen = []
-    found = passes_of([Ticking(i, seen) for i in range(3)])
-    found.run(torch.ones(2, 4), 1)
+    events = []
+    passes = passes_of([Ticking(i, events) for i in range(3)])
+    passes.run(torch.ones(2, 4), 1)
     once = ["F0", "F1", "F2", "B2", "B1", "B0"]
-    assert seen[:6] == once
-    assert seen[6:9] == ["F0", "F1", "F2"], "then the backward in two parts"
-    assert [len(row[phase]) for row in found.seconds for phase in PHASES] == [3] * 12, (
+    assert events[:6] == once
+    assert events[6:9] == ["F0", "F1", "F2"], "then the backward in two parts"
+    assert [len(row[phase]) for row in passes.seconds for phase in PHASES] == [3] * 12, (
         "short passes run three times as often"
     )
 
@@ -90,26 +92,28 @@ def test_the_loss_counts_with_the_last_layer_and_its_output_is_still_the_layers(
     assert [layer.output_bytes_per_sample for layer in with_loss] == [
         layer.output_bytes_per_sample for layer in plain
     ]
-    kept, also_kept = (
+    saved_bytes, saved_bytes_with_loss = (
         sum(layer.activation_bytes_per_sample for layer in found) for found in (plain, with_loss)
     )
-    assert also_kept == kept + 2 * 8 * 4, "mean squared error keeps what it compares"
+    assert saved_bytes_with_loss == saved_bytes + 2 * 8 * 4, (
+        "mean squared error keeps what it compares"
+    )
     assert [layer.name for layer in with_loss] == [layer.name for layer in plain]
 
 
 def test_a_loss_that_fails_names_the_layer_that_it_stands_behind():
     """It is part of that stage's forward in training, too."""
-    made = WithLoss(nn.Linear(4, 2), nn.functional.cross_entropy, None)
+    network = WithLoss(nn.Linear(4, 2), nn.functional.cross_entropy, None)
     with pytest.raises(LayerFailed, match=r"^layer l0 failed on the example: "):
-        passes_of([made]).run(torch.ones(2, 4), 1)
+        passes_of([network]).run(torch.ones(2, 4), 1)
 
 
 def test_the_call_of_a_backward_is_not_counted_for_every_layer(monkeypatch):
     """A rank makes one for all layers of a stage; 37 of them were 1 % of VGG-11's backward."""
     monkeypatch.setattr(passes, "_backward_call_s", lambda device: 1e9)
-    found = passes_of([nn.Linear(4, 4)])
-    found.run(torch.ones(2, 4), 1)
-    assert found.seconds[0]["backward"] == [0.0] * 3
+    timed = passes_of([nn.Linear(4, 4)])
+    timed.run(torch.ones(2, 4), 1)
+    assert timed.seconds[0]["backward"] == [0.0] * 3
 
 
 def test_measuring_updates_leaves_the_values_as_they_are():
@@ -118,20 +122,20 @@ def test_measuring_updates_leaves_the_values_as_they_are():
     """
     layers = [nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4)]
     before = [parameter.detach().clone() for layer in layers for parameter in layer.parameters()]
-    found = measure_update(layers, CPU)
+    update_seconds = measure_update(layers, CPU)
     assert all(
         torch.equal(a, b)
         for a, b in zip(before, (p for layer in layers for p in layer.parameters()), strict=True)
     )
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
-    assert found.fixed_s > 0
-    assert found.accumulate_s_per_byte > 0
+    assert update_seconds.fixed_s > 0
+    assert update_seconds.accumulate_s_per_byte > 0
 
 
 def test_updates_of_nothing_take_nothing_but_the_call():
     """A model may be frozen."""
-    found = measure_update([nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)], CPU)
-    assert (found.s_per_byte, found.accumulate_s_per_byte) == (0.0, 0.0)
+    update_seconds = measure_update([nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)], CPU)
+    assert (update_seconds.s_per_byte, update_seconds.accumulate_s_per_byte) == (0.0, 0.0)
 
 
 def test_the_parts_of_a_model_count_by_their_bytes():
@@ -143,8 +147,8 @@ def test_the_parts_of_a_model_count_by_their_bytes():
         UpdateSeconds(2.0, 1.0, 3.0, 900),
         UpdateSeconds(3.0, 0.0, 0.0, 0),
     ]
-    assert UpdateSeconds.together(parts) == UpdateSeconds(2.0, 1.9, 2.8, 1000)
-    assert UpdateSeconds.together(parts[2:]) == parts[2]
+    assert UpdateSeconds.combine(parts) == UpdateSeconds(2.0, 1.9, 2.8, 1000)
+    assert UpdateSeconds.combine(parts[2:]) == parts[2]
 
 
 @pytest.mark.parametrize(("seconds", "ranks", "expected"), [

@@ -65,28 +65,28 @@ def perceptron():
     )
 
 
-def quick(made, example, **settings):
+def quick(network, example, **settings):
     """A profile with as little timing as there can be."""
-    return profile(made, example, **{"sizes": (2,), "repeats": 1, "device": "cpu", **settings})
+    return profile(network, example, **{"sizes": (2,), "repeats": 1, "device": "cpu", **settings})
 
 
-def kept(found):
+def kept(measured):
     """Bytes per sample that each layer keeps for its backward."""
-    return [layer.activation_bytes_per_sample for layer in found]
+    return [layer.activation_bytes_per_sample for layer in measured]
 
 
 @pytest.fixture
 def split_inputs(monkeypatch):
     """How many inputs the backward in parts was asked for gradients of, call by call."""
-    asked: list[int] = []
+    requests: list[int] = []
     real = passes.input_grad
 
     def spy(outputs, output_grads, inputs):
-        asked.append(len(inputs))
+        requests.append(len(inputs))
         return real(outputs, output_grads, inputs)
 
     monkeypatch.setattr(passes, "input_grad", spy)
-    return asked
+    return requests
 
 
 # -- what is counted
@@ -95,34 +95,34 @@ def split_inputs(monkeypatch):
 
 def test_names_kinds_and_counts_are_those_of_the_layers():
     """Planners add these up; bytes are exact, not estimates."""
-    found = quick(perceptron(), torch.ones(3, 4), sizes=(2, 6), batch=12)
-    assert [layer.name for layer in found] == ["fc1", "relu", "drop", "fc2"]
-    assert [layer.kind for layer in found] == ["Linear", "ReLU", "Dropout", "Linear"]
-    assert [layer.parameters for layer in found] == [40, 0, 0, 16]
-    assert [layer.parameter_bytes for layer in found] == [160, 0, 0, 64]
-    assert [layer.output_bytes_per_sample for layer in found] == [32, 32, 32, 8]
-    assert (found.input_bytes_per_sample, found.batch, found.sizes) == (16, 12, (2, 6))
-    assert found.fingerprint == chain(perceptron()).fingerprint
-    assert found.torch_version == torch.__version__
-    assert found.machine["device"].startswith("cpu: ")
-    assert found.update_fixed_s > 0
-    assert found.update_s_per_byte >= 0
-    assert found.accumulate_s_per_byte > 0
+    measured = quick(perceptron(), torch.ones(3, 4), sizes=(2, 6), batch=12)
+    assert [layer.name for layer in measured] == ["fc1", "relu", "drop", "fc2"]
+    assert [layer.kind for layer in measured] == ["Linear", "ReLU", "Dropout", "Linear"]
+    assert [layer.parameters for layer in measured] == [40, 0, 0, 16]
+    assert [layer.parameter_bytes for layer in measured] == [160, 0, 0, 64]
+    assert [layer.output_bytes_per_sample for layer in measured] == [32, 32, 32, 8]
+    assert (measured.input_bytes_per_sample, measured.batch, measured.sizes) == (16, 12, (2, 6))
+    assert measured.fingerprint == chain(perceptron()).fingerprint
+    assert measured.torch_version == torch.__version__
+    assert measured.machine["device"].startswith("cpu: ")
+    assert measured.update_fixed_s > 0
+    assert measured.update_s_per_byte >= 0
+    assert measured.accumulate_s_per_byte > 0
 
 
 def test_every_phase_has_a_time_and_a_spread_at_every_size():
     """Also those that do nothing: a ReLU has no weight gradient, and takes its some microseconds to
     find out.
     """
-    found = quick(perceptron(), torch.ones(3, 4), sizes=(6, 2, 2), repeats=3)
-    for layer in found:
+    measured = quick(perceptron(), torch.ones(3, 4), sizes=(6, 2, 2), repeats=3)
+    for layer in measured:
         for phase in PHASES:
             timing = getattr(layer, phase)
             check_timing(timing, layer.name)
             assert timing.sizes == (2, 6)
             assert len(timing.spread_s) == 2
             assert min(timing.spread_s) >= 0
-    assert all(seconds > 0 for seconds in found.seconds("forward", 4))
+    assert all(seconds > 0 for seconds in measured.seconds("forward", 4))
 
 
 def test_a_parameter_that_two_layers_use_is_counted_at_the_first():
@@ -130,17 +130,17 @@ def test_a_parameter_that_two_layers_use_is_counted_at_the_first():
     shared = nn.Linear(4, 4)
     head = nn.Linear(4, 4)
     head.weight = shared.weight
-    found = quick(nn.Sequential(shared, nn.Tanh(), shared, head), torch.ones(2, 4))
-    assert [layer.parameters for layer in found] == [20, 0, 0, 4]
-    assert [layer.parameter_bytes for layer in found] == [80, 0, 0, 16]
-    assert kept(found) == [16, 16, 0, 16]
+    measured = quick(nn.Sequential(shared, nn.Tanh(), shared, head), torch.ones(2, 4))
+    assert [layer.parameters for layer in measured] == [20, 0, 0, 4]
+    assert [layer.parameter_bytes for layer in measured] == [80, 0, 0, 16]
+    assert kept(measured) == [16, 16, 0, 16]
 
 
 def test_buffers_are_counted_apart_from_parameters():
     """They take memory, and no optimizer state."""
-    found = quick(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), torch.ones(2, 4))
-    assert [layer.buffer_bytes for layer in found] == [0, 6 * 4 + 6 * 4 + 8]
-    assert [layer.parameter_bytes for layer in found] == [120, 48]
+    measured = quick(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), torch.ones(2, 4))
+    assert [layer.buffer_bytes for layer in measured] == [0, 6 * 4 + 6 * 4 + 8]
+    assert [layer.parameter_bytes for layer in measured] == [120, 48]
 
 
 FLOAT = 4
@@ -149,7 +149,7 @@ CHAINS = {
     "linear maps": (perceptron, (4,), [16, 32, 32, 32]),
     # ReLU keeps its result, and the linear map behind it needs that too: counted once
     "a result that two layers need": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), (4,), [16, 32, 0]),
-    # nobody needs a linear map's input if its weights are frozen
+    # a linear map with frozen weights does not need its input
     "frozen weights": (lambda: nn.Sequential(nn.Linear(4, 8).requires_grad_(False), nn.ReLU(), nn.Linear(8, 8)), (4,), [0, 0, 32]),
     # in place: the storage that ReLU keeps is the one that the linear map made
     "in place": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)), (4,), [16, 32, 0]),
@@ -171,9 +171,9 @@ def test_activation_bytes_are_those_worked_out_by_hand(name):
     it.
     """
     make, shape, expected = CHAINS[name]
-    made = make()
-    dtype = next((parameter.dtype for parameter in made.parameters()), torch.float32)
-    assert kept(quick(made, torch.rand(2, *shape, dtype=dtype))) == expected
+    network = make()
+    dtype = next((parameter.dtype for parameter in network.parameters()), torch.float32)
+    assert kept(quick(network, torch.rand(2, *shape, dtype=dtype))) == expected
 
 
 def vgg_bytes(traced, samples):
@@ -207,21 +207,21 @@ def test_activation_bytes_of_vgg_are_right_layer_by_layer():
     for its dropouts.
     """
     traced = chain(model("vgg11_bn", device="meta", image=32, classes=10))
-    found = quick(traced, torch.rand(2, 3, 32, 32))
+    measured = quick(traced, torch.rand(2, 3, 32, 32))
     expected = vgg_bytes(traced, 2)
-    assert {layer.name: layer.activation_bytes_per_sample for layer in found} == expected
+    assert {layer.name: layer.activation_bytes_per_sample for layer in measured} == expected
     assert expected["classifier.drop6"] == expected["classifier.drop7"] == 16384
-    assert sum(layer.parameters for layer in found) == traced.parameter_count
+    assert sum(layer.parameters for layer in measured) == traced.parameter_count
 
 
 def test_every_count_of_activation_bytes_is_the_same_again():
     """Storages are told apart by address, and addresses are given again once their storage is
     freed.
     """
-    made = nn.Sequential(
+    network = nn.Sequential(
         *(part for _ in range(12) for part in (nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh()))
     )
-    modules = measuring._copies(chain(made), torch.device("cpu"))
+    modules = measuring._copies(chain(network), torch.device("cpu"))
     counts = {tuple(measuring._activation_bytes(modules, torch.rand(4, 16))[0]) for _ in range(50)}
     assert counts == {(256, 256, 256) + (0, 256, 256) * 11}
 
@@ -230,16 +230,16 @@ def test_a_stage_keeps_its_input_where_that_counts_elsewhere_or_nowhere():
     """Cut behind a ReLU, both stages keep what it made: one of the two was left out, 9 % of
     ResNet-18's memory in 4 stages.
     """
-    found = quick(
+    measured = quick(
         nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), nn.Identity(), nn.Tanh()),
         torch.ones(2, 4),
     )
-    assert kept(found) == [16, 32, 0, 0, 8]
-    assert [layer.entry_bytes_per_sample for layer in found] == [
+    assert kept(measured) == [16, 32, 0, 0, 8]
+    assert [layer.entry_bytes_per_sample for layer in measured] == [
         0,  # counts here: the weights' gradient needs it
-        32,  # nobody needs it but the rank that was sent it
+        32,  # only the rank that receives it needs it
         32,  # counts at the ReLU
-        8,  # nobody needs what a linear map makes
+        8,  # the output of a linear map is not needed
         8,
     ]
 
@@ -253,10 +253,10 @@ def test_sizes_are_a_batch_in_1_4_and_16_parts():
     samples at least, where there are as many: batch norm over one value has nothing to normalise,
     and torch refuses it.
     """
-    made = nn.Sequential(nn.Tanh())
-    assert quick(made, torch.ones(2, 4), sizes=None, batch=32).sizes == (2, 8, 32)
-    found = quick(made, torch.ones(3, 4), sizes=None)
-    assert (found.sizes, found.batch) == ((2, 3), 3)
+    network = nn.Sequential(nn.Tanh())
+    assert quick(network, torch.ones(2, 4), sizes=None, batch=32).sizes == (2, 8, 32)
+    measured = quick(network, torch.ones(3, 4), sizes=None)
+    assert (measured.sizes, measured.batch) == ((2, 3), 3)
 
 
 def test_an_example_is_repeated_or_cut_to_the_size():
@@ -304,11 +304,11 @@ def test_layers_that_work_in_place_are_measured_like_others(make, split_inputs):
     """Autograd forbids it on a leaf; their input gradients, of whole blocks even, were once left
     out of the backward.
     """
-    found = quick(nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 4)), torch.ones(2, 1, 4))
+    measured = quick(nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 4)), torch.ones(2, 1, 4))
     assert split_inputs == [1, 1, 0] * (
         len(split_inputs) // 3
     )  # from the last layer to the first, pass by pass
-    assert len(found) == 3
+    assert len(measured) == 3
     quick(nn.Sequential(make(), nn.Linear(4, 4)), torch.ones(2, 1, 4))
 
 
@@ -321,11 +321,11 @@ def test_a_layer_that_works_in_place_gets_the_same_input_every_time():
         torch.ones(2, 2),
         repeats=4,
     )
-    given, made = (
+    inputs, outputs = (
         [value for label, value, _ in SEEN if label == which] for which in ("given", "made")
     )
-    assert all(torch.equal(value, given[0]) for value in given)
-    assert all(torch.equal(value, given[0] + 1) for value in made)
+    assert all(torch.equal(value, inputs[0]) for value in inputs)
+    assert all(torch.equal(value, inputs[0] + 1) for value in outputs)
 
 
 class Fork(nn.Module):
@@ -347,8 +347,8 @@ class Merge(nn.Module):
 
 def test_boundaries_of_nested_tensors_are_counted_and_measured_whole(split_inputs):
     """Skips and masks travel beside activations, and all of them cost."""
-    found = quick(nn.Sequential(nn.Linear(4, 4), Fork(), Merge()), torch.ones(2, 4))
-    assert [layer.output_bytes_per_sample for layer in found] == [16, 16 + 16 + 8, 16]
+    measured = quick(nn.Sequential(nn.Linear(4, 4), Fork(), Merge()), torch.ones(2, 4))
+    assert [layer.output_bytes_per_sample for layer in measured] == [16, 16 + 16 + 8, 16]
     assert split_inputs == [2, 1, 0] * (len(split_inputs) // 3)
 
 
@@ -360,22 +360,22 @@ def test_examples_may_be_nested_too():
             tokens, mask = value["tokens"], value["mask"]
             return tokens.float() * mask
 
-    found = quick(
+    measured = quick(
         nn.Sequential(Masked(), nn.Linear(3, 1)),
         {"tokens": torch.ones(2, 3, dtype=torch.int64), "mask": torch.ones(2, 3) > 0},
     )
-    assert found.input_bytes_per_sample == 3 * 8 + 3
-    assert kept(found) == [0, 12]
+    assert measured.input_bytes_per_sample == 3 * 8 + 3
+    assert kept(measured) == [0, 12]
 
 
 def test_a_model_of_tokens_is_measured_from_end_to_end(split_inputs):
     """GPT's input is integers, its first layer a table."""
     options = {"layers": 1, "width": 8, "heads": 2, "tokens": 4, "vocabulary": 11, "dropout": 0.1}
-    found = quick(model("gpt", device="meta", **options), torch.randint(0, 11, (2, 4)))
-    assert [layer.name for layer in found] == ["embedding", "blocks.0", "norm", "head"]
-    assert [layer.output_bytes_per_sample for layer in found] == [4 * 8 * 4] * 3 + [4 * 11 * 4]
-    assert found.input_bytes_per_sample == 32
-    assert found.layers[0].activation_bytes_per_sample > 0
+    measured = quick(model("gpt", device="meta", **options), torch.randint(0, 11, (2, 4)))
+    assert [layer.name for layer in measured] == ["embedding", "blocks.0", "norm", "head"]
+    assert [layer.output_bytes_per_sample for layer in measured] == [4 * 8 * 4] * 3 + [4 * 11 * 4]
+    assert measured.input_bytes_per_sample == 32
+    assert measured.layers[0].activation_bytes_per_sample > 0
     assert split_inputs[:4] == [1, 1, 1, 0]
 
 
@@ -385,70 +385,74 @@ def test_a_model_of_tokens_is_measured_from_end_to_end(split_inputs):
     ids=["real", "meta"],
 )
 def test_the_model_is_left_as_it_was(make):
-    """Somebody measures a model that is half trained, and goes on; also in evaluation mode, and
-    with gradients in it.
+    """A half-trained model is measured, and training continues; also in evaluation mode, and with
+    gradients in it.
     """
-    made = make().eval()
-    if not next(made.parameters()).is_meta:
-        made(torch.ones(1, 4)).sum().backward()
-    tensors = {**dict(made.named_parameters()), **dict(made.named_buffers())}
+    network = make().eval()
+    if not next(network.parameters()).is_meta:
+        network(torch.ones(1, 4)).sum().backward()
+    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     before = {
         name: (tensor, tensor._version, None if tensor.grad is None else tensor.grad.clone())
         for name, tensor in tensors.items()
     }
     values = {name: tensor.clone() for name, tensor in tensors.items()}
     quick(
-        made, torch.ones(2, 4) if "fc1" in dict(made.named_children()) else torch.ones(2, 3, 32, 32)
+        network,
+        torch.ones(2, 4) if "fc1" in dict(network.named_children()) else torch.ones(2, 3, 32, 32),
     )
-    for name, tensor in {**dict(made.named_parameters()), **dict(made.named_buffers())}.items():
+    for name, tensor in {
+        **dict(network.named_parameters()),
+        **dict(network.named_buffers()),
+    }.items():
         same, version, grad = before[name]
         assert tensor is same
         assert tensor._version == version
         assert tensor.is_meta or torch.equal(tensor, values[name])
         assert (tensor.grad is None and grad is None) or torch.equal(tensor.grad, grad)
-    assert not any(module.training for module in made.modules())
+    assert not any(module.training for module in network.modules())
 
 
 def test_dropouts_that_are_measured_draw_from_nobodys_random_numbers():
     """A data loader behind a measurement must shuffle as without one."""
-    made = perceptron()
+    network = perceptron()
     state = torch.get_rng_state()
-    quick(made, torch.ones(2, 4))
+    quick(network, torch.ones(2, 4))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_layers_are_measured_in_training_mode_with_gradients_whatever_the_caller_does():
     """In evaluation a dropout is free and keeps nothing; that is not what training costs."""
     with torch.no_grad():
-        found = quick(perceptron().eval(), torch.ones(2, 4))
-    assert kept(found) == [16, 32, 32, 32]
+        measured = quick(perceptron().eval(), torch.ones(2, 4))
+    assert kept(measured) == [16, 32, 32, 32]
 
 
 def test_progress_is_told_layer_by_layer():
     """A bar that knows how much there is to do."""
-    told = []
+    calls = []
     quick(
         perceptron(),
         torch.ones(2, 4),
         sizes=(1, 2),
-        progress=lambda done, total, name: told.append((done, total, name)),
+        progress=lambda done, total, name: calls.append((done, total, name)),
     )
     names = ["fc1", "relu", "drop", "fc2"]
-    assert told == [(done, 8, names[(done - 1) % 4]) for done in range(1, 9)]
+    assert calls == [(done, 8, names[(done - 1) % 4]) for done in range(1, 9)]
 
 
 def test_threads_are_as_told_and_afterwards_as_before():
     """Ranks share a machine's cores; a profile taken with all of them would promise too much."""
-    found = quick(nn.Sequential(Watched("x")), torch.ones(2, 4), threads=2)
+    measured = quick(nn.Sequential(Watched("x")), torch.ones(2, 4), threads=2)
     assert {threads for *_, threads in SEEN} == {2}
-    assert found.machine["threads"] == "2"
+    assert measured.machine["threads"] == "2"
     assert torch.get_num_threads() == 1
     assert quick(nn.Sequential(Watched("x")), torch.ones(2, 4)).machine["threads"] == "1"
 
 
 def test_a_layer_that_fails_is_named_and_all_is_put_back():
     """`mat1 and mat2 shapes cannot be multiplied` is said by any of fifty linear maps."""
-    made = nn.Sequential(
+    network = nn.Sequential(
         OrderedDict(
             first=nn.Linear(4, 8),
             body=nn.Sequential(OrderedDict(drop=nn.Dropout(), second=nn.Linear(9, 2))),
@@ -459,7 +463,7 @@ def test_a_layer_that_fails_is_named_and_all_is_put_back():
         LayerFailed,
         match=r"^layer body\.second failed on the example: RuntimeError: mat1 and mat2 shapes",
     ) as caught:
-        quick(made, torch.ones(2, 4), threads=2)
+        quick(network, torch.ones(2, 4), threads=2)
     assert caught.value.layer == "body.second"
     assert torch.get_num_threads() == 1
     assert torch.equal(torch.get_rng_state(), state)
@@ -467,9 +471,9 @@ def test_a_layer_that_fails_is_named_and_all_is_put_back():
 
 def test_a_measured_profile_comes_back_from_its_file_as_it_was(tmp_path):
     """With all the digits of the times, and whatever this machine is called."""
-    found = quick(perceptron(), torch.ones(3, 4), sizes=(1, 3), repeats=2)
-    found.save(tmp_path / "p.json")
-    assert Profile.load(tmp_path / "p.json") == found
+    measured = quick(perceptron(), torch.ones(3, 4), sizes=(1, 3), repeats=2)
+    measured.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == measured
 
 
 @pytest.mark.parametrize(
@@ -502,7 +506,7 @@ def test_an_example_without_samples_is_refused(example):
 
 
 class Skipping(nn.Module):
-    """A skip over two layers, and a mask made of the inputs, which nobody sends."""
+    """A skip over two layers, and a mask computed from the inputs, which is not sent."""
 
     def __init__(self):
         super().__init__()
@@ -531,6 +535,6 @@ def test_a_traced_model_is_measured_and_counted_by_what_crosses_its_boundaries()
         value = module(value)
         crossing = traced.exits[index](value)
         assert (
-            sum(each.nbytes for each in crossing.values())
+            sum(tensor.nbytes for tensor in crossing.values())
             == 4 * measured.layers[index].output_bytes_per_sample
         )

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from penstock.measure.company import Company
-from penstock.measure.passes import PHASES, Passes
+from penstock.measure.company import ConcurrentRanks
+from penstock.measure.passes import PHASES, TimedPasses
 from penstock.measure.stopwatch import EventStopwatch, HostStopwatch, stopwatch_for
 
 
@@ -58,7 +58,7 @@ def test_a_pass_over_a_queue_does_not_wait_between_layers():
     modules = [nn.Linear(4, 4) for _ in range(5)]
     names = [f"l{index}" for index in range(5)]
     watch = EventStopwatch(queue.record, queue.synchronize)
-    passes = Passes(modules, False, torch.device("cpu"), names, Company(False), watch)
+    passes = TimedPasses(modules, False, torch.device("cpu"), names, ConcurrentRanks(False), watch)
     queue.log.clear()
     passes._pass(torch.ones(2, 4))
     first_wait = queue.log.index("wait")

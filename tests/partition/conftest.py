@@ -1,4 +1,4 @@
-"""Profiles for the tests of this room, made from plain numbers."""
+"""Fixtures for the partition tests: profiles made from plain numbers."""
 
 from __future__ import annotations
 

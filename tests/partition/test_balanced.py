@@ -1,4 +1,4 @@
-"""DeepSpeed's algorithm against what DeepSpeed answers."""
+"""`partition_balanced` against the results of DeepSpeed itself."""
 
 from __future__ import annotations
 

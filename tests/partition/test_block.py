@@ -1,4 +1,4 @@
-"""torchgpipe's algorithm against what torchgpipe answers, and where torchgpipe has no answer."""
+"""`block_partition` against the results of torchgpipe, and where torchgpipe fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exact cut against every other cut there is."""
+"""The exact cut against every other cut."""
 
 from __future__ import annotations
 
@@ -251,9 +251,9 @@ def test_own_costs_and_transfers_replace_the_measured_ones(make_profile):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"costs": [1, 2, 3]}, "costs: has 3 entries, and 4 are needed"),
+        ({"costs": [1, 2, 3]}, "costs: has 3 entries, but 4 are needed"),
         ({"costs": [1, 2, -3, 4]}, "costs: entry 2 is -3.0"),
-        ({"transfer": [1, 2, 3, 4]}, "transfer: has 4 entries, and 3 are needed"),
+        ({"transfer": [1, 2, 3, 4]}, "transfer: has 4 entries, but 3 are needed"),
         ({"transfer": [1, float("nan"), 3]}, "transfer: entry 1 is nan"),
         (
             {"bandwidth_bytes_per_s": "1 GB/s"},
@@ -267,12 +267,12 @@ def test_own_costs_and_transfers_replace_the_measured_ones(make_profile):
             {"bandwidth_bytes_per_s": 1, "latency_s": -1},
             "latency_s is -1; it must be a plain number 0 or more",
         ),
-        ({"latency_s": 1e-3}, "latency_s is 0.001 without a bandwidth_bytes_per_s"),
+        ({"latency_s": 1e-3}, "latency_s is 0.001, but bandwidth_bytes_per_s is not set"),
         (
             {"bandwidth_bytes_per_s": 1, "transfer": [1, 1, 1]},
-            "leave out bandwidth_bytes_per_s and latency_s",
+            "remove bandwidth_bytes_per_s and latency_s",
         ),
-        ({"latency_s": 1, "transfer": [1, 1, 1]}, "leave out bandwidth_bytes_per_s and latency_s"),
+        ({"latency_s": 1, "transfer": [1, 1, 1]}, "remove bandwidth_bytes_per_s and latency_s"),
         ({"micro_batch": 0}, "micro_batch is 0; it must be a plain number above 0"),
         ({"overlap": "no"}, "overlap is 'no'; it must be True or False"),
         (

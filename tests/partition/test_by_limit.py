@@ -1,4 +1,4 @@
-"""`limited` from a profile: the bytes that it counts, and what it says when nothing fits."""
+"""`limited` from a profile: the bytes that it counts, and its error when no cut fits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_in_flight_links_and_limits_can_be_given(make_profile):
 def test_where_nothing_fits_the_nearest_cut_and_its_fullest_stage_are_named(make_profile):
     """How much is lacking, and where, is what the next attempt needs to know."""
     profile = make_profile([1.0] * 4, parameters=[1, 1, 1, 256], output_bytes=[0.0] * 4)
-    message = r"no cut into 2 stages fits: even in \[3, 1\], which comes nearest, stage 1 needs 3\.0 KiB and has 1\.0 KiB\. More stages"
+    message = r"no cut into 2 stages fits: in the nearest one, \[3, 1\], stage 1 needs 3\.0 KiB and has 1\.0 KiB\. Use more stages"
     with pytest.raises(PartitionError, match=message):
         partition(profile, 2, "limited", memory_limit=1024)
 
@@ -65,10 +65,10 @@ def test_where_nothing_fits_the_nearest_cut_and_its_fullest_stage_are_named(make
             {"memory_limit": "1 GiB"},
             "memory_limit is '1'; it must|memory_limit is '1 GiB'; it must",
         ),
-        ({"memory_limit": [1, 2, 3]}, "memory_limit has 3 entries, and 2 stages"),
-        ({"in_flight": [1]}, "in_flight: has 1 entries, and 2 are needed"),
+        ({"memory_limit": [1, 2, 3]}, "memory_limit has 3 entries, but 2 stages"),
+        ({"in_flight": [1]}, "in_flight: has 1 entries, but 2 are needed"),
         ({"optimizer_states": -1}, "optimizer_states is -1; it must be a plain number 0 or more"),
-        ({"latency_s": 1.0}, "latency_s is 1.0 without a bandwidth_bytes_per_s"),
+        ({"latency_s": 1.0}, "latency_s is 1.0, but bandwidth_bytes_per_s is not set"),
         ({"overlap": 1}, "overlap is 1; it must be True or False"),
     ],
 )

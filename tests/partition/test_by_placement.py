@@ -1,4 +1,4 @@
-"""Cuts for several stages per rank from a profile."""
+"""Cuts for ranks with several stages, from a profile."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ def test_ranks_are_evener_than_with_the_cut_that_evens_out_stages(vgg, by, optio
         stages = [costs[a:b].sum() for a, b in zip(edges, edges[1:], strict=False)]  # noqa: RUF007
         return np.bincount(ranks_of(by, 8, 4), stages).max()
 
-    found = partition(vgg, 8, by, **options)
-    assert (len(found), min(found) >= 1, sum(found)) == (8, True, 25)
-    assert busiest(found) < busiest(partition(vgg, 8))
-    assert busiest(found) <= 1.2 * costs.sum() / 4
-    assert busiest(partition(vgg, 8, by, slack=0.1, **options)) <= 1.1 * busiest(found) * (1 + 1e-9)
+    even_ranks = partition(vgg, 8, by, **options)
+    assert (len(even_ranks), min(even_ranks) >= 1, sum(even_ranks)) == (8, True, 25)
+    assert busiest(even_ranks) < busiest(partition(vgg, 8))
+    assert busiest(even_ranks) <= 1.2 * costs.sum() / 4
+    assert busiest(partition(vgg, 8, by, slack=0.1, **options)) <= 1.1 * busiest(even_ranks) * (
+        1 + 1e-9
+    )
 
 
 def test_one_stage_per_rank_is_the_exact_cut_of_a_chain(vgg):
@@ -56,13 +58,17 @@ def test_folds_of_every_even_number_of_stages_give_each_a_layer(make_profile, st
 @pytest.mark.parametrize(
     ("by", "options", "message"),
     [
-        ("folded", {}, "folded gives every rank two stages, and 3 is odd: ask for 4, or one less"),
+        (
+            "folded",
+            {},
+            "folded gives every rank two stages, and 3 stages is an odd number: ask for 4 or 2",
+        ),
         (
             "looped",
             {"ranks": 2},
-            "looped deals 3 stages out to ranks in turn, the same number to each, not to 2 ranks",
+            "looped places the same number of stages on every rank, and 3 stages cannot be divided over 2 ranks",
         ),
-        ("looped", {"ranks": 0}, "not to 0 ranks"),
+        ("looped", {"ranks": 0}, "cannot be divided over 0 ranks"),
         (
             "looped",
             {"ranks": 1, "slack": -0.1},

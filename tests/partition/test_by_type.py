@@ -54,13 +54,13 @@ def test_fewer_matches_than_stages_still_fill_every_stage(profile):
     [
         (
             "type",
-            "needs a regular expression for the kinds of layers, such as 'type:conv', and got ''. Kinds here: Conv",
+            "needs a regular expression for the kinds of layers, such as 'type:conv', and got ''. Kinds in this profile: Conv",
         ),
         ("type:", "needs a regular expression"),
         ("type:(conv", "type:(conv is not a regular expression: "),
         (
             "type:attention",
-            "type:attention matches no layer. Kinds here: Conv2d, ReLU, ConvTranspose2d, Flatten, Linear",
+            "type:attention matches no layer. Kinds in this profile: Conv2d, ReLU, ConvTranspose2d, Flatten, Linear",
         ),
     ],
 )

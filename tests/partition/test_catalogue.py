@@ -1,4 +1,4 @@
-"""The door of the room, and what holds for every method behind it."""
+"""`partition`, and the properties that every registered method has."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_more_stages_than_layers_are_refused_with_both_numbers(make_profile, by)
     """An empty stage would be a rank with nothing to do."""
     with pytest.raises(
         PartitionError,
-        match=r"4 stages from 3 layers: every stage needs at least one\. Ask for at most 3",
+        match=r"4 stages from 3 layers: every stage needs at least one\. Use at most 3",
     ):
         partition(make_profile([1, 1, 1]), 4, by)
 
@@ -156,8 +156,8 @@ def test_options_of_every_method_can_be_listed():
     }
 
 
-def test_bottleneck_is_what_nobody_asked_for(make_profile):
-    """Whoever says nothing gets the exact cut."""
+def test_bottleneck_is_the_default(make_profile):
+    """Without `by` the cut is exact."""
     assert partition(make_profile([1] * 8 + [20]), 3) == [4, 4, 1]
 
 
@@ -185,14 +185,14 @@ def test_an_unknown_name_is_answered_with_the_closest():
 
 def test_a_method_without_a_number_of_stages_is_refused(make_profile):
     """Only a list of lengths knows how many it has."""
-    with pytest.raises(PartitionError, match="'time' needs to know how many stages"):
+    with pytest.raises(PartitionError, match="'time' needs the number of stages"):
         partition(make_profile([1, 1]), by="time")
 
 
 def test_an_argument_after_a_colon_is_refused_where_none_is_taken(make_profile):
     """`time:32` looks as if it set the size."""
     with pytest.raises(
-        PartitionError, match="time takes nothing after a colon, and 'time:32' has '32' there"
+        PartitionError, match="time takes no argument after a colon, but 'time:32' has '32'"
     ):
         partition(make_profile([1, 1]), 2, "time:32")
 
@@ -200,14 +200,14 @@ def test_an_argument_after_a_colon_is_refused_where_none_is_taken(make_profile):
 def test_a_pattern_given_twice_is_refused(make_profile):
     """One of the two would win in silence."""
     with pytest.raises(
-        PartitionError, match="'type:conv' has its pattern already; leave out pattern='linear'"
+        PartitionError, match="'type:conv' already contains the pattern; remove pattern='linear'"
     ):
         partition(make_profile([1, 1]), 2, "type:conv", pattern="linear")
 
 
 @pytest.mark.parametrize("by", [[2, 1, 3], (2, 1, 3), np.array([2, 1, 3]), iter([2, 1, 3])])
 def test_lengths_may_be_given_in_any_sequence_and_come_back_as_ints(make_profile, by):
-    """Whoever knows what they want can say it, and plans are JSON."""
+    """Stage lengths may be set explicitly; they are ints, so that plans can be written as JSON."""
     lengths = partition(make_profile([1] * 6), by=by)
     assert lengths == [2, 1, 3]
     assert all(type(length) is int for length in lengths)
@@ -219,14 +219,14 @@ def test_lengths_may_be_given_in_any_sequence_and_come_back_as_ints(make_profile
         ([2, 0, 4], None, "stage 1 of .2, 0, 4. is empty"),
         ([2, -1, 5], None, "stage 1 of .2, -1, 5. is empty"),
         ([2, 3], None, "sums to 5, but the model has 6 layers"),
-        ([2, 4], 3, "has 2 stages, but 3 are asked for"),
+        ([2, 4], 3, "has 2 stages, but 3 are requested"),
         ([], None, "sums to 0, but the model has 6 layers"),
         ([2, 4.0], None, "stage 1 of .2, 4.0. has the length 4.0, which is not a whole number"),
         ([True, 5], None, "stage 0 of .True, 5. has the length True"),
         ([2, "4"], None, "stage 1 of .2, '4'. has the length '4'"),
         (np.array([2.0, 4.0]), None, "stage 0 of .* has the length .*2.0"),
-        (6, None, "by is 6: give a method's name, or a list of stage lengths"),
-        (None, 2, "by is None: give a method's name"),
+        (6, None, "by is 6: it must be a method's name, or a list of stage lengths"),
+        (None, 2, "by is None: it must be a method's name"),
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(make_profile, by, stages, message):

@@ -1,4 +1,4 @@
-"""Costs and option values at the door."""
+"""Validation of costs and option values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ every_algorithm = pytest.mark.parametrize(
 def test_a_cost_that_is_no_cost_is_refused_with_its_place(algorithm, bad):
     """One nan in a profile would otherwise make every cut equally good."""
     with pytest.raises(
-        PartitionError, match=r"entry 1 is .*; every cost is finite and not below 0"
+        PartitionError, match=r"entry 1 is .*; costs must be finite and not negative"
     ):
         algorithm([1, bad, 2], 2)
 
@@ -50,13 +50,13 @@ def test_numpy_and_plain_costs_are_cut_alike(algorithm):
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        (["a"], "is no list of numbers"),
-        ([[1, 2], [3, 4]], "flat list, and got the shape (2, 2)"),
-        ([[1], [3, 4]], "is no list of numbers"),
-        (7, "flat list, and got the shape ()"),
-        ([1e308, 1e308], "they sum to inf, which is above 1e+307"),
-        ([1, 2, 3], "has 3 entries, and 2 are needed"),
-        ([10**400, 1], "is no list of numbers"),
+        (["a"], "is not a list of numbers"),
+        ([[1, 2], [3, 4]], "must be a flat list with one number per entry, not of shape (2, 2)"),
+        ([[1], [3, 4]], "is not a list of numbers"),
+        (7, "must be a flat list with one number per entry, not of shape ()"),
+        ([1e308, 1e308], "the sum inf is above 1e+307"),
+        ([1, 2, 3], "has 3 entries, but 2 are needed"),
+        ([10**400, 1], "is not a list of numbers"),
     ],
 )
 def test_what_is_no_list_of_costs_is_refused(costs, message):

@@ -1,4 +1,4 @@
-"""Which form of a loop runs."""
+"""When loops run compiled and when in plain Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exact cut under memory limits, for unlike ranks, against every other cut there is."""
+"""The exact cut under memory limits, for unequal ranks, against every other cut."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def chains(draw, cost=REAL):
         "transfer": draw(
             st.none() | st.just(rows(cost, stages - 1, layers - 1) if stages > 1 else None)
         ),
-        "holds": rows(BYTES, draw(st.sampled_from([1, stages])), layers),
-        "kept": rows(BYTES, 1, layers)[0],
+        "fixed_bytes": rows(BYTES, draw(st.sampled_from([1, stages])), layers),
+        "saved_bytes": rows(BYTES, 1, layers)[0],
         "in_flight": draw(
             st.lists(st.sampled_from([0, 1, 2.5, 4]), min_size=stages, max_size=stages)
         ),
@@ -50,16 +50,16 @@ def chains(draw, cost=REAL):
 
 def needs(case, lengths):
     """Bytes of every stage, layer by layer."""
-    found, start = [], 0
+    stage_bytes, start = [], 0
     for stage, length in enumerate(lengths):
-        own = range(start, start + length)
-        holds = case["holds"][stage % len(case["holds"])]
-        found.append(
-            sum(holds[x] for x in own)
-            + case["in_flight"][stage] * sum(case["kept"][x] for x in own)
+        layers = range(start, start + length)
+        holds = case["fixed_bytes"][stage % len(case["fixed_bytes"])]
+        stage_bytes.append(
+            sum(holds[x] for x in layers)
+            + case["in_flight"][stage] * sum(case["saved_bytes"][x] for x in layers)
         )
         start += length
-    return found
+    return stage_bytes
 
 
 def loads(case, lengths, overlap):
@@ -88,14 +88,16 @@ def test_no_cut_that_fits_is_better_and_none_is_missed(case, overlap):
     """The planner believes "None" to mean that no cut fits, and else that no other has a faster
     slowest stage or link.
     """
-    found = limited(*case.values(), overlap=overlap)
-    cuts = [cut for cut in every_cut(len(case["kept"]), len(case["limits"])) if fits(case, cut)]
-    if found is None:
+    lengths = limited(*case.values(), overlap=overlap)
+    cuts = [
+        cut for cut in every_cut(len(case["saved_bytes"]), len(case["limits"])) if fits(case, cut)
+    ]
+    if lengths is None:
         assert not cuts
         return
-    assert found in cuts
+    assert lengths in cuts
     least = min(max(loads(case, cut, overlap)) for cut in cuts)
-    assert max(loads(case, found, overlap)) <= least * (1 + 1e-11)
+    assert max(loads(case, lengths, overlap)) <= least * (1 + 1e-11)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -105,17 +107,19 @@ def test_among_equals_the_rest_has_the_most_slack(case, overlap):
     """Whole numbers, so that ties are common and sums exact: the sum of squares decides, and counts
     of layers after that.
     """
-    found = limited(*case.values(), overlap=overlap)
-    if found is None:
+    lengths = limited(*case.values(), overlap=overlap)
+    if lengths is None:
         return
-    cuts = [cut for cut in every_cut(len(case["kept"]), len(case["limits"])) if fits(case, cut)]
+    cuts = [
+        cut for cut in every_cut(len(case["saved_bytes"]), len(case["limits"])) if fits(case, cut)
+    ]
     best = min(
         (max(loads(case, cut, overlap)), sum(load**2 for load in loads(case, cut, overlap)))
         for cut in cuts
     )
-    assert max(loads(case, found, overlap)) == best[0]
+    assert max(loads(case, lengths, overlap)) == best[0]
     assert (
-        sum(load**2 for load in loads(case, found, overlap))
+        sum(load**2 for load in loads(case, lengths, overlap))
         <= best[1] + 2e-8 * max(best[0], 1) ** 2
     )
 
@@ -130,13 +134,15 @@ def test_least_excess_is_the_least_that_must_be_added_to_the_fullest_rank(case):
             need - limit for need, limit in zip(needs(case, cut), case["limits"], strict=True)
         )
 
-    found = least_excess(case["holds"], case["kept"], case["in_flight"], case["limits"])
-    assert excess(found) == min(
-        excess(cut) for cut in every_cut(len(case["kept"]), len(case["limits"]))
+    lengths = least_excess(
+        case["fixed_bytes"], case["saved_bytes"], case["in_flight"], case["limits"]
     )
-    assert bytes_per_stage(found, case["holds"], case["kept"], case["in_flight"]) == needs(
-        case, found
+    assert excess(lengths) == min(
+        excess(cut) for cut in every_cut(len(case["saved_bytes"]), len(case["limits"]))
     )
+    assert bytes_per_stage(
+        lengths, case["fixed_bytes"], case["saved_bytes"], case["in_flight"]
+    ) == needs(case, lengths)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -149,10 +155,10 @@ def test_without_limits_and_for_like_ranks_it_is_minimax(costs, overlap, data):
         st.none() | st.lists(REAL, min_size=len(costs) - 1, max_size=len(costs) - 1)
     )
     nothing = [0] * len(costs)
-    found = limited(
+    lengths = limited(
         costs, transfer, nothing, nothing, [1] * stages, [np.inf] * stages, overlap=overlap
     )
-    assert found == minimax(costs, stages, transfer, overlap)
+    assert lengths == minimax(costs, stages, transfer, overlap)
 
 
 def test_a_thousand_layers_on_64_unlike_ranks_are_as_good_as_by_bisection():
@@ -185,23 +191,23 @@ def test_a_thousand_layers_on_64_unlike_ranks_are_as_good_as_by_bisection():
         middle = (low + high) // 2
         low, high = (low, middle) if packs(middle) else (middle + 1, high)
     seconds = costs * speed[:, None]
-    found = limited(seconds, None, bytes_, [0] * 1000, [1] * 64, limits)
-    edges = np.cumsum([0, *found])
+    lengths = limited(seconds, None, bytes_, [0] * 1000, [1] * 64, limits)
+    edges = np.cumsum([0, *lengths])
     assert max(seconds[s, a:b].sum() for s, (a, b) in enumerate(pairwise(edges))) == low
-    assert (np.array(bytes_per_stage(found, bytes_, [0] * 1000, [1] * 64)) <= limits).all()
+    assert (np.array(bytes_per_stage(lengths, bytes_, [0] * 1000, [1] * 64)) <= limits).all()
 
 
 def test_the_first_rank_of_1f1b_takes_fewer_layers_where_activations_bind():
     """It has the most micro-batches in flight: the even cut would overflow it first."""
-    found = limited([1] * 8, None, [0] * 8, [1] * 8, in_flight=[4, 3, 2, 1], limits=[5, 6, 6, 6])
-    assert found == [1, 2, 2, 3]
+    lengths = limited([1] * 8, None, [0] * 8, [1] * 8, in_flight=[4, 3, 2, 1], limits=[5, 6, 6, 6])
+    assert lengths == [1, 2, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"seconds": [1, 2, 3]}, "cannot make 4 stages from 3 layers"),
-        ({"seconds": [1] * 5}, "holds and kept are of 4 layers, seconds of 5"),
+        ({"seconds": [1] * 5}, "fixed_bytes and saved_bytes have 4 layers, but seconds has 5"),
         ({"seconds": 3.0}, r"seconds: has the shape \(\); it must be one number per layer"),
         ({"limits": []}, "cannot make 0 stages from 4 layers"),
         ({"limits": [1, float("nan")]}, "limits: .* must be one number of bytes for each stage"),
@@ -210,11 +216,11 @@ def test_the_first_rank_of_1f1b_takes_fewer_layers_where_activations_bind():
             r"seconds: has the shape \(3, 4\); it must be \(4,\) or \(2, 4\)",
         ),
         ({"seconds": [[1] * 4, [1, -2, 1, 1]], "limits": [9, 9]}, r"seconds\[1\]: entry 1 is -2.0"),
-        ({"seconds": [[1, 1], [1]], "limits": [9, 9]}, "seconds: needs a list of numbers"),
-        ({"transfer": [1, 1]}, "transfer: has 2 entries, and 3 are needed"),
-        ({"kept": [1, 1]}, "kept: has 2 entries, and 4 are needed"),
-        ({"holds": [1, 1, 1, float("inf")]}, "holds: entry 3 is inf"),
-        ({"in_flight": [1, 1]}, "in_flight: has 2 entries, and 4 are needed"),
+        ({"seconds": [[1, 1], [1]], "limits": [9, 9]}, "seconds: must be a list of numbers"),
+        ({"transfer": [1, 1]}, "transfer: has 2 entries, but 3 are needed"),
+        ({"saved_bytes": [1, 1]}, "saved_bytes: has 2 entries, but 4 are needed"),
+        ({"fixed_bytes": [1, 1, 1, float("inf")]}, "fixed_bytes: entry 3 is inf"),
+        ({"in_flight": [1, 1]}, "in_flight: has 2 entries, but 4 are needed"),
         ({"overlap": "no"}, "overlap is 'no'; it must be True or False"),
     ],
 )
@@ -223,8 +229,8 @@ def test_numbers_that_do_not_fit_each_other_are_refused(change, message):
     case = {
         "seconds": [1] * 4,
         "transfer": None,
-        "holds": NOTHING,
-        "kept": NOTHING,
+        "fixed_bytes": NOTHING,
+        "saved_bytes": NOTHING,
         "in_flight": [1] * 4,
         "limits": [9] * 4,
     }

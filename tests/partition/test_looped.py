@@ -1,6 +1,4 @@
-"""Several stages per rank: the cut against every other there is, for interleaved placements and for
-the V.
-"""
+"""Cuts for several stages per rank, interleaved and V, against every other cut."""
 
 from __future__ import annotations
 
@@ -52,8 +50,8 @@ def chains(draw, stages_of):
         options["transfer"] = draw(st.lists(REAL, min_size=layers - 1, max_size=layers - 1))
     if draw(st.booleans()):
         options |= {
-            "holds": rows(st.integers(0, 9)),
-            "kept": rows(st.integers(0, 9)),
+            "fixed_bytes": rows(st.integers(0, 9)),
+            "saved_bytes": rows(st.integers(0, 9)),
             "in_flight": draw(
                 st.lists(st.sampled_from([0, 1, 2.5]), min_size=stages, max_size=stages)
             ),
@@ -65,13 +63,13 @@ def chains(draw, stages_of):
 
 def loads(rows, ends, ranks_of, flying=None):
     """What every rank has to do, layer by layer."""
-    found, start = [0.0] * (max(ranks_of) + 1), 0
+    totals, start = [0.0] * (max(ranks_of) + 1), 0
     for stage, (end, rank) in enumerate(zip(ends, ranks_of, strict=True)):
-        found[rank] += (1 if flying is None else flying[stage]) * sum(
+        totals[rank] += (1 if flying is None else flying[stage]) * sum(
             rows[rank % len(rows)][start:end]
         )
         start = end
-    return found
+    return totals
 
 
 def busiest(seconds, options, ends, ranks_of):
@@ -86,11 +84,14 @@ def busiest(seconds, options, ends, ranks_of):
 def fits(options, ends, ranks_of):
     if "limits" not in options:
         return True
-    held, kept = (
-        loads(options["holds"], ends, ranks_of),
-        loads(options["kept"], ends, ranks_of, options["in_flight"]),
+    fixed_bytes, saved_bytes = (
+        loads(options["fixed_bytes"], ends, ranks_of),
+        loads(options["saved_bytes"], ends, ranks_of, options["in_flight"]),
     )
-    return all(a + b <= limit for a, b, limit in zip(held, kept, options["limits"], strict=True))
+    return all(
+        a + b <= limit
+        for a, b, limit in zip(fixed_bytes, saved_bytes, options["limits"], strict=True)
+    )
 
 
 def largest(seconds, ends, ranks_of):
@@ -104,16 +105,16 @@ V = {(ranks,): [*range(ranks), *range(ranks - 1, -1, -1)] for ranks in (1, 2, 3,
 LOOPS = {(ranks, rounds): [*range(ranks)] * rounds for ranks in (1, 2, 3) for rounds in (1, 2, 3)}
 
 
-def check(found, case, ranks_of, exact=True):
+def check(result, case, ranks_of, exact=True):
     """Whether no cut is better, and if none is given, none fits."""
     _, seconds, options = case
     cuts = [
         ends for ends in every_cut(len(seconds[0]), len(ranks_of)) if fits(options, ends, ranks_of)
     ]
-    if found is None:
+    if result is None:
         assert not (exact and cuts)
         return
-    ends = np.cumsum(found).tolist()
+    ends = np.cumsum(result).tolist()
     assert ends in cuts
     least = min(busiest(seconds, options, cut, ranks_of) for cut in cuts)
     most = least * (1 + options["slack"]) * (1 + 1e-10)
@@ -142,8 +143,8 @@ def test_no_loop_of_few_layers_has_a_faster_busiest_rank(case):
     """All cuts are tried there, and the lower bound is the bottleneck."""
     shape, seconds, options = case
     check(looped(seconds, *shape, **options), case, LOOPS[shape])
-    found = looped_with_bound(seconds, *shape, **options)
-    assert found is None or found.lower_bound == found.bottleneck
+    result = looped_with_bound(seconds, *shape, **options)
+    assert result is None or result.lower_bound == result.bottleneck
 
 
 @pytest.mark.usefixtures("loops")
@@ -157,20 +158,20 @@ def test_the_search_is_no_better_than_possible_and_never_below_its_bound(case):
     ranks_of = LOOPS[shape]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(looped_with_bound.__globals__, "FEW_CUTS", 0)
-        found = looped_with_bound(seconds, *shape, **options)
-    if found is None:
+        result = looped_with_bound(seconds, *shape, **options)
+    if result is None:
         return
-    check(found.lengths, case, ranks_of, exact=False)
+    check(result.lengths, case, ranks_of, exact=False)
     cuts = [
         ends for ends in every_cut(len(seconds[0]), len(ranks_of)) if fits(options, ends, ranks_of)
     ]
     least = min(busiest(seconds, options, cut, ranks_of) for cut in cuts)
-    assert found.bottleneck == pytest.approx(
-        busiest(seconds, options, np.cumsum(found.lengths).tolist(), ranks_of), rel=1e-9
+    assert result.bottleneck == pytest.approx(
+        busiest(seconds, options, np.cumsum(result.lengths).tolist(), ranks_of), rel=1e-9
     )
-    assert found.lower_bound <= least * (1 + 1e-9)
+    assert result.lower_bound <= least * (1 + 1e-9)
     # How far a search is from the least has no bound: the next test tells how far it usually is.
-    assert found.bottleneck >= least * (1 - 1e-9)
+    assert result.bottleneck >= least * (1 - 1e-9)
 
 
 def test_what_the_search_misses_it_misses_by_little():
@@ -191,18 +192,18 @@ def test_what_the_search_misses_it_misses_by_little():
 
 @pytest.mark.parametrize(("layers", "ranks", "rounds"), [(100, 8, 2), (96, 8, 4), (61, 4, 3)])
 def test_layers_that_are_alike_are_dealt_out_exactly(layers, ranks, rounds):
-    """A transformer's: of so many layers some rank has the rounded-up share, and nobody needs more."""
-    found = looped_with_bound([1.0] * layers, ranks, rounds)
-    assert found.bottleneck == found.lower_bound == -(-layers // ranks)
-    assert max(found.lengths) <= -(-layers // (ranks * rounds)) + 1
-    assert sum(found.lengths) == layers
+    """Of a transformer's layers some rank has the rounded-up share, and none needs more."""
+    result = looped_with_bound([1.0] * layers, ranks, rounds)
+    assert result.bottleneck == result.lower_bound == -(-layers // ranks)
+    assert max(result.lengths) <= -(-layers // (ranks * rounds)) + 1
+    assert sum(result.lengths) == layers
 
 
 def test_a_hundred_layers_in_a_v_are_nearly_even():
     """Beyond brute force: two stages per rank leave little to chance."""
     costs = np.random.default_rng(1).random(100)
-    found = folded(costs, 8)
-    edges = np.cumsum([0, *found])
+    lengths = folded(costs, 8)
+    edges = np.cumsum([0, *lengths])
     stages = [costs[a:b].sum() for a, b in pairwise(edges)]
     ranks = [stages[rank] + stages[15 - rank] for rank in range(8)]
     assert max(ranks) <= 1.02 * costs.sum() / 8
@@ -213,11 +214,11 @@ def test_a_hundred_layers_in_a_v_are_nearly_even():
 def test_memory_moves_layers_away_from_the_rank_with_most_in_flight():
     """Rank 0 of a V has its first stage's micro-batches for longest."""
     assert folded([1] * 8, 2) == [2, 2, 2, 2]
-    found = folded([1] * 8, 2, kept=[1] * 8, in_flight=[4, 3, 2, 1], limits=[7, 14])
-    assert found[0] == 1
-    assert folded([1] * 8, 2, kept=[1] * 8, in_flight=[4, 3, 2, 1], limits=[4, 14]) is None
+    lengths = folded([1] * 8, 2, saved_bytes=[1] * 8, in_flight=[4, 3, 2, 1], limits=[7, 14])
+    assert lengths[0] == 1
+    assert folded([1] * 8, 2, saved_bytes=[1] * 8, in_flight=[4, 3, 2, 1], limits=[4, 14]) is None
     tight = looped(
-        [1] * 40, 4, 2, kept=[1] * 40, in_flight=[4, 4, 4, 4, 1, 1, 1, 1], limits=[20] * 4
+        [1] * 40, 4, 2, saved_bytes=[1] * 40, in_flight=[4, 4, 4, 4, 1, 1, 1, 1], limits=[20] * 4
     )
     edges = np.cumsum([0, *tight])
     need = [0] * 4
@@ -239,9 +240,9 @@ def test_memory_moves_layers_away_from_the_rank_with_most_in_flight():
         ),
         (
             lambda: looped([1] * 5, 2, 2, in_flight=[1, 1]),
-            "in_flight: has 2 entries, and 4 are needed",
+            "in_flight: has 2 entries, but 4 are needed",
         ),
-        (lambda: looped([1] * 5, 2, 2, transfer=[1]), "transfer: has 1 entries, and 4 are needed"),
+        (lambda: looped([1] * 5, 2, 2, transfer=[1]), "transfer: has 1 entries, but 4 are needed"),
         (
             lambda: looped([[1] * 5] * 3, 2, 2),
             r"seconds: has the shape \(3, 5\); it must be \(5,\) or \(2, 5\)",

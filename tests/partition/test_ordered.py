@@ -1,4 +1,4 @@
-"""The order of unlike ranks and their cut, against every order and every cut."""
+"""The order of unequal ranks and their cut, against every order and every cut."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def chains(draw):
         options["transfer"] = each(REAL, layers - 1)
     if draw(st.booleans()):
         options |= {
-            "holds": each(st.integers(0, 9), layers),
-            "kept": [each(st.integers(0, 9), layers) for _ in range(kinds)],
+            "fixed_bytes": each(st.integers(0, 9), layers),
+            "saved_bytes": [each(st.integers(0, 9), layers) for _ in range(kinds)],
             "in_flight": each(st.sampled_from([0, 1, 2.5]), stages),
             "limits_of_kind": each(st.integers(0, 50), kinds),
         }
@@ -64,9 +64,9 @@ def slowest(case, lengths, kinds):
             sum(seconds[kind][a:b]),
             options["transfer"][a - 1] if a and "transfer" in options else 0.0,
         )
-        if "kept" in options:
-            need = sum(options["holds"][a:b]) + options["in_flight"][stage] * sum(
-                options["kept"][kind][a:b]
+        if "saved_bytes" in options:
+            need = sum(options["fixed_bytes"][a:b]) + options["in_flight"][stage] * sum(
+                options["saved_bytes"][kind][a:b]
             )
             worst = worst if need <= options["limits_of_kind"][kind] else np.inf
     return worst
@@ -94,13 +94,13 @@ def least(case):
 @given(case=chains())
 def test_no_order_and_no_cut_have_a_faster_slowest_stage(case):
     """What is said not to fit must not; kinds that run out are not used once more."""
-    found = best_order(*case[:3], **case[3])
+    order = best_order(*case[:3], **case[3])
     best = least(case)
-    if found is None:
+    if order is None:
         assert best == np.inf
         return
-    assert (len(found.lengths), len(found.kinds)) == (case[2], case[2])
-    assert slowest(case, found.lengths, found.kinds) == pytest.approx(best, rel=1e-10)
+    assert (len(order.lengths), len(order.kinds)) == (case[2], case[2])
+    assert slowest(case, order.lengths, order.kinds) == pytest.approx(best, rel=1e-10)
 
 
 @pytest.mark.usefixtures("loops")
@@ -114,9 +114,9 @@ def test_the_larger_searches_give_what_fits_and_are_no_better_than_possible(pair
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ordered, "PAIRS", 0)
         patch.setattr(ordered, "STATES", 10**9 if pairs == "furthest" else 0)
-        found = best_order(*case[:3], **case[3])
-    if found is not None:
-        assert np.inf > slowest(case, found.lengths, found.kinds) >= least(case) * (1 - 1e-10)
+        order = best_order(*case[:3], **case[3])
+    if order is not None:
+        assert np.inf > slowest(case, order.lengths, order.kinds) >= least(case) * (1 - 1e-10)
 
 
 def test_on_ordinary_layers_the_larger_searches_miss_nothing():
@@ -130,19 +130,19 @@ def test_on_ordinary_layers_the_larger_searches_miss_nothing():
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ordered, "PAIRS", 0)
                 patch.setattr(ordered, "STATES", states)
-                found = best_order(seconds, [3, 3, 2], 6)
+                order = best_order(seconds, [3, 3, 2], 6)
             case = (seconds, [3, 3, 2], 6, {})
-            assert slowest(case, found.lengths, found.kinds) == pytest.approx(
+            assert slowest(case, order.lengths, order.kinds) == pytest.approx(
                 slowest(case, *exact), rel=1e-9
             )
 
 
 def test_the_rank_with_more_memory_stands_where_most_micro_batches_are_in_flight():
     """1F1B keeps most on the first stage: the order matters although all ranks are equally fast."""
-    found = best_order(
-        [[1] * 8] * 2, [3, 1], 4, kept=[1] * 8, in_flight=[4, 3, 2, 1], limits_of_kind=[6, 8]
+    order = best_order(
+        [[1] * 8] * 2, [3, 1], 4, saved_bytes=[1] * 8, in_flight=[4, 3, 2, 1], limits_of_kind=[6, 8]
     )
-    assert found == ([2, 2, 2, 2], [1, 0, 0, 0])
+    assert order == ([2, 2, 2, 2], [1, 0, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_the_rank_with_more_memory_stands_where_most_micro_batches_are_in_flight
         ),
         (
             lambda: best_order([[1, 1]], [2], 2, in_flight=[1]),
-            "in_flight: has 1 entries, and 2 are needed",
+            "in_flight: has 1 entries, but 2 are needed",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Cuts with copies of stages against every other way to cut and copy."""
+"""Cuts with replicated stages against every other cut and number of replicas."""
 
 from __future__ import annotations
 
@@ -102,18 +102,18 @@ def test_no_way_to_cut_and_copy_has_a_faster_slowest_stage(problem):
         return max(*times(table, way), *(links[first] for first, *_ in spans(way)))
 
     ways = list(allowed(table, limits))
-    found = replicated_table(table, boundary, **limits)
-    if found is None:
+    stages = replicated_table(table, boundary, **limits)
+    if stages is None:
         assert not ways
         return
-    assert found in ways
+    assert stages in ways
     least = min(map(slowest, ways))
-    assert slowest(found) == least
+    assert slowest(stages) == least
     if not limits["exactly"]:
         best = min(
             (len(way), sum(copies for _, copies in way)) for way in ways if slowest(way) == least
         )
-        assert (len(found), sum(copies for _, copies in found)) == best
+        assert (len(stages), sum(copies for _, copies in stages)) == best
 
 
 @pytest.mark.usefixtures("loops")
@@ -127,12 +127,12 @@ def test_no_way_to_cut_and_copy_has_a_smaller_sum_with_its_slowest(problem, fact
         return sum(times(table, way)) + factor * max(times(table, way))
 
     ways = list(allowed(table, limits))
-    found = replicated_sum(table, factor, **limits)
-    if found is None:
+    stages = replicated_sum(table, factor, **limits)
+    if stages is None:
         assert not ways
         return
-    assert found in ways
-    assert value(found) == pytest.approx(min(map(value, ways)), rel=1e-12)
+    assert stages in ways
+    assert value(stages) == pytest.approx(min(map(value, ways)), rel=1e-12)
 
 
 @settings(deadline=None, max_examples=60)
@@ -144,7 +144,7 @@ def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
     def numbers(count):
         return data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
 
-    work, weights, outputs, holds, kept = (numbers(layers) for _ in range(5))
+    work, weights, outputs, fixed_bytes, saved_bytes = (numbers(layers) for _ in range(5))
     count, latency = (
         data.draw(st.none() | st.integers(1, 5)),
         data.draw(st.sampled_from([0.0, 0.5])),
@@ -174,14 +174,14 @@ def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
             return False
         for first, end, k, left, _ in spans(way):
             flying = ceil(left / k) if count is None else min(ceil(left / k), ceil(count / k))
-            if sum(holds[first:end]) + flying * sum(kept[first:end]) > limit or (
+            if sum(fixed_bytes[first:end]) + flying * sum(saved_bytes[first:end]) > limit or (
                 count is not None and k > count
             ):
                 return False
         return True
 
     ways = [way for way in every_way(layers, ranks) if fits(way)]
-    found = replicated(
+    stages = replicated(
         work,
         weights,
         outputs,
@@ -192,15 +192,15 @@ def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
         exactly=exactly,
         sync_bandwidth_bytes_per_s=2.0,
         overlap=overlap,
-        holds=holds,
-        kept=kept,
+        fixed_bytes=fixed_bytes,
+        saved_bytes=saved_bytes,
         limit=limit,
     )
-    if found is None:
+    if stages is None:
         assert not ways
         return
-    assert found in ways
-    assert total(found) == pytest.approx(min(map(total, ways)), rel=1e-12)
+    assert stages in ways
+    assert total(stages) == pytest.approx(min(map(total, ways)), rel=1e-12)
 
 
 def test_ranks_left_over_go_where_the_work_is():
@@ -236,9 +236,9 @@ def test_a_hundred_layers_on_64_ranks_are_no_worse_than_their_bound():
     done = np.concatenate(([0.0], np.cumsum(work)))
     table = (done - done[:, None])[:, :, None] / np.maximum(np.arange(65), 1)
     assert replicated_table(table) == [(100, 64)]
-    found = replicated_table(table, stages=10)
-    assert (sum(n for n, _ in found), sum(k for _, k in found), len(found)) == (100, 64, 10)
-    assert done[-1] / 64 <= max(times(table, found)) <= 1.1 * done[-1] / 64
+    stages = replicated_table(table, stages=10)
+    assert (sum(n for n, _ in stages), sum(k for _, k in stages), len(stages)) == (100, 64, 10)
+    assert done[-1] / 64 <= max(times(table, stages)) <= 1.1 * done[-1] / 64
     assert replicated_sum(table, 31, stages=10) is not None
 
 
@@ -248,8 +248,8 @@ def test_memory_counts_the_micro_batches_of_all_ranks_after():
     """
     costs = [1, 3], [0, 0], [0], 4, 1.0
     assert replicated(*costs, stages=2) == [(1, 1), (1, 3)]
-    assert replicated(*costs, stages=2, kept=[10, 1], limit=20) == [(1, 2), (1, 2)]
-    assert replicated(*costs, stages=2, kept=[10, 1], limit=19) is None
+    assert replicated(*costs, stages=2, saved_bytes=[10, 1], limit=20) == [(1, 2), (1, 2)]
+    assert replicated(*costs, stages=2, saved_bytes=[10, 1], limit=19) is None
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_memory_counts_the_micro_batches_of_all_ranks_after():
         (lambda: replicated_table(np.full((3, 3, 2), np.nan)), r"table: entry \[0, 1, 1\] is nan"),
         (
             lambda: replicated_table(np.zeros((3, 3, 2)), [1, 1]),
-            "boundary: has 2 entries, and 1 are needed",
+            "boundary: has 2 entries, but 1 are needed",
         ),
         (
             lambda: replicated_table(np.zeros((3, 3, 2)), most_ranks=np.zeros((3, 3, 3))),
@@ -273,7 +273,7 @@ def test_memory_counts_the_micro_batches_of_all_ranks_after():
         (lambda: replicated([], [], [], 2, 1.0), "0 layers on 2 ranks"),
         (
             lambda: replicated([1, 1], [1, 1], [1, 1, 1], 2, 1.0),
-            "output_bytes: has 3 entries, and 2 are needed",
+            "output_bytes: has 3 entries, but 2 are needed",
         ),
         (lambda: replicated([1, 1], [1, 1], [1], 2, 1.0, micro_batches=0), "micro_batches is 0"),
         (

@@ -1,4 +1,4 @@
-"""Ways through tables of steps against all ways."""
+"""Paths through tables of steps against all paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Even counts."""
+"""Even layer counts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_lengths_differ_by_one_at_most_and_never_rise(data):
 
 
 def test_costs_do_not_matter(make_profile):
-    """The method is for whoever has no profile worth the name."""
+    """The method is for models without a useful profile."""
     assert partition(make_profile([100, 0, 0, 0, 0]), 2, "uniform") == [3, 2]
 
 

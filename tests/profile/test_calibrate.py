@@ -10,7 +10,7 @@ import pytest
 
 from penstock.cluster.device import Device
 from penstock.errors import SettingError
-from penstock.profile.calibrate import Sample, calibrated, fitted
+from penstock.profile.calibrate import Sample, calibrated, fit_efficiency
 from penstock.profile.counts import LayerCounts, ModelCounts, Work
 from penstock.profile.roofline import Efficiency, Roof, roofline
 
@@ -55,7 +55,7 @@ def model():
 
 
 def shares(efficiency):
-    """What is fitted, by name."""
+    """What is fit_efficiency, by name."""
     return {
         field.name: getattr(efficiency, field.name)
         for field in fields(efficiency)
@@ -67,17 +67,19 @@ def test_the_efficiencies_that_made_the_timings_are_found_again():
     """Each unknown, to a twentieth; the hold on what is unknown costs that much."""
     counts = model()
     measured = roofline(counts, DEVICE, efficiency=TRUE)
-    found = calibrated(counts, measured, DEVICE)
+    efficiency = calibrated(counts, measured, DEVICE)
     expected = shares(TRUE)
     del expected["grouped_convolution"]
-    assert {name: shares(found)[name] for name in expected} == pytest.approx(expected, rel=0.05)
-    assert found.source == "a profile on toy"
+    assert {name: shares(efficiency)[name] for name in expected} == pytest.approx(
+        expected, rel=0.05
+    )
+    assert efficiency.source == "a profile on toy"
 
 
 def test_what_was_calibrated_on_one_model_predicts_another():
     """That is what it is for."""
-    known = model()
-    found = calibrated(known, roofline(known, DEVICE, efficiency=TRUE), DEVICE)
+    counts = model()
+    fitted = calibrated(counts, roofline(counts, DEVICE, efficiency=TRUE), DEVICE)
     other = ModelCounts(
         (
             layer("a", "matrix", 3e8, 2e6),
@@ -89,14 +91,14 @@ def test_what_was_calibrated_on_one_model_predicts_another():
         1.0,
         32,
     )
-    ours, theirs = (roofline(other, DEVICE, efficiency=efficiency) for efficiency in (found, TRUE))
+    ours, theirs = (roofline(other, DEVICE, efficiency=efficiency) for efficiency in (fitted, TRUE))
     for size in ours.sizes:
         assert ours.step_seconds(size) == pytest.approx(theirs.step_seconds(size), rel=0.02)
 
 
 def test_families_that_were_not_measured_are_as_much_worse_as_those_that_were():
-    """A slow machine is slow at everything; its LSTM layers are not as fast as a V100's because
-    nobody timed one.
+    """A slow machine is slow for all families: its LSTM layers are not assumed to be as fast as a
+    V100's because none was timed.
     """
     counts = ModelCounts(
         tuple(layer(f"m{n}", "matrix", 10.0 ** (8 + n), 1e4) for n in range(4)),
@@ -105,12 +107,12 @@ def test_families_that_were_not_measured_are_as_much_worse_as_those_that_were():
         1.0,
         64,
     )
-    found = calibrated(
+    efficiency = calibrated(
         counts, roofline(counts, DEVICE, efficiency=replace(TRUE, matrix=0.07)), DEVICE
     )
-    assert found.matrix == pytest.approx(0.07, rel=0.05)
-    assert found.recurrent / Efficiency().recurrent == pytest.approx(
-        found.matrix / Efficiency().matrix, rel=0.1
+    assert efficiency.matrix == pytest.approx(0.07, rel=0.05)
+    assert efficiency.recurrent / Efficiency().recurrent == pytest.approx(
+        efficiency.matrix / Efficiency().matrix, rel=0.1
     )
 
 
@@ -124,9 +126,9 @@ def test_noise_in_the_timings_stays_noise_in_the_efficiencies():
         for work in (one.forward, one.backward)
         for size in (1, 8, 63)
     ]
-    found = fitted(samples, roof)
+    efficiency = fit_efficiency(samples, roof)
     for name in ("matrix", "convolution", "attention", "recurrent", "memory"):
-        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.34), name
+        assert getattr(efficiency, name) == pytest.approx(getattr(TRUE, name), rel=0.34), name
 
 
 def test_a_profile_of_another_model_is_refused_with_both_fingerprints():
@@ -141,5 +143,5 @@ def test_nothing_to_calibrate_with_is_refused():
     """A profile of views says nothing of a device."""
     empty = LayerCounts("flatten", "Flatten", (), (), (), (), 0, 0, 0, 0.0, 1.0)
     counts = ModelCounts((empty,), "0123456789ab", 1.0, 1.0, 4)
-    with pytest.raises(SettingError, match="no timed layer launches anything"):
+    with pytest.raises(SettingError, match="no timed layer launches an op"):
         calibrated(counts, roofline(counts, DEVICE), DEVICE)

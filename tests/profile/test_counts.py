@@ -1,4 +1,4 @@
-"""Counts as plain data: arithmetic, and JSON that trusts nothing."""
+"""Counts as plain data: arithmetic, and validation of JSON."""
 
 from __future__ import annotations
 

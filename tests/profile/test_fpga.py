@@ -28,14 +28,14 @@ BOARD = Device(
 )
 
 
-def layer(name, flops, weights, kept):
+def layer(name, flops, weights, saved_bytes):
     """Products of `flops` forward and twice as many backward; ReLUs that pass by."""
     one = (
         Work("mm", "matrix", 1, 0.0, flops, 0.0, 1.0),
         Work("relu", "other", 1, 0.0, 1e9, 0.0, 1e9),
     )
     two = (Work("mm", "matrix", 2, 0.0, 2 * flops, 0.0, 1.0),)
-    return LayerCounts(name, "Toy", one, two, one, one, weights // 4, weights, 0, kept, 8.0)
+    return LayerCounts(name, "Toy", one, two, one, one, weights // 4, weights, 0, saved_bytes, 8.0)
 
 
 def model(*layers, batch=4):
@@ -48,27 +48,29 @@ SMALL = model(layer("a", 800.0, 100, 10.0), layer("b", 80.0, 300, 10.0))
 
 def test_products_at_the_dsps_rate_bound_a_layer_whose_weights_are_on_the_chip():
     """Elements pass through a ReLU on the way; nothing is launched."""
-    made = fpga(SMALL, BOARD, sizes=(1, 2))
-    assert made.machine["weights"] == "on the chip"
-    assert made.layers[0].forward.median_s == pytest.approx((1 / REACHED * 0.8, 2 / REACHED * 0.8))
-    assert made.layers[0].backward.median_s[0] == pytest.approx(
-        2 * made.layers[0].forward.median_s[0]
+    estimated = fpga(SMALL, BOARD, sizes=(1, 2))
+    assert estimated.machine["weights"] == "on the chip"
+    assert estimated.layers[0].forward.median_s == pytest.approx(
+        (1 / REACHED * 0.8, 2 / REACHED * 0.8)
     )
-    assert made.update_s_per_byte == 0
-    assert (made.device, made.sizes) == ("toy", (1, 2))
+    assert estimated.layers[0].backward.median_s[0] == pytest.approx(
+        2 * estimated.layers[0].forward.median_s[0]
+    )
+    assert estimated.update_s_per_byte == 0
+    assert (estimated.device, estimated.sizes) == ("toy", (1, 2))
 
 
 def test_weights_off_the_chip_come_through_the_ddr_in_every_micro_batch_whatever_its_size():
     """Read for F, read again for I, and the gradients' sum read and written for W."""
-    made = fpga(SMALL, BOARD, sizes=(1, 2), on_chip=False)
-    second = made.layers[1]
+    estimated = fpga(SMALL, BOARD, sizes=(1, 2), on_chip=False)
+    second = estimated.layers[1]
     assert second.forward.median_s == pytest.approx((3.1, 3.2))
     assert (
         second.input_grad.median_s[0],
         second.weight_grad.median_s[0],
         second.backward.median_s[0],
     ) == pytest.approx((3.1, 6.1, 9.1))
-    assert made.update_s_per_byte == pytest.approx(0.05)
+    assert estimated.update_s_per_byte == pytest.approx(0.05)
 
 
 def test_whether_weights_stay_on_the_chip_is_asked_of_weights_and_gradients_together():

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import PlanError
-from penstock.profile.paced import paced, profiles_of
+from penstock.profile.paced import profiles_of, scale_profile
 from penstock.profile.profile import LayerProfile, Profile, Timing
 
 LINK = Link(0.0, 1e12)
@@ -44,21 +44,21 @@ def cluster(*devices: Device) -> Cluster:
 
 def test_everything_takes_so_many_times_as_long_and_nothing_takes_more_bytes():
     """Seconds are of the device, bytes of the model."""
-    slow = paced(PROFILE, 3.0)
-    for own, other in zip(PROFILE, slow, strict=True):
+    slow = scale_profile(PROFILE, 3.0)
+    for original, other in zip(PROFILE, slow, strict=True):
         for phase in ("forward", "backward", "input_grad", "weight_grad"):
             for samples in (0.5, 1, 2, 4, 16):
                 assert other.seconds(phase, samples) == pytest.approx(
-                    3 * own.seconds(phase, samples)
+                    3 * original.seconds(phase, samples)
                 )
             assert getattr(other, phase).spread_s == (1.5, 0.75)
         bare = {
-            "forward": own.forward,
-            "backward": own.backward,
-            "input_grad": own.input_grad,
-            "weight_grad": own.weight_grad,
+            "forward": original.forward,
+            "backward": original.backward,
+            "input_grad": original.input_grad,
+            "weight_grad": original.weight_grad,
         }
-        assert replace(other, **bare) == own
+        assert replace(other, **bare) == original
     seconds = ("update_s_per_byte", "update_fixed_s", "accumulate_s_per_byte")
     for name in seconds:
         assert getattr(slow, name) == pytest.approx(3 * getattr(PROFILE, name))
@@ -70,16 +70,16 @@ def test_everything_takes_so_many_times_as_long_and_nothing_takes_more_bytes():
 
 def test_a_pace_of_one_is_the_profile_itself():
     """Ranks alike are found by their one object."""
-    assert paced(PROFILE, 1) is PROFILE
+    assert scale_profile(PROFILE, 1) is PROFILE
 
 
 def test_devices_of_one_name_share_one_object():
     """What is worked out for one is worked out for all."""
-    found = profiles_of(
+    profiles = profiles_of(
         PROFILE, cluster(device("V", 10), device("P", 5), device("V", 10), device("P", 5))
     )
-    assert found[0] is found[2] is PROFILE
-    assert found[1] is found[3] is not PROFILE
+    assert profiles[0] is profiles[2] is PROFILE
+    assert profiles[1] is profiles[3] is not PROFILE
 
 
 def test_of_one_profile_others_are_reckoned_by_their_peaks():
@@ -87,13 +87,17 @@ def test_of_one_profile_others_are_reckoned_by_their_peaks():
     none is of rank 0's.
     """
     on = cluster(device("P", 5), device("V", 10))
-    slow, own = profiles_of(PROFILE, on)
-    assert own is PROFILE
-    assert slow.step_seconds(4) == pytest.approx([2 * each for each in PROFILE.step_seconds(4)])
+    slow, unscaled = profiles_of(PROFILE, on)
+    assert unscaled is PROFILE
+    assert slow.step_seconds(4) == pytest.approx(
+        [2 * seconds for seconds in PROFILE.step_seconds(4)]
+    )
     nameless = replace(PROFILE, device="")
-    own, fast = profiles_of(nameless, on)
-    assert own is nameless
-    assert fast.step_seconds(4) == pytest.approx([each / 2 for each in PROFILE.step_seconds(4)])
+    unscaled, fast = profiles_of(nameless, on)
+    assert unscaled is nameless
+    assert fast.step_seconds(4) == pytest.approx(
+        [seconds / 2 for seconds in PROFILE.step_seconds(4)]
+    )
 
 
 def test_a_profile_of_none_of_several_kinds_is_refused():
@@ -119,7 +123,7 @@ def test_a_device_whose_pace_nobody_knows_is_refused(devices, lacking):
     """A guess would be a wrong plan."""
     with pytest.raises(
         PlanError,
-        match=f"nothing says how fast {lacking} is: give its flops in the cluster file, or one profile",
+        match=f"the speed of {lacking} is unknown: give its flops in the cluster file, or one profile",
     ):
         profiles_of(replace(PROFILE, device=""), cluster(*devices))
 

@@ -63,8 +63,8 @@ def test_an_op_takes_the_longer_of_its_operations_and_its_bytes_and_its_launches
 
 def test_a_layer_that_launches_nothing_takes_no_time():
     """A view is free."""
-    made = roofline(counts_of(), DEVICE, efficiency=replace(WHOLE, call_s=1.0))
-    assert made.layers[0].forward.median_s == (0.0,) * 4
+    estimated = roofline(counts_of(), DEVICE, efficiency=replace(WHOLE, call_s=1.0))
+    assert estimated.layers[0].forward.median_s == (0.0,) * 4
 
 
 def test_a_3x3_convolution_goes_winograds_way_where_that_is_shorter_and_only_at_full_width():
@@ -93,11 +93,11 @@ def test_a_narrower_dtype_moves_and_keeps_less_and_leaves_tokens_and_parameters(
 
 def test_the_profile_says_whose_it_is_and_what_an_update_takes():
     """SGD with momentum reads three numbers and writes two."""
-    made = roofline(counts_of(), DEVICE, batch=24, efficiency=replace(WHOLE, memory=0.5))
-    assert (made.device, made.batch, made.fingerprint) == ("toy", 24, "0123456789ab")
-    assert made.sizes == (1, 3, 6, 12, 24)
-    assert made.update_s_per_byte == pytest.approx(5 / 50)
-    assert "toy, by a roofline at float32" in made.machine["device"]
+    estimated = roofline(counts_of(), DEVICE, batch=24, efficiency=replace(WHOLE, memory=0.5))
+    assert (estimated.device, estimated.batch, estimated.fingerprint) == ("toy", 24, "0123456789ab")
+    assert estimated.sizes == (1, 3, 6, 12, 24)
+    assert estimated.update_s_per_byte == pytest.approx(5 / 50)
+    assert "toy, by a roofline at float32" in estimated.machine["device"]
 
 
 @given(st.integers(1, 5000))
@@ -118,7 +118,7 @@ def test_sizes_are_the_batch_in_parts_by_powers_of_two(batch):
         ),
         ({"device": replace(DEVICE, memory_bytes_per_s=None)}, "toy has no memory bandwidth"),
         ({"dtype": "bfloat16"}, r"no peak for bfloat16 \(it has one for float32, float16\)"),
-        ({"dtype": "float3"}, "dtype 'float3' is not known"),
+        ({"dtype": "float3"}, "dtype 'float3' is unknown"),
         ({"sizes": (0, 2)}, "must be 1 or more"),
         ({"batch": 0}, "must be 1 or more"),
     ],

@@ -6,7 +6,7 @@ import pytest
 from tests.search.random_requests import FAST, SLOW
 
 from penstock.cluster.cluster import Cluster, Device, Link
-from penstock.profile.paced import paced
+from penstock.profile.paced import scale_profile
 from penstock.search.catalogue import plan
 from penstock.search.laid import lay_out
 from penstock.search.proposal import Proposal
@@ -56,7 +56,9 @@ def test_each_told_change_gives_the_step_that_it_says(profile_of):
         "no latency between nodes": by_hand(
             request, proposal, cluster=replace(TWO_NODES, between=replace(BETWEEN, latency_s=0.0))
         ),
-        "devices twice as fast": by_hand(request, proposal, profiles=paced(request.profile, 0.5)),
+        "devices twice as fast": by_hand(
+            request, proposal, profiles=scale_profile(request.profile, 0.5)
+        ),
         "twice the batch (time for as many samples)": by_hand(
             request, replace(proposal, micro_batches=8), batch=16
         )
@@ -87,7 +89,7 @@ def test_the_busiest_rank_s_device_is_the_one_that_is_made_faster(profile_of):
     expected = by_hand(
         request,
         Proposal((1, 1), "1f1b", 8, devices=(0, 2)),
-        {"d": own, "quick": paced(own, 0.5)},
+        {"d": own, "quick": scale_profile(own, 0.5)},
         replace(on, devices=devices),
     )
     assert found["the device of rank 1 twice as fast"] == pytest.approx(expected)

@@ -146,11 +146,11 @@ class Slow:
         """Start what can be started; then take up the op that ends next; until nothing is under
         way.
         """
-        known, free, medium_free = {}, [0.0] * len(self.programs), {}
+        arrival_of, free, medium_free = {}, [0.0] * len(self.programs), {}
         at, under_way, waiting_for = [0] * len(self.programs), [], {}
         while True:
             for rank in range(len(self.programs)):
-                self.start(rank, at, free, known, under_way, waiting_for)
+                self.start(rank, at, free, arrival_of, under_way, waiting_for)
             if not under_way:
                 break
             ended = min(under_way)
@@ -158,23 +158,23 @@ class Slow:
             end, rank, index = ended
             op = self.programs[rank][index]
             stays, leaves = self.outputs(rank, op)
-            known |= dict.fromkeys(stays, end)
-            gone = end
+            arrival_of |= dict.fromkeys(stays, end)
+            arrival = end
             if leaves is not None:
                 name, target = leaves
                 if target != rank:
                     medium = self.medium(rank, target)
                     begin = max(end, medium_free.get(medium, 0.0))
-                    gone = medium_free[medium] = begin + self.hop(op)
-                    self.moves[rank, op, target] = (begin, gone)
-                known[name] = gone
-            free[rank] = max(free[rank], end if self.overlap else gone)
+                    arrival = medium_free[medium] = begin + self.hop(op)
+                    self.moves[rank, op, target] = (begin, arrival)
+                arrival_of[name] = arrival
+            free[rank] = max(free[rank], end if self.overlap else arrival)
             waiting_for[rank].discard(index)
         assert all(place == len(units) for place, units in zip(at, self.units, strict=True)), (
             "the slow simulator is stuck"
         )
 
-    def start(self, rank, at, free, known, under_way, waiting_for):
+    def start(self, rank, at, free, arrival_of, under_way, waiting_for):
         """Start the next unit of a rank, if all is there."""
         if waiting_for.get(rank) or at[rank] == len(self.units[rank]):
             return
@@ -195,9 +195,9 @@ class Slow:
                 ):
                     return
         needed = [name for op in ops for name in self.inputs(rank, op)]
-        if not all(name in known for name in needed):
+        if not all(name in arrival_of for name in needed):
             return
-        begin = max([free[other] for other in together] + [known[name] for name in needed])
+        begin = max([free[other] for other in together] + [arrival_of[name] for name in needed])
         for other, indices in together.items():
             waiting_for[other] = set(indices)
             at[other] += 1
@@ -217,30 +217,35 @@ def rich_schedule(seed: int, size: int, cut: str) -> Schedule:
         return build_stream(
             seed, stages, min(ranks, 2), min(micro_batches, 2), waves=cut == "waves"
         )
-    made = build_custom(seed, stages, ranks, micro_batches, rng.random() < 0.5)
+    case_schedule = build_custom(seed, stages, ranks, micro_batches, rng.random() < 0.5)
     if cut == "samples":
-        made = bearing(made, replace(made, slicing=slicing_of(rng, cut, made.slices)))
+        case_schedule = bearing(
+            case_schedule,
+            replace(case_schedule, slicing=slicing_of(rng, cut, case_schedule.slices)),
+        )
     if cut == "tokens":
-        made = causal(rng, stages, ranks, slicing_of(rng, cut, micro_batches + 1))
+        case_schedule = causal(rng, stages, ranks, slicing_of(rng, cut, micro_batches + 1))
     for _ in range(rng.randint(0, 3)):
-        made = bearing(made, evicted(rng, made))
-    candidates = [pair for program in made.programs for pair in pairwise(program)]
+        case_schedule = bearing(case_schedule, evicted(rng, case_schedule))
+    candidates = [pair for program in case_schedule.programs for pair in pairwise(program)]
     for pair in rng.sample(candidates, min(len(candidates), rng.randint(0, 4))):
-        made = bearing(made, replace(made, pairs=made.pairs | {pair}))
-    return made
+        case_schedule = bearing(
+            case_schedule, replace(case_schedule, pairs=case_schedule.pairs | {pair})
+        )
+    return case_schedule
 
 
-def bearing(made, changed):
+def bearing(schedule, changed):
     """The changed schedule if it is sound, else the old one."""
     try:
         verify(changed)
     except ScheduleError:
-        return made
+        return schedule
     return changed
 
 
 def slicing_of(rng, along, left):
-    """So many slices of as many micro-batches as it happens."""
+    """Return slices of a random number of micro-batches, `left` slices in total."""
     shares = []
     while left:
         count = rng.randint(1, min(3, left))
@@ -274,19 +279,19 @@ def causal(rng, stages, ranks, slicing):
     return Schedule(tuple(map(tuple, programs)), "causal", slicing=slicing)
 
 
-def evicted(rng, made):
+def evicted(rng, schedule):
     """With one micro-batch of one stage sent away after its forward, and brought back before its
     backward.
     """
-    (stage, m), owner = rng.choice(sorted(made.placement.items()))
-    programs = [list(program) for program in made.programs]
+    (stage, m), owner = rng.choice(sorted(schedule.placement.items()))
+    programs = [list(program) for program in schedule.programs]
     own = programs[owner]
     first = own.index(Op(Kind.F, stage, m))
     last = min(
         (own.index(op) for op in (Op(Kind.B, stage, m), Op(Kind.I, stage, m)) if op in own),
         default=len(own),
     )
-    partner = rng.choice([rank for rank in range(made.ranks) if rank != owner] or [owner])
+    partner = rng.choice([rank for rank in range(schedule.ranks) if rank != owner] or [owner])
     away, back = sorted(rng.randint(first + 1, max(last, first + 1)) for _ in range(2))
     own.insert(back, Op(Kind.L, stage, m))
     own.insert(away, Op(Kind.E, stage, m))
@@ -294,11 +299,11 @@ def evicted(rng, made):
         places = sorted(rng.randint(0, len(programs[partner])) for _ in range(2))
         programs[partner].insert(places[1], Op(Kind.L, stage, m))
         programs[partner].insert(places[0], Op(Kind.E, stage, m))
-    return replace(made, programs=tuple(map(tuple, programs)))
+    return replace(schedule, programs=tuple(map(tuple, programs)))
 
 
 def rich_schedules(size: int = 4) -> st.SearchStrategy[Schedule]:
-    """Schedules of up to so many stages, ranks and micro-batches or slices."""
+    """Return schedules of up to `size` stages, ranks and micro-batches or slices."""
     return st.builds(
         rich_schedule,
         st.integers(0, 2**32),

@@ -1,4 +1,4 @@
-"""Costs: what is taken and what is refused."""
+"""Costs: accepted and rejected values."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ def test_what_is_no_finite_amount_is_refused_by_name(name, bad):
     own error.
     """
     with pytest.raises(
-        SettingError, match=rf"costs: {name} has .*; seconds and bytes are finite and not below 0"
+        SettingError,
+        match=rf"costs: {name} has .*; seconds and bytes must be finite and not negative",
     ):
         Costs(**{name: bad})
 
 
 def test_lists_are_kept_as_tuples_of_floats():
     """Costs are values: equal, hashable and safe from a caller that goes on changing its list."""
-    given = [1, np.float32(2), np.int64(3), True]
-    costs = Costs(forward=given)
-    given[0] = 99
+    numbers = [1, np.float32(2), np.int64(3), True]
+    costs = Costs(forward=numbers)
+    numbers[0] = 99
     assert costs.forward == (1.0, 2.0, 3.0, 1.0)
     assert hash(costs) == hash(Costs(forward=(1, 2, 3, 1)))
 
@@ -67,7 +68,7 @@ def test_a_list_of_another_length_is_refused():
 
 def test_numbers_may_stand_per_micro_batch_as_a_list_an_array_or_a_function():
     """Sequences have long and short micro-batches; three ways of saying so are one cost."""
-    made = schedule("1f1b", 2, 3)
+    case_schedule = schedule("1f1b", 2, 3)
     table = [[1, 2, 3], [4, 5, 6]]
     ways = [
         Costs(forward=table),
@@ -75,10 +76,10 @@ def test_numbers_may_stand_per_micro_batch_as_a_list_an_array_or_a_function():
         Costs(forward=lambda stage, m: table[stage][m]),
         Costs(forward=[np.array([1, 2, 3]), (4, 5, 6)]),
     ]
-    lines = [simulate_schedule(made, costs) for costs in ways]
+    lines = [simulate_schedule(case_schedule, costs) for costs in ways]
     assert {line.makespan for line in lines} == {1 + (4 + 8) + (5 + 10) + (6 + 12) + 6}
     assert lines[0].busy == (18, 45)
-    mixed = simulate_schedule(made, Costs(forward=[2, [4, 5, 6]], backward=0))
+    mixed = simulate_schedule(case_schedule, Costs(forward=[2, [4, 5, 6]], backward=0))
     assert mixed.makespan == 2 + 4 + 5 + 6
 
 
@@ -87,23 +88,23 @@ def test_numbers_may_stand_per_micro_batch_as_a_list_an_array_or_a_function():
     [
         (
             {"forward": [[1, 2], [1, 2, 3]]},
-            "costs: forward of stage 0 has 2 entries, the schedule has 3 micro-batches",
+            "costs: forward of stage 0 has 2 entries, but the schedule has 3 micro-batches",
         ),
         (
             {"transfer": [[1]]},
-            "costs: transfer of stage 0 has 1 entries, the schedule has 3 micro-batches",
+            "costs: transfer of stage 0 has 1 entries, but the schedule has 3 micro-batches",
         ),
         (
             {"forward": lambda stage, m: -m},
-            "costs: forward of stage 0, micro-batch 1 has -1; seconds and bytes are finite",
+            "costs: forward of stage 0, micro-batch 1 has -1; seconds and bytes must be finite",
         ),
         (
             {"weight_bytes": [[1, 2, 3], 1]},
-            r"costs: weight_bytes has \[1, 2, 3\]; it is of a stage, not of a micro-batch",
+            r"costs: weight_bytes has \[1, 2, 3\], but cannot differ by micro-batch",
         ),
         (
             {"update": lambda stage, m: 1},
-            "costs: update has <function .*; seconds and bytes are finite",
+            "costs: update has <function .*; seconds and bytes must be finite",
         ),
         (
             {"links": "triplex"},
@@ -111,24 +112,24 @@ def test_numbers_may_stand_per_micro_batch_as_a_list_an_array_or_a_function():
         ),
         (
             {"transfer": 1, "latency": 1},
-            "costs: transfer says what a message takes, and so does latency: give one of the two",
+            "costs: transfer and latency both set the seconds of a message; give one of the two",
         ),
-        ({"bandwidth": 1}, "costs: bandwidth says nothing without boundary_bytes"),
+        ({"bandwidth": 1}, "costs: bandwidth has no effect without boundary_bytes"),
         (
             {"bandwidth": 0, "boundary_bytes": 1},
-            "costs: bandwidth is 0 bytes/s somewhere: nothing would ever arrive",
+            "costs: bandwidth is 0 bytes/s at a boundary: no message would arrive",
         ),
         (
             {"optimizer_bytes": 1},
-            "costs: optimizer_bytes says nothing without weight_bytes, of which it is a part",
+            "costs: optimizer_bytes has no effect without weight_bytes, of which it is a part",
         ),
         (
             {"activation_bytes_after_input_grad": 1},
-            "costs: activation_bytes_after_input_grad says nothing without activation_bytes",
+            "costs: activation_bytes_after_input_grad has no effect without activation_bytes",
         ),
         (
             {"activation_bytes_after_input_grad": 3, "activation_bytes": [3, 2]},
-            "costs: stage 1 keeps 3 activation_bytes_after_input_grad, more than its 2 activation_bytes",
+            "costs: stage 1 has 3 activation_bytes_after_input_grad, more than its 2 activation_bytes",
         ),
         (
             {"weight_bytes": 8, "gradient_bytes": 5, "optimizer_bytes": [3, 4]},
@@ -146,21 +147,21 @@ def test_spread_has_no_answer_where_micro_batches_differ():
     """Those who need one number per stage must not get a wrong one."""
     with pytest.raises(
         SettingError,
-        match="costs: forward differs by micro-batch; one number per stage is needed here",
+        match="costs: forward differs by micro-batch, but one number per stage is needed",
     ):
         Costs(forward=[1, [1, 2]]).spread("forward", 2)
 
 
 def test_a_message_takes_latency_and_bytes_over_bandwidth():
     """As networks are measured; the way back may have seconds of its own."""
-    made = schedule("gpipe", 2, 1)
+    case_schedule = schedule("gpipe", 2, 1)
     assert simulate_schedule(
-        made, Costs(latency=0.5, bandwidth=4, boundary_bytes=10)
+        case_schedule, Costs(latency=0.5, bandwidth=4, boundary_bytes=10)
     ).makespan == 6 + 2 * (0.5 + 2.5)
-    assert simulate_schedule(made, Costs(latency=0.5)).makespan == 6 + 2 * 0.5
+    assert simulate_schedule(case_schedule, Costs(latency=0.5)).makespan == 6 + 2 * 0.5
     assert (
         simulate_schedule(
-            made, Costs(latency=0.5, bandwidth=4, boundary_bytes=10, transfer_back=1)
+            case_schedule, Costs(latency=0.5, bandwidth=4, boundary_bytes=10, transfer_back=1)
         ).makespan
         == 6 + 3 + 1
     )

@@ -1,4 +1,4 @@
-"""Costs on mixed devices against the slow, obvious way: op by op, layer by layer."""
+"""Costs on unequal devices against a slow reference: op by op, layer by layer."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from tests.search.random_requests import profiles, unlike
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import ScheduleError
-from penstock.profile.paced import paced
+from penstock.profile.paced import scale_profile
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
 from penstock.simulate.costs import Costs
@@ -40,9 +40,10 @@ def slow_seconds(profile, phase: str, lengths, stage: int, samples: float) -> fl
     if stage == 0 and phase == "input_grad":
         return 0.0
     start = sum(lengths[:stage])
-    own = "backward" if stage == 0 and phase == "weight_grad" else phase
+    measured_phase = "backward" if stage == 0 and phase == "weight_grad" else phase
     return sum(
-        layer.seconds(own, samples) for layer in profile.layers[start : start + lengths[stage]]
+        layer.seconds(measured_phase, samples)
+        for layer in profile.layers[start : start + lengths[stage]]
     )
 
 
@@ -63,19 +64,25 @@ def test_every_op_takes_what_its_own_device_takes_for_its_layers(
     """Stages on unlike devices, and copies of one stage on unlike devices."""
     kinds = list(data.draw(unlike(profile)).values())
     try:
-        made = schedule(name, 2, 2 * micro_batches, replicas=replicas)
+        case_schedule = schedule(name, 2, 2 * micro_batches, replicas=replicas)
     except ScheduleError:
         return
     devices = [
         kinds[i]
-        for i in data.draw(st.lists(st.integers(0, 1), min_size=made.ranks, max_size=made.ranks))
+        for i in data.draw(
+            st.lists(st.integers(0, 1), min_size=case_schedule.ranks, max_size=case_schedule.ranks)
+        )
     ]
     lengths = (1, len(profile) - 1)
     costs = stage_costs(
-        devices[0], lengths, 1.5, cluster(made.ranks), micro_batches=made.micro_batches
+        devices[0],
+        lengths,
+        1.5,
+        cluster(case_schedule.ranks),
+        micro_batches=case_schedule.micro_batches,
     )
-    placed = on_devices(costs, made, devices, lengths, 1.5)
-    for rank, program in enumerate(made.programs):
+    placed = on_devices(costs, case_schedule, devices, lengths, 1.5)
+    for rank, program in enumerate(case_schedule.programs):
         for op in program:
             if op.kind in PHASE_OF:
                 expected = slow_seconds(devices[rank], PHASE_OF[op.kind], lengths, op.stage, 1.5)
@@ -102,7 +109,7 @@ def test_a_stage_on_a_device_twice_as_fast_takes_half(profile_of):
     profile = profile_of([1.0, 2.0])
     costs = schedule_costs(
         schedule("gpipe", 2, 2),
-        [profile, paced(profile, 0.5)],
+        [profile, scale_profile(profile, 0.5)],
         [1, 1],
         cluster(2),
         2,
@@ -114,14 +121,14 @@ def test_a_stage_on_a_device_twice_as_fast_takes_half(profile_of):
 
 def test_copies_on_unlike_devices_have_seconds_by_micro_batch_and_the_slowest_s_update(profile_of):
     """Micro-batch n is on copy n mod 2; they update together."""
-    own = replace(profile_of([1.0], parameters=100), update_s_per_byte=0.01)
-    made = Schedule.parse("rank 0 | 0F0 0B0 0F2 0B2 0U1\nrank 1 | 0F1 0B1 0U1")
-    costs = stage_costs(own, [1], 1, cluster(2), micro_batches=3)
-    placed = on_devices(costs, made, [own, paced(own, 3.0)], [1], 1)
+    profile = replace(profile_of([1.0], parameters=100), update_s_per_byte=0.01)
+    case_schedule = Schedule.parse("rank 0 | 0F0 0B0 0F2 0B2 0U1\nrank 1 | 0F1 0B1 0U1")
+    costs = stage_costs(profile, [1], 1, cluster(2), micro_batches=3)
+    placed = on_devices(costs, case_schedule, [profile, scale_profile(profile, 3.0)], [1], 1)
     assert placed.forward == ((1.0, 3.0, 1.0),)
     assert placed.update == (3.0,)
     # Rank 0: two micro-batches of 3 s; rank 1: one of 9 s; and an update of 3 s.
-    assert simulate_schedule(made, placed).makespan == pytest.approx(12)
+    assert simulate_schedule(case_schedule, placed).makespan == pytest.approx(12)
 
 
 @pytest.mark.parametrize("paces", [(1.0, 3.0), (3.0, 1.0)])
@@ -130,7 +137,7 @@ def test_slices_take_what_their_own_device_takes(profile_of, paces):
     its stage.
     """
     profile = profile_of([1.0, 2.0], fixed=0.5)
-    devices = [paced(profile, pace) for pace in paces]
+    devices = [scale_profile(profile, pace) for pace in paces]
     halves = schedule("autopipe", 2, 2, sliced=2)
     costs = schedule_costs(halves, devices, [1, 1], cluster(2), 4, weight_rule("flush"))
     for stage, device in enumerate(devices):
@@ -142,13 +149,15 @@ def test_slices_take_what_their_own_device_takes(profile_of, paces):
 def test_slices_of_several_pipelines_take_what_each_one_s_device_takes(profile_of):
     """Micro-batch n is in pipeline n mod 2."""
     profile = profile_of([1.0, 2.0], fixed=0.5)
-    slow = paced(profile, 4.0)
-    made = schedule("autopipe", 2, 2, sliced=1, replicas=2)
+    slow = scale_profile(profile, 4.0)
+    case_schedule = schedule("autopipe", 2, 2, sliced=1, replicas=2)
     costs = schedule_costs(
-        made, [profile, profile, slow, slow], [1, 1], cluster(4), 4, weight_rule("flush")
+        case_schedule, [profile, profile, slow, slow], [1, 1], cluster(4), 4, weight_rule("flush")
     )
     assert costs.forward[1] == pytest.approx(
-        tuple(2 * each.layers[1].seconds("forward", 1) for each in (profile, slow))
+        tuple(
+            2 * device_profile.layers[1].seconds("forward", 1) for device_profile in (profile, slow)
+        )
     )
 
 

@@ -1,4 +1,4 @@
-"""Plain and compiled loops are one; Numba is loaded where it pays, and not needed."""
+"""Plain and compiled kernels agree; Numba is loaded only if it pays off, and is not required."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.simulate import engine
 from penstock.simulate.costs import LINKS, Costs
 from penstock.simulate.engine import load_compiled
 from penstock.simulate.simulate import simulate_schedule, tables_of, times_of
-from penstock.simulate.structure import structure
+from penstock.simulate.structure import dependencies_of
 
 
 def python(code: str) -> str:
@@ -38,15 +38,18 @@ def test_plain_and_compiled_loops_agree_to_the_bit(links, monkeypatch):
     @given(st.data(), st.booleans())
     @settings(deadline=None, max_examples=30)
     def check(data, overlap):
-        made = data.draw(rich_schedules())
-        costs = data.draw(rich_costs(made, links=[links], amounts=st.floats(0, 9)))
+        case_schedule = data.draw(rich_schedules())
+        costs = data.draw(rich_costs(case_schedule, links=[links], amounts=st.floats(0, 9)))
         times = []
         for worth in (0, 10**9):
             monkeypatch.setattr(engine, "WORTH_CALLING", worth)
-            made.__dict__.pop("_structure", None)
-            tables = tables_of(made, costs, "always")
+            case_schedule.__dict__.pop("_dependencies", None)
+            tables = tables_of(case_schedule, costs, "always")
             times.append(
-                [structure(made).waits.order, *times_of(tables, tables.seconds[0], overlap, links)]
+                [
+                    dependencies_of(case_schedule).graph.order,
+                    *times_of(tables, tables.seconds[0], overlap, links),
+                ]
             )
         assert all(map(np.array_equal, *times))
 
@@ -77,11 +80,11 @@ made = schedule('1f1b', 16, 700)
 costs = Costs(forward=1, backward=2, transfer=0.25)
 print(simulate(made, costs).makespan, *simulate_many(made, [costs] * 2).makespan, simulate(made, Costs(links='shared')).makespan)
 """
-    made, costs = schedule("1f1b", 16, 700), Costs(forward=1, backward=2, transfer=0.25)
-    expected = simulate_schedule(made, costs).makespan
+    case_schedule, costs = schedule("1f1b", 16, 700), Costs(forward=1, backward=2, transfer=0.25)
+    expected = simulate_schedule(case_schedule, costs).makespan
     assert (
         python(code)
-        == f"{expected} {expected} {expected} {simulate_schedule(made, Costs(links='shared')).makespan}"
+        == f"{expected} {expected} {expected} {simulate_schedule(case_schedule, Costs(links='shared')).makespan}"
     )
 
 
@@ -89,13 +92,13 @@ def test_who_comes_back_often_gets_compiled_loops(monkeypatch):
     """A planner that simulates one schedule a thousand times should not pay the plain price a
     thousand times.
     """
-    asked = []
+    requests = []
     monkeypatch.setattr(engine, "_COMPILED", "not loaded yet")
-    monkeypatch.setattr(engine, "load_compiled", lambda: asked.append(True))
-    made = schedule("1f1b", 4, 8)
-    ops = sum(map(len, made.programs))
-    structure(made).effort = engine.WORTH_RETURNING - ops
-    simulate_schedule(made, Costs())
-    assert asked == []
-    simulate_schedule(made, Costs())
-    assert asked
+    monkeypatch.setattr(engine, "load_compiled", lambda: requests.append(True))
+    case_schedule = schedule("1f1b", 4, 8)
+    ops = sum(map(len, case_schedule.programs))
+    dependencies_of(case_schedule).effort = engine.WORTH_RETURNING - ops
+    simulate_schedule(case_schedule, Costs())
+    assert requests == []
+    simulate_schedule(case_schedule, Costs())
+    assert requests

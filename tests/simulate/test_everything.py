@@ -1,4 +1,4 @@
-"""All that schedules and costs can say at once, against a simulator that shares no code with ours."""
+"""All features of schedules and costs at once, against an independent simulator."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
 
     boundaries = made.stages - 1
     by_size = draw(st.booleans())
-    given = (
+    fields = (
         {
             "latency": field(boundaries),
             "bandwidth": field(boundaries, amounts.map(lambda x: x + 1)),
@@ -62,7 +62,7 @@ def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
         weight_bytes=draw(per_stage),
         links=draw(st.sampled_from(links)),
         weight_versions=None if made.stream is None else 1.0,
-        **given,
+        **fields,
     )
 
 
@@ -151,10 +151,10 @@ class Prices:
 @st.composite
 def cases(draw, **options):
     """A schedule, its costs, overlap and recompute."""
-    made = draw(rich_schedules())
+    case_schedule = draw(rich_schedules())
     return (
-        made,
-        draw(rich_costs(made, **options)),
+        case_schedule,
+        draw(rich_costs(case_schedule, **options)),
         draw(st.booleans()),
         draw(st.sampled_from(["never", "except_last", "always"])),
     )
@@ -166,17 +166,19 @@ def test_every_start_and_end_agrees_with_the_slow_simulator(case):
     """Copies, pairs, slices, evictions, costs by micro-batch and links of every sort, all in one:
     where features meet, they break.
     """
-    made, costs, overlap, recompute = case
-    prices = Prices(made, costs, recompute)
-    slow = Slow(made, prices.seconds, prices.hop, overlap, costs.links)
-    line = simulate_schedule(made, costs, overlap=overlap, recompute=recompute)
-    found = {(e.rank, e.op, e.to_rank): (e.start, e.end) for e in line.events}
+    case_schedule, costs, overlap, recompute = case
+    prices = Prices(case_schedule, costs, recompute)
+    slow = Slow(case_schedule, prices.seconds, prices.hop, overlap, costs.links)
+    line = simulate_schedule(case_schedule, costs, overlap=overlap, recompute=recompute)
+    times = {(e.rank, e.op, e.to_rank): (e.start, e.end) for e in line.events}
     assert len(line.events) == len(slow.times) + len(slow.moves)
     for (rank, index), span in slow.times.items():
-        assert found[rank, made.programs[rank][index], None] == pytest.approx(span, abs=1e-9)
+        assert times[rank, case_schedule.programs[rank][index], None] == pytest.approx(
+            span, abs=1e-9
+        )
     for (rank, (letter, stage, m), target), span in slow.moves.items():
-        assert found[rank, (Kind(letter), stage, m), target] == pytest.approx(span, abs=1e-9)
-    report = verify(made)
+        assert times[rank, (Kind(letter), stage, m), target] == pytest.approx(span, abs=1e-9)
+    report = verify(case_schedule)
     assert line.peak_in_flight == report.peak_in_flight
     assert line.peak_on_rank == report.peak_on_rank
 
@@ -185,9 +187,9 @@ def test_every_start_and_end_agrees_with_the_slow_simulator(case):
 @settings(deadline=None, max_examples=50)
 def test_busy_time_is_the_union_of_a_rank_s_ops(case):
     """A pair's seconds are counted once: two ops share them."""
-    made, costs, overlap, recompute = case
-    line = simulate_schedule(made, costs, overlap=overlap, recompute=recompute)
-    for rank in range(made.ranks):
+    case_schedule, costs, overlap, recompute = case
+    line = simulate_schedule(case_schedule, costs, overlap=overlap, recompute=recompute)
+    for rank in range(case_schedule.ranks):
         spans = sorted({(e.start, e.end) for e in line.compute if e.rank == rank})
         assert line.busy[rank] == pytest.approx(sum(end - start for start, end in spans), abs=1e-9)
 
@@ -208,19 +210,19 @@ def held_by(made, costs, prices, line):
             if op[1:] == (stage, number) and op.kind is not Kind.U
         }
         full = prices.amount("activation_bytes", stage, number)
-        kept = prices.amount("input_bytes", stage, number) if prices.again(number) else full
+        saved = prices.amount("input_bytes", stage, number) if prices.again(number) else full
         back = ops.get(Kind.B) or ops.get(Kind.W)
-        gone = back[1] if back else end_of
-        begins = (ops.get(Kind.B) or ops.get(Kind.I) or (gone, gone))[0]
+        released = back[1] if back else end_of
+        begins = (ops.get(Kind.B) or ops.get(Kind.I) or (released, released))[0]
         after = costs.activation_bytes_after_input_grad is not None and Kind.I in ops
-        last = ops[Kind.I][1] if after else gone
-        yield rank, "recompute", begins, last, full - kept
+        last = ops[Kind.I][1] if after else released
+        yield rank, "recompute", begins, last, full - saved
         if after:
             yield (
                 rank,
                 "activations",
                 last,
-                gone,
+                released,
                 prices.amount("activation_bytes_after_input_grad", stage, number),
             )
         evict = next(
@@ -230,11 +232,11 @@ def held_by(made, costs, prices, line):
             (move for (op, _), move in moves.items() if op == (Kind.L, stage, number)), None
         )
         if evict is None:
-            yield rank, "activations", ops[Kind.F][0], last, kept
+            yield rank, "activations", ops[Kind.F][0], last, saved
         else:
-            yield rank, "activations", ops[Kind.F][0], evict[1], kept
-            yield evict[2], "activations", evict[0], load[1], kept
-            yield rank, "activations", load[0], last, kept
+            yield rank, "activations", ops[Kind.F][0], evict[1], saved
+            yield evict[2], "activations", evict[0], load[1], saved
+            yield rank, "activations", load[0], last, saved
         for kind, neighbour in ((Kind.F, stage + 1), (Kind.B, stage - 1)):
             maker = ops.get(kind) or (ops.get(Kind.I) if kind is Kind.B else None)
             if maker is None or not 0 <= neighbour < made.stages:
@@ -262,15 +264,15 @@ def test_memory_over_time_agrees_with_sums_of_what_is_held(case, known):
     """Against the plainest way there is: a list of who holds what from when to when, added up at
     every moment between two.
     """
-    made, costs, overlap, recompute = case
+    case_schedule, costs, overlap, recompute = case
     if known:
         costs = replace(costs, activation_bytes_after_input_grad=0.5)
-    prices = Prices(made, costs, recompute)
-    line = simulate_schedule(made, costs, overlap=overlap, recompute=recompute)
-    held = list(held_by(made, costs, prices, line))
+    prices = Prices(case_schedule, costs, recompute)
+    line = simulate_schedule(case_schedule, costs, overlap=overlap, recompute=recompute)
+    held = list(held_by(case_schedule, costs, prices, line))
     moments = sorted({second for row in held for second in row[2:4]})
-    for rank in range(made.ranks):
-        base = sum(costs.weight_bytes[stage] for stage in made.stages_of_rank[rank])
+    for rank in range(case_schedule.ranks):
+        base = sum(costs.weight_bytes[stage] for stage in case_schedule.stages_of_rank[rank])
         curve, holders = line.memory[rank], line.memory_holders[rank]
         most = base
         for low, high in pairwise(moments):
@@ -290,8 +292,8 @@ def test_memory_over_time_agrees_with_sums_of_what_is_held(case, known):
 
 def test_a_pair_waits_for_what_either_needs_and_both_end_together():
     """DualPipe's F&B by hand: 1 + 2 seconds, or as many as `pair` says; busy counts them once."""
-    made = Schedule.parse("rank 0 | 0F0 0F1&0B0 0B1 0U1")
-    line = simulate_schedule(made, Costs(forward=1, backward=2))
+    case_schedule = Schedule.parse("rank 0 | 0F0 0F1&0B0 0B1 0U1")
+    line = simulate_schedule(case_schedule, Costs(forward=1, backward=2))
     assert [(str(e.op), e.start, e.end) for e in line.events] == [
         ("0F0", 0, 1),
         ("0F1", 1, 4),
@@ -301,7 +303,10 @@ def test_a_pair_waits_for_what_either_needs_and_both_end_together():
     ]
     assert line.busy == (6,)
     assert line.bubble_ratio == 0
-    assert simulate_schedule(made, Costs(forward=1, backward=2, pair=2.5)).makespan == 1 + 2.5 + 2
+    assert (
+        simulate_schedule(case_schedule, Costs(forward=1, backward=2, pair=2.5)).makespan
+        == 1 + 2.5 + 2
+    )
 
 
 def test_an_eviction_moves_the_activations_and_takes_no_time_of_the_rank():
@@ -329,7 +334,7 @@ def test_slices_take_their_share():
     latency is not cut.
     """
     plain = Schedule.parse("0F0 0F1 0B1 0B0 0U1\n1F0 1F1 1B1 1B0 1U1")
-    made = replace(plain, slicing=Slicing("tokens", ((0.25, 0.75),)))
+    case_schedule = replace(plain, slicing=Slicing("tokens", ((0.25, 0.75),)))
     costs = Costs(
         forward=4,
         backward=8,
@@ -339,7 +344,7 @@ def test_slices_take_their_share():
         activation_bytes=100,
         boundary_buffers=False,
     )
-    line = simulate_schedule(made, costs)
+    line = simulate_schedule(case_schedule, costs)
     spans = {(str(e.op), e.to_rank): (e.start, e.end) for e in line.events}
     assert spans["0F0", None] == (0, 1)
     assert spans["0F0", 1] == (1, 3)

@@ -1,4 +1,4 @@
-"""simulate: one door for schedules and plans."""
+"""`simulate`: one entry point for schedules and plans."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a rank does besides its layers."""
+"""The work of a rank's host: gradient accumulation and messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MESSAGE_S = 0.5 + 2 * 100 / 1000  # 2 samples
 
 
 def timing(seconds: float) -> Timing:
-    """So many seconds per sample."""
+    """Return a timing with this many seconds per sample."""
     return Timing((1, 8), (seconds, 8 * seconds))
 
 
@@ -54,60 +54,69 @@ def costs(
     **options: object,
 ):
     """Of a schedule on as many devices of a kind as it needs."""
-    made = schedule(name, stages, micro_batches, **options)
-    on = Cluster("c", (Device("d", 10**9, kind),) * made.ranks, made.ranks, LINK, LINK)  # type: ignore[arg-type]
+    case_schedule = schedule(name, stages, micro_batches, **options)
+    on = Cluster(
+        "c", (Device("d", 10**9, kind),) * case_schedule.ranks, case_schedule.ranks, LINK, LINK
+    )  # type: ignore[arg-type]
     lengths = [4 // stages] * stages
-    return made, schedule_costs(
-        made, [profile] * made.ranks, lengths, on, 2 * micro_batches, weight_rule("flush")
+    return case_schedule, schedule_costs(
+        case_schedule,
+        [profile] * case_schedule.ranks,
+        lengths,
+        on,
+        2 * micro_batches,
+        weight_rule("flush"),
     )
 
 
 def test_the_first_stage_leaves_all_of_its_backward_to_w():
-    """Nobody wants a gradient of the data. I took 0.3 ms where 33 were predicted, and W 63 where 36
-    were.
-    """
-    found = stage_seconds(a_profile(), [1, 3], 2)
-    assert found["input_grad"] == [0, 6]
-    assert found["weight_grad"] == [6, 12]
-    assert found["backward"] == [6, 18]
+    """Data needs no gradient. I took 0.3 ms where 33 were predicted, and W 63 where 36 were."""
+    seconds = stage_seconds(a_profile(), [1, 3], 2)
+    assert seconds["input_grad"] == [0, 6]
+    assert seconds["weight_grad"] == [6, 12]
+    assert seconds["backward"] == [6, 18]
 
 
 def test_a_rank_of_a_cpu_hands_messages_over_itself():
     """gloo writes them from the thread that sends: the next op waits for that."""
-    made, found = costs(a_profile(), "cpu")
+    stage_costs, found = costs(a_profile(), "cpu")
     assert found.forward == pytest.approx((4 + SEND_S + MESSAGE_S, 4 + RECEIVE_S))
     assert found.backward == pytest.approx((12 + RECEIVE_S, 12 + SEND_S + MESSAGE_S))
     assert found.transfer == (0.5,), "then there is only the latency to wait for"
-    assert simulate_schedule(made, found).makespan > 4 * 16
+    assert simulate_schedule(stage_costs, found).makespan > 4 * 16
 
 
 def test_a_gpu_sends_while_it_computes():
     """Its copies have engines of their own."""
-    _, found = costs(a_profile(), "gpu")
-    assert (found.forward, found.backward, found.transfer) == ((4, 4), (12, 12), (MESSAGE_S,))
+    _, stage_costs = costs(a_profile(), "gpu")
+    assert (stage_costs.forward, stage_costs.backward, stage_costs.transfer) == (
+        (4, 4),
+        (12, 12),
+        (MESSAGE_S,),
+    )
 
 
 def test_stages_on_one_rank_send_each_other_nothing():
     """A V has its middle on one rank."""
-    _, found = costs(a_profile(), "cpu", "zb-v", 4)
-    assert found.forward == pytest.approx(
+    _, stage_costs = costs(a_profile(), "cpu", "zb-v", 4)
+    assert stage_costs.forward == pytest.approx(
         (2 + SEND_S + MESSAGE_S, 2 + RECEIVE_S, 2 + SEND_S + MESSAGE_S, 2 + RECEIVE_S)
     )
-    assert found.transfer == (0.5, 0.0, 0.5)
+    assert stage_costs.transfer == (0.5, 0.0, 0.5)
 
 
 @pytest.mark.parametrize(("micro_batches", "share"), [(1, 0.0), (2, 0.5), (4, 0.75)])
 def test_all_micro_batches_but_the_first_add_up_their_gradients(micro_batches, share):
     """A batch of one micro-batch has nothing to add to."""
-    _, found = costs(a_profile(accumulate_s_per_byte=0.1), "gpu", micro_batches=micro_batches)
-    assert found.backward == pytest.approx((12 + share * 20 * 0.1,) * 2)
-    assert found.weight_grad == pytest.approx((12 + share * 20 * 0.1, 8 + share * 20 * 0.1))
+    _, stage_costs = costs(a_profile(accumulate_s_per_byte=0.1), "gpu", micro_batches=micro_batches)
+    assert stage_costs.backward == pytest.approx((12 + share * 20 * 0.1,) * 2)
+    assert stage_costs.weight_grad == pytest.approx((12 + share * 20 * 0.1, 8 + share * 20 * 0.1))
 
 
 def test_every_copy_has_a_first_micro_batch_of_its_own():
     """Two copies with two micro-batches each: half of them add."""
-    _, found = costs(a_profile(accumulate_s_per_byte=0.1), "gpu", "gpipe", 1, 4, replicas=2)
-    assert found.backward == pytest.approx((24 + 0.5 * 40 * 0.1,))
+    _, stage_costs = costs(a_profile(accumulate_s_per_byte=0.1), "gpu", "gpipe", 1, 4, replicas=2)
+    assert stage_costs.backward == pytest.approx((24 + 0.5 * 40 * 0.1,))
 
 
 def test_an_update_has_a_cost_of_its_own_where_there_is_something_to_update():

@@ -1,4 +1,4 @@
-"""Many cost vectors at once: the same as one by one."""
+"""Many cost vectors at once give the same results as one by one."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ FIGURES = ("makespan", "busy", "bubble_ratio", "span_bubble_ratio", "peak_memory
 @st.composite
 def cases(draw):
     """A schedule with a few costs of different forms."""
-    made = draw(rich_schedules())
+    case_schedule = draw(rich_schedules())
     costs = draw(
         st.lists(
-            rich_costs(made) | st.builds(Costs, forward=st.floats(0, 9)), min_size=1, max_size=4
+            rich_costs(case_schedule) | st.builds(Costs, forward=st.floats(0, 9)),
+            min_size=1,
+            max_size=4,
         )
     )
     return (
-        made,
+        case_schedule,
         costs,
         draw(st.booleans()),
         draw(st.sampled_from(["never", "except_last", "always"])),
@@ -47,17 +49,18 @@ def test_many_at_once_say_what_each_says_alone(in_lanes, monkeypatch):
     @given(cases())
     @settings(deadline=None, max_examples=60)
     def check(case):
-        made, costs, overlap, recompute = case
-        found = simulate_many(made, costs, overlap=overlap, recompute=recompute)
+        case_schedule, costs, overlap, recompute = case
+        outcomes = simulate_many(case_schedule, costs, overlap=overlap, recompute=recompute)
         lines = [
-            simulate_schedule(made, each, overlap=overlap, recompute=recompute) for each in costs
+            simulate_schedule(case_schedule, vector, overlap=overlap, recompute=recompute)
+            for vector in costs
         ]
         for name in FIGURES:
             expected = [getattr(line, name) for line in lines]
             if name == "peak_memory" and None in expected:
-                assert found.peak_memory is None
+                assert outcomes.peak_memory is None
             else:
-                assert getattr(found, name) == pytest.approx(np.array(expected), abs=1e-9)
+                assert getattr(outcomes, name) == pytest.approx(np.array(expected), abs=1e-9)
 
     check()
 
@@ -68,21 +71,24 @@ def test_arrays_and_lists_of_costs_agree_to_the_bit(name, count):
     """Arrays skip the making of a thousand Costs; the numbers are the same, also where the last
     chunk is not full.
     """
-    made = schedule(name, 4, 8)
+    case_schedule = schedule(name, 4, 8)
     rng = np.random.default_rng(count)
-    forward, hop = rng.random((count, made.stages)), rng.random((count, made.stages - 1, 8))
+    forward, hop = (
+        rng.random((count, case_schedule.stages)),
+        rng.random((count, case_schedule.stages - 1, 8)),
+    )
     arrays = simulate_many(
-        made,
+        case_schedule,
         {"forward": forward, "backward": 2.0, "transfer": hop, "update": rng.random(count) * 0},
     )
     lists = simulate_many(
-        made,
+        case_schedule,
         [Costs(forward=f, backward=2.0, transfer=h) for f, h in zip(forward, hop, strict=True)],
     )
     for figure in FIGURES[:4]:
         assert np.array_equal(getattr(arrays, figure), getattr(lists, figure))
     alone = [
-        simulate_schedule(made, Costs(forward=f, backward=2.0, transfer=h)).makespan
+        simulate_schedule(case_schedule, Costs(forward=f, backward=2.0, transfer=h)).makespan
         for f, h in zip(forward, hop, strict=True)
     ]
     assert arrays.makespan.tolist() == alone
@@ -93,15 +99,17 @@ def test_memory_of_many_follows_each_vector_s_bytes():
     """Twice the bytes, twice the peak; boundary buffers depend on the times and are counted like a
     timeline's.
     """
-    made = schedule("1f1b", 3, 6)
+    case_schedule = schedule("1f1b", 3, 6)
     sizes = np.array([[1.0, 2, 3], [2, 4, 6]]) * 100
-    plain = simulate_many(made, {"activation_bytes": sizes})
+    plain = simulate_many(case_schedule, {"activation_bytes": sizes})
     assert plain.peak_memory.tolist() == [[300, 400, 300], [600, 800, 600]]
     crossing = simulate_many(
-        made, {"activation_bytes": sizes, "boundary_bytes": 10.0, "transfer": [0.5, 1.0]}
+        case_schedule, {"activation_bytes": sizes, "boundary_bytes": 10.0, "transfer": [0.5, 1.0]}
     )
     alone = [
-        simulate_schedule(made, Costs(activation_bytes=row, boundary_bytes=10, transfer=hop))
+        simulate_schedule(
+            case_schedule, Costs(activation_bytes=row, boundary_bytes=10, transfer=hop)
+        )
         for row, hop in zip(sizes, (0.5, 1), strict=True)
     ]
     assert crossing.peak_memory.tolist() == [list(line.peak_memory) for line in alone]
@@ -115,7 +123,7 @@ def test_memory_of_many_follows_each_vector_s_bytes():
         ({"forwards": [1]}, "there is no 'forwards'; there are forward, backward"),
         (
             {"forward": [[1, 2]]},
-            r"forward has shape \(1, 2\); it is \(vectors\), \(vectors, 3\) or \(vectors, 3, 4\)",
+            r"forward has shape \(1, 2\); it must be \(vectors\), \(vectors, 3\) or \(vectors, 3, 4\)",
         ),
         (
             {"forward": [1, 2], "backward": [1, 2, 3]},
@@ -123,10 +131,10 @@ def test_memory_of_many_follows_each_vector_s_bytes():
         ),
         (
             {"forward": [1, -2.0]},
-            "forward has .*-2.0.*; seconds and bytes are finite and not below 0",
+            "forward has .*-2.0.*; seconds and bytes must be finite and not negative",
         ),
         ({"links": "slow"}, "links are one of duplex, half-duplex, shared, not 'slow'"),
-        ({"transfer": [1], "latency": [1]}, "transfer says what a message takes"),
+        ({"transfer": [1], "latency": [1]}, "transfer and latency or bandwidth both set"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused_by_name(costs, message):
@@ -137,5 +145,5 @@ def test_arrays_that_do_not_fit_are_refused_by_name(costs, message):
 
 def test_a_schedule_without_ops_has_outcomes_of_0():
     """Empty in, empty out."""
-    found = simulate_many(Schedule(()), [Costs(), Costs()])
-    assert found.makespan.tolist() == found.bubble_ratio.tolist() == [0, 0]
+    outcomes = simulate_many(Schedule(()), [Costs(), Costs()])
+    assert outcomes.makespan.tolist() == outcomes.bubble_ratio.tolist() == [0, 0]

@@ -33,16 +33,16 @@ COSTS = Costs(activation_bytes=10, input_bytes=2, weight_bytes=[100, 200])
 ])  # fmt: skip
 def test_peak_memory_of_three_micro_batches_on_two_stages(name, recompute, expected):
     """Sums small enough to check on paper."""
-    made = schedule(name, 2, 3)
-    assert peak_memory(made, COSTS, recompute) == expected
-    assert simulate_schedule(made, COSTS, recompute=recompute).peak_memory == expected
+    case_schedule = schedule(name, 2, 3)
+    assert peak_memory(case_schedule, COSTS, recompute) == expected
+    assert simulate_schedule(case_schedule, COSTS, recompute=recompute).peak_memory == expected
 
 
 def test_gpipe_in_reverse_with_the_last_kept_whole_never_holds_two_whole_micro_batches():
     """Why torchgpipe keeps the last: its backward comes first, so it is gone before the next grows."""
-    made = schedule("gpipe", 1, 3, backward_order="reverse")
+    case_schedule = schedule("gpipe", 1, 3, backward_order="reverse")
     costs = Costs(activation_bytes=10, input_bytes=2)
-    assert peak_memory(made, costs, "except_last") == (2 + 2 + 10,)
+    assert peak_memory(case_schedule, costs, "except_last") == (2 + 2 + 10,)
     assert peak_memory(schedule("gpipe", 1, 3), costs, "except_last") == (10 + 2 + 10,)
 
 
@@ -59,8 +59,8 @@ def test_a_split_backward_holds_its_activations_until_the_weight_gradient():
 
 def test_a_rank_holds_the_weights_of_all_its_stages():
     """Also those of a copy, and those of a stage that only updates there."""
-    made = Schedule.parse("0F0 1F0 1F1 1B1 1B0 0B0 0U1 1U1\n0F1 0B1 0U1")
-    assert peak_memory(made, COSTS) == (300 + 30, 100 + 10)
+    case_schedule = Schedule.parse("0F0 1F0 1F1 1B1 1B0 0B0 0U1 1U1\n0F1 0B1 0U1")
+    assert peak_memory(case_schedule, COSTS) == (300 + 30, 100 + 10)
 
 
 def test_without_bytes_there_is_no_peak_memory():
@@ -76,10 +76,10 @@ def test_without_bytes_there_is_no_peak_memory():
 
 def test_either_kind_of_bytes_alone_is_counted():
     """A user who knows only the weights gets their sum."""
-    made = schedule("gpipe", 2, 2)
-    assert peak_memory(made, Costs(weight_bytes=7)) == (7, 7)
-    assert peak_memory(made, Costs(activation_bytes=3)) == (6, 6)
-    assert peak_memory(made, Costs(activation_bytes=3), "always") == (3, 3)
+    case_schedule = schedule("gpipe", 2, 2)
+    assert peak_memory(case_schedule, Costs(weight_bytes=7)) == (7, 7)
+    assert peak_memory(case_schedule, Costs(activation_bytes=3)) == (6, 6)
+    assert peak_memory(case_schedule, Costs(activation_bytes=3), "always") == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_an_unknown_word_for_recompute_is_refused():
 
 def test_recompute_adds_a_forward_to_each_backward_it_concerns():
     """1 + (1 + 2) seconds instead of 1 + 2 for all but the last."""
-    made = schedule("naive", 1, 3)
+    case_schedule = schedule("naive", 1, 3)
     assert [
-        simulate_schedule(made, Costs(), recompute=r).makespan
+        simulate_schedule(case_schedule, Costs(), recompute=r).makespan
         for r in ("never", "except_last", "always")
     ] == [9, 11, 12]
     split = Schedule.parse("0F0 0I0 0W0 0U1")

@@ -1,4 +1,4 @@
-"""From a profile, a cut and a cluster to costs."""
+"""Costs from a profile, a cut and a cluster."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PartitionError, PlanError
 from penstock.plan.plan import Plan, Prediction
-from penstock.profile.paced import paced
+from penstock.profile.paced import scale_profile
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
@@ -25,7 +25,7 @@ from penstock.weights.catalogue import weight_rule
 
 
 def timing(seconds: float) -> Timing:
-    """So many seconds per sample."""
+    """Return a timing with this many seconds per sample."""
     return Timing((1, 8), (seconds, 8 * seconds))
 
 
@@ -68,7 +68,7 @@ def test_costs_are_sums_over_each_stage_s_layers():
 
 def test_a_stage_keeps_the_input_that_counts_at_a_layer_before_it():
     """Only where a stage begins: inside one, the other layer has counted it."""
-    layers = tuple(replace(each, entry_bytes_per_sample=1.0) for each in PROFILE.layers)
+    layers = tuple(replace(layer, entry_bytes_per_sample=1.0) for layer in PROFILE.layers)
     costs = stage_costs(replace(PROFILE, layers=layers), [1, 2, 1], 2, FOUR, micro_batches=4)
     assert costs.activation_bytes == (22, 102, 82)
 
@@ -139,7 +139,9 @@ def test_a_plan_stands_on_the_devices_that_it_names():
     )
     assert near == simulate_plan(a_plan(), PROFILE, FOUR).makespan
     assert far == pytest.approx(3 + 22 + 22 + 7 + 14 + 22 + 22 + 6)
-    with pytest.raises(PlanError, match="is on device 3 of its cluster, four has devices 0 to 1"):
+    with pytest.raises(
+        PlanError, match="uses device 3 of its cluster, but four has devices 0 to 1"
+    ):
         simulate_plan(replace(a_plan(), devices=(0, 3)), PROFILE, FOUR.on((0, 1)))
 
 
@@ -156,7 +158,7 @@ def test_a_plan_s_stages_take_what_their_devices_take():
     expected = 3 + 2.5 + 21 + 21 + 42 + 42 + 2.5 + 6
     assert simulate_plan(a_plan(), PROFILE, mixed).makespan == pytest.approx(expected)
     assert simulate_plan(
-        a_plan(), {"d": PROFILE, "e": paced(PROFILE, 3.0)}, mixed
+        a_plan(), {"d": PROFILE, "e": scale_profile(PROFILE, 3.0)}, mixed
     ).makespan == pytest.approx(expected)
     assert simulate_plan(a_plan(), {"d": PROFILE, "e": PROFILE}, mixed).makespan == pytest.approx(
         3 + 2.5 + 7 + 7 + 14 + 14 + 2.5 + 6
@@ -185,10 +187,10 @@ def test_copies_take_time_to_add_up_their_gradients():
     (alone,), (gradients,) = costs.spread("update", 1), costs.spread("gradient_bytes", 1)
 
     def update(copies):
-        made = Schedule.parse(
+        case_schedule = Schedule.parse(
             "\n".join(f"rank {rank} | 0F{rank} 0B{rank} 0U1" for rank in range(copies))
         )
-        return place_costs(costs, made, FOUR).update[0] - alone
+        return place_costs(costs, case_schedule, FOUR).update[0] - alone
 
     assert update(1) == 0
     assert update(2) == pytest.approx(FOUR.transfer_seconds(gradients, 0, 1))
@@ -210,10 +212,10 @@ def test_copies_that_meet_once_in_a_wave_take_their_share_of_that_at_every_updat
     """HetPipe's virtual workers: 0 and 1 on one node, 2 and 3 on the other, so that copies meet
     over the slow link.
     """
-    made = schedule("hetpipe", 2, 1)
+    case_schedule = schedule("hetpipe", 2, 1)
     costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=1)
-    placed = place_costs(costs, made, FOUR)
-    length = made.stream.waves.length
+    placed = place_costs(costs, case_schedule, FOUR)
+    length = case_schedule.stream.waves.length
     assert length > 1
     assert placed.update == tuple(
         FOUR.transfer_seconds(held, 0, 2) / length for held in costs.gradient_bytes
@@ -223,11 +225,13 @@ def test_copies_that_meet_once_in_a_wave_take_their_share_of_that_at_every_updat
 
 def test_a_weight_rule_s_versions_are_of_what_is_trained():
     """Stage 0 has 300 bytes of weights and 1 of buffers; a version more is 300 bytes more."""
-    made = schedule("pipedream", 2, 1)
+    case_schedule = schedule("pipedream", 2, 1)
     costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=1)
     for rule, more in (("stash", 1), ("none", 0), ("pipemare", 2)):
-        placed = place_costs(costs, made, FOUR, weight_rule(rule))
-        assert peak_memory(made, placed)[0] == pytest.approx(3 * 300 + 1 + 2 * 30 + more * 300)
+        placed = place_costs(costs, case_schedule, FOUR, weight_rule(rule))
+        assert peak_memory(case_schedule, placed)[0] == pytest.approx(
+            3 * 300 + 1 + 2 * 30 + more * 300
+        )
     assert (
         place_costs(costs, schedule("1f1b", 2, 1), FOUR, weight_rule("flush")).weight_versions
         is None
@@ -237,11 +241,14 @@ def test_a_weight_rule_s_versions_are_of_what_is_trained():
 def test_activations_that_are_handed_over_take_the_links_time():
     """Free, an evicting schedule would look better than it is."""
     costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=3)
-    made = Schedule.parse(
+    case_schedule = Schedule.parse(
         "0F0 0F1 0E1 0F2 0B0 0L1 0B1 0B2 0U1\n1F0 0E1 1B0 1F1 0L1 1B1 1F2 1B2 1U1"
     )
-    kept = costs.spread("activation_bytes", 2)
-    assert place_costs(costs, made, FOUR).evict == (FOUR.transfer_seconds(kept[0], 0, 1), 0)
+    activation_bytes = costs.spread("activation_bytes", 2)
+    assert place_costs(costs, case_schedule, FOUR).evict == (
+        FOUR.transfer_seconds(activation_bytes[0], 0, 1),
+        0,
+    )
 
 
 def test_a_slice_pays_the_fixed_cost_of_a_whole_call():
@@ -268,19 +275,19 @@ def test_a_slice_pays_the_fixed_cost_of_a_whole_call():
 def test_a_schedule_of_more_ranks_than_the_cluster_is_refused():
     """There is no link to count."""
     costs = stage_costs(PROFILE, [1, 1, 1, 1], 1, cluster("local:2"), micro_batches=1)
-    with pytest.raises(PlanError, match="gpipe runs on 4 ranks, cluster local:2 has 2"):
+    with pytest.raises(PlanError, match="gpipe runs on 4 ranks, but cluster local:2 has 2"):
         place_costs(costs, schedule("gpipe", 4, 1), cluster("local:2"))
 
 
 def a_plan() -> Plan:
     """GPipe in two stages, two micro-batches of 1 sample."""
-    made = schedule("gpipe", 2, 2)
+    case_schedule = schedule("gpipe", 2, 2)
     return Plan(
         "f",
         ("l0", "l1", "l2", "l3"),
         (2, 2),
         "gpipe",
-        made.lines,
+        case_schedule.lines,
         2,
         2,
         "four",
@@ -307,24 +314,29 @@ def test_a_plan_simulates_with_its_own_recompute():
 
 def test_an_asynchronous_plan_simulates_with_its_own_weight_rule():
     """All of its batches, and the memory that the rule takes."""
-    made = schedule("pipedream", 2, 1)
+    case_schedule = schedule("pipedream", 2, 1)
     plan = replace(
         a_plan(),
         schedule_name="pipedream",
-        programs=made.lines,
+        programs=case_schedule.lines,
         micro_batches=1,
         batch=1,
         synchronous=False,
-        stream=made.stream,
+        stream=case_schedule.stream,
         weights="stash",
     )
     stash, none = (
         simulate_plan(replace(plan, weights=name), PROFILE, FOUR) for name in ("stash", "none")
     )
-    assert len([event for event in stash.compute if event.op.kind is Kind.U]) == 2 * made.batches
+    assert (
+        len([event for event in stash.compute if event.op.kind is Kind.U])
+        == 2 * case_schedule.batches
+    )
     assert stash.peak_memory[0] - none.peak_memory[0] == 300
-    found = steady(plan.schedule, costs_of_plan(plan, PROFILE, FOUR))
-    assert found.seconds_per_batch == pytest.approx(max(7 + 14, (3 + 6 + 7 + 14 + 2 * 2.5) / 2))
+    steady_state = steady(plan.schedule, costs_of_plan(plan, PROFILE, FOUR))
+    assert steady_state.seconds_per_batch == pytest.approx(
+        max(7 + 14, (3 + 6 + 7 + 14 + 2 * 2.5) / 2)
+    )
 
 
 def test_a_plan_is_refused_with_another_model_s_profile():
@@ -333,5 +345,5 @@ def test_a_plan_is_refused_with_another_model_s_profile():
         PlanError, match="plan is for a chain with fingerprint f, the profile is of g"
     ):
         simulate_plan(a_plan(), replace(PROFILE, fingerprint="g"), FOUR)
-    with pytest.raises(PlanError, match="runs on 2 ranks, cluster local:1 has 1"):
+    with pytest.raises(PlanError, match="runs on 2 ranks, but cluster local:1 has 1"):
         simulate_plan(a_plan(), PROFILE, cluster("local:1"))

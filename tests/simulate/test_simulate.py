@@ -1,4 +1,4 @@
-"""Simulate against a second simulator that shares no code with it, and against sums done by hand."""
+"""The simulator against an independent reference, and against sums done by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reference(programs, seconds, hop, overlap):
 
     Each rank runs its list in order; an op starts when the rank is free and its inputs have
     arrived. A finished op hands its value to the link to the other rank, which carries one message
-    at a time, in the order of sending. Ranks are visited until nobody can go on. `seconds(letter,
+    at a time, in the order of sending. Ranks are visited until none can continue. `seconds(letter,
     stage, m)`; `hop(stage below the boundary, up?)`.
     """
     rows = [[(str(op.kind), op.stage, op.micro_batch) for op in program] for program in programs]
@@ -86,9 +86,11 @@ SECONDS = st.integers(0, 12).map(lambda quarters: quarters / 4)
 
 @st.composite
 def cases(draw, schedules):
-    made = draw(schedules)
-    per_stage = st.lists(SECONDS, min_size=made.stages, max_size=made.stages)
-    per_boundary = st.lists(SECONDS, min_size=made.stages - 1, max_size=made.stages - 1)
+    case_schedule = draw(schedules)
+    per_stage = st.lists(SECONDS, min_size=case_schedule.stages, max_size=case_schedule.stages)
+    per_boundary = st.lists(
+        SECONDS, min_size=case_schedule.stages - 1, max_size=case_schedule.stages - 1
+    )
     costs = Costs(
         forward=draw(per_stage),
         backward=draw(per_stage),
@@ -98,7 +100,7 @@ def cases(draw, schedules):
         transfer=draw(per_boundary),
         transfer_back=draw(per_boundary),
     )
-    return made, costs
+    return case_schedule, costs
 
 
 FAMILIES = st.builds(
@@ -116,11 +118,13 @@ def test_every_start_and_end_agrees_with_the_reference(case, overlap, recompute)
     """Two simulators by two roads: a longest path over a graph, and ranks that step until they are
     done.
     """
-    made, costs = case
+    case_schedule, costs = case
     names = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad", "U": "update"}
 
     def seconds(letter, stage, m):
-        again = recompute == "always" or (recompute == "except_last" and m < made.micro_batches - 1)
+        again = recompute == "always" or (
+            recompute == "except_last" and m < case_schedule.micro_batches - 1
+        )
         return getattr(costs, names[letter])[stage] + (
             costs.forward[stage] if again and letter in "BI" else 0
         )
@@ -128,16 +132,16 @@ def test_every_start_and_end_agrees_with_the_reference(case, overlap, recompute)
     def hop(boundary, up):
         return (costs.transfer if up else costs.transfer_back)[boundary]
 
-    line = simulate_schedule(made, costs, overlap=overlap, recompute=recompute)
+    line = simulate_schedule(case_schedule, costs, overlap=overlap, recompute=recompute)
     got = {
         (event.rank, str(event.op), event.start, event.end, event.to_rank) for event in line.events
     }
     assert len(got) == len(line.events)
-    assert got == reference(made.programs, seconds, hop, overlap)
-    assert line.peak_in_flight == verify(made).peak_in_flight
-    assert [[e.op for e in line.compute if e.rank == rank] for rank in range(made.ranks)] == list(
-        map(list, made.programs)
-    )
+    assert got == reference(case_schedule.programs, seconds, hop, overlap)
+    assert line.peak_in_flight == verify(case_schedule).peak_in_flight
+    assert [
+        [e.op for e in line.compute if e.rank == rank] for rank in range(case_schedule.ranks)
+    ] == list(map(list, case_schedule.programs))
 
 
 @given(cases(custom_schedules()), st.integers(0, 4))
@@ -146,15 +150,15 @@ def test_waiting_for_sends_never_makes_a_step_shorter(case, slower):
     """Longer ops, longer hops and no overlap can only delay, since programs fix the order: no
     Graham anomaly.
     """
-    made, costs = case
-    makespan = simulate_schedule(made, costs).makespan
-    assert simulate_schedule(made, costs, overlap=False).makespan >= makespan
+    case_schedule, costs = case
+    makespan = simulate_schedule(case_schedule, costs).makespan
+    assert simulate_schedule(case_schedule, costs, overlap=False).makespan >= makespan
     delayed = replace(
         costs,
         forward=[f + slower for f in costs.forward],
         transfer=[t + slower for t in costs.transfer],
     )
-    assert simulate_schedule(made, delayed).makespan >= makespan
+    assert simulate_schedule(case_schedule, delayed).makespan >= makespan
 
 
 def test_a_link_carries_one_message_at_a_time():
@@ -209,13 +213,13 @@ def test_costs_that_are_not_given_follow_from_those_that_are(costs, expected):
 
 def test_updates_and_transfers_are_free_where_nothing_is_said_of_them():
     """Whether left out or given as unknown."""
-    made = schedule("gpipe", 3, 2)
+    case_schedule = schedule("gpipe", 3, 2)
     for costs in (
         Costs(),
         Costs(update=None, transfer=None),
         Costs(forward=1, backward=2, update=0, transfer=0, transfer_back=0),
     ):
-        line = simulate_schedule(made, costs)
+        line = simulate_schedule(case_schedule, costs)
         assert line.makespan == 12
         assert sum(event.end - event.start for event in line.events) == 3 * 2 * 3
 

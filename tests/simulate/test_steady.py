@@ -1,4 +1,4 @@
-"""What a stream takes for a batch between filling and draining."""
+"""The time of a stream's batch between filling and draining."""
 
 import pytest
 from hypothesis import given, settings
@@ -20,21 +20,21 @@ STREAMS = [name for name, facts in schedules().items() if not facts.synchronous]
 )
 def test_equal_stages_on_free_links_take_their_own_work_and_an_update(stages, micro_batches):
     """m (f + b) + u: the bubble is gone, which is what it is all for."""
-    made = schedule("pipedream", stages, micro_batches)
-    found = steady(made, Costs(forward=1, backward=2, update=0.5))
-    assert found.seconds_per_batch == micro_batches * 3 + 0.5
-    assert found.bubble_ratio == pytest.approx(0)
+    case_schedule = schedule("pipedream", stages, micro_batches)
+    steady_state = steady(case_schedule, Costs(forward=1, backward=2, update=0.5))
+    assert steady_state.seconds_per_batch == micro_batches * 3 + 0.5
+    assert steady_state.bubble_ratio == pytest.approx(0)
 
 
 def test_the_slowest_stage_is_the_pace():
     """Stage 1 works 2 + 3 seconds for each of 2 micro-batches, and 1 to update; the others wait for
     it.
     """
-    found = steady(
+    steady_state = steady(
         schedule("pipedream", 3, 2), Costs(forward=[1, 2, 1], backward=[2, 3, 2], update=[0, 1, 0])
     )
-    assert found.seconds_per_batch == 11
-    assert found.bubble_ratio == pytest.approx(1 - (6 + 11 + 6) / 33)
+    assert steady_state.seconds_per_batch == 11
+    assert steady_state.bubble_ratio == pytest.approx(1 - (6 + 11 + 6) / 33)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,10 @@ def test_hops_slow_it_down_by_a_round_trip_shared_among_those_in_flight(stages, 
     """p micro-batches go round in p (f + b) + 2 (p - 1) c seconds; in which order they come, only a
     whole pattern shows.
     """
-    found = steady(schedule("pipedream", stages, 1), Costs(forward=1, backward=2, transfer=hop))
-    assert found.seconds_per_batch == pytest.approx(expected, rel=1e-12)
+    steady_state = steady(
+        schedule("pipedream", stages, 1), Costs(forward=1, backward=2, transfer=hop)
+    )
+    assert steady_state.seconds_per_batch == pytest.approx(expected, rel=1e-12)
 
 
 def test_more_forwards_ahead_hide_hops():
@@ -57,48 +59,50 @@ def test_more_forwards_ahead_hide_hops():
 
 def test_recompute_and_sends_that_stop_the_rank_count():
     """As they do for a single batch."""
-    made = schedule("pipedream", 2, 1)
-    assert steady(made, Costs(forward=1, backward=2), "always").seconds_per_batch == 4
+    case_schedule = schedule("pipedream", 2, 1)
+    assert steady(case_schedule, Costs(forward=1, backward=2), "always").seconds_per_batch == 4
     assert (
-        steady(made, Costs(forward=1, backward=2, transfer=0.5), overlap=False).seconds_per_batch
+        steady(
+            case_schedule, Costs(forward=1, backward=2, transfer=0.5), overlap=False
+        ).seconds_per_batch
         > 3.5 - 1e-9
     )
 
 
 def test_a_synchronous_schedule_takes_its_makespan():
     """From flush to flush, so that both kinds can be held against each other."""
-    made, costs = schedule("1f1b", 4, 8), Costs(forward=1, backward=2)
-    found, timeline = steady(made, costs), simulate_schedule(made, costs)
-    assert (found.seconds_per_batch, found.bubble_ratio, found.batches) == (
+    case_schedule, costs = schedule("1f1b", 4, 8), Costs(forward=1, backward=2)
+    steady_state, timeline = steady(case_schedule, costs), simulate_schedule(case_schedule, costs)
+    assert (steady_state.seconds_per_batch, steady_state.bubble_ratio, steady_state.batches) == (
         33,
         timeline.bubble_ratio,
         1,
     )
-    assert found.timeline.events == timeline.events
+    assert steady_state.timeline.events == timeline.events
 
 
 def test_two_virtual_workers_do_two_batches_at_once():
     """HetPipe's pipelines stand side by side."""
-    found = steady(schedule("hetpipe", 2, 1), Costs(forward=1, backward=2))
-    assert found.seconds_per_batch == 1.5
-    assert found.bubble_ratio == pytest.approx(0)
+    steady_state = steady(schedule("hetpipe", 2, 1), Costs(forward=1, backward=2))
+    assert steady_state.seconds_per_batch == 1.5
+    assert steady_state.bubble_ratio == pytest.approx(0)
 
 
 def test_the_timeline_has_whole_batches_and_nothing_else():
     """What bounds the pace is read off it: work and messages of as many batches as were counted."""
-    found = steady(
+    steady_state = steady(
         schedule("pipedream", 4, 2), Costs(forward=1, backward=2, transfer=0.5, update=0.25)
     )
-    ops = [event.op for event in found.timeline.compute]
+    ops = [event.op for event in steady_state.timeline.compute]
     for stage in range(4):
         for kind, per_batch in ((Kind.F, 2), (Kind.B, 2), (Kind.U, 1)):
             assert (
                 sum(op.kind is kind and op.stage == stage for op in ops)
-                == per_batch * found.batches
+                == per_batch * steady_state.batches
             )
-    sent = [event for event in found.timeline.events if event.to_rank is not None]
-    assert len(sent) == 2 * 3 * 2 * found.batches
-    assert min(event.start for event in found.timeline.events) == 0
+    sent = [event for event in steady_state.timeline.events if event.to_rank is not None]
+    assert len(sent) == 2 * 3 * 2 * steady_state.batches
+    assert min(event.start for event in steady_state.timeline.events) == 0
 
 
 @settings(max_examples=20, deadline=None)
@@ -108,7 +112,7 @@ def test_it_is_what_a_long_stream_takes(data, name, stages, micro_batches):
     same.
     """
     try:
-        made = schedule(name, stages, micro_batches)
+        case_schedule = schedule(name, stages, micro_batches)
     except ScheduleError:
         return
     seconds = st.lists(st.integers(1, 8), min_size=stages, max_size=stages)
@@ -119,29 +123,29 @@ def test_it_is_what_a_long_stream_takes(data, name, stages, micro_batches):
         update=data.draw(seconds),
         transfer=data.draw(hops),
     )
-    found = steady(made, costs)
+    steady_state = steady(case_schedule, costs)
     first, last = 60, 60 + 2 * 3 * 4 * 5 * 7
     ends = {}
-    for event in simulate_schedule(prolonged(made, last + 40), costs).compute:
+    for event in simulate_schedule(prolonged(case_schedule, last + 40), costs).compute:
         if event.op.kind is Kind.B and event.op.stage == 0:
             ends[event.op.micro_batch] = event.end
     whole = ends[last * micro_batches] - ends[first * micro_batches]
-    assert found.seconds_per_batch == pytest.approx(whole / (last - first), rel=1e-6)
+    assert steady_state.seconds_per_batch == pytest.approx(whole / (last - first), rel=1e-6)
 
 
 def test_stages_that_are_nearly_equal_are_held_to_the_slowest():
     """It would take thousands of batches until the last queue is full."""
-    found = steady(
+    steady_state = steady(
         schedule("pipedream", 8, 1), Costs(forward=[1, 1, 1, 1, 1, 1, 1, 1.0001], backward=2)
     )
-    assert found.seconds_per_batch == pytest.approx(3.0001, rel=1e-9)
+    assert steady_state.seconds_per_batch == pytest.approx(3.0001, rel=1e-9)
 
 
 def test_costs_of_given_micro_batches_are_taken_as_far_as_they_go():
     """There are no more of them, so no more batches can be simulated."""
-    made = schedule("pipedream", 2, 1, batches=24)
-    found = steady(made, Costs(forward=[[1, 2] * 12, [1] * 24], backward=2))
-    assert found.seconds_per_batch == pytest.approx(3.5)
+    case_schedule = schedule("pipedream", 2, 1, batches=24)
+    steady_state = steady(case_schedule, Costs(forward=[[1, 2] * 12, [1] * 24], backward=2))
+    assert steady_state.seconds_per_batch == pytest.approx(3.5)
     short = steady(
         schedule("pipedream", 2, 1, batches=6), Costs(forward=[[1] * 6, [1] * 6], backward=2)
     )
@@ -150,9 +154,12 @@ def test_costs_of_given_micro_batches_are_taken_as_far_as_they_go():
 
 def test_a_stream_that_does_not_repeat_itself_has_no_steady_state():
     """The message says what to give instead."""
-    made = schedule("pipedream", 2, 1)
+    case_schedule = schedule("pipedream", 2, 1)
     short = Schedule(
-        prolonged(made, 1).programs, "short", synchronous=False, stream=prolonged(made, 1).stream
+        prolonged(case_schedule, 1).programs,
+        "short",
+        synchronous=False,
+        stream=prolonged(case_schedule, 1).stream,
     )
     with pytest.raises(
         ScheduleError, match="short does not repeat itself from batch to batch within its 1 batches"
@@ -162,5 +169,5 @@ def test_a_stream_that_does_not_repeat_itself_has_no_steady_state():
 
 def test_nothing_takes_no_time():
     """No division by zero."""
-    found = steady(schedule("pipedream", 2, 1), Costs(forward=0))
-    assert (found.seconds_per_batch, found.bubble_ratio) == (0, 0)
+    steady_state = steady(schedule("pipedream", 2, 1), Costs(forward=0))
+    assert (steady_state.seconds_per_batch, steady_state.bubble_ratio) == (0, 0)

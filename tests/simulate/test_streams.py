@@ -1,4 +1,4 @@
-"""Streams on the simulator's two roads, what asynchrony gains, and waves by hand."""
+"""Streams in the array simulator and in the graph, the gain by asynchrony, and waves by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.schedule.stream import Stream, Waves
 from penstock.simulate.costs import Costs
 from penstock.simulate.front import simulate
 from penstock.simulate.simulate import simulate_schedule
-from penstock.simulate.structure import structure
+from penstock.simulate.structure import dependencies_of
 
 SECONDS = st.integers(0, 12).map(lambda quarters: quarters / 4)
 
@@ -64,14 +64,17 @@ def test_the_arrays_and_the_graph_agree_on_every_start_and_end(made, data):
 )
 def test_a_stream_gains_the_whole_bubble_of_1f1b(name, stages, size):
     """(m + p - 1) / m: what judges the runtime's measurements, at small m most of all."""
-    made = schedule(name, stages, size, batches=40)
+    case_schedule = schedule(name, stages, size, batches=40)
     ranks, costs = (
-        made.ranks,
-        Costs(forward=1 / (stages // made.ranks), backward=2 / (stages // made.ranks)),
+        case_schedule.ranks,
+        Costs(
+            forward=1 / (stages // case_schedule.ranks),
+            backward=2 / (stages // case_schedule.ranks),
+        ),
     )
     ends = [
         event.end
-        for event in simulate(made, costs).compute
+        for event in simulate(case_schedule, costs).compute
         if str(event.op.kind) == "U" and (event.rank, event.op.stage) == (0, 0)
     ]
     flushed = simulate(schedule("1f1b", ranks, size), Costs(forward=1, backward=2)).makespan
@@ -80,13 +83,13 @@ def test_a_stream_gains_the_whole_bubble_of_1f1b(name, stages, size):
 
 def waves(length, distance, text):
     """Two copies of one stage, one micro-batch per batch; the second is three times as slow."""
-    made = replace(
+    case_schedule = replace(
         Schedule.parse(text),
         synchronous=False,
         stream=Stream(6, "hetpipe", waves=Waves(length, distance)),
     )
     line = simulate_schedule(
-        made, Costs(forward=lambda _, m: 1.0 + 2 * (m % 2), backward=0, update=0.5)
+        case_schedule, Costs(forward=lambda _, m: 1.0 + 2 * (m % 2), backward=0, update=0.5)
     )
     return [
         [event.start for event in line.compute if event.op.kind is Kind.U and event.rank == rank]
@@ -109,16 +112,21 @@ def test_a_fast_copy_runs_ahead_of_a_slow_one_by_as_many_waves_as_it_may(
 
 
 def test_copies_that_wait_in_a_circle_are_found():
-    """A wave's end before the gradients that the other's needs: nobody starts, and that is said."""
+    """Each wave ends before gradients that the other one's end needs: a deadlock is reported."""
     rows = "0F0 1F0 1B0 0B0 0U1 1U1\n0F1 1F1 1B1 0B1 1U1 0U1"
-    made = replace(
+    case_schedule = replace(
         Schedule.parse(rows), synchronous=False, stream=Stream(2, "hetpipe", waves=Waves(1))
     )
     with pytest.raises(
-        ScheduleError, match="custom cannot finish: it stands with rank 0 at 0U1, rank 1 at 1U1"
+        ScheduleError, match="custom deadlocks: it stops with rank 0 at 0U1, rank 1 at 1U1"
     ):
-        structure(made)
-    assert structure(replace(made, stream=Stream(2, "hetpipe", waves=Waves(1, 1)))).ranks == 2
+        dependencies_of(case_schedule)
+    assert (
+        dependencies_of(
+            replace(case_schedule, stream=Stream(2, "hetpipe", waves=Waves(1, 1)))
+        ).ranks
+        == 2
+    )
 
 
 @pytest.mark.parametrize("recompute", ["except_last", "always"])
@@ -126,7 +134,7 @@ def test_the_last_micro_batch_of_every_batch_is_the_last(recompute):
     """As at runtime: its backward may come right after its forward, where there is nothing to be
     saved.
     """
-    made = schedule("pipedream", 1, 3, batches=4)
-    line = simulate_schedule(made, Costs(forward=1, backward=2), recompute=recompute)
+    case_schedule = schedule("pipedream", 1, 3, batches=4)
+    line = simulate_schedule(case_schedule, Costs(forward=1, backward=2), recompute=recompute)
     lengths = [event.end - event.start for event in line.compute if event.op.kind is Kind.B]
     assert lengths == ([3, 3, 2] if recompute == "except_last" else [3, 3, 3]) * 4

@@ -1,1 +1,1 @@
-"""Run layers and links, and write down what they cost."""
+"""Measurements of layers, devices and links."""

@@ -1,6 +1,4 @@
-"""Whether the ranks that measure together are on devices of one kind: a profile is of one kind, and
-a cluster names each.
-"""
+"""Detect ranks and hosts whose devices differ: a profile describes a single kind of device."""
 
 from __future__ import annotations
 
@@ -13,21 +11,19 @@ from penstock.cluster.device import Device
 from penstock.errors import SettingError
 from penstock.units import format_seconds
 
-#: Devices of different hosts, and of one host, whose speeds differ by more are of different kinds.
-#: Ranks of one host share its cores, and
-#: differ by what else runs there.
+#: Ratios of speeds above which devices are of different kinds, between hosts and within a host.
+#: Ranks of one host share its cores, so that other programs make them differ more.
 TOLERANCE: Final = 1.25
 TOLERANCE_ON_A_HOST: Final = 1.5
 
-#: Models that take no longer in all are too small to tell devices apart by: on a busy host of two
-#: cores, ranks that are alike have
-#: differed by 0.25 ms.
+#: Differences in seconds that are noise, whatever the ratio: on a busy host of two cores, equal
+#: ranks have differed by 0.25 ms.
 _NOISE_S: Final = 1e-3
 
 
 @final
 class RankSpeed(NamedTuple):
-    """What one rank is, and the seconds that the model's forward and backward take there."""
+    """A rank's host, device and device model, and its seconds for forward and backward."""
 
     host: str
     device: str
@@ -35,57 +31,65 @@ class RankSpeed(NamedTuple):
     seconds: float
 
 
-def unlike(ranks: Sequence[RankSpeed]) -> tuple[int, int] | None:
-    """Two ranks whose devices are of different kinds, the faster first; None if all are alike."""
-    for a, b in combinations(range(len(ranks)), 2):
-        one, other = ranks[a], ranks[b]
-        most = TOLERANCE_ON_A_HOST if one.host == other.host else TOLERANCE
-        least, longest = sorted((one.seconds, other.seconds))
-        slow = longest > most * least and longest - least > _NOISE_S
-        if slow or one.device != other.device:
-            return (a, b) if one.seconds <= other.seconds else (b, a)
+def find_unlike_pair(ranks: Sequence[RankSpeed]) -> tuple[int, int] | None:
+    """Return two ranks with different kinds of devices, the faster first; None if all are equal."""
+    for first, second in combinations(range(len(ranks)), 2):
+        a, b = ranks[first], ranks[second]
+        tolerance = TOLERANCE_ON_A_HOST if a.host == b.host else TOLERANCE
+        faster, slower = sorted((a.seconds, b.seconds))
+        differs = slower > tolerance * faster and slower - faster > _NOISE_S
+        if differs or a.device != b.device:
+            return (first, second) if a.seconds <= b.seconds else (second, first)
     return None
 
 
-def refusal(ranks: Sequence[RankSpeed], pair: tuple[int, int]) -> SettingError:
-    """That two ranks cannot measure one profile together, and what to do."""
-    lines = [
-        f"rank {rank} ({ranks[rank].host}, {ranks[rank].model}): {format_seconds(ranks[rank].seconds)} for forward and backward"
-        for rank in pair
-    ]
-    ratio = ranks[pair[1]].seconds / max(ranks[pair[0]].seconds, 1e-12)
+def unlike_devices_error(ranks: Sequence[RankSpeed], pair: tuple[int, int]) -> SettingError:
+    """Return the error for two ranks that cannot measure one profile together."""
+    lines = []
+    for rank in pair:
+        speed = ranks[rank]
+        seconds = format_seconds(speed.seconds)
+        lines.append(f"rank {rank} ({speed.host}, {speed.model}): {seconds} for forward+backward")
+    faster, slower = (ranks[rank].seconds for rank in pair)
+    ratio = slower / max(faster, 1e-12)
     return SettingError(
-        "the ranks that measure together are on unlike devices, and a profile is of one kind of device:\n  "
+        "the ranks that measure together are on different kinds of devices, but a profile is of "
+        "one kind:\n  "
         + "\n  ".join(lines)
-        + f"\nwhich is {ratio:.2f} times as long. Measure each kind by itself (together=True on its ranks alone, or together=False on one of "
-        "them), and give ps.plan a profile for every device of the cluster by its name: ps.plan({'cpu-0': one, 'cpu-1': other}, …)"
+        + f"\nwhich is {ratio:.2f} times as long. Measure each kind separately (together=True on "
+        "its ranks alone, or together=False on one of them), and give ps.plan a profile for every "
+        "device of the cluster by its name: ps.plan({'cpu-0': one, 'cpu-1': other}, …)"
     )
 
 
-def named_by_kind(devices: Sequence[Device], speeds: Sequence[float]) -> list[Device]:
-    """The devices of hosts, with different names where they have one name and differ in speed:
-    `cpu-0`, `cpu-1` in their order.
+def name_by_kind(devices: Sequence[Device], speeds: Sequence[float]) -> list[Device]:
+    """Number the names of devices that share a name but differ in speed: `cpu-0`, `cpu-1`, ...
 
-    Those that differ by no more than the tolerance from the first of a kind are of that kind.
+    A device is of the first kind from which it differs by no more than the tolerance.
 
     Args:
-        devices: one for each host.
+        devices: one per host.
         speeds: of each, operations per second.
     """
-    kinds: dict[str, list[float]] = {}
-    places: list[tuple[str, int]] = []
+    speeds_of_kinds: dict[str, list[float]] = {}
+    kinds: list[int] = []
     for device, speed in zip(devices, speeds, strict=True):
-        known = kinds.setdefault(device.name, [])
-        place = next((n for n, each in enumerate(known) if equally_fast(each, speed)), len(known))
-        if place == len(known):
-            known.append(speed)
-        places.append((device.name, place))
+        kind_speeds = speeds_of_kinds.setdefault(device.name, [])
+        matches = [
+            kind for kind, kind_speed in enumerate(kind_speeds) if equally_fast(kind_speed, speed)
+        ]
+        if not matches:
+            matches = [len(kind_speeds)]
+            kind_speeds.append(speed)
+        kinds.append(matches[0])
     return [
-        replace(device, name=f"{name}-{place}") if len(kinds[name]) > 1 else device
-        for device, (name, place) in zip(devices, places, strict=True)
+        replace(device, name=f"{device.name}-{kind}")
+        if len(speeds_of_kinds[device.name]) > 1
+        else device
+        for device, kind in zip(devices, kinds, strict=True)
     ]
 
 
-def equally_fast(one: float, other: float) -> bool:
-    """Whether two speeds of devices on different hosts may be of one kind of device."""
-    return max(one, other) <= TOLERANCE * min(one, other)
+def equally_fast(a: float, b: float) -> bool:
+    """Return whether two speeds on different hosts may be of one kind of device."""
+    return max(a, b) <= TOLERANCE * min(a, b)

@@ -1,4 +1,4 @@
-"""A profile without the hardware: count the model here, and put a device's roofline over it."""
+"""Estimate a profile without the hardware, from the model's work and a device's roofline."""
 
 from __future__ import annotations
 
@@ -32,43 +32,43 @@ def analytic(
     loss: Loss | None = None,
     targets: Any = None,
 ) -> Profile:
-    """What a model would cost on a device that is not here, by its operations, bytes and launches.
+    """Estimate a model's profile on a device that is not present.
 
-    Nothing is computed and no memory taken, so the model may be of any size; on the meta device,
-    too.
+    No number is computed and no memory allocated, so the model may be of any size, also on the meta
+    device.
 
     Args:
-        model: a chain, or anything that `chain` takes.
+        model: a chain, or anything that `chain` accepts.
         example: inputs of the model, any number of samples in their first dimension, on any device.
         device: a preset's name, such as "V100", or a `Device` with a peak at `dtype` and a memory
-        bandwidth. FPGAs are of another
-            kind: see `penstock.profile.fpga`.
-        batch: samples of a batch. By default as many as `example` has.
-        sizes: micro-batch sizes to give seconds for. By default a batch in parts by powers of two.
-        dtype: in which it computes: "float32", "tf32", "bfloat16", "float16"; see `roofline` for
-        what is narrower then. calibrate: a profile of the same model that was measured on this
-        device, or its file: the shares of the peaks are fitted to it.
-            Without it they are those of a V100.
-        loss, targets: as training has them; what the loss takes then counts with the last layer.
-        Targets of any number of samples.
+            bandwidth. For FPGAs see `penstock.profile.fpga`.
+        batch: samples of a batch. By default the number in `example`.
+        sizes: micro-batch sizes for which to estimate. By default a batch divided by powers of two.
+        dtype: of the computation: "float32", "tf32", "bfloat16", "float16"; see `roofline` for what
+            shrinks with it.
+        calibrate: a profile of the same model measured on this device, or its file: the shares of
+            the peaks are fitted to it. By default they are those of a V100.
+        loss, targets: as in training; the loss's cost is added to the last layer. Any number of
+            targets.
 
     Returns:
         The profile; its `device` is the device's name.
 
     Raises:
-        UnknownName: no preset has that name.
-        SettingError: the device lacks a figure, or the profile to calibrate with is of another
-        model. LayerFailed: a layer cannot be counted, for example because it looks at values.
-        FileError: the profile to calibrate with cannot be read.
+        UnknownName: there is no preset of that name.
+        SettingError: a figure of the device is missing, or the calibration profile is of a
+            different model.
+        LayerFailed: a layer cannot be counted, for example because it reads values.
+        FileError: the calibration profile cannot be read.
     """
     target = Presets.load().device(device) if isinstance(device, str) else device
     traced = model if isinstance(model, TracedChain) else chain(model)
     counts = count(traced, example, batch, loss=loss, targets=targets)
     if target.kind == "fpga":
         return with_single_copy_reasons(fpga(counts, target, sizes=sizes, dtype=dtype), traced)
-    reached: Efficiency | None = None
+    efficiency: Efficiency | None = None
     if calibrate is not None:
         measured = calibrate if isinstance(calibrate, Profile) else Profile.load(calibrate)
-        reached = calibrated(counts, measured, target, dtype=dtype)
-    found = roofline(counts, target, sizes=sizes, dtype=dtype, efficiency=reached)
-    return with_single_copy_reasons(found, traced)
+        efficiency = calibrated(counts, measured, target, dtype=dtype)
+    estimated = roofline(counts, target, sizes=sizes, dtype=dtype, efficiency=efficiency)
+    return with_single_copy_reasons(estimated, traced)

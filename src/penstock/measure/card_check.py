@@ -1,5 +1,6 @@
-"""Do the visible cards work? A kernel on each, and what ranks on them would need: memory, peer
-access, NCCL, CUDA IPC.
+"""Check that the visible cards work: run a kernel on each, and query what ranks on them need.
+
+Ranks need memory, peer access, NCCL and CUDA IPC.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from penstock.transport.card_facts import visible_cards
 from penstock.transport.cards import Card
 from penstock.units import format_bytes
 
-#: Rows and columns of the matrices that a card multiplies; sums of so many ones are exact in every
-#: dtype of a matmul.
+#: Rows and columns of the matrices that a card multiplies: sums of this many ones are exact in
+#: every dtype of a matmul.
 _SIDE: Final = 64
 
 #: What torch raises when a driver or a kernel fails.
@@ -24,13 +25,15 @@ _FAILURES: Final = (RuntimeError, AssertionError, OSError)
 
 
 class CardDriver(Protocol):
-    """The questions that are put to the cards of this process. Each may raise RuntimeError,
-    AssertionError or OSError.
+    """Queries to the cards of this process.
+
+    Each may raise RuntimeError, AssertionError or OSError.
     """
 
     def cards(self) -> tuple[str, tuple[Card, ...]]:
-        """The type of the visible cards, as torch writes it, empty if there are none, and the
-        cards.
+        """Return the device type of the visible cards in torch's notation, and the cards.
+
+        The type is empty if there are none.
         """
         ...
 
@@ -39,25 +42,25 @@ class CardDriver(Protocol):
         ...
 
     def memory(self, index: int) -> tuple[int, int]:
-        """Bytes of the card that are free, and all."""
+        """Return the free and the total bytes of the card."""
         ...
 
     def has_peer_access(self, index: int, other: int) -> bool:
-        """Whether one card reads the memory of another without the host."""
+        """Return whether a card can read the memory of another directly, not through the host."""
         ...
 
     def export_memory(self, index: int) -> None:
-        """Ask for a handle by which another process could open a tensor (CUDA IPC)."""
+        """Request a handle with which another process could open a tensor (CUDA IPC)."""
         ...
 
     def nccl_version(self) -> str:
-        """Such as "2.28.9"; empty without NCCL."""
+        """Return the version, such as "2.28.9"; empty without NCCL."""
         ...
 
 
 @final
 class TorchDriver:
-    """See `CardDriver`: the answers of torch."""
+    """A `CardDriver` that queries torch."""
 
     def cards(self) -> tuple[str, tuple[Card, ...]]:
         """See `CardDriver.cards`."""
@@ -105,16 +108,16 @@ class TorchDriver:
 
 @dataclass(frozen=True)
 class CardReport:
-    """What one card has answered.
+    """The results of one card.
 
     Attributes:
-        device: as torch writes it.
+        device: in torch's notation.
         name, uuid, mig: see `Card`.
         kernel: "works", or the error of a small kernel.
-        free_bytes, total_bytes: of its memory; None if it does not say.
-        peers: indices of the cards whose memory it reads without the host.
+        free_bytes, total_bytes: of its memory; None if unavailable.
+        peers: indices of the cards whose memory it reads directly.
         ipc: "a handle is given", or the error. Whether another process can open the handle is not
-        tried.
+            tested.
     """
 
     device: str
@@ -129,11 +132,11 @@ class CardReport:
 
     @property
     def sound(self) -> bool:
-        """Whether it computes."""
+        """Whether it computes correctly."""
         return self.kernel == "works"
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         peers = ", ".join(map(str, self.peers)) or "none"
         memory = "memory unknown"
         if self.free_bytes is not None and self.total_bytes is not None:
@@ -152,7 +155,7 @@ class CardReport:
 
 @dataclass(frozen=True)
 class CardsReport:
-    """All cards of this process.
+    """The results of all cards of this process.
 
     Attributes:
         cards: by index.
@@ -166,13 +169,14 @@ class CardsReport:
 
     @property
     def sound(self) -> bool:
-        """Whether all of them compute; true without any."""
+        """Whether all cards compute correctly; true without any."""
         return not self.problem and all(card.sound for card in self.cards)
 
 
 def check_cards(driver: CardDriver) -> CardsReport:
-    """Start a kernel on every visible card and ask what ranks need. Failures are in the report, and
-    nothing is raised.
+    """Run a kernel on every visible card and query what ranks need.
+
+    Failures are part of the report; nothing is raised.
     """
     try:
         kind, cards = driver.cards()
@@ -183,7 +187,7 @@ def check_cards(driver: CardDriver) -> CardsReport:
 
 
 def _check_card(driver: CardDriver, kind: str, card: Card, count: int) -> CardReport:
-    """One card's answers."""
+    """Return the results of one card."""
     return CardReport(
         f"{kind}:{card.index}",
         card.name,
@@ -197,7 +201,7 @@ def _check_card(driver: CardDriver, kind: str, card: Card, count: int) -> CardRe
 
 
 def _kernel(driver: CardDriver, index: int) -> str:
-    """Whether a kernel runs, in words."""
+    """Return "works", or the error of a small kernel."""
     try:
         driver.compute(index)
     except _FAILURES as error:
@@ -206,7 +210,7 @@ def _kernel(driver: CardDriver, index: int) -> str:
 
 
 def _memory(driver: CardDriver, index: int) -> tuple[int | None, int | None]:
-    """Free and all bytes, where the card says."""
+    """Return free and total bytes, or None if unavailable."""
     try:
         return driver.memory(index)
     except _FAILURES:
@@ -214,7 +218,7 @@ def _memory(driver: CardDriver, index: int) -> tuple[int | None, int | None]:
 
 
 def _peers(driver: CardDriver, index: int, count: int) -> tuple[int, ...]:
-    """The other cards that this one reads; one that fails to answer is none."""
+    """Return the cards whose memory this one reads directly; a failing query counts as no."""
     peers = []
     for other in range(count):
         try:
@@ -226,7 +230,7 @@ def _peers(driver: CardDriver, index: int, count: int) -> tuple[int, ...]:
 
 
 def _ipc(driver: CardDriver, index: int) -> str:
-    """Whether memory can be exported, in words."""
+    """Return whether memory can be exported, as a phrase."""
     try:
         driver.export_memory(index)
     except _FAILURES as error:
@@ -235,12 +239,12 @@ def _ipc(driver: CardDriver, index: int) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """An error's first line: CUDA's go on with advice for debugging."""
+    """Return an error's first line; further lines of CUDA's errors are advice for debugging."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def _device(index: int) -> torch.device:
-    """A card of the accelerator that torch uses here."""
+    """Return a card of the accelerator that torch uses."""
     accelerator = torch.accelerator.current_accelerator()
     return torch.device("cuda" if accelerator is None else accelerator.type, index)

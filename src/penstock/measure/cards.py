@@ -1,4 +1,4 @@
-"""CUDA cards that this process can use, and the choice between them and the CPU."""
+"""List the CUDA cards that this process can use, and choose between them and the CPU."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ class Card:
     """A CUDA device.
 
     Attributes:
-        index: number of the card among those that are visible.
+        index: its number among the visible cards.
         name: of the model, such as "NVIDIA H100 80GB HBM3".
-        free_bytes: memory of the card that no process holds; the context of one process is left
-        out.
+        free_bytes: memory of the card that no process uses, less the context of one process.
     """
 
     index: int
@@ -52,11 +51,12 @@ def choose_device_type(request: str, card_count: int) -> DeviceType:
     """Return where to compute.
 
     Args:
-        request: "auto" takes the cards if there are any; "cpu" and "cuda" take what they say.
+        request: "auto" uses the cards if there are any; "cpu" and "cuda" force one.
         card_count: number of visible CUDA cards.
 
     Raises:
-        SettingError: "cuda" is requested and no card is visible, or the request is another word.
+        SettingError: "cuda" is requested and no card is visible, or the request is not one of
+            these.
     """
     if request not in get_args(DeviceRequest):
         raise SettingError(f"device is 'auto', 'cpu' or 'cuda', not {request!r}")

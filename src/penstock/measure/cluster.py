@@ -1,6 +1,4 @@
-"""Measure a cluster from within: every rank's device, alone and while all are busy, and the links
-between them.
-"""
+"""Measure a cluster from inside: every rank's device, alone and with all busy, and the links."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import os
 import platform
 import socket
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Final
@@ -20,9 +18,9 @@ from penstock.cluster.device import DTYPES, Device, Kind, Link
 from penstock.cluster.local import LOOPBACK, available_memory_bytes
 from penstock.cluster.machines import Cluster
 from penstock.errors import SettingError
-from penstock.measure.alike import equally_fast, named_by_kind
+from penstock.measure.alike import equally_fast, name_by_kind
 from penstock.measure.fit import Fit, fit
-from penstock.measure.loads import Load, loads, time_load
+from penstock.measure.loads import Load, benchmark_loads, time_load
 from penstock.measure.messages import Times, Wires, time_messages, time_pairs_at_once
 from penstock.transport.card_facts import gather_assignment, rank_facts
 from penstock.transport.cards import Assignment
@@ -31,34 +29,33 @@ from penstock.units import parse_seconds
 
 Progress = Callable[[int, int, str], None]
 
-#: Up to so many ranks every pair is measured; of more, those next to each other, and rank 0 with
-#: everybody.
+#: Largest number of ranks for which every pair is measured; with more, neighbours, and rank 0 with
+#: all others.
 _ALL_PAIRS: Final = 8
 
-#: A medium on which two messages at once take so many times as long carries one at a time, rather
-#: than both: half-way between.
-_SHARED: Final = 1.5
+#: Slowdown of two messages at once above which a link is shared: halfway between 1 (duplex) and 2.
+_SHARED_ABOVE: Final = 1.5
 
-#: How often every rank works alone and then with the others.
+#: Number of times every rank works alone and then together with the others.
 _ROUNDS: Final = 3
 
-#: The load whose speed tells kinds of devices apart; how often hosts that seem unlike are timed
-#: again, and for how long.
+#: The load whose speed distinguishes kinds of devices; how many times hosts that seem different are
+#: timed again, and for how many seconds.
 _REFERENCE: Final = "matmul float32"
-_AGAIN, _AGAIN_S = 8, 0.05
+_RETRIES, _RETRY_S = 8, 0.05
 
-#: Loads that say how much longer everything takes while all ranks are busy: what training does.
-_WORK: Final = ("matmul float32", "conv")
+#: Loads that measure the slowdown when all ranks are busy: those of training.
+_TRAINING_LOADS: Final = ("matmul float32", "conv")
 
 
 @dataclass(frozen=True)
 class RankFound:
-    """What one rank's device was seen to do.
+    """Measurement of one rank's device.
 
     Attributes:
-        rank, host: which, and where.
-        device: with its peaks, all by itself.
-        busy: by load, seconds while all ranks of the host run it over seconds alone.
+        rank, host: the rank and its host.
+        device: with its peaks, measured alone.
+        busy: by load, ratio of seconds while all ranks of the host run it to seconds alone.
     """
 
     rank: int
@@ -69,9 +66,7 @@ class RankFound:
 
 @dataclass(frozen=True)
 class PairFound:
-    """The link between two ranks: what was timed, and the latency and bandwidth that come closest
-    to it.
-    """
+    """Measurement of the link between two ranks, with the fitted latency and bandwidth."""
 
     a: int
     b: int
@@ -81,15 +76,14 @@ class PairFound:
 
 @dataclass(frozen=True)
 class ClusterFound:
-    """What was found, and the cluster that plans are to be made for.
+    """The measurements of a cluster, and the cluster to use for planning.
 
     Attributes:
-        cluster: with the median device of every host, and the fit through the medians of all its
-        pairs of ranks. Hosts whose devices
-            have one name and are not equally fast get a name each, such as `cpu-0` and `cpu-1`.
-        ranks, pairs: what it was made from.
-        at_once: how many times as long messages take while other pairs of ranks of a host send
-        theirs.
+        cluster: with the median device of every host, and the fit to the medians of all its pairs
+            of ranks. Devices of one name with different speeds get different names, such as `cpu-0`
+            and `cpu-1`.
+        ranks, pairs: the measurements.
+        at_once: slowdown of messages while other pairs of ranks of a host send theirs.
     """
 
     cluster: Cluster
@@ -106,64 +100,65 @@ def measure_cluster(
     seconds: float = 0.6,
     progress: Progress | None = None,
 ) -> ClusterFound:
-    """Time compute, memory and links of the ranks of torch's process group. Every rank calls it,
-    and gets the same.
+    """Measure compute, memory and links of the ranks of torch's process group.
 
-    Tensors in messages are in GPU memory where all ranks have a GPU of their own (not yet run on
-    several), else in the host's.
+    Every rank calls it and gets the same. Messages are in GPU memory if every rank has its own GPU
+    (not yet tested with several), else in the host's.
 
     Args:
-        name: for the cluster.
+        name: of the cluster.
         device: this rank's.
-        repeats: how many times each message is timed.
-        seconds: how long each load runs, alone and at once, in all.
-        progress: called with steps done, steps in all, and what comes next; of use on one rank.
+        repeats: number of times each message is timed.
+        seconds: total duration of each load, alone and together.
+        progress: called with the steps done, the total steps, and the next step; useful on one
+            rank.
 
     Raises:
         SettingError: `repeats` is below 1 or `seconds` not above 0.
-        RunError: a message came changed.
+        RunError: a message was received corrupted.
     """
     if repeats < 1 or not 0 < seconds < float("inf"):
         raise SettingError(f"{repeats} repeats of {seconds} s: both must be above 0")
-    ranks = dist.get_world_size()
     hosts = all_gather(socket.gethostname(), str)
     assignment = gather_assignment(rank_facts(device))
     own_gpu = assignment.transport == "nccl"
-    wires = Wires(
-        None if own_gpu else dist.new_group(backend="gloo"),
-        device if own_gpu else torch.device("cpu"),
-    )
-    work, pairs = loads(device), _pairs(ranks)
-    steps = _Steps(progress, len(work) + len(pairs) + 1)
+    group = None if own_gpu else dist.new_group(backend="gloo")
+    wires = Wires(group, device if own_gpu else torch.device("cpu"))
+    loads, pairs = benchmark_loads(device), _pairs(dist.get_world_size())
+    steps = _Steps(progress, len(loads) + len(pairs) + 1)
     placement = _placement(device, hosts, assignment)
-    found = _ranks(work, placement, seconds, wires, steps)
-    speeds = _speeds(found, work[_REFERENCE], hosts, device, wires)
-    times: list[PairFound] = []
-    for a, b in pairs:
-        steps.next(f"link {a}-{b}")
-        mine = Times((), ())
-        if dist.get_rank() in (a, b):
-            mine = time_messages(a + b - dist.get_rank(), wires, repeats)
-        wires.barrier()
-        link_times = broadcast(mine, Times, a)
-        times.append(PairFound(a, b, link_times, fit(link_times.sizes, link_times.fresh_s)))
+    ranks = _measure_ranks(loads, placement, seconds, wires, steps)
+    speeds = _host_speeds(ranks, loads[_REFERENCE], hosts, device, wires)
+    measured_pairs = [_measure_pair(pair, wires, repeats, steps) for pair in pairs]
     steps.next("pairs at once")
     at_once = time_pairs_at_once(_neighbour(hosts), wires, repeats)
     steps.next("")
-    return ClusterFound(
-        _joined(name, found, times, at_once, speeds), tuple(found), tuple(times), at_once
-    )
+    cluster = _cluster(name, ranks, measured_pairs, at_once, speeds)
+    return ClusterFound(cluster, tuple(ranks), tuple(measured_pairs), at_once)
+
+
+def _measure_pair(pair: tuple[int, int], wires: Wires, repeats: int, steps: _Steps) -> PairFound:
+    """Measure the link between two ranks; all ranks call it and get the same."""
+    a, b = pair
+    steps.next(f"link {a}-{b}")
+    times = Times((), ())
+    if dist.get_rank() in pair:
+        times = time_messages(a + b - dist.get_rank(), wires, repeats)
+    wires.barrier()
+    times = broadcast(times, Times, a)
+    return PairFound(a, b, times, fit(times.sizes, times.fresh_s))
 
 
 @dataclass
 class _Steps:
-    """How far it is."""
+    """The progress of a measurement."""
 
     progress: Progress | None
     total: int
     done: int = -1
 
     def next(self, what: str) -> None:
+        """Report that the next step starts."""
         self.done += 1
         if self.progress is not None:
             self.progress(self.done, self.total, what)
@@ -171,8 +166,11 @@ class _Steps:
 
 @dataclass(frozen=True)
 class _Placement:
-    """Where the ranks are: this rank's device, all ranks' hosts, and how many ranks share the
-    memory of this one's device.
+    """The placement of the ranks.
+
+    device: this rank's.
+    hosts: of all ranks.
+    sharing: number of ranks that share the memory of this rank's device.
     """
 
     device: torch.device
@@ -181,133 +179,148 @@ class _Placement:
 
 
 def _placement(device: torch.device, hosts: Sequence[str], assignment: Assignment) -> _Placement:
-    """A card's memory is shared by the ranks on that card, the host's by all ranks on CPUs of the
-    host.
+    """Return the placement of the ranks.
+
+    A card's memory is shared by the ranks on that card, a host's by all ranks on its CPUs.
     """
     if device.type == "cpu":
         return _Placement(device, hosts, hosts.count(hosts[dist.get_rank()]))
     return _Placement(device, hosts, 1 + len(assignment.sharers))
 
 
-def _most(hosts: Sequence[str]) -> int:
+def _max_ranks_per_host(hosts: Sequence[str]) -> int:
+    """Return the largest number of ranks on one host."""
     return max(hosts.count(host) for host in hosts)
 
 
 def _pairs(ranks: int) -> list[tuple[int, int]]:
-    """The pairs whose links are timed."""
+    """Return the pairs of ranks whose links are timed."""
     if ranks <= _ALL_PAIRS:
         return list(combinations(range(ranks), 2))
-    return sorted(
-        {(rank, rank + 1) for rank in range(ranks - 1)} | {(0, rank) for rank in range(1, ranks)}
-    )
+    neighbours = {(rank, rank + 1) for rank in range(ranks - 1)}
+    with_rank_0 = {(0, rank) for rank in range(1, ranks)}
+    return sorted(neighbours | with_rank_0)
 
 
 def _neighbour(hosts: Sequence[str]) -> int | None:
-    """The rank of the same host that this one makes a pair with, if there is more than one such
-    pair there.
+    """Return the rank of the same host with which this one forms a pair.
+
+    None if it has none, or if there is only one pair on the host.
     """
     rank = dist.get_rank()
-    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    place = here.index(rank) ^ 1
-    return here[place] if place < len(here) and len(here) >= 4 else None
+    host_ranks = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    partner = host_ranks.index(rank) ^ 1
+    return host_ranks[partner] if partner < len(host_ranks) and len(host_ranks) >= 4 else None
 
 
-def _ranks(
-    work: dict[str, Load], placement: _Placement, seconds: float, wires: Wires, steps: _Steps
+def _measure_ranks(
+    loads: dict[str, Load], placement: _Placement, seconds: float, wires: Wires, steps: _Steps
 ) -> list[RankFound]:
-    """Every load on every rank: alone, one rank of each host after the other, and then on all; in
-    rounds, so that what else a host does for a while is not taken for a difference.
+    """Run every load on every rank: first one rank of each host after the other, then on all.
+
+    In rounds, so that a temporary disturbance of a host is not taken for a difference.
     """
     rank, hosts, device = dist.get_rank(), placement.hosts, placement.device
     turn = hosts[:rank].count(hosts[rank])
     alone: dict[str, float] = {}
     busy: dict[str, float] = {}
-    for name, load in work.items():
+    for name, load in loads.items():
         steps.next(name)
         ratios = []
         for _ in range(_ROUNDS):
-            for one in range(_most(hosts)):
+            for current_turn in range(_max_ranks_per_host(hosts)):
                 wires.barrier()
-                if one == turn:
-                    mine = time_load(load, device, seconds / _ROUNDS)
+                if current_turn == turn:
+                    alone_run = time_load(load, device, seconds / _ROUNDS)
             wires.barrier()
-            ratios.append(time_load(load, device, seconds / _ROUNDS).mean_s / mine.mean_s)
-            alone[name] = min(mine.quiet_s, alone.get(name, mine.quiet_s))
+            busy_run = time_load(load, device, seconds / _ROUNDS)
+            ratios.append(busy_run.mean_s / alone_run.mean_s)
+            undisturbed_s = alone_run.undisturbed_s
+            alone[name] = min(undisturbed_s, alone.get(name, undisturbed_s))
         busy[name] = _short(statistics.median(ratios))
-    made = _device(work, alone, busy, device, placement.sharing)
-    return all_gather(RankFound(rank, hosts[rank], made, tuple(busy.items())), RankFound)
+    measured = _device(loads, alone, busy, device, placement.sharing)
+    return all_gather(RankFound(rank, hosts[rank], measured, tuple(busy.items())), RankFound)
 
 
-def _speeds(
-    found: Sequence[RankFound],
+def _host_speeds(
+    ranks: Sequence[RankFound],
     load: Load,
     hosts: Sequence[str],
     device: torch.device,
     wires: Wires,
 ) -> dict[str, float]:
-    """By host, operations per second of its fastest rank. Hosts that seem unlike are timed again:
-    what else runs on one slows it down for a while, and the most counts.
+    """Return by host the operations per second of its fastest rank.
+
+    Hosts that seem different are timed again, and the maximum counts: other programs slow a host
+    down temporarily.
     """
     fastest: dict[str, float] = {}
-    for each in found:
-        speed = each.device.peak("float32") or 0.0
-        fastest[each.host] = max(speed, fastest.get(each.host, 0.0))
+    for measured in ranks:
+        speed = measured.device.peak("float32") or 0.0
+        fastest[measured.host] = max(speed, fastest.get(measured.host, 0.0))
+    names = {measured.host: measured.device.name for measured in ranks}
     rank = dist.get_rank()
     turn = hosts[:rank].count(hosts[rank])
-    names = {each.host: each.device.name for each in found}
-    for _ in range(_AGAIN):
+    for _ in range(_RETRIES):
         pairs = combinations(fastest, 2)
         if all(names[a] != names[b] or equally_fast(fastest[a], fastest[b]) for a, b in pairs):
             break
-        own = 0.0
-        for one in range(_most(hosts)):
+        rank_speed = 0.0
+        for current_turn in range(_max_ranks_per_host(hosts)):
             wires.barrier()
-            if one == turn:
-                own = load.amount / time_load(load, device, _AGAIN_S).quiet_s
-        for host, speed in all_gather((hosts[rank], own), tuple[str, float]):
+            if current_turn == turn:
+                rank_speed = load.amount / time_load(load, device, _RETRY_S).undisturbed_s
+        for host, speed in all_gather((hosts[rank], rank_speed), tuple[str, float]):
             fastest[host] = max(fastest[host], speed)
     return fastest
 
 
 def _device(
-    work: dict[str, Load],
+    loads: dict[str, Load],
     alone: dict[str, float],
     busy: dict[str, float],
     device: torch.device,
     sharing: int,
 ) -> Device:
-    """The device of this rank, whose memory `sharing` ranks have together."""
+    """Return the device of this rank.
+
+    Args:
+        loads: that were run.
+        alone: seconds of each load.
+        busy: slowdown of each load while all ranks are busy.
+        device: of this rank.
+        sharing: number of ranks that share its memory.
+    """
     gpu = device.type == "cuda"
     kind: Kind = "gpu" if gpu else "cpu"
-    if gpu:
-        memory = torch.cuda.mem_get_info(device)[0] // sharing
-    else:
-        memory = available_memory_bytes() // sharing
-    speeds = {name: _short(load.amount / alone[name]) for name, load in work.items()}
+    free_bytes = torch.cuda.mem_get_info(device)[0] if gpu else available_memory_bytes()
+    memory = free_bytes // sharing
+    speeds = {name: _short(load.amount / alone[name]) for name, load in loads.items()}
     peaks = tuple(
         (dtype, speeds[f"matmul {dtype}"]) for dtype in DTYPES if f"matmul {dtype}" in speeds
     )
-    threads = torch.get_num_threads()
-    model = (
-        torch.cuda.get_device_name(device)
-        if gpu
-        else f"{_processor()}, {threads} thread{'s'[: threads > 1]}"
-    )
+    if gpu:
+        name = model = torch.cuda.get_device_name(device)
+    else:
+        threads = torch.get_num_threads()
+        name, model = "cpu", f"{_processor()}, {threads} thread{'s'[: threads > 1]}"
     return Device(
-        name=torch.cuda.get_device_name(device) if gpu else "cpu",
+        name=name,
         memory_bytes=memory - memory % 2**20,
         kind=kind,
         flops=peaks,
         memory_bytes_per_s=speeds["memory"],
-        launch_s=_short_seconds(alone["ops"] / work["ops"].amount),
-        together=_short(max(1.0, statistics.mean(busy[name] for name in _WORK))),
+        launch_s=_short_seconds(alone["ops"] / loads["ops"].amount),
+        together=_short(max(1.0, statistics.mean(busy[load] for load in _TRAINING_LOADS))),
         source=f"measured: {model}; memory is what was free",
     )
 
 
 def _processor() -> str:
+    """Return the model name of the CPU."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - read up to its first processor only
+        # Read line by line, only up to the first processor.
+        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
             names = (
                 line.partition(":")[2].strip() for line in file if line.startswith("model name")
             )
@@ -317,80 +330,102 @@ def _processor() -> str:
 
 
 def _short(value: float) -> float:
-    """Four digits: more are noise, and would make the file hard to read."""
+    """Round to four digits: more are noise, and would make the file hard to read."""
     return float(f"{value:.4g}")
 
 
 def _short_seconds(value: float) -> float:
-    """Four digits of microseconds, as a file says them."""
+    """Round to four digits of microseconds, as they are written to a file."""
     return parse_seconds(f"{value * 1e6:.4g} us")
 
 
-def _joined(
+def _cluster(
     name: str,
     ranks: Sequence[RankFound],
     pairs: Sequence[PairFound],
     at_once: float,
     speeds: Mapping[str, float],
 ) -> Cluster:
-    """One cluster from what was found: hosts are nodes."""
-    hosts = list(dict.fromkeys(found.host for found in ranks))
-    node_of = tuple(hosts.index(found.host) for found in ranks)
-    median = named_by_kind(
-        [_median_device([found.device for found in ranks if found.host == host]) for host in hosts],
-        [speeds[host] for host in hosts],
-    )
-    inside = {
-        node: _link([pair for pair in pairs if node_of[pair.a] == node_of[pair.b] == node], at_once)
-        for node in set(node_of)
-    }
-    insides = tuple((node, link) for node, link in inside.items() if link is not None)
-    between = _link([pair for pair in pairs if node_of[pair.a] != node_of[pair.b]], 1.0)
-    any_inside = next((link for _, link in insides), None)
+    """Build a cluster from the measurements; its nodes are the hosts."""
+    hosts = list(dict.fromkeys(rank.host for rank in ranks))
+    node_of = tuple(hosts.index(rank.host) for rank in ranks)
+    devices = _host_devices(hosts, ranks, speeds)
+    internal_pairs: dict[int, list[PairFound]] = {}
+    network_pairs: list[PairFound] = []
+    for pair in pairs:
+        node = node_of[pair.a]
+        is_internal = node_of[pair.b] == node
+        (internal_pairs.setdefault(node, []) if is_internal else network_pairs).append(pair)
+    internal_links = _internal_links(internal_pairs, at_once)
+    any_internal = next((link for _, link in internal_links), None)
+    network = _link(network_pairs, 1.0)
     return Cluster(
         name,
-        tuple(median[node] for node in node_of),
+        tuple(devices[node] for node in node_of),
         1,
-        any_inside or between or LOOPBACK,
-        between or any_inside or LOOPBACK,
+        any_internal or network or LOOPBACK,
+        network or any_internal or LOOPBACK,
         node_of,
-        insides,
+        internal_links,
         f"measured by `penstock profile --cluster` on {', '.join(hosts)}, {os.cpu_count()} cores",
     )
 
 
-def _median_device(devices: Sequence[Device]) -> Device:
-    """The device of a host's ranks: they differ by noise alone."""
+def _host_devices(
+    hosts: Sequence[str], ranks: Sequence[RankFound], speeds: Mapping[str, float]
+) -> list[Device]:
+    """Return the median device of every host, named by its kind."""
+    medians = []
+    for host in hosts:
+        medians.append(_median_device([rank.device for rank in ranks if rank.host == host]))
+    return name_by_kind(medians, [speeds[host] for host in hosts])
 
-    def median(values: Iterator[float]) -> float:
+
+def _internal_links(
+    internal_pairs: Mapping[int, Sequence[PairFound]], at_once: float
+) -> tuple[tuple[int, Link], ...]:
+    """Return the node and the link of every node with several ranks, by node."""
+    links = [(node, _link(internal_pairs[node], at_once)) for node in sorted(internal_pairs)]
+    return tuple((node, link) for node, link in links if link is not None)
+
+
+def _median_device(devices: Sequence[Device]) -> Device:
+    """Return the median of a host's devices, which differ only by noise."""
+
+    def median(values: Iterable[float]) -> float:
+        """Return the rounded median."""
         return _short(statistics.median(values))
 
     first = devices[0]
-    flops = tuple(
-        (dtype, median(dict(each.flops)[dtype] for each in devices)) for dtype, _ in first.flops
-    )
+    flops = []
+    for dtype, _ in first.flops:
+        flops.append((dtype, median(dict(device.flops)[dtype] for device in devices)))
     return replace(
         first,
-        memory_bytes=min(each.memory_bytes for each in devices),
-        flops=flops,
-        memory_bytes_per_s=median(each.memory_bytes_per_s or 0.0 for each in devices),
-        launch_s=_short_seconds(statistics.median(each.launch_s for each in devices)),
-        together=median(each.together for each in devices),
+        memory_bytes=min(device.memory_bytes for device in devices),
+        flops=tuple(flops),
+        memory_bytes_per_s=median(device.memory_bytes_per_s or 0.0 for device in devices),
+        launch_s=_short_seconds(statistics.median(device.launch_s for device in devices)),
+        together=median(device.together for device in devices),
     )
 
 
 def _link(pairs: Sequence[PairFound], at_once: float) -> Link | None:
-    """The fit through the medians of all these pairs; None if there are none."""
+    """Return the fit to the medians of all these pairs; None if there are none.
+
+    Args:
+        pairs: measurements.
+        at_once: slowdown of messages of several pairs at once.
+    """
     if not pairs:
         return None
     sizes = pairs[0].times.sizes
-    medians = [
-        statistics.median(pair.times.fresh_s[i] for pair in pairs) for i in range(len(sizes))
-    ]
-    ways = max(at_once, statistics.median(pair.times.both_ways for pair in pairs))
-    found = fit(sizes, medians).link(shared=ways > _SHARED)
+    times_of_size = zip(*(pair.times.fresh_s for pair in pairs), strict=True)
+    medians = list(map(statistics.median, times_of_size))
+    both_ways = statistics.median(pair.times.both_ways for pair in pairs)
+    link = fit(sizes, medians).link(shared=max(at_once, both_ways) > _SHARED_ABOVE)
     return replace(
-        found,
-        latency_s=_short_seconds(found.latency_s),
-        bandwidth_bytes_per_s=_short(found.bandwidth_bytes_per_s),
+        link,
+        latency_s=_short_seconds(link.latency_s),
+        bandwidth_bytes_per_s=_short(link.bandwidth_bytes_per_s),
     )

@@ -1,8 +1,8 @@
-"""Measuring in company: every rank measures some of the layers while the others measure theirs.
+"""Concurrent measurement: every rank measures some of the layers while the others measure theirs.
 
-What ranks of one host share, they share in training too: caches, memory, its bandwidth, the power
-of the chip. A layer that is measured while the other cores rest comes out faster than it will be
-(VGG-11 on 2 cores: by 5 to 10 %, those that wait for memory most).
+Ranks of one host share resources in training: caches, memory, its bandwidth, the power of the chip.
+A layer that is measured while the other cores are idle seems faster than it will be (VGG-11 on 2
+cores: by 5 to 10 %, most for layers that are bound by memory).
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ T = TypeVar("T")
 
 
 @final
-class Company:
-    """The ranks that measure together; one alone if it was not asked for. All call the same methods
-    in the same order.
+class ConcurrentRanks:
+    """The ranks that measure at the same time; a single one unless requested.
+
+    All ranks call the same methods in the same order.
 
     Args:
-        together: whether there are others.
+        together: whether the other ranks take part.
 
     Raises:
-        RunError: others are asked for, and this process was not started as a rank.
+        RunError: other ranks are requested, but this process was not started as a rank.
     """
 
     def __init__(self, together: bool) -> None:
@@ -37,20 +38,21 @@ class Company:
         self._ready: dist.Work | None = None
 
     def share(self, seconds: Sequence[float]) -> range:
-        """The places of this rank's layers: consecutive ones, of about the same seconds on every
-        rank, as rank 0 has measured them.
+        """Return the indices of this rank's layers: consecutive, with about equal seconds per rank.
+
+        The seconds are those that rank 0 has measured.
         """
         if self.ranks == 1:
             return range(len(seconds))
         return shares(broadcast(list(seconds), list[float], 0), self.ranks)[self.rank]
 
-    def begin(self) -> None:
-        """Wait until all are ready."""
+    def wait_for_all(self) -> None:
+        """Wait until all ranks are ready."""
         if self.ranks > 1:
             barrier()
 
-    def done(self) -> bool:
-        """Whether all have come to ask this; who has, goes on working until they have."""
+    def all_done(self) -> bool:
+        """Return whether all ranks have called this; a rank keeps working until they have."""
         if self.ranks == 1:
             return True
         if self._ready is None:
@@ -61,28 +63,28 @@ class Company:
         return True
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
-        """The values of all ranks, of the type `kind`, by rank."""
+        """Return the values of all ranks, of the type `kind`, by rank."""
         return [value] if self.ranks == 1 else all_gather(value, kind)
 
 
 def shares(seconds: Sequence[float], ranks: int) -> list[range]:
-    """Layers in consecutive parts of about the same seconds; with fewer layers than ranks, the last
-    ranks have the last layer too.
+    """Divide layers into consecutive parts of about equal seconds.
+
+    With fewer layers than ranks, the last ranks also measure the last layer.
 
     >>> shares([1.0, 1.0, 1.0, 3.0], 2)
     [range(0, 3), range(3, 4)]
     """
     if len(seconds) < ranks:
-        return [
-            range(min(rank, len(seconds) - 1), min(rank, len(seconds) - 1) + 1)
-            for rank in range(ranks)
-        ]
+        layers = [min(rank, len(seconds) - 1) for rank in range(ranks)]
+        return [range(layer, layer + 1) for layer in layers]
     sums = [0.0, *accumulate(seconds)]
     bounds = [0]
     for rank in range(1, ranks):
-        wanted = sums[-1] * rank / ranks
+        target = sums[-1] * rank / ranks
+        # Leave at least one layer for this rank and for every later one.
         low, high = bounds[-1] + 1, len(seconds) - (ranks - rank)
-        bounds.append(min(range(low, high + 1), key=lambda place: abs(sums[place] - wanted)))
-    return [
-        range(start, end) for start, end in zip(bounds, [*bounds[1:], len(seconds)], strict=True)
-    ]
+        distances = [abs(total - target) for total in sums[low : high + 1]]
+        bounds.append(low + distances.index(min(distances)))
+    ends = [*bounds[1:], len(seconds)]
+    return [range(start, end) for start, end in zip(bounds, ends, strict=True)]

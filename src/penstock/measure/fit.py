@@ -1,6 +1,4 @@
-"""A link from times of messages: latency and bandwidth that are off by the least part of every
-time.
-"""
+"""Fit a link's latency and bandwidth to times of messages, with the least relative error."""
 
 from __future__ import annotations
 
@@ -16,21 +14,20 @@ from penstock.errors import SettingError
 
 _Array = NDArray[np.float64]
 
-#: The latency is sought from a millionth of the shortest message's time to a million times the
-#: longest's (as powers of e), in rounds
-#: that look at so many values each and go on around the best.
-_REACH: Final = 14.0
-_TRIED: Final = 101
+#: The latency is searched from a millionth of the shortest message's time to a million times the
+#: longest's (as a power of e), in rounds that try a number of values each and refine around the
+#: best.
+_LOG_RANGE: Final = 14.0
+_VALUES_PER_ROUND: Final = 101
 _ROUNDS: Final = 6
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A latency and a bandwidth, and how far `latency + bytes / bandwidth` is from each time that
-    it was made of.
+    """A latency and a bandwidth, with the relative errors of `latency + bytes / bandwidth`.
 
     Attributes:
-        latency_s, bandwidth_bytes_per_s: the two.
+        latency_s, bandwidth_bytes_per_s: the fitted parameters.
         errors: by size, (fitted - measured) / measured.
     """
 
@@ -40,16 +37,16 @@ class Fit:
 
     @property
     def mean_error(self) -> float:
-        """Mean of the errors' absolute values, as a part of the times."""
+        """Mean of the absolute relative errors."""
         return float(np.mean(np.abs(self.errors)))
 
     @property
     def worst_error(self) -> float:
-        """Largest of the errors' absolute values, as a part of the times."""
+        """Largest of the absolute relative errors."""
         return float(np.max(np.abs(self.errors)))
 
     def link(self, shared: bool = False) -> Link:
-        """The link that it describes; its source says how well."""
+        """Return the link with these parameters; its source contains the errors."""
         source = (
             f"measured: off by {self.mean_error:.0%} on average, {self.worst_error:.0%} at most"
         )
@@ -57,46 +54,52 @@ class Fit:
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Fit:
-    """Latency and bandwidth by least squares of the logarithms: the relative error of a short
-    message counts as much as that of a long one, and twice as long is as wrong as half as long.
+    """Fit latency and bandwidth by least squares of the logarithms.
 
-    Squares of (fitted - measured) / measured would take a time that is half as long for a quarter
-    as wrong: noisy times would pull everything down. Both numbers come out above 0.
+    The relative error of a short message counts as much as that of a long one, and twice as long is
+    as wrong as half as long. Squares of (fitted - measured) / measured would count a time that is
+    half as
+    long as a quarter as wrong: noisy times would bias the fit downwards. Both numbers come out
+        above 0.
 
     Args:
         sizes: bytes of the messages, at least two different numbers.
-        seconds: how long each took, one way; above 0.
+        seconds: one-way time of each; above 0.
 
     Raises:
         SettingError: there are too few sizes, or a size or a time is not above 0.
     """
     if len(set(sizes)) < 2 or len(sizes) != len(seconds):
         raise SettingError(
-            f"{len(set(sizes))} sizes of messages and {len(seconds)} times; a fit needs two sizes, and a time of each"
+            f"{len(set(sizes))} sizes of messages and {len(seconds)} times; "
+            f"a fit needs two sizes, and one time for each"
         )
     if min(sizes) < 1:
         raise SettingError(
-            f"a message of {min(sizes)} bytes tells nothing of a link; sizes are 1 byte or more"
+            f"a message of {min(sizes)} bytes does not measure a link; sizes are 1 byte or more"
         )
     if not all(0 < time < float("inf") for time in seconds):
         raise SettingError(f"messages took {list(seconds)} s; a fit needs times above 0")
     times, counts = np.asarray(seconds, float), np.asarray(sizes, float)
-    # Of all links whose latency is worth so many bytes, the best has the geometric mean of what
-    # each time tells: so one number is left
-    # to search, and its least is found wherever it is.
-    logarithms = np.log(times)
+    # time = per_byte x (latency_bytes + bytes), where the latency is expressed as a number of
+    # bytes. For given latency_bytes the best per_byte is the geometric mean of time /
+    # (latency_bytes + bytes), and the error is the variance of its logarithm: so only one number
+    # has to be searched.
+    log_times = np.log(times)
 
-    def spread(log_worth: _Array) -> _Array:
-        left = logarithms - np.log(np.exp(log_worth)[:, None] + counts)
-        return np.asarray(left.var(axis=1), float)
+    def variance(log_latency_bytes: _Array) -> _Array:
+        """Return the error for every value of the latency."""
+        log_per_byte = log_times - np.log(np.exp(log_latency_bytes)[:, None] + counts)
+        return np.asarray(log_per_byte.var(axis=1), float)
 
-    low, high = float(np.log(counts.min())) - _REACH, float(np.log(counts.max())) + _REACH
+    low = float(np.log(counts.min())) - _LOG_RANGE
+    high = float(np.log(counts.max())) + _LOG_RANGE
     for _ in range(_ROUNDS):
-        tried = np.linspace(low, high, _TRIED)
-        best = float(tried[spread(tried).argmin()])
-        step = (high - low) / (_TRIED - 1)
+        candidates = np.linspace(low, high, _VALUES_PER_ROUND)
+        best = float(candidates[variance(candidates).argmin()])
+        step = (high - low) / (_VALUES_PER_ROUND - 1)
         low, high = best - step, best + step
-    per_byte = float(np.exp((logarithms - np.log(np.exp(best) + counts)).mean()))
+    per_byte = float(np.exp((log_times - np.log(np.exp(best) + counts)).mean()))
     latency = float(np.exp(best)) * per_byte
     errors = (latency + counts * per_byte) / times - 1
     return Fit(latency, 1 / per_byte, tuple(map(float, errors)))

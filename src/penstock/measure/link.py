@@ -1,4 +1,4 @@
-"""Measure the link between two ranks: how long a message takes, by its size."""
+"""Measure the link between two ranks: the seconds of a message by its size."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ SIZES: Final = (64, 2**16, 2**20, 2**22, 2**24, 2**26)
 
 
 def measure_link(repeats: int = 3) -> Link:
-    """Time messages to and fro between ranks 0 and 1, and fit latency and bandwidth. Both ranks
-    call it and get the same.
+    """Time messages between ranks 0 and 1 (ping-pong), and fit latency and bandwidth.
 
-    Messages are fresh tensors, as the runtime's are; for each of `SIZES` `quiet` of `repeats`,
-    after a warm-up.
+    Both ranks call it and get the same result. Messages are fresh tensors, as the runtime's are;
+    for each of `SIZES` the result is `undisturbed_seconds` of `repeats`, after a warm-up.
 
     Raises:
-        RunError: there are not exactly two ranks, or what came is not what was sent.
+        RunError: there are not exactly two ranks, or a message was received corrupted.
     """
     if dist.get_world_size() != 2:
-        raise RunError(f"a link is between 2 ranks, and there are {dist.get_world_size()}")
+        raise RunError(f"a link is between 2 ranks, but there are {dist.get_world_size()}")
     wires = Wires(None, torch.device("cpu"))
-    found = time_messages(1 - dist.get_rank(), wires, repeats, SIZES, fresh_only=True)
-    return fit(found.sizes, found.fresh_s).link()
+    times = time_messages(1 - dist.get_rank(), wires, repeats, SIZES, fresh_only=True)
+    return fit(times.sizes, times.fresh_s).link()

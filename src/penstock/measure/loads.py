@@ -1,6 +1,4 @@
-"""What a device computes: peaks by dtype, memory bandwidth, the cost of an op, and how long a piece
-of training takes.
-"""
+"""Benchmarks of a device: peaks by dtype, memory bandwidth, cost of an op, a piece of training."""
 
 from __future__ import annotations
 
@@ -14,20 +12,21 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.measure.quiet import quiet
+from penstock.measure.quiet import undisturbed_seconds
 
-#: Ops of the chain that the cost of an op is taken from.
+#: Length of the chain of ops from which the cost of an op is measured.
 _OPS: Final = 64
 
 
 @dataclass(frozen=True)
 class Load:
-    """Work that is done over and over: what one run of it is, and the function.
+    """A piece of work that is repeated for a benchmark.
 
     Attributes:
         name: "matmul float32", "conv", "memory", "ops".
-        amount: FLOP of a matmul, bytes that a copy moves, ops of a chain, runs of the piece of
-        training. run: does it once; what it is done on has been made before.
+        amount: work of one run: FLOP of a matmul, bytes that a copy moves, ops of a chain, runs of
+            the piece of training.
+        run: does it once, on tensors that exist already.
     """
 
     name: str
@@ -35,40 +34,42 @@ class Load:
     run: Callable[[], object]
 
 
-class Taken(NamedTuple):
-    """Seconds of one run: when nothing else got in between, and on average.
+class LoadSeconds(NamedTuple):
+    """Seconds of one run of a load: without interference, and on average.
 
-    Of more busy ranks than cores each works as fast as ever while it is its turn: only the average
-    tells that they wait.
+    With more busy ranks than cores each rank runs at full speed during its time slices: only the
+    average shows that they wait.
     """
 
-    quiet_s: float
+    undisturbed_s: float
     mean_s: float
 
 
-def loads(device: torch.device) -> dict[str, Load]:
-    """The work that tells what a device can do, by name; sized so that one run takes milliseconds."""
+def benchmark_loads(device: torch.device) -> dict[str, Load]:
+    """Return the loads that measure a device, by name; one run of each takes milliseconds."""
     gpu = device.type == "cuda"
-    names = ("float32", "tf32", "bfloat16", "float16") if gpu else ("float32", "bfloat16")
-    found = [_matmul(name, 8192 if gpu else 512, device) for name in names]
-    found += [_conv(device), _memory(2**26 if gpu else 2**24, device), _ops(device)]
-    return {load.name: load for load in found}
+    dtypes = ("float32", "tf32", "bfloat16", "float16") if gpu else ("float32", "bfloat16")
+    loads = [_matmul(dtype, 8192 if gpu else 512, device) for dtype in dtypes]
+    loads += [_conv(device), _memory(2**26 if gpu else 2**24, device), _ops(device)]
+    return {load.name: load for load in loads}
 
 
-def time_load(load: Load, device: torch.device, seconds: float) -> Taken:
-    """Seconds of one run, of those that fit into `seconds`, at least four, after one to warm up.
+def time_load(load: Load, device: torch.device, seconds: float) -> LoadSeconds:
+    """Time runs of a load for `seconds`, at least four of them, after a warm-up.
 
-    Given a time and not a count, ranks that run it at once are busy at once to the end.
+    A duration rather than a count, so that ranks that run it at the same time are all busy to the
+    end.
     """
     times: list[float] = []
-    _settled(load, device)
-    until = time.perf_counter() + seconds
-    while len(times) < 4 or time.perf_counter() < until:
-        times.append(_settled(load, device))
-    return Taken(quiet(times), statistics.fmean(times))
+    _run_seconds(load, device)
+    deadline = time.perf_counter() + seconds
+    while len(times) < 4 or time.perf_counter() < deadline:
+        times.append(_run_seconds(load, device))
+    return LoadSeconds(undisturbed_seconds(times), statistics.fmean(times))
 
 
-def _settled(load: Load, device: torch.device) -> float:
+def _run_seconds(load: Load, device: torch.device) -> float:
+    """Return the seconds of one run, until the device has finished it."""
     start = time.perf_counter()
     load.run()
     if device.type == "cuda":
@@ -77,12 +78,13 @@ def _settled(load: Load, device: torch.device) -> float:
 
 
 def _matmul(name: str, size: int, device: torch.device) -> Load:
-    """Two square matrices multiplied."""
+    """Return the load of multiplying two square matrices."""
     dtype = torch.float32 if name == "tf32" else getattr(torch, name)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
 
     def run() -> None:
+        """Multiply once."""
         with _tf32(name == "tf32"):
             torch.mm(a, b, out=out)
 
@@ -91,7 +93,7 @@ def _matmul(name: str, size: int, device: torch.device) -> Load:
 
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
-    """float32 in tensor cores, or not; as it was afterwards."""
+    """Allow float32 in tensor cores, or forbid it, and restore the setting afterwards."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     try:
@@ -101,15 +103,13 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 
 def _conv(device: torch.device) -> Load:
-    """A piece of training: forward and backward of a convolution with what usually stands around
-    it.
-    """
-    layers = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()).to(
-        device
-    )
+    """Return a load like training: forward and backward of a convolution, batch norm and ReLU."""
+    convolution = nn.Conv2d(32, 32, 3, padding=1)
+    layers = nn.Sequential(convolution, nn.BatchNorm2d(32), nn.ReLU()).to(device)
     value = torch.randn(8, 32, 28, 28, device=device, requires_grad=True)
 
     def run() -> None:
+        """Run forward and backward once."""
         layers.zero_grad()
         layers(value).sum().backward()
 
@@ -117,16 +117,17 @@ def _conv(device: torch.device) -> Load:
 
 
 def _memory(count: int, device: torch.device) -> Load:
-    """Two vectors added into a third: of each number two are read and one is written, 4 bytes each."""
+    """Return the load of adding two vectors into a third: 2 reads and a write of 4 bytes each."""
     a, b, out = (torch.ones(count, device=device) for _ in range(3))
     return Load("memory", 12.0 * count, lambda: torch.add(a, b, out=out))
 
 
 def _ops(device: torch.device) -> Load:
-    """A chain of ops on next to nothing, forward and backward, as eager training runs them."""
+    """Return the load of a chain of ops on tiny tensors, forward and backward, in eager mode."""
     start = torch.zeros(8, device=device, requires_grad=True)
 
     def run() -> None:
+        """Run the chain once."""
         value: Tensor = start
         for _ in range(_OPS):
             value = torch.tanh(value)

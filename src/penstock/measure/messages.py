@@ -1,10 +1,9 @@
-"""How long messages between two ranks take: by size, in fresh memory and in used, and in both
-directions at once.
+"""Time messages between two ranks: by size, in new and in reused memory, and in both directions.
 
-The runtime's real messages are fresh tensors: what a layer has just made is sent, into memory that
-is allocated for it. Of large ones the system hands out the memory page by page as it is first
-written, so that they take up to four times as long as messages between two buffers that are used
-again and again (seen here: 100 MB in 105 ms, against 36 ms).
+The runtime's messages are fresh tensors: the output of a layer is sent, into memory that is
+allocated for it. For large ones the system maps the memory page by page as it is first written, so
+that they take up to four times as long as messages between two buffers that are reused (measured
+once: 100 MB in 105 ms, against 36 ms).
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.measure.quiet import quiet, rising
+from penstock.measure.quiet import non_decreasing, undisturbed_seconds
 
 #: Bytes of the messages that are timed.
 SIZES: Final = (64, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 
-#: Bytes of the messages that go both ways at once, and of those of several pairs at once.
+#: Bytes of messages in both directions at the same time, and of several pairs at the same time.
 AT_ONCE: Final = 2**24
 
 _TAG: Final = 7
@@ -33,33 +32,34 @@ _TAG: Final = 7
 
 @dataclass(frozen=True)
 class Wires:
-    """What carries messages: a process group, and the device whose memory they are in."""
+    """The transport of messages: a process group, and the device whose memory they are in."""
 
     group: dist.ProcessGroup | None
     device: torch.device
 
     def settle(self) -> None:
-        """Wait until the device has done what was asked of it."""
+        """Wait until the device has finished all its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def send(self, tensor: Tensor, peer: int) -> dist.Work:
-        """Begin to send."""
+        """Start to send."""
         work = dist.isend(tensor, peer, group=self.group, tag=_TAG)
         assert work is not None
         return work
 
     def receive(self, tensor: Tensor, peer: int) -> dist.Work:
-        """Begin to receive."""
+        """Start to receive."""
         work = dist.irecv(tensor, peer, group=self.group, tag=_TAG)
         assert work is not None
         return work
 
     def swap(self, out: Tensor, into: Tensor, peer: int) -> None:
-        """Send and receive at once, and wait for both.
+        """Send and receive at the same time, and wait for both.
 
-        In one group, since NCCL runs the calls of a communicator one after another: two ranks that
-        both send first and then receive would wait for each other for ever.
+        As one batch, since NCCL runs the calls of a communicator one after another: two ranks that
+            both
+        send first and then receive would deadlock.
         """
         ops = [
             dist.P2POp(dist.irecv, into, peer, self.group, _TAG),
@@ -69,28 +69,28 @@ class Wires:
             work.wait()
 
     def meet(self, peer: int) -> None:
-        """Both ranks are here, and nothing else is to do."""
+        """Synchronise with the peer, with all devices idle."""
         self.settle()
-        word = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        self.swap(word, torch.empty_like(word), peer)
+        token = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        self.swap(token, torch.empty_like(token), peer)
         self.settle()
 
     def barrier(self) -> None:
-        """All ranks are here."""
+        """Wait for all ranks."""
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         self.settle()
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a message one way, by size: half of a round trip, `quiet` of many, and `rising`.
+    """One-way seconds of messages by size: half of a round trip, undisturbed, and non-decreasing.
 
     Attributes:
         sizes: bytes.
-        fresh_s: each message a tensor just made, received into memory just allocated.
-        used_s: the same buffer over and over; () where it was not timed.
-        both_ways: how many times as long it takes to send in both directions at once: 1 on a link
-        that is duplex, 2 on a shared one.
+        fresh_s: each message a new tensor, received into newly allocated memory.
+        used_s: the same buffer for all; () if not timed.
+        both_ways: ratio of the time for both directions at once to that of one: 1 on a duplex link,
+            2 on a shared one.
     """
 
     sizes: tuple[int, ...]
@@ -107,99 +107,124 @@ def time_messages(
     *,
     fresh_only: bool = False,
 ) -> Times:
-    """Time messages to `peer` and back, as usual (ping-pong); both ranks call it, and get the same.
+    """Time round trips of messages to `peer` (ping-pong); both ranks call it and get the same.
 
-    Sizes take turns, so that what else the host does for a while does not hit one of them alone.
+    Sizes take turns, so that a temporary disturbance of the host does not affect a single size.
 
     Args:
         peer: the other rank.
-        wires: what carries the messages.
-        repeats: how many times each is timed, after once to warm up; of short ones, four times as
-        often. sizes: bytes, rising. fresh_only: leave out what the runtime's messages are not: used
-        memory, both directions at once.
+        wires: transport of the messages.
+        repeats: number of timed messages of each size, after a warm-up; four times as many of short
+            ones.
+        sizes: bytes, ascending.
+        fresh_only: omit what differs from the runtime's messages: reused memory, and both
+            directions at once.
 
     Raises:
-        RunError: what came is not what was sent.
+        RunError: a message was received corrupted.
     """
-    fresh: list[list[float]] = [[] for _ in sizes]
-    used: list[list[float]] = [[] for _ in sizes]
-    ratios: list[float] = []
-    buffers = [] if fresh_only else [_made(size, wires) for size in sizes]
-    for turn in range(repeats + 1):
-        if turn == 1:  # what came before was the warm-up
-            fresh, used, ratios = [[] for _ in sizes], [[] for _ in sizes], []
-        for size, times in zip(sizes, fresh, strict=True):
-            times += [_round_trip(peer, wires, _made(size, wires)) / 2 for _ in range(_often(size))]
-        for buffer, times in zip(buffers, used, strict=False):
-            times += [
-                _round_trip(peer, wires, buffer, buffer) / 2 for _ in range(_often(buffer.numel()))
-            ]
-        if not fresh_only:
-            one = _round_trip(peer, wires, _made(AT_ONCE, wires)) / 2
-            ratios.append(_both_ways(peer, wires) / one)
-    middle = [
-        *rising(list(map(quiet, fresh))),
-        *rising([quiet(times) for times in used if times]),
-        statistics.median(ratios or [1.0]),
-    ]
-    found = torch.tensor(middle, dtype=torch.float64, device=wires.device)
-    (wires.send if dist.get_rank() < peer else wires.receive)(found, peer).wait()
-    seconds = found.tolist()
-    return Times(
-        tuple(sizes),
-        tuple(seconds[: len(sizes)]),
-        tuple(seconds[len(sizes) : -1]),
-        max(seconds[-1], 1.0),
-    )
+    samples = _Samples(peer, wires, sizes, fresh_only)
+    samples.take()  # warm-up
+    samples.clear()
+    for _ in range(repeats):
+        samples.take()
+    result = torch.tensor(samples.results(), dtype=torch.float64, device=wires.device)
+    # Both ranks must get the same numbers: those of the lower rank.
+    (wires.send if dist.get_rank() < peer else wires.receive)(result, peer).wait()
+    *seconds, both_ways = result.tolist()
+    count = len(sizes)
+    return Times(tuple(sizes), tuple(seconds[:count]), tuple(seconds[count:]), max(both_ways, 1.0))
+
+
+class _Samples:
+    """Repeated one-way times of messages to a peer.
+
+    fresh, used: per size, seconds with new and with reused memory.
+    ratios: of the time for both directions at once to that of one.
+    """
+
+    def __init__(self, peer: int, wires: Wires, sizes: Sequence[int], fresh_only: bool) -> None:
+        self.peer, self.wires, self.sizes, self.fresh_only = peer, wires, sizes, fresh_only
+        self.buffers = [] if fresh_only else [_new_message(size, wires) for size in sizes]
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all times."""
+        self.fresh: list[list[float]] = [[] for _ in self.sizes]
+        self.used: list[list[float]] = [[] for _ in self.buffers]
+        self.ratios: list[float] = []
+
+    def take(self) -> None:
+        """Time messages of all sizes once, short ones several times."""
+        peer, wires = self.peer, self.wires
+        for size, times in zip(self.sizes, self.fresh, strict=True):
+            for _ in range(_repeats_of(size)):
+                times.append(_round_trip(peer, wires, _new_message(size, wires)) / 2)
+        for buffer, times in zip(self.buffers, self.used, strict=True):
+            for _ in range(_repeats_of(buffer.numel())):
+                times.append(_round_trip(peer, wires, buffer, buffer) / 2)
+        if not self.fresh_only:
+            one_way = _round_trip(peer, wires, _new_message(AT_ONCE, wires)) / 2
+            self.ratios.append(_both_ways(peer, wires) / one_way)
+
+    def results(self) -> list[float]:
+        """Return the seconds of all sizes, fresh and used, and the ratio."""
+        fresh = non_decreasing(list(map(undisturbed_seconds, self.fresh)))
+        used = non_decreasing(list(map(undisturbed_seconds, self.used)))
+        return [*fresh, *used, statistics.median(self.ratios or [1.0])]
 
 
 def time_pairs_at_once(peer: int | None, wires: Wires, repeats: int = 5) -> float:
-    """How many times as long messages take while other pairs of ranks send theirs: 1 where they
-    share nothing.
+    """Return the slowdown of messages while other pairs of ranks send theirs; 1 if independent.
 
-    All ranks call it, each with the rank that it makes a pair with, or None if it is left over; all
+    All ranks call it, each with the rank with which it forms a pair, or None if it has none; all
     get the same, the mean of the pairs' medians.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    first = rank if peer is None else min(rank, peer)
-    ratios = []
-    for turn in range(repeats + 1):
-        alone = 1.0
-        for one in range(ranks):
+    pair_leader = rank if peer is None else min(rank, peer)
+    ratios: list[float] = []
+    for _ in range(repeats + 1):
+        alone_s = 1.0
+        for leader in range(ranks):
             wires.barrier()
-            if one == first and peer is not None:
-                alone = _round_trip(peer, wires, _made(AT_ONCE, wires))
+            if leader == pair_leader and peer is not None:
+                alone_s = _round_trip(peer, wires, _new_message(AT_ONCE, wires))
         wires.barrier()
-        if (
-            peer is not None
-            and (at_once := _round_trip(peer, wires, _made(AT_ONCE, wires)))
-            and turn
-        ):
-            ratios.append(at_once / alone)
-    counts = peer is not None and rank == first
-    found = torch.tensor(
-        [statistics.median(ratios), 1.0] if counts else [0.0, 0.0],
+        if peer is not None:
+            at_once_s = _round_trip(peer, wires, _new_message(AT_ONCE, wires))
+            ratios.append(at_once_s / alone_s)
+    del ratios[:1]  # the warm-up
+    is_leader = peer is not None and rank == pair_leader
+    result = torch.tensor(
+        [statistics.median(ratios), 1.0] if is_leader else [0.0, 0.0],
         dtype=torch.float64,
         device=wires.device,
     )
-    dist.all_reduce(found, group=wires.group)
-    total, pairs = found.tolist()
+    dist.all_reduce(result, group=wires.group)
+    total, pairs = result.tolist()
     return float(max(total / pairs, 1.0)) if pairs else 1.0
 
 
-def _often(size: int) -> int:
-    """Short messages are noisy and cheap to repeat."""
+def _repeats_of(size: int) -> int:
+    """Return how many times to time a message: short ones are noisy, and cheap to repeat."""
     return 4 if size <= 2**20 else 1
 
 
-def _made(size: int, wires: Wires) -> Tensor:
-    """A tensor just made, as what a layer makes: in fresh memory that has been written."""
+def _new_message(size: int, wires: Wires) -> Tensor:
+    """Return a new tensor, like the output of a layer: in fresh memory that has been written."""
     return torch.full((size,), size % 251, dtype=torch.uint8, device=wires.device)
 
 
 def _round_trip(peer: int, wires: Wires, out: Tensor, into: Tensor | None = None) -> float:
-    """Seconds of a message there and another of the same size back, as the rank of the lower number
-    sees it.
+    """Return the seconds of a message and of another of the same size back.
+
+    They are those of the rank of the lower number.
+
+    Args:
+        peer: the other rank.
+        wires: transport of the messages.
+        out: the message.
+        into: buffer for the message back; None allocates one.
     """
     received = torch.empty_like(out) if into is None else into
     wires.meet(peer)
@@ -215,14 +240,15 @@ def _round_trip(peer: int, wires: Wires, out: Tensor, into: Tensor | None = None
     seconds = time.perf_counter() - start
     if int(received[-1]) != out.numel() % 251:
         raise RunError(
-            f"a message of {out.numel()} bytes from rank {peer} came changed: look after the network"
+            f"a message of {out.numel()} bytes from rank {peer} was received corrupted: "
+            f"check the network"
         )
     return seconds
 
 
 def _both_ways(peer: int, wires: Wires) -> float:
-    """Seconds until messages of `AT_ONCE` bytes in both directions have arrived."""
-    out = _made(AT_ONCE, wires)
+    """Return the seconds of messages of `AT_ONCE` bytes in both directions at the same time."""
+    out = _new_message(AT_ONCE, wires)
     received = torch.empty_like(out)
     wires.meet(peer)
     start = time.perf_counter()

@@ -1,6 +1,4 @@
-"""What one torch op costs by its shapes alone: operations, bytes, launches, and which family it is
-of.
-"""
+"""The cost of one torch op by its shapes alone: operations, bytes, launches, and its family."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from penstock.profile.counts import Family
 
-#: Ops that touch no memory, though their schemas do not call them views.
+#: Ops that access no memory, although their schemas do not declare them as views.
 _FREE = frozenset(
     {
         "empty",
@@ -28,7 +26,7 @@ _FREE = frozenset(
         "alias",
     }
 )
-#: Ops that write without reading what they are given.
+#: Ops that write without reading their arguments.
 _WRITE_ONLY = frozenset(
     {
         "zeros_like",
@@ -46,21 +44,22 @@ _WRITE_ONLY = frozenset(
         "randn_like",
     }
 )
-#: Ops that read of their first argument only what they return: rows of a table.
+#: Ops that read only those rows of their first argument, a table, that they return.
 _LOOK_UP = frozenset({"embedding", "index_select", "gather", "index"})
-#: How often statistics make an op go over its inputs.
+#: Number of times that an op reads its inputs, because it computes statistics first.
 _PASSES = {"native_batch_norm": 2, "native_batch_norm_backward": 2, "_native_batch_norm_legit": 2}
-#: Numbers that a recurrent layer keeps for its backward for each that it returns: four gates, the
-#: cell and the hidden state. A fake
-#: layer keeps none; cuDNN keeps about these, oneDNN 16 (measured, 1,024 hidden).
+#: Numbers that a recurrent layer saves for its backward per number that it returns: four gates, the
+#: cell and the hidden state. A fake layer saves none; cuDNN saves about these, oneDNN 16 (measured,
+#: 1,024 hidden).
 _RESERVE = 6
 _MATRIX = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "dot", "mv", "addmv"})
 
 
 @dataclass(frozen=True)
 class OpWork:
-    """One call of an op at one size. `reserve_bytes`: what it keeps inside for its backward, where
-    no tensor shows it.
+    """One call of an op at one size.
+
+    `reserve_bytes` is what it saves internally for its backward, not visible as a tensor.
     """
 
     op: str
@@ -74,19 +73,18 @@ class OpWork:
 def op_work(
     func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> list[OpWork]:
-    """What a call costs, kernel by kernel where it has several; nothing if it only looks at its
-    arguments in another way.
+    """Return the cost of a call, per kernel if it launches several; empty for a mere view.
 
-    Operations are those of torch's own flop counter where it knows the op, of the formulas here for
-    recurrent layers and for the CPU's fused attention, and one for each number that comes out of
-    any other.
+    Operations are those of torch's own flop counter if it knows the op, of the formulas below for
+    recurrent layers and for the CPU's fused attention, and one per number of the output for any
+    other op.
     """
     name = func.overloadpacket.__name__
     if func.is_view or func.namespace == "prim" or name in _FREE:
         return []
     outputs = _tensors(out)
     if not outputs and not func._schema.is_mutable:
-        return []  # a question about shapes, answered without a launch
+        return []  # a query about shapes, answered without a launch
     if name == "convolution_backward":
         return _convolution_backward(func, args, out)
     reserve = _RESERVE * _size(outputs[0]) if name == "mkldnn_rnn_layer" else 0
@@ -101,47 +99,39 @@ def op_work(
         )
     ]
     if name == "convolution" and args[2] is not None:
-        works.append(
-            OpWork("bias", "other", 1, float(out.numel()), 2.0 * _size(out))
-        )  # cuDNN's convolution adds it afterwards
+        # cuDNN's convolution adds the bias afterwards.
+        works.append(OpWork("bias", "other", 1, float(out.numel()), 2.0 * _size(out)))
     return works
 
 
 def _convolution_backward(
     func: OpOverload[..., Any], args: tuple[Any, ...], out: Any
 ) -> list[OpWork]:
-    """Gradients of input, weight and bias: a kernel each, and each reads what comes in anew."""
+    """Return the gradients of input, weight and bias: one kernel each, each reading its inputs."""
     grad, value, weight = args[:3]
     family = _family("convolution_backward", args)
     formula = flop_registry[func.overloadpacket]
     works = []
-    for part, (word, other) in enumerate((("input", weight), ("weight", value))):
-        if out[part] is not None:
-            only = [part == 0, part == 1, False]
-            flops = float(formula(*args[:10], only, out_val=out))
-            works.append(
-                OpWork(
-                    f"convolution_backward_{word}",
-                    family,
-                    1,
-                    flops,
-                    float(_size(grad) + _size(other) + _size(out[part])),
-                )
-            )
+    # The gradient of the input needs the weight, and that of the weight the input.
+    for output, (name, operand) in enumerate((("input", weight), ("weight", value))):
+        if out[output] is not None:
+            output_mask = [output == 0, output == 1, False]
+            flops = float(formula(*args[:10], output_mask, out_val=out))
+            moved = float(_size(grad) + _size(operand) + _size(out[output]))
+            works.append(OpWork(f"convolution_backward_{name}", family, 1, flops, moved))
     if out[2] is not None:
-        works.append(
-            OpWork(
-                "bias_backward", "other", 1, float(grad.numel()), float(_size(grad) + _size(out[2]))
-            )
-        )
+        moved = float(_size(grad) + _size(out[2]))
+        works.append(OpWork("bias_backward", "other", 1, float(grad.numel()), moved))
     return works
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    """Return all tensors of a nested value."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _family(name: str, args: tuple[Any, ...]) -> Family:
+    """Return the family of an op."""
     if name in _MATRIX:
         return "matrix"
     if "attention" in name:
@@ -149,22 +139,27 @@ def _family(name: str, args: tuple[Any, ...]) -> Family:
     if "rnn" in name:
         return "recurrent"
     if name in ("convolution", "convolution_backward", "_convolution"):
-        backward = name == "convolution_backward"
-        weight = args[2] if backward else args[1]
-        # convolution(input, weight, bias, stride, …); convolution_backward(grad, input, weight,
-        # bias_sizes, stride, …)
-        stride, _, dilation, _, _, groups = args[4:10] if backward else args[3:9]
-        if groups > 1:
-            return "grouped_convolution"
-        plain = set(stride) == {1} and set(dilation) == {1}
-        return "convolution_3x3" if plain and tuple(weight.shape[2:]) == (3, 3) else "convolution"
+        return _convolution_family(name == "convolution_backward", args)
     return "other"
 
 
+def _convolution_family(backward: bool, args: tuple[Any, ...]) -> Family:
+    """Return the family of a convolution or its backward."""
+    weight = args[2] if backward else args[1]
+    # convolution(input, weight, bias, stride, …); convolution_backward(grad, input, weight,
+    # bias_sizes, stride, …)
+    stride, _, dilation, _, _, groups = args[4:10] if backward else args[3:9]
+    if groups > 1:
+        return "grouped_convolution"
+    unit_steps = set(stride) == {1} and set(dilation) == {1}
+    is_3x3 = tuple(weight.shape[2:]) == (3, 3)
+    return "convolution_3x3" if unit_steps and is_3x3 else "convolution"
+
+
 def _launches(name: str, args: tuple[Any, ...]) -> int:
+    """Return the number of kernels that an op launches."""
     if name.startswith("mkldnn_rnn_layer"):
-        # One step after the other, each a product with the recurrent weights: so cuDNN runs it, and
-        # oneDNN.
+        # cuDNN and oneDNN run one step after the other, each a product with the recurrent weights.
         return max(int(args[0].shape[0]), 1)
     return 1
 
@@ -177,9 +172,10 @@ def _flops(
     out: Any,
     outputs: Sequence[Tensor],
 ) -> float:
-    own = _FORMULAS.get(name)
-    if own is not None:
-        return own(args)
+    """Return the operations of an op."""
+    own_formula = _FORMULAS.get(name)
+    if own_formula is not None:
+        return own_formula(args)
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None:
         return float(formula(*args, **kwargs, out_val=out))
@@ -187,15 +183,16 @@ def _flops(
 
 
 def _recurrent_flops(args: tuple[Any, ...]) -> float:
-    """Input and recurrent products of every step: 2 t b (weights) of `(t, b, features)`."""
+    """Return the operations of a recurrent layer: 2 t b (weights) for input `(t, b, features)`."""
     value, *weights = args[:3]
     assert isinstance(value, Tensor), "the input comes first"
     return float(2 * value.shape[0] * value.shape[1] * sum(weight.numel() for weight in weights))
 
 
 def _attention_flops(args: tuple[Any, ...], products: int) -> float:
-    """`products` products of (t x s x width) for each head; a causal mask halves nothing here, as
-    in torch's own counter.
+    """Return the operations of `products` products of (t x s x width) per head.
+
+    A causal mask does not halve them, as in torch's own counter.
     """
     query, key = args
     assert isinstance(query, Tensor), "query and key come first"
@@ -206,8 +203,8 @@ _FORMULAS: dict[str, Callable[[tuple[Any, ...]], float]] = {
     "mkldnn_rnn_layer": _recurrent_flops,
     "mkldnn_rnn_layer_backward": lambda args: 2 * _recurrent_flops(args),
     "_scaled_dot_product_flash_attention_for_cpu": lambda args: _attention_flops(args[:2], 2),
-    # The two products of the forward are half made again, and each has two gradients: torch's
-    # counter says 5 for the backward.
+    # One of the forward's two products is recomputed, and each has two gradients: torch's counter
+    # also counts 5 for the backward.
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args: _attention_flops(
         args[1:3], 5
     ),
@@ -215,15 +212,17 @@ _FORMULAS: dict[str, Callable[[tuple[Any, ...]], float]] = {
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of memory that a tensor looks at: an expanded one looks at some of it many times."""
+    """Return the bytes of memory of a tensor; an expanded one refers to some of them repeatedly."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _bytes(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
+    """Return the bytes that an op reads and writes."""
     written = sum(_size(tensor) for tensor in outputs)
     if name in _WRITE_ONLY:
         return float(written)
-    read = sum(_size(tensor) for tensor in {id(tensor): tensor for tensor in inputs}.values())
+    distinct = {id(tensor): tensor for tensor in inputs}
+    read = sum(_size(tensor) for tensor in distinct.values())
     if name in _LOOK_UP and inputs:
         read += min(written - _size(inputs[0]), 0)
     return float(read * _PASSES.get(name, 1) + written)

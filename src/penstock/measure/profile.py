@@ -1,4 +1,4 @@
-"""Measure a model here, layer by layer, at several micro-batch sizes."""
+"""Measure a model's profile on this device, layer by layer, at several micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import SettingError
 from penstock.grad.saved import looking_at_saved
-from penstock.measure.alike import RankSpeed, refusal, unlike
-from penstock.measure.company import Company
-from penstock.measure.passes import PHASES, Loss, Passes, WithLoss
+from penstock.measure.alike import RankSpeed, find_unlike_pair, unlike_devices_error
+from penstock.measure.company import ConcurrentRanks
+from penstock.measure.passes import PHASES, Loss, TimedPasses, WithLoss
 from penstock.measure.replicable import moving_layers, with_single_copy_reasons
 from penstock.measure.update import UpdateSeconds, measure_update
 from penstock.profile.profile import LayerProfile, Phase, Profile, Timing
@@ -34,13 +34,13 @@ from penstock.transport.host_memory import give_back_freed_memory, keep_freed_me
 
 Progress = Callable[[int, int, str], None]
 
-#: How often ranks that seem unlike are measured before they are taken to be.
+#: Number of measurements before ranks that seem to differ are reported.
 _ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """One layer at one size: repeats of each phase, and bytes."""
+class _LayerTimes:
+    """One layer at one size: the times of each phase, and its output bytes."""
 
     seconds: dict[Phase, list[float]]
     output_bytes: int
@@ -60,12 +60,13 @@ def profile(
     targets: Any = None,
     together: bool = False,
 ) -> Profile:
-    """Time every layer here and count its bytes.
+    """Time every layer on this device and count its bytes.
 
-    The chain runs forward and backward as in training, and every layer is timed where it stands:
-    once to warm up, then `repeats` times (more for short chains); medians and interquartile ranges
-    are kept. The model itself is left as it was: copies run. So are torch's random numbers. From
-    then on this process keeps memory that it frees for itself (see
+    The chain runs forward and backward as in training, and every layer is timed in its place: once
+        to
+    warm up, then `repeats` times (more for short chains); medians and interquartile ranges are
+    recorded. Copies of the model run, so that the model itself, and torch's random numbers, are
+    left unchanged. From then on this process does not return freed memory to the system (see
     `penstock.transport.host_memory`).
 
     Ranks that share a host slow each other down. Called on all of them with `together`, each
@@ -74,52 +75,59 @@ def profile(
         profile = ps.launch(lambda: ps.profile(model, x, threads=1, together=True), ranks=2)[0]
 
     Args:
-        model: a chain, or anything that `chain` takes; on the meta device too.
+        model: a chain, or anything that `chain` accepts; also on the meta device.
         example: inputs of the model, any number of samples in their first dimension; repeated to
-        the sizes needed. batch: samples of a batch. By default as many as `example` has. sizes:
-        micro-batch sizes to measure; by default a batch in 1, 4 and 16 parts, of 2 samples at
-        least. repeats: timed runs of each phase. threads: torch threads meanwhile: what a rank will
-        have. By default as many as now. device: "cpu", "cuda", "cuda:1"; None or "auto" is a GPU if
-        one is visible, else the CPU. The profile records it. progress: called with layers done,
-        layers in all, and the layer's name. loss, targets: as training has them; what the loss
-        takes then counts with the last layer. As many targets as the example has. together: all
-        ranks of a job call this with the same arguments, and get the same profile. Their devices
-        are of one kind.
+            the sizes needed.
+        batch: samples of a batch. By default the number in `example`.
+        sizes: micro-batch sizes to measure; by default a batch divided by 1, 4 and 16, at least 2.
+        repeats: timed runs of each phase.
+        threads: torch threads during the measurement: as many as a rank will have. By default the
+            current number.
+        device: "cpu", "cuda", "cuda:1"; None or "auto" is a GPU if one is visible, else the CPU.
+            The profile records it.
+        progress: called with the layers done, the total of layers, and the layer's name.
+        loss, targets: as in training; the loss's cost is added to the last layer. As many targets
+            as samples in the example.
+        together: all ranks of a job call this with the same arguments, and get the same profile.
+            Their devices must be of one kind.
 
     Raises:
         SettingError: batch, sizes, repeats or threads are below 1, the example has no samples, the
-        device is not visible, or
-            `together` on ranks whose devices are of different kinds.
-        LayerFailed: a layer raised; the message names it.
-        RunError: `together`, and this process was not started as a rank.
+            device is not visible, or `together` on ranks whose devices are of different kinds.
+        LayerFailed: a layer raised an error; the message names it.
+        RunError: `together`, but this process was not started as a rank.
     """
     traced = model if isinstance(model, TracedChain) else chain(model)
     tensors = _tensors_of(example)
     batch = int(tensors[0].shape[0]) if batch is None else batch
     measured_sizes = _checked_sizes(batch, sizes, repeats, threads)
-    company = Company(together)
-    place = _place(device, together=together)
-    modules = _copies(traced, place)
+    company = ConcurrentRanks(together)
+    target = _device_to_measure(device, together=together)
+    modules = _copies(traced, target)
     if loss is not None:
         modules[-1] = WithLoss(modules[-1], loss, targets)
     keep_freed_memory()
-    with _threads(threads), torch.enable_grad(), drawing(place):
-        measured = _Bench(traced, modules, place, company, progress).profile(
-            example, batch, measured_sizes, repeats
-        )
-    del modules
+    with _threads(threads), torch.enable_grad(), drawing(target):
+        benchmark = _ChainBenchmark(traced, modules, target, company, progress)
+        measured = benchmark.profile(example, batch, measured_sizes, repeats)
+    del modules, benchmark  # so that their memory can be given back
     give_back_freed_memory()
     return company.gather(measured, Profile)[0]
 
 
-def _place(request: str | torch.device | None, *, together: bool) -> torch.device:
-    """The device to measure on."""
-    asked = None if request == "auto" else request
-    return torch.device(assign_device(asked).device) if together else local_device(asked)
+def _device_to_measure(request: str | torch.device | None, *, together: bool) -> torch.device:
+    """Return the requested device, with `together` the one assigned to this rank."""
+    name = None if request == "auto" else request
+    return torch.device(assign_device(name).device) if together else local_device(name)
 
 
 def _tensors_of(example: Any) -> list[Tensor]:
-    tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+    """Return the tensors of an example.
+
+    Raises:
+        SettingError: there are none, or one has no samples.
+    """
+    tensors = _tensors(example)
     if not tensors or any(tensor.dim() == 0 or tensor.shape[0] == 0 for tensor in tensors):
         raise SettingError(
             "the example must be tensors with at least one sample in their first dimension"
@@ -127,46 +135,63 @@ def _tensors_of(example: Any) -> list[Tensor]:
     return tensors
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    """Return all tensors of a nested value."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 def _checked_sizes(
     batch: int, sizes: Sequence[int] | None, repeats: int, threads: int | None
 ) -> tuple[int, ...]:
-    """The sizes to measure, ascending. Of one sample, batch norm may have nothing to normalise."""
-    found = tuple(
-        sorted(set(sizes or (max(min(2, batch), round(batch / parts)) for parts in (1, 4, 16))))
-    )
-    if found[0] < 1 or batch < 1 or repeats < 1 or (threads is not None and threads < 1):
+    """Return the sizes to measure, ascending.
+
+    By default not 1: with a single sample, batch norm may have nothing to normalise.
+
+    Raises:
+        SettingError: a number is below 1.
+    """
+    if not sizes:
+        sizes = [max(min(2, batch), round(batch / parts)) for parts in (1, 4, 16)]
+    ascending = tuple(sorted(set(sizes)))
+    if min(ascending[0], batch, repeats) < 1 or (threads is not None and threads < 1):
         raise SettingError(
-            f"batch {batch}, sizes {list(found)}, repeats {repeats} and threads {threads} must be 1 or more"
+            f"batch {batch}, sizes {list(ascending)}, repeats {repeats} and threads {threads} "
+            f"must be 1 or more"
         )
-    return found
+    return ascending
 
 
 @dataclass
-class _Bench:
-    """The layers of a chain, to be timed by all that are in company."""
+class _ChainBenchmark:
+    """The layers of a chain, to be timed by all ranks that measure together."""
 
     traced: TracedChain
     modules: list[nn.Module]
     device: torch.device
-    company: Company
+    company: ConcurrentRanks
     progress: Progress | None
-    _share: range = range(0)
+    _rank_layers: range = range(0)
 
     def profile(self, example: Any, batch: int, sizes: tuple[int, ...], repeats: int) -> Profile:
-        """Measure all there is."""
+        """Measure the whole profile."""
         runs = self.times(example, sizes, repeats)
-        kept = self.activation_bytes(_samples(example, sizes[0], self.device), sizes[0])
+        value = _samples(example, sizes[0], self.device)
+        saved_bytes, entry_bytes = self.activation_bytes(value, sizes[0])
         update = self.update()
         machine = machine_facts(self.device)
         if self.company.ranks > 1:
             machine["ranks"] = str(self.company.ranks)
-        layers = _layers(
-            self.traced, sizes, runs, *([count / sizes[0] for count in row] for row in kept)
-        )
         input_bytes = sum(
             leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in _tensors_of(example)
         )
-        found = Profile(
+        layers = _layers(
+            self.traced,
+            sizes,
+            runs,
+            [count / sizes[0] for count in saved_bytes],
+            [count / sizes[0] for count in entry_bytes],
+        )
+        measured = Profile(
             layers,
             self.traced.fingerprint,
             input_bytes,
@@ -178,47 +203,52 @@ class _Bench:
             update_fixed_s=update.fixed_s,
             accumulate_s_per_byte=update.accumulate_s_per_byte,
         )
-        self._aim(sizes[0])
+        self._set_targets(sizes[0])
         value = _samples(example, sizes[0], self.device)
         moving = moving_layers(self.traced, self.modules, value, self.device)
-        return with_single_copy_reasons(found, self.traced, moving)
+        return with_single_copy_reasons(measured, self.traced, moving)
 
-    def times(self, example: Any, sizes: Sequence[int], repeats: int) -> list[list[_Measured]]:
-        """Per layer, and in the order of the sizes, what was measured."""
-        self._share = range(len(self.modules))
+    def times(self, example: Any, sizes: Sequence[int], repeats: int) -> list[list[_LayerTimes]]:
+        """Return the measurements per layer, in the order of the sizes."""
+        self._rank_layers = range(len(self.modules))
         if self.company.ranks > 1:
-            self._share = self.company.share(self._rough_seconds(example, sizes[len(sizes) // 2]))
-        runs: list[list[_Measured]] = [[] for _ in self.modules]
+            rough_seconds = self._rough_seconds(example, sizes[len(sizes) // 2])
+            self._rank_layers = self.company.share(rough_seconds)
+        runs: list[list[_LayerTimes]] = [[] for _ in self.modules]
+        total = len(sizes) * len(self.modules)
         for number, size in enumerate(sizes):
-            self._aim(size)
-            before, passes = self._passes(range(self._share.start)), self._passes(self._share)
-            passes.run(before.value_behind(_samples(example, size, self.device)), repeats)
-            measured = map(_Measured, passes.seconds, passes.output_bytes)
-            layers = dict(zip(self._share, measured, strict=True))
-            by_layer: dict[int, _Measured] = {}
-            for part in self.company.gather(layers, dict[int, _Measured]):
-                by_layer |= part
+            by_layer = self._times_of_size(example, size, repeats)
             for index, layer in enumerate(self.traced.layers):
                 runs[index].append(by_layer[index])
                 if self.progress is not None:
-                    self.progress(
-                        number * len(self.modules) + index + 1,
-                        len(sizes) * len(self.modules),
-                        layer.name,
-                    )
+                    self.progress(number * len(self.modules) + index + 1, total, layer.name)
         return runs
 
-    def _rough_seconds(self, example: Any, size: int) -> list[float]:
-        """Per layer, seconds of forward and backward here, once it is clear that the other ranks
-        take as long.
+    def _times_of_size(self, example: Any, size: int, repeats: int) -> dict[int, _LayerTimes]:
+        """Return the measurements of all ranks for one size, by layer."""
+        self._set_targets(size)
+        layers = self._rank_layers
+        layers_before, passes = self._passes(range(layers.start)), self._passes(layers)
+        value = layers_before.output_for(_samples(example, size, self.device))
+        passes.run(value, repeats)
+        measured = map(_LayerTimes, passes.seconds, passes.output_bytes)
+        rank_times = dict(zip(layers, measured, strict=True))
+        by_layer: dict[int, _LayerTimes] = {}
+        for part in self.company.gather(rank_times, dict[int, _LayerTimes]):
+            by_layer |= part
+        return by_layer
 
-        What else runs on a host slows a rank down for a while: who seems unlike is measured again,
-        and the least counts.
+    def _rough_seconds(self, example: Any, size: int) -> list[float]:
+        """Return rough seconds of forward and backward per layer; check that all ranks agree.
+
+        Other programs slow a rank down temporarily: ranks that seem to differ are measured again,
+            and the
+        minimum counts.
 
         Raises:
             SettingError: the devices of the ranks are of different kinds.
         """
-        self._aim(size)
+        self._set_targets(size)
         least: list[float] = []
         model = machine_facts(self.device)["device"]
         for _ in range(_ROUNDS):
@@ -228,47 +258,48 @@ class _Bench:
             least = list(map(min, least, seconds)) if least else seconds
             speed = RankSpeed(socket.gethostname(), device_name(self.device), model, sum(least))
             ranks = self.company.gather(speed, RankSpeed)
-            pair = unlike(ranks)
+            pair = find_unlike_pair(ranks)
             if pair is None:
                 return least
         assert pair is not None
-        raise refusal(ranks, pair)
+        raise unlike_devices_error(ranks, pair)
 
     def activation_bytes(self, value: Any, size: int) -> tuple[list[int], list[int]]:
-        """See `_activation_bytes`; of `size` samples."""
-        self._aim(size)
+        """Return the result of `_activation_bytes` for `size` samples."""
+        self._set_targets(size)
         return _activation_bytes(self.modules, value)
 
     def update(self) -> UpdateSeconds:
-        """What happens to the gradients, of all ranks' layers."""
-        self.company.begin()
-        seconds = measure_update([self.modules[index] for index in self._share], self.device)
-        return UpdateSeconds.together(self.company.gather(seconds, UpdateSeconds))
+        """Time accumulation and optimizer step, over the layers of all ranks."""
+        self.company.wait_for_all()
+        modules = [self.modules[index] for index in self._rank_layers]
+        parts = self.company.gather(measure_update(modules, self.device), UpdateSeconds)
+        return UpdateSeconds.combine(parts)
 
-    def _aim(self, size: int) -> None:
+    def _set_targets(self, size: int) -> None:
         """Give the loss as many targets as there are samples."""
         last = self.modules[-1]
         if isinstance(last, WithLoss):
-            last.aimed = _samples(last.targets, size, self.device)
+            last.current_targets = _samples(last.targets, size, self.device)
 
-    def _passes(self, share: range) -> Passes:
-        names = [self.traced.layers[index].name for index in share]
-        return Passes(
-            [self.modules[index] for index in share],
-            share.start > 0,
+    def _passes(self, layers: range) -> TimedPasses:
+        """Return the timed passes through some layers."""
+        return TimedPasses(
+            [self.modules[index] for index in layers],
+            layers.start > 0,
             self.device,
-            names,
+            [self.traced.layers[index].name for index in layers],
             self.company,
         )
 
 
 def device_name(device: torch.device) -> str:
-    """What a profile calls the device: "cpu", or a GPU's own name."""
+    """Return the name of a device in profiles: "cpu", or the GPU's own name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def machine_facts(device: torch.device) -> dict[str, str]:
-    """What this machine is, for people who read a profile later."""
+    """Return facts about this machine, for people who read a profile later."""
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -290,7 +321,7 @@ def machine_facts(device: torch.device) -> dict[str, str]:
 
 
 def _copies(traced: TracedChain, device: torch.device) -> list[nn.Module]:
-    """All layers with memory on the device, apart from the user's own, in training mode."""
+    """Return copies of all layers in training mode, with memory on the device."""
     copied = TracedChain(
         traced.description,
         tuple(copy.deepcopy(nn.ModuleList(traced.modules), made_tensors(traced.modules))),
@@ -300,74 +331,80 @@ def _copies(traced: TracedChain, device: torch.device) -> list[nn.Module]:
 
 
 def _samples(example: Any, size: int, device: torch.device) -> Any:
-    """`example` repeated or cut to `size` samples."""
+    """Return `example` repeated or cut to `size` samples, on the device."""
 
-    def fit(leaf: Any) -> Any:
+    def resize(leaf: Any) -> Any:
+        """Return a tensor with `size` samples; anything else unchanged."""
         if not isinstance(leaf, Tensor):
             return leaf
         return leaf[torch.arange(size) % leaf.shape[0]].to(device)
 
-    return pytree.tree_map(fit, example)
+    return pytree.tree_map(resize, example)
 
 
 def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[int], list[int]]:
-    """Per layer, bytes that autograd keeps for its backward, each storage at the first layer that
-    keeps it; and what a stage that begins with the layer keeps besides: its input, unless it counts
-    there or later.
+    """Return per layer the bytes saved for its backward, and those it saves as a first layer.
+
+    Each storage counts at the first layer that saves it. A stage that begins with a layer also
+    saves its input, unless that counts at this layer or a later one.
     """
-    # Storages are told apart by address, so all that were met stay alive meanwhile: a freed one's
-    # address would be given again.
-    own = [
-        t.untyped_storage() for module in modules for t in (*module.parameters(), *module.buffers())
-    ]
-    met = {storage.data_ptr(): storage for storage in own}
+    # Storages are identified by address, so all of them are kept alive until the end: the address
+    # of a freed one would be reused.
+    seen_storages: dict[int, object] = {}
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            storage = tensor.untyped_storage()
+            seen_storages[storage.data_ptr()] = storage
     counted_at: dict[int, int] = {}
     counts = [0] * len(modules)
     inputs: list[list[Tensor]] = []
     layer = 0
 
-    def count(tensor: Tensor) -> None:
+    def add(tensor: Tensor) -> None:
+        """Count a saved tensor's storage, unless an earlier layer saved it."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in met:
-            met[storage.data_ptr()] = storage
+        if storage.data_ptr() not in seen_storages:
+            seen_storages[storage.data_ptr()] = storage
             counted_at[storage.data_ptr()] = layer
             counts[layer] += storage.nbytes()
 
-    with looking_at_saved(count):
+    with looking_at_saved(add):
         for index, module in enumerate(modules):
             layer = index
-            inputs.append([leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)])
+            inputs.append(_tensors(value))
             value = module(value)
-    entries = [
-        sum(
-            tensor.nbytes
-            for tensor in given
-            if counted_at.get(tensor.untyped_storage().data_ptr(), -1) < index
+    entries = []
+    for index, tensors in enumerate(inputs):
+        addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        entries.append(
+            sum(
+                tensor.nbytes
+                for tensor, address in zip(tensors, addresses, strict=True)
+                if counted_at.get(address, -1) < index
+            )
         )
-        for index, given in enumerate(inputs)
-    ]
     return counts, entries
 
 
 def _layers(
     traced: TracedChain,
     sizes: tuple[int, ...],
-    runs: list[list[_Measured]],
+    runs: list[list[_LayerTimes]],
     activations: list[float],
     entries: list[float],
 ) -> tuple[LayerProfile, ...]:
+    """Return the profiles of all layers.
+
+    Args:
+        traced: the chain.
+        sizes: that were measured.
+        runs: per layer and size.
+        activations, entries: bytes per sample and layer.
+    """
     layers = []
     for index, (layer, weights, measured) in enumerate(
         zip(traced.layers, traced.description.weights, runs, strict=True)
     ):
-        timings = {
-            phase: Timing(
-                sizes,
-                tuple(statistics.median(run.seconds[phase]) for run in measured),
-                tuple(_spread(run.seconds[phase]) for run in measured),
-            )
-            for phase in PHASES
-        }
         layers.append(
             LayerProfile(
                 name=layer.name,
@@ -379,13 +416,20 @@ def _layers(
                 entry_bytes_per_sample=entries[index],
                 output_bytes_per_sample=measured[-1].output_bytes / sizes[-1],
                 single_copy_reason="",
-                **timings,
+                **{phase: _timing(sizes, measured, phase) for phase in PHASES},
             )
         )
     return tuple(layers)
 
 
+def _timing(sizes: tuple[int, ...], measured: Sequence[_LayerTimes], phase: Phase) -> Timing:
+    """Return the medians and spreads of one phase of a layer."""
+    times = [run.seconds[phase] for run in measured]
+    return Timing(sizes, tuple(map(statistics.median, times)), tuple(map(_spread, times)))
+
+
 def _spread(seconds: list[float]) -> float:
+    """Return the interquartile range."""
     if len(seconds) < 2:
         return 0.0
     quarters = statistics.quantiles(seconds, n=4)
@@ -394,6 +438,7 @@ def _spread(seconds: list[float]) -> float:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
+    """Set the number of torch threads, and restore it afterwards; None leaves it as it is."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

@@ -1,4 +1,4 @@
-"""Which layers of a model several ranks cannot hold at once, for its profile."""
+"""Find the layers of a model that cannot be replicated on several ranks, for its profile."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from penstock.tracing.single_copy import single_copy_reasons
 def with_single_copy_reasons(
     profile: Profile, traced: TracedChain, observed: Mapping[int, Sequence[str]] | None = None
 ) -> Profile:
-    """The profile with, per layer, why it cannot have copies.
+    """Return the profile with, per layer, the reason why it cannot be replicated.
 
     Args:
         profile: of the model.
-        traced: the model itself: copies of it have lost the hooks of its weights.
-        observed: by layer, what `moving_layers` has found.
+        traced: the model itself, since copies of it have lost the hooks of its weights.
+        observed: by layer, the result of `moving_layers`.
     """
     reasons: dict[int, tuple[str, ...]] = dict(single_copy_reasons(traced))
     for index, findings in (observed or {}).items():
@@ -46,30 +46,33 @@ def with_single_copy_reasons(
 def moving_layers(
     traced: TracedChain, modules: Sequence[nn.Module], value: Any, device: torch.device
 ) -> dict[int, tuple[str, ...]]:
-    """By layer, the state that its forward reads and changes, found by running every layer once on
-    `value`, or what it becomes.
+    """Return by layer the state that its forward both reads and changes.
+
+    Runs every layer on `value`, or what the layers before make of it.
     """
-    found: dict[int, tuple[str, ...]] = {}
+    findings_of_layer: dict[int, tuple[str, ...]] = {}
     for index, (layer, module) in enumerate(zip(traced.layers, modules, strict=True)):
         state = ModuleState(module.named_modules(prefix=prefix_of(layer.name, module)))
         run = partial(_run, module, value, device, index)
         with named_failure(layer.name):
-            seen = observe(state, run, run)
-        if seen.findings:
-            found[index] = seen.findings
-        value = pytree.tree_map(_detached, seen.output)
-    return found
+            observation = observe(state, run, run)
+        if observation.findings:
+            findings_of_layer[index] = observation.findings
+        value = pytree.tree_map(_detach, observation.output)
+    return findings_of_layer
 
 
 def _run(module: nn.Module, value: Any, device: torch.device, seed: int) -> Any:
-    """The layer's output; the same random numbers at every call."""
+    """Return the layer's output, with the same random numbers in every call."""
     seed_generators(device, seed)
-    return module(pytree.tree_map(_fresh, value))
+    return module(pytree.tree_map(_clone, value))
 
 
-def _fresh(leaf: Any) -> Any:
+def _clone(leaf: Any) -> Any:
+    """Return a detached copy of a tensor; anything else unchanged."""
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _detached(leaf: Any) -> Any:
+def _detach(leaf: Any) -> Any:
+    """Return a detached tensor; anything else unchanged."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf

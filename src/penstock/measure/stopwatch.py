@@ -1,10 +1,10 @@
-"""Seconds of work on a device: by the host's clock on a CPU, by events on a CUDA card.
+"""Time work on a device: by the host's clock on a CPU, by events on a CUDA card.
 
 A synchronisation around every layer would add the launch latency, the drain of the queue and the
 wake-up of the host to every time. Events are recorded on the stream between the layers instead, and
-read after one synchronisation. The seconds between two events are those of the kernels between them
-where the host launches ahead of the card, and those of the host where kernels are shorter than
-their launches.
+read after a single synchronisation. The time between two events is that of the kernels between them
+where the host launches ahead of the card, and that of the host where kernels are shorter than their
+launches.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 
 
 class Stopwatch(Protocol):
-    """Marks points of the work on a device, and gives the seconds between them."""
+    """Marks points in the work of a device, and returns the seconds between them."""
 
     def mark(self) -> Any:
-        """Mark the point that the work has come to."""
+        """Mark the current point of the work."""
 
     def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
-        """Return the seconds between the marks of every (start, end), when all of them are there."""
+        """Return the seconds between the marks of every (start, end), once all are reached."""
 
 
 @final
 class HostStopwatch:
-    """For devices whose work is done when the call returns."""
+    """For devices whose work is complete when the call returns."""
 
     def mark(self) -> float:
         """See `Stopwatch.mark`."""
@@ -43,7 +43,7 @@ class HostStopwatch:
 @final
 @dataclass(frozen=True)
 class EventStopwatch:
-    """For devices that work through a queue.
+    """For devices that process a queue.
 
     Attributes:
         record: records a new event at the end of the queue.
@@ -58,7 +58,7 @@ class EventStopwatch:
         return self.record()
 
     def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
-        """See `Stopwatch.seconds`. The host waits once, for all of them."""
+        """See `Stopwatch.seconds`. The host synchronises once for all marks."""
         self.synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in spans]
 
@@ -69,11 +69,13 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
         return HostStopwatch()
 
     def record() -> torch.cuda.Event:
+        """Record an event on the device's current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
 
     def synchronize() -> None:
+        """Wait until the device's queue is empty."""
         torch.cuda.synchronize(device)
 
     return EventStopwatch(record, synchronize)

@@ -1,1 +1,1 @@
-"""Where to cut: one file per method."""
+"""Partitioning: where to cut a model into stages, one file per method."""

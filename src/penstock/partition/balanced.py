@@ -1,4 +1,4 @@
-"""DeepSpeed's balancing: the least difference between the heaviest and the lightest stage, nearly."""
+"""DeepSpeed's balancing: minimise the difference between the heaviest and the lightest stage."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from penstock.partition.checks import check_costs
 
 
 def partition_balanced(weights: Sequence[float], stages: int) -> list[int]:
-    """Stage lengths by dynamic programming on (heaviest - lightest stage).
+    """Balance stage weights by dynamic programming on (heaviest - lightest stage).
 
-    Each state (layers so far, stages so far) keeps the one cut with the least difference, of equal
-    ones the one whose last stage is shortest. That is not exact, not even for the difference: the
-    best whole may be made of a part that is not best.
+    Each state (layers so far, stages so far) keeps only the cut with the least difference, and
+    among equal ones the one whose last stage is shortest. The result is not optimal, not even for
+    the difference, because the best cut may contain a prefix that is not the best of its state.
 
         weights             | 5 1 1 1 1 1 1 5, 3 stages
         cut                 | 5 1  .  1 1 1 1 1  .  5
@@ -25,42 +25,45 @@ def partition_balanced(weights: Sequence[float], stages: int) -> list[int]:
     [2, 5, 1]
 
     Args:
-        weights: one per layer, finite, not below 0.
-        stages: 1 up to the number of layers.
+        weights: one per layer, finite and not negative.
+        stages: from 1 to the number of layers.
+
+    Returns:
+        The number of layers of every stage.
 
     Raises:
-        PartitionError: the weights or the number of stages are not so.
+        PartitionError: the weights or the number of stages are invalid.
 
     Source: DeepSpeed 38327e0, runtime/utils.py, partition_balanced; same choices, computed a row at
     a time in O(stages n^2).
     """
     numbers = check_costs(weights, "weights")
-    n = len(numbers)
-    stages = check_stages(n, stages)
+    layers = len(numbers)
+    stages = check_stages(layers, stages)
     prefix = np.concatenate(([0.0], np.cumsum(numbers)))
-    # Row i - 1, column n - 1 - k: the stage of the layers k .. i - 1. Columns run backwards so that
-    # argmin, which takes the
-    # first of equals, takes the largest k. No stage: infinite.
-    starts = np.arange(n)[::-1]
+    # Row i - 1, column layers - 1 - k: the weight of the layers k .. i - 1, infinite where k >= i.
+    # Columns run backwards so that argmin, which returns the first of equal minima, picks the
+    # largest k.
+    starts = np.arange(layers)[::-1]
     segments = prefix[1:, None] - prefix[starts]
-    segments[np.arange(1, n + 1)[:, None] <= starts] = np.inf
-    rows = np.arange(n)
-    heaviest, lightest = (
-        np.full(n + 1, np.inf),
-        np.zeros(n + 1),
-    )  # of every prefix, in 0 stages: only the empty one is possible
+    segments[np.arange(1, layers + 1)[:, None] <= starts] = np.inf
+    rows = np.arange(layers)
+    # Of every prefix, cut into 0 stages so far: only the empty prefix is possible.
+    heaviest = np.full(layers + 1, np.inf)
+    lightest = np.zeros(layers + 1)
     heaviest[0], lightest[0] = 0.0, np.inf
     choices = []
     for _ in range(stages):
-        high = np.maximum(heaviest[starts], segments)
-        low = np.minimum(lightest[starts], segments)
-        column = np.argmin(high - low, axis=1)
+        heaviest_with = np.maximum(heaviest[starts], segments)
+        lightest_with = np.minimum(lightest[starts], segments)
+        column = np.argmin(heaviest_with - lightest_with, axis=1)
         choices.append(starts[column])
-        # Where nothing was possible `high` is infinite in every column, and a finite `low` keeps
-        # the difference infinite.
-        heaviest = np.concatenate(([np.inf], high[rows, column]))
-        lightest = np.concatenate(([0.0], np.where(np.isinf(heaviest[1:]), 0.0, low[rows, column])))
-    ends = [n]
+        # Where no cut exists `heaviest_with` is infinite in every column; the lightest stage is set
+        # to a finite number there so that the difference stays infinite and is not inf - inf.
+        heaviest = np.concatenate(([np.inf], heaviest_with[rows, column]))
+        lightest_of_prefix = np.where(np.isinf(heaviest[1:]), 0.0, lightest_with[rows, column])
+        lightest = np.concatenate(([0.0], lightest_of_prefix))
+    ends = [layers]
     for choice in reversed(choices):
         ends.append(int(choice[ends[-1] - 1]))
     ends.reverse()

@@ -1,4 +1,4 @@
-"""torchgpipe's balancing: neighbours hand layers to each other until no stage stands out."""
+"""torchgpipe's balancing: neighbouring stages exchange layers until their sums are close."""
 
 from __future__ import annotations
 
@@ -10,70 +10,82 @@ from penstock.partition.checks import check_costs
 
 
 def block_partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Stage lengths such that heaviest <= lightest + dearest layer, once the cheapest layer's cost
-    is taken off all layers.
+    """Move layers between neighbours until heaviest <= lightest + dearest layer.
 
-    Starts from equal counts. While the heaviest stage P is too heavy, the lightest stage Q takes a
-    layer from its neighbour on P's side, and so on until P itself has given one:
+    The cheapest layer's cost is subtracted from all layers first. Starts from equal counts. While
+    the heaviest stage P is too heavy, the lightest stage Q takes a layer from its neighbour on P's
+    side, and so on until P itself has given one:
 
         P . . . H | Q        H's last layer goes to Q; then H or another is the lightest
 
     The subtraction makes cheap layers free, so that many of them gather in one stage, and the rule
-    stops early: the slowest stage can be 40 % slower than it must be (VGG-19 in 8 stages).
-    `bottleneck` is exact; this is here to compare with.
+    stops early: the slowest stage can be 40 % slower than necessary (VGG-19 in 8 stages).
+    `bottleneck` is exact; this method is provided for comparison.
 
     >>> block_partition([1] * 8 + [20], 3)
     [3, 3, 3]
 
     Args:
-        costs: one per layer, finite, not below 0.
-        stages: 1 up to the number of layers.
+        costs: one per layer, finite and not negative.
+        stages: from 1 to the number of layers.
+
+    Returns:
+        The number of layers of every stage.
 
     Raises:
-        PartitionError: the costs or the number of stages are not so.
+        PartitionError: the costs or the number of stages are invalid.
 
     Source: Bárány and Grinberg 2013, Block partitions of sequences, arXiv 1308.2452; torchgpipe
-    a1b4ee2, balance/blockpartition.py. The paper's Q is, of several lightest stages, the closest to
-    P; torchgpipe's is the first. We go torchgpipe's way as long as it goes well. Where it runs in
-    circles ([0, 0, 0, 0, 1, 1] in 5 stages) or takes from an empty stage ([0, 0, 0, 1, 1] in 4: it
-    ends in the lengths 4, 1, -1, 1), we begin anew in the paper's way, which always ends and leaves
+    a1b4ee2, balance/blockpartition.py. Where several stages are lightest, the paper's Q is the one
+    closest to P, torchgpipe's is the first. We follow torchgpipe while that works. Where it cycles
+    ([0, 0, 0, 0, 1, 1] in 5 stages) or takes from an empty stage ([0, 0, 0, 1, 1] in 4: it ends in
+    the lengths 4, 1, -1, 1), we restart with the paper's rule, which always terminates and leaves
     no stage empty. Sums are exact here; torchgpipe's are floats, whose rounding decides some ties
-    (8 of 3,800 small random cases differ by that).
+    (8 of 3,800 small random cases differ because of that).
     """
     numbers = check_costs(costs)
     stages = check_stages(len(numbers), stages)
     ratios = [float(number).as_integer_ratio() for number in numbers]
-    unit = max(
-        denominator for _, denominator in ratios
-    )  # all are powers of 2, so it is a multiple of each
-    whole = [numerator * (unit // denominator) for numerator, denominator in ratios]
-    cheapest = min(whole)
-    prefix = list(accumulate((cost - cheapest for cost in whole), initial=0))
-    # torchgpipe's way takes 1,400 hand-overs for 1,000 random layers in 64 stages; at 4 x stages x
-    # layers it goes in circles.
-    ends = _hand_over(prefix, stages, closest=False, limit=4 * stages * len(whole)) or _hand_over(
-        prefix, stages, closest=True
-    )
+    # Denominators of floats are powers of 2, so the largest is a multiple of all.
+    common_denominator = max(denominator for _, denominator in ratios)
+    exact_costs = [
+        numerator * (common_denominator // denominator) for numerator, denominator in ratios
+    ]
+    cheapest = min(exact_costs)
+    prefix = list(accumulate((cost - cheapest for cost in exact_costs), initial=0))
+    # torchgpipe's rule takes 1,400 moves for 1,000 random layers in 64 stages; after 4 x stages x
+    # layers moves it is taken to cycle.
+    limit = 4 * stages * len(exact_costs)
+    ends = _move_layers(prefix, stages, closest=False, limit=limit)
+    if ends is None:
+        ends = _move_layers(prefix, stages, closest=True)
     assert ends is not None
     return [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
 
 
-def _hand_over(
+def _move_layers(
     prefix: list[int], stages: int, *, closest: bool, limit: int | None = None
 ) -> list[int] | None:
-    """The ends of the stages; None if one was or would be left without layers, or after `limit`
-    hand-overs.
+    """Return the ends of the stages after all moves.
+
+    None if a stage is or would become empty, or after `limit` moves.
+
+    Args:
+        prefix: prefix sums of the costs.
+        stages: number of stages.
+        closest: of several lightest stages take the one closest to the heaviest (the paper's rule),
+            not the first (torchgpipe's).
+        limit: maximum number of moves; None is no limit.
     """
     layers = len(prefix) - 1
     tolerance = max(after - before for before, after in pairwise(prefix))
     bounds = [layers // stages * stage for stage in range(stages)] + [layers]
     sums = [prefix[stop] - prefix[start] for start, stop in pairwise(bounds)]
-    done = 0
+    moves = 0
     while True:
         most = max(sums)
-        heaviest = (
-            stages - 1 - sums[::-1].index(most)
-        )  # the last of equals, as torchgpipe's max over (sum, index)
+        # The last of equal maxima, as in torchgpipe's max over (sum, index).
+        heaviest = stages - 1 - sums[::-1].index(most)
         giver = -1
         while giver != heaviest:
             least = min(sums)
@@ -81,13 +93,17 @@ def _hand_over(
                 return bounds[1:] if all(a < b for a, b in pairwise(bounds)) else None
             taker = sums.index(least)
             if closest:
-                taker = min(
-                    (s for s in range(stages) if sums[s] == least), key=lambda s: abs(s - heaviest)
-                )
+                taker = _closest_index(sums, least, heaviest)
             giver = taker - 1 if heaviest < taker else taker + 1
-            if bounds[giver] == bounds[giver + 1] or done == limit:
+            if bounds[giver] == bounds[giver + 1] or moves == limit:
                 return None
-            done += 1
+            moves += 1
             bounds[max(giver, taker)] += -1 if giver < taker else 1
             for stage in (giver, taker):
                 sums[stage] = prefix[bounds[stage + 1]] - prefix[bounds[stage]]
+
+
+def _closest_index(sums: list[int], value: int, index: int) -> int:
+    """Return the position of a value that is closest to `index`; the first of two."""
+    positions = [position for position, total in enumerate(sums) if total == value]
+    return min(positions, key=lambda position: abs(position - index))

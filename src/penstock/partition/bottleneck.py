@@ -1,4 +1,4 @@
-"""The exact cut: no other has a faster slowest stage."""
+"""Exact partitioning: minimise the load of the slowest stage or link."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from penstock.partition.steps import least_bottleneck, least_sum, spans
 from penstock.partition.uniform import partition_uniform
 from penstock.profile.profile import Profile
 
-#: Sums of floats that should be equal differ by their rounding; bottlenecks this close, relatively,
-#: count as equal.
+#: Relative difference below which two bottlenecks count as equal: sums of floats that should be
+#: equal differ by rounding.
 ROUNDING = 1e-12
 
-#: What evenness of layer counts weighs beside evenness of loads in the choice among cuts of equal
-#: bottleneck.
+#: Weight of even layer counts relative to even loads, in the choice among cuts of equal bottleneck.
 EVENNESS = 1e-9
 
 
@@ -30,18 +29,15 @@ def minimax(
     transfer: Sequence[float] | None = None,
     overlap: bool = True,
 ) -> list[int]:
-    """Stage lengths with the least possible bottleneck, that is, the load of the busiest stage or
-    link.
+    """Minimise the bottleneck: the load of the busiest stage or link.
 
-        layers       a    b  |  c    d    e       overlap:      stages load a + b and c + d + e, the
-                     link t1
-        transfers      t0    t1   t2   t3         no overlap:   stages load a + b + t1 and t1 + c +
-                       d + e
+        layers       a    b  |  c    d    e    overlap: stages load a + b and c + d + e, the link t1
+        transfers      t0    t1   t2   t3      no overlap: stages load a + b + t1 and t1 + c + d + e
 
-    Of all cuts with that bottleneck (to 1 part in 10^12), the one with the smallest sum of squares
-    of the loads of stages and links, so that the others have as much slack as they can; of those
-    that differ by less than about 10^-9 of the bottleneck's square, the one with the most even
-    layer counts; of those, the one whose last stage is longest, and so on backwards.
+    Among all cuts with that bottleneck (to 1 part in 10^12), take the one with the smallest sum of
+    squared loads of stages and links, so that the others have as much slack as possible; among
+    those that differ by less than about 10^-9 of the bottleneck's square, the one with the most
+    even layer counts; among those, the one whose last stage is longest, and so on backwards.
 
     >>> minimax([1, 1, 1, 1, 1, 1, 1, 1, 20], 3)
     [4, 4, 1]
@@ -49,22 +45,22 @@ def minimax(
     [1, 3]
 
     Args:
-        costs: one per layer, finite, not below 0.
-        stages: 1 up to the number of layers.
-        transfer: the cost of a cut after layer i, for every layer but the last; None is none.
-        overlap: whether transfers run beside the stages' own work, or take the time of the stages
-        on both sides.
+        costs: one per layer, finite and not negative.
+        stages: from 1 to the number of layers.
+        transfer: cost of a cut after layer i, for every layer but the last; None is free.
+        overlap: whether transfers overlap the stages' computation, or occupy the stages on both
+            sides.
 
     Returns:
         The number of layers of every stage.
 
     Raises:
-        PartitionError: the costs, the transfers or the number of stages are not so.
+        PartitionError: the costs, the transfers or the number of stages are invalid.
 
     Source: the recurrence of PipeDream (Narayanan et al. 2019, section 3.1) without replication;
     the bound on the length of stages is our own. Time O(layers x stages x longest stage within a
     guess's bottleneck): 1,000 random layers in 64 stages take 15 ms on one shared core, and 0.2 s
-    at worst, when one layer is dearer than all others together.
+    in the worst case, when one layer is dearer than all others together.
     """
     layers, links = _check(costs, transfer)
     stages = check_stages(len(layers), stages)
@@ -75,16 +71,17 @@ def minimax(
     loads = prefix[ends] - prefix[starts]
     before = links[starts]
     if overlap:
-        busiest, squares = np.maximum(loads, before), [loads, before]
+        # A link counts once, for the stage behind it.
+        busiest, evened_loads = np.maximum(loads, before), [loads, before]
     else:
         busiest = loads + before + links[ends]
-        squares = [busiest]
+        evened_loads = [busiest]
     table = np.where(possible, busiest, np.inf)
     least = least_bottleneck(lambda _: table, stages, len(layers))
     allowed = possible & (busiest <= least * (1 + ROUNDING))
     unit = least or 1.0
     penalty = EVENNESS * np.square((ends - starts) / len(layers))
-    for load in squares:
+    for load in evened_loads:
         penalty += np.square(np.where(allowed, load, 0.0) / unit)
     penalties = np.where(allowed, penalty, np.inf)
     return least_sum(lambda _: penalties, stages, len(layers))
@@ -96,14 +93,17 @@ def slowest(
     transfer: Sequence[float] | None = None,
     overlap: bool = True,
 ) -> float:
-    """The bottleneck of a cut: what `minimax` makes least. Arguments as there; `lengths` are the
-    stages' layer counts.
+    """Return the bottleneck of a cut, which `minimax` minimises.
 
-    >>> slowest([1, 2, 3], [2, 1], transfer=[0, 4]), slowest([1, 2, 3], [2, 1], transfer=[0, 4], overlap=False)
-    (4.0, 7.0)
+    Arguments are as in `minimax`; `lengths` are the stages' layer counts.
+
+    >>> slowest([1, 2, 3], [2, 1], transfer=[0, 4])
+    4.0
+    >>> slowest([1, 2, 3], [2, 1], transfer=[0, 4], overlap=False)
+    7.0
 
     Raises:
-        PartitionError: the costs, the transfers or the lengths do not fit.
+        PartitionError: the costs, the transfers or the lengths are invalid.
     """
     layers, links = _check(costs, transfer)
     ends = np.cumsum(check_lengths(lengths, len(layers), None))
@@ -111,7 +111,7 @@ def slowest(
 
 
 def _check(costs: Sequence[float], transfer: Sequence[float] | None) -> tuple[Floats, Floats]:
-    """The costs, and the transfers at every boundary with a free one at either end of the model."""
+    """Return the costs, and the transfers at every boundary; both ends of the model are free."""
     layers = check_costs(costs)
     links = np.zeros(len(layers) + 1)
     if transfer is not None:
@@ -120,6 +120,7 @@ def _check(costs: Sequence[float], transfer: Sequence[float] | None) -> tuple[Fl
 
 
 def _bottleneck(prefix: Floats, links: Floats, ends: np.ndarray, overlap: bool) -> float:
+    """Return the bottleneck of the cut with these ends."""
     starts = np.concatenate(([0], ends[:-1]))
     loads = prefix[ends] - prefix[starts]
     return float(
@@ -128,8 +129,9 @@ def _bottleneck(prefix: Floats, links: Floats, ends: np.ndarray, overlap: bool) 
 
 
 def _guesses(prefix: Floats, stages: int) -> list[np.ndarray]:
-    """Ends of stages of equal counts, and of about equal loads: neither is best, but the best is no
-    worse.
+    """Return the stage ends of two heuristic cuts, equal counts and about equal loads.
+
+    Their bottlenecks are upper bounds of the least one.
     """
     layers, index = len(prefix) - 1, np.arange(1, stages + 1)
     shares = np.searchsorted(prefix, prefix[-1] * index / stages)
@@ -141,15 +143,13 @@ def _guesses(prefix: Floats, stages: int) -> list[np.ndarray]:
 
 
 def _longest(prefix: Floats, stages: int, bound: float) -> int:
-    """The most layers that a stage can have whose load is within `bound` (with room for rounding)."""
+    """Return the most layers of a stage of load up to `bound`, with a margin for rounding."""
     first = np.searchsorted(prefix, prefix[1:] - bound * (1 + 1e-9))
     return min(int(np.max(np.arange(1, len(prefix)) - first)), len(prefix) - stages)
 
 
 class Options(TypedDict, total=False):
-    """What `bottleneck` takes besides the profile and the number of stages; its docstring explains
-    each.
-    """
+    """Keyword arguments of `bottleneck`; its docstring describes them."""
 
     micro_batch: float | None
     bandwidth_bytes_per_s: float | None
@@ -168,46 +168,53 @@ OPTIONS = tuple(Options.__annotations__)
     source="Penstock; the recurrence of Narayanan et al. 2019, PipeDream, section 3.1",
 )
 def bottleneck(profile: Profile, stages: int, **options: Unpack[Options]) -> list[int]:
-    """Stage lengths that `minimax` finds for the layers' forward and backward seconds.
+    """Minimise the slowest stage or link with `minimax`.
+
+    Costs are the layers' forward and backward seconds.
 
     Options:
         micro_batch: samples; None is the largest size that was measured.
         bandwidth_bytes_per_s: of the links between stages, in each direction: a micro-batch's
-        output and the gradient that
-            comes back for it do not meet. None makes transfers free.
-        latency_s: what a transfer costs besides, 0 if not given; only with a bandwidth.
-        overlap: whether transfers run beside the stages' work; True if not given.
-        costs: own costs per layer in place of the measured ones, in any unit that `transfer`
-        shares. transfer: own costs of the cut after every layer but the last, in place of those
-        from the bandwidth.
+            output and the returning gradient do not share it. None makes transfers free.
+        latency_s: of a transfer, 0 by default; only with a bandwidth.
+        overlap: whether transfers overlap the stages' computation; True by default.
+        costs: costs per layer that replace the measured ones, in the same unit as `transfer`.
+        transfer: costs of the cut after every layer but the last, in place of those computed from
+            the bandwidth.
 
     Raises:
-        PartitionError: a number is out of its range, a list has the wrong length, or two options
-        contradict each other.
+        PartitionError: a number is out of range, a list has the wrong length, or two options
+            contradict each other.
     """
     refuse_unknown("bottleneck", options, OPTIONS)
     overlap = options.get("overlap", True)
     if not isinstance(overlap, (bool, np.bool_)):
         raise PartitionError(f"overlap is {overlap!r}; it must be True or False")
-    samples, costs = samples_of(profile, options.get("micro_batch")), options.get("costs")
-    own = check_costs(
-        profile.step_seconds(samples) if costs is None else costs, "costs", len(profile)
-    )
-    return minimax(own.tolist(), stages, transfer_of(profile, samples, options), bool(overlap))
+    samples = samples_of(profile, options.get("micro_batch"))
+    costs = options.get("costs")
+    if costs is None:
+        costs = profile.step_seconds(samples)
+    layer_costs = check_costs(costs, "costs", len(profile)).tolist()
+    return minimax(layer_costs, stages, transfer_of(profile, samples, options), bool(overlap))
 
 
 def transfer_of(profile: Profile, samples: float, options: Options) -> Sequence[float] | None:
-    """The cost of a cut after each layer but the last, from what the options say of links."""
+    """Return the cost of a cut after each layer but the last, from the link options; None is free.
+
+    Raises:
+        PartitionError: the link options contradict each other, or are out of range.
+    """
     transfer, bandwidth = options.get("transfer"), options.get("bandwidth_bytes_per_s")
     latency = check_number("latency_s", options.get("latency_s", 0.0), zero=True)
     if transfer is not None and (bandwidth is not None or latency):
         raise PartitionError(
-            "transfer stands for the links' costs already; leave out bandwidth_bytes_per_s and latency_s"
+            "transfer already contains the links' costs; remove bandwidth_bytes_per_s and latency_s"
         )
     if bandwidth is None:
         if latency:
             raise PartitionError(
-                f"latency_s is {latency!r} without a bandwidth_bytes_per_s; transfers are free without it"
+                f"latency_s is {latency!r}, but bandwidth_bytes_per_s is not set; "
+                f"set it, since transfers are free without a bandwidth"
             )
         return transfer
     bytes_per_s = check_number("bandwidth_bytes_per_s", bandwidth)

@@ -1,4 +1,4 @@
-"""The exact cut among those that fit in memory, from a profile."""
+"""The exact partition under a memory limit, from a profile."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from penstock.units import format_bytes
 
 
 class Options(TypedDict, total=False):
-    """What `by_limit` takes besides the profile and the number of stages; its docstring explains
-    each.
-    """
+    """Keyword arguments of `by_limit`; its docstring describes them."""
 
     memory_limit: float | Sequence[float] | None
     in_flight: Sequence[float] | None
@@ -40,72 +38,73 @@ OPTIONS = tuple(Options.__annotations__)
     source="Penstock; the recurrence of Narayanan et al. 2019, PipeDream, section 3.1",
 )
 def by_limit(profile: Profile, stages: int, **options: Unpack[Options]) -> list[int]:
-    """Stage lengths that `limited` finds for the layers' forward and backward seconds and bytes.
+    """Minimise the bottleneck under memory limits with `limited`.
 
-    A layer holds its weights, their gradients, the optimizer's numbers and buffers, and keeps its
-    activations for every micro-batch in flight.
+    Costs are the layers' forward and backward seconds, and their bytes.
+
+    A layer occupies its weights, their gradients, the optimizer state and buffers, and in addition
+    its activations for every micro-batch in flight.
 
     Options:
-        memory_limit: bytes that each rank has, or one number for each stage. None is no limit.
-        in_flight: micro-batches that each stage has in flight at most. None is 1F1B's: as many as
-        there are stages from it on. micro_batch: samples; None is the largest size that was
-        measured. optimizer_states: numbers that the optimizer keeps for each parameter: 0 for SGD,
-        1 with momentum (if not given), 2 for
-            Adam.
-        bandwidth_bytes_per_s, latency_s, overlap: as of `bottleneck`.
+        memory_limit: bytes of a rank, or one number per stage. None is no limit.
+        in_flight: per stage, the maximum number of micro-batches in flight. None is that of 1F1B:
+            the number of stages from this one to the last.
+        micro_batch: samples; None is the largest size that was measured.
+        optimizer_states: optimizer state per parameter: 0 for SGD, 1 with momentum (the default), 2
+            for Adam.
+        bandwidth_bytes_per_s, latency_s, overlap: as in `bottleneck`.
 
     Raises:
-        PartitionError: no cut fits (the message says what comes nearest), or an option is out of
-        its range.
+        PartitionError: no cut fits (the message describes the nearest one), or an option is out of
+            range.
     """
     refuse_unknown("limited", options, OPTIONS)
-    samples, flying, room = (
-        samples_of(profile, options.get("micro_batch")),
-        options.get("in_flight"),
-        options.get("memory_limit"),
-    )
+    samples = samples_of(profile, options.get("micro_batch"))
     states = check_number("optimizer_states", options.get("optimizer_states", 1), zero=True)
-    holds = [layer.parameter_bytes * (2 + states) + layer.buffer_bytes for layer in profile]
-    kept = [layer.activation_bytes_per_sample * samples for layer in profile]
-    in_flight = (
-        [float(stages - stage) for stage in range(stages)]
-        if flying is None
-        else check_costs(flying, "in_flight", stages).tolist()
-    )
-    limits = _limits(room, stages)
+    # A parameter, its gradient, and the optimizer's state.
+    fixed_bytes = [layer.parameter_bytes * (2 + states) + layer.buffer_bytes for layer in profile]
+    saved_bytes = [layer.activation_bytes_per_sample * samples for layer in profile]
+    requested_in_flight = options.get("in_flight")
+    if requested_in_flight is None:
+        in_flight = [float(stages - stage) for stage in range(stages)]
+    else:
+        in_flight = check_costs(requested_in_flight, "in_flight", stages).tolist()
+    limits = _limits(options.get("memory_limit"), stages)
     links = {
         name: options[name] for name in ("bandwidth_bytes_per_s", "latency_s") if name in options
     }
     transfer = transfer_of(profile, samples, links)  # type: ignore[arg-type]
-    found = limited(
+    lengths = limited(
         profile.step_seconds(samples),
         transfer,
-        holds,
-        kept,
+        fixed_bytes,
+        saved_bytes,
         in_flight,
         limits,
         overlap=options.get("overlap", True),
     )
-    if found is not None:
-        return found
-    nearest = least_excess(holds, kept, in_flight, limits)
-    need = bytes_per_stage(nearest, holds, kept, in_flight)
-    worst = int(np.argmax(np.subtract(need, limits)))
+    if lengths is not None:
+        return lengths
+    nearest = least_excess(fixed_bytes, saved_bytes, in_flight, limits)
+    required = bytes_per_stage(nearest, fixed_bytes, saved_bytes, in_flight)
+    worst = int(np.argmax(np.subtract(required, limits)))
     raise PartitionError(
-        f"no cut into {stages} stages fits: even in {nearest}, which comes nearest, stage {worst} needs {format_bytes(need[worst])} and has "
-        f"{format_bytes(limits[worst])}. More stages, a smaller micro-batch or fewer micro-batches in flight would help"
+        f"no cut into {stages} stages fits: in the nearest one, {nearest}, stage {worst} needs "
+        f"{format_bytes(required[worst])} and has {format_bytes(limits[worst])}. Use more stages, "
+        f"a smaller micro-batch or fewer micro-batches in flight"
     )
 
 
-def _limits(room: float | Sequence[float] | None, stages: int) -> list[float]:
-    """Bytes of every stage's rank."""
-    if room is None:
+def _limits(memory_limit: float | Sequence[float] | None, stages: int) -> list[float]:
+    """Return the memory limit of every stage's rank in bytes."""
+    if memory_limit is None:
         return [np.inf] * stages
-    if isinstance(room, Sequence) or np.ndim(room):
-        each = [check_number("memory_limit", value) for value in room]  # type: ignore[union-attr]
-        if len(each) != stages:
+    if isinstance(memory_limit, Sequence) or np.ndim(memory_limit):
+        entries: Sequence[float] = memory_limit  # type: ignore[assignment]
+        limits = [check_number("memory_limit", entry) for entry in entries]
+        if len(limits) != stages:
             raise PartitionError(
-                f"memory_limit has {len(each)} entries, and {stages} stages are asked for"
+                f"memory_limit has {len(limits)} entries, but {stages} stages are requested"
             )
-        return each
-    return [check_number("memory_limit", room)] * stages
+        return limits
+    return [check_number("memory_limit", memory_limit)] * stages

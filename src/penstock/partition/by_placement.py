@@ -1,4 +1,4 @@
-"""Cuts for ranks that have several stages, from a profile."""
+"""Partitioning for ranks that hold several stages, from a profile."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ def by_loop(
     micro_batch: float | None = None,
     slack: float = 0.0,
 ) -> list[int]:
-    """Stage lengths that `looped` finds for the layers' forward and backward seconds: stage s is on
-    rank s mod `ranks`.
+    """Balance ranks of the looped placement (stage s on rank s mod `ranks`) with `looped`.
+
+    The costs are the layers' forward and backward seconds.
 
     Options:
-        ranks: how many there are, a divisor of the number of stages; None is one for each stage.
+        ranks: number of ranks, a divisor of the number of stages; None is one rank per stage.
         micro_batch: samples; None is the largest size that was measured.
-        slack: by how much, relatively, the busiest rank may be above the least, for the sake of
-        even stages.
+        slack: relative amount by which the busiest rank may exceed the optimum, to get more even
+            stages.
 
     Raises:
-        PartitionError: the stages cannot be dealt out evenly, or an option is out of its range.
+        PartitionError: `ranks` does not divide the number of stages, or an option is out of range.
     """
     count = stages if ranks is None else ranks
     if isinstance(count, bool) or not isinstance(count, int) or count < 1 or stages % count:
         raise PartitionError(
-            f"looped deals {stages} stages out to ranks in turn, the same number to each, not to {ranks!r} ranks"
+            f"looped places the same number of stages on every rank, and {stages} stages "
+            f"cannot be divided over {ranks!r} ranks; ask for a multiple of the number of ranks"
         )
-    found = looped(
-        profile.step_seconds(samples_of(profile, micro_batch)), count, stages // count, slack=slack
-    )
-    assert found is not None
-    return found
+    seconds = profile.step_seconds(samples_of(profile, micro_batch))
+    lengths = looped(seconds, count, stages // count, slack=slack)
+    assert lengths is not None  # without memory limits a cut always exists
+    return lengths
 
 
 @register(
@@ -51,21 +52,24 @@ def by_loop(
 def by_fold(
     profile: Profile, stages: int, micro_batch: float | None = None, slack: float = 0.0
 ) -> list[int]:
-    """Stage lengths that `folded` finds for the layers' forward and backward seconds: the first
-    rank has the first and last stage.
+    """Balance ranks of the V placement (first and last stage on the first rank) with `folded`.
+
+    The costs are the layers' forward and backward seconds.
 
     Options:
         micro_batch: samples; None is the largest size that was measured.
-        slack: by how much, relatively, the busiest rank may be above the least, for the sake of
-        even stages.
+        slack: relative amount by which the busiest rank may exceed the optimum, to get more even
+            stages.
 
     Raises:
-        PartitionError: the number of stages is odd, or an option is out of its range.
+        PartitionError: the number of stages is odd, or an option is out of range.
     """
     if stages % 2:
         raise PartitionError(
-            f"folded gives every rank two stages, and {stages} is odd: ask for {stages + 1}, or one less"
+            f"folded gives every rank two stages, and {stages} stages is an odd number: "
+            f"ask for {stages + 1} or {stages - 1}"
         )
-    found = folded(profile.step_seconds(samples_of(profile, micro_batch)), stages // 2, slack=slack)
-    assert found is not None
-    return found
+    seconds = profile.step_seconds(samples_of(profile, micro_batch))
+    lengths = folded(seconds, stages // 2, slack=slack)
+    assert lengths is not None  # without memory limits a cut always exists
+    return lengths

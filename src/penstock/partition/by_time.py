@@ -9,19 +9,19 @@ from penstock.profile.profile import Profile
 
 
 def samples_of(profile: Profile, micro_batch: float | None) -> float:
-    """`micro_batch` in samples; None is the largest size that was measured.
+    """Return the size of a micro-batch in samples; None means the largest size that was measured.
 
     Raises:
         PartitionError: `micro_batch` is not a number above 0.
     """
-    return check_number(
-        "micro_batch", max(profile.sizes, default=1) if micro_batch is None else micro_batch
-    )
+    if micro_batch is None:
+        micro_batch = max(profile.sizes, default=1)
+    return check_number("micro_batch", micro_batch)
 
 
 @register("time", source="Kim et al. 2020, torchgpipe, balance_by_time")
 def by_time(profile: Profile, stages: int, micro_batch: float | None = None) -> list[int]:
-    """Stage lengths that `block_partition` finds for the layers' forward and backward seconds.
+    """Balance the layers' forward and backward seconds with `block_partition`.
 
     Options:
         micro_batch: samples; None is the largest size that was measured.

@@ -1,4 +1,4 @@
-"""All partitioners by name."""
+"""The registry of partition methods, and `partition`, which calls them by name."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def partition(
 
     Args:
         profile: costs of the layers, in order.
-        stages: number of stages; may be left out when `by` is a list.
+        stages: number of stages; may be omitted when `by` is a list.
         by: a method's name (`penstock partition --list` shows all), `"type:<regex>"`, or the stage
-        lengths themselves. options: what the method takes besides; its own docstring says.
+            lengths themselves.
+        options: the method's own options; see its docstring.
 
     Returns:
-        The number of layers in every stage; all at least 1, their sum the number of layers.
+        The number of layers of every stage; all at least 1, their sum the number of layers.
 
     Raises:
-        UnknownName: no method has that name.
-        PartitionError: more stages than layers, fewer than 1, lengths that do not fit, or an option
-        that the method does
-            not take.
+        UnknownName: there is no method of that name.
+        PartitionError: more stages than layers, fewer than 1, invalid lengths, or an option that
+            the method does not accept.
     """
     if not isinstance(by, str):
         refuse_unknown("a list of stage lengths", options, ())
@@ -46,15 +46,13 @@ def partition(
     name, _, argument = by.partition(":")
     entry = PARTITIONERS.find(name)
     if stages is None:
-        raise PartitionError(f"{by!r} needs to know how many stages to make")
+        raise PartitionError(f"{by!r} needs the number of stages; pass stages=")
     stages = check_stages(len(profile), stages)
     if argument and not entry.facts.get("takes_argument"):
-        raise PartitionError(
-            f"{name} takes nothing after a colon, and {by!r} has {argument!r} there"
-        )
+        raise PartitionError(f"{name} takes no argument after a colon, but {by!r} has {argument!r}")
     if argument and "pattern" in options:
         raise PartitionError(
-            f"{by!r} has its pattern already; leave out pattern={options['pattern']!r}"
+            f"{by!r} already contains the pattern; remove pattern={options['pattern']!r}"
         )
     if entry.facts.get("takes_argument"):
         options = {"pattern": argument, **options}
@@ -63,20 +61,21 @@ def partition(
 
 
 def option_names(entry: Registered[Callable[..., list[int]]]) -> tuple[str, ...]:
-    """What a method takes besides the profile and the number of stages: its fact `options`, or else
-    its own arguments.
+    """Return the names of a method's options: its fact `options`, or else its own arguments.
+
+    The profile and the number of stages are not options.
     """
-    named = entry.facts.get("options")
-    return (
-        named if isinstance(named, tuple) else tuple(inspect.signature(entry.make).parameters)[2:]
-    )
+    declared = entry.facts.get("options")
+    if isinstance(declared, tuple):
+        return declared
+    return tuple(inspect.signature(entry.make).parameters)[2:]
 
 
 def check_stages(layers: int, stages: int) -> int:
-    """The number of stages as an int, once `layers` layers can make so many.
+    """Return the number of stages as an int after checking that `layers` layers suffice.
 
     Raises:
-        PartitionError: it is no whole number, below 1, or above the number of layers.
+        PartitionError: it is not a whole number, below 1, or above the number of layers.
     """
     count = _whole(stages)
     if count is None:
@@ -86,49 +85,63 @@ def check_stages(layers: int, stages: int) -> int:
     if count > layers:
         raise PartitionError(
             f"cannot make {count} stages from {layers} layers: every stage needs at least one. "
-            f"Ask for at most {layers} stages, or give the model in smaller layers"
+            f"Use at most {layers} stages, or split the model into smaller layers"
         )
     return count
 
 
 def check_lengths(lengths: Sequence[int], layers: int, stages: int | None) -> list[int]:
-    """The lengths as a list of ints, once they fit. NumPy's integers will do; floats and bools will
-    not, whatever their value.
+    """Return the stage lengths as a list of ints after validation.
+
+    Integers of NumPy are accepted; floats and bools are not, whatever their value.
+
+    Args:
+        lengths: the number of layers of every stage.
+        layers: the number of layers of the model.
+        stages: the required number of stages; None is any.
 
     Raises:
-        PartitionError: they are not whole numbers of 1 or more that sum to `layers`, or not
-        `stages` many.
+        PartitionError: they are not whole numbers of 1 or more that sum to `layers`, or there are
+            not `stages` of them.
     """
+    checked = _whole_lengths(lengths)
+    for stage, length in enumerate(checked):
+        if length < 1:
+            raise PartitionError(
+                f"stage {stage} of {checked} is empty: every stage needs at least one layer"
+            )
+    if stages is not None and len(checked) != stages:
+        raise PartitionError(f"{checked} has {len(checked)} stages, but {stages} are requested")
+    if not checked or sum(checked) != layers:
+        raise PartitionError(f"{checked} sums to {sum(checked)}, but the model has {layers} layers")
+    return checked
+
+
+def _whole_lengths(lengths: Sequence[int]) -> list[int]:
+    """Return the lengths as a list of ints; raise an error if one is not a whole number."""
     try:
-        given = list(lengths)
+        raw_lengths = list(lengths)
     except TypeError as error:
         raise PartitionError(
-            f"by is {lengths!r}: give a method's name, or a list of stage lengths"
+            f"by is {lengths!r}: it must be a method's name, or a list of stage lengths"
         ) from error
-    listed = [_whole(length) for length in given]
-    whole = [length for length in listed if length is not None]
-    if len(whole) < len(listed):
-        stage = listed.index(None)
-        raise PartitionError(
-            f"stage {stage} of {given} has the length {given[stage]!r}, which is not a whole number of layers"
-        )
-    empty = [stage for stage, length in enumerate(whole) if length < 1]
-    if empty:
-        raise PartitionError(
-            f"stage {empty[0]} of {whole} is empty: every stage needs at least one layer"
-        )
-    if stages is not None and len(whole) != stages:
-        raise PartitionError(f"{whole} has {len(whole)} stages, but {stages} are asked for")
-    if not whole or sum(whole) != layers:
-        raise PartitionError(f"{whole} sums to {sum(whole)}, but the model has {layers} layers")
-    return whole
+    checked: list[int] = []
+    for stage, raw_length in enumerate(raw_lengths):
+        length = _whole(raw_length)
+        if length is None:
+            raise PartitionError(
+                f"stage {stage} of {raw_lengths} has the length {raw_length!r}, "
+                f"which is not a whole number of layers"
+            )
+        checked.append(length)
+    return checked
 
 
 def _whole(number: object) -> int | None:
-    """An int from an int of any library; None from a bool and from anything else."""
+    """Return an integer of any library as an int; None for a bool or any other type."""
     if isinstance(number, bool):
         return None
     try:
-        return operator.index(number)  # type: ignore[arg-type]  # whether it has __index__ is the question
+        return operator.index(number)  # type: ignore[arg-type]  # this tests for __index__
     except TypeError:
         return None

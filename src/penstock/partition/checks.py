@@ -1,4 +1,4 @@
-"""What every method checks at its door: costs, and the numbers given as options."""
+"""Validation of costs and of numeric options, shared by all partition methods."""
 
 from __future__ import annotations
 
@@ -10,54 +10,58 @@ import numpy.typing as npt
 
 from penstock.errors import PartitionError
 
-#: Costs that sum to less can be added to as many transfers without leaving the range of floats.
+#: Largest allowed sum of costs: transfers of the same size can be added to it without overflow.
 LARGEST_SUM = 1e307
 
 Floats = npt.NDArray[np.float64]
 
-#: Costs of layers: one number each, or a row of them for each stage or rank.
+#: Costs of layers: one number per layer, or a row of them per stage or rank.
 Costs = Sequence[float] | Sequence[Sequence[float]] | Floats
 
 
 def check_costs(
     costs: Sequence[float] | Floats, what: str = "costs", count: int | None = None
 ) -> Floats:
-    """The costs as float64, shape (len(costs),), once they are finite, not below 0, and `count`
-    many if that is given.
+    """Return the costs as a float64 array of shape (len(costs),) after validation.
+
+    Args:
+        costs: finite, not negative.
+        what: the argument's name in messages.
+        count: required length; None is any.
 
     Raises:
-        PartitionError: they are not; the message begins with `what` and names the first one that is
-        off.
+        PartitionError: the costs are invalid; the message names the first bad entry.
     """
     try:
         numbers = np.asarray(costs, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise PartitionError(f"{what}: {costs!r} is no list of numbers: {error}") from error
+        raise PartitionError(f"{what}: {costs!r} is not a list of numbers: {error}") from error
     if numbers.ndim != 1:
         raise PartitionError(
-            f"{what}: needs one number each in a flat list, and got the shape {numbers.shape}"
+            f"{what}: must be a flat list with one number per entry, not of shape {numbers.shape}"
         )
     if count is not None and len(numbers) != count:
-        raise PartitionError(f"{what}: has {len(numbers)} entries, and {count} are needed")
+        raise PartitionError(f"{what}: has {len(numbers)} entries, but {count} are needed")
     for index in np.flatnonzero(~((numbers >= 0) & np.isfinite(numbers))):
         raise PartitionError(
-            f"{what}: entry {index} is {numbers[index]}; every cost is finite and not below 0"
+            f"{what}: entry {index} is {numbers[index]}; costs must be finite and not negative"
         )
     with np.errstate(over="ignore"):
         total = float(numbers.sum())
     if total > LARGEST_SUM:
         raise PartitionError(
-            f"{what}: they sum to {total:g}, which is above {LARGEST_SUM:g}; give them in a larger unit"
+            f"{what}: the sum {total:g} is above {LARGEST_SUM:g}; use a larger unit"
         )
     return numbers
 
 
 def check_number(name: str, value: Any, *, zero: bool = False) -> float:
-    """An option's value as a float, once it is a plain number above 0 (or at 0, where `zero` allows
-    that).
+    """Return an option's value as a float after checking that it is a plain number above 0.
+
+    `zero` allows 0 as well. Text such as "1 GB/s" is not accepted.
 
     Raises:
-        PartitionError: it is not; text such as "1 GB/s" is none either.
+        PartitionError: the value is not such a number.
     """
     bound = "0 or more" if zero else "above 0"
     plain = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
@@ -66,36 +70,45 @@ def check_number(name: str, value: Any, *, zero: bool = False) -> float:
     return float(value)
 
 
-def refuse_unknown(method: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse options that a method does not take.
+def refuse_unknown(method: str, names: Iterable[str], accepted: Iterable[str]) -> None:
+    """Raise an error if an option's name is not one that the method accepts.
 
     Raises:
-        PartitionError: there is one; the message lists those that it takes.
+        PartitionError: there is an unknown option; the message lists the accepted ones.
     """
-    known = tuple(known)
-    unknown = [name for name in given if name not in known]
+    accepted = tuple(accepted)
+    unknown = [name for name in names if name not in accepted]
     if unknown:
-        takes = f"it takes {', '.join(known)}" if known else "it takes no options"
-        raise PartitionError(f"{method} does not take {', '.join(unknown)}: {takes}")
+        hint = f"it takes {', '.join(accepted)}" if accepted else "it takes no options"
+        raise PartitionError(f"{method} does not take {', '.join(unknown)}: {hint}")
 
 
 def numbers_of(costs: Costs, what: str) -> Floats:
-    """The costs as an array of one or two dimensions."""
+    """Return the costs as an array of one or two dimensions.
+
+    Raises:
+        PartitionError: they are not numbers, or have more dimensions.
+    """
     try:
         numbers = np.asarray(costs, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
         raise PartitionError(
-            f"{what}: needs a list of numbers, or one of equal length for each stage: {error}"
+            f"{what}: must be a list of numbers, or one list of equal length per stage: {error}"
         ) from error
     if numbers.ndim not in {1, 2}:
         raise PartitionError(
-            f"{what}: has the shape {numbers.shape}; it must be one number per layer, or a row of them per stage"
+            f"{what}: has the shape {numbers.shape}; "
+            f"it must be one number per layer, or a row of them per stage"
         )
     return numbers
 
 
 def rows_of(numbers: Floats, what: str, stages: int, layers: int) -> Floats:
-    """The numbers as an array of shape (stages, layers)."""
+    """Return the numbers as validated costs of shape (stages, layers); a single row is repeated.
+
+    Raises:
+        PartitionError: the shape differs, or a cost is invalid.
+    """
     rows = np.atleast_2d(numbers)
     if len(rows) not in {1, stages}:
         raise PartitionError(
@@ -107,5 +120,5 @@ def rows_of(numbers: Floats, what: str, stages: int, layers: int) -> Floats:
 
 
 def sums_of(rows: Floats) -> Floats:
-    """Prefix sums of every row, 0 before the first layer."""
+    """Return the prefix sums of every row, with a 0 before the first layer."""
     return np.concatenate((np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)), axis=1)

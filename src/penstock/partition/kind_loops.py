@@ -1,7 +1,6 @@
-"""The loops over how many ranks of each kind stand in a chain so far: plain Python, compiled where
-they are long.
+"""Reachability over the number of ranks of each kind used so far; compiled where loops are long.
 
-A state is a count of ranks per kind, written as a number of mixed radix: kind 0 counts slowest.
+A state is a count of ranks per kind, encoded as a mixed-radix number whose slowest digit is kind 0.
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ Numbers = Any
 
 
 def reach(far: Numbers, free: Numbers, counts: Numbers, reached: Numbers) -> int:
-    """Of every state, all layers that its ranks, in some order, can end before.
+    """Compute for every state the layers that its ranks, in some order, can end before.
 
     Args:
-        far: shape (kinds, stages, layers + 1): the furthest that a rank of a kind, as that stage,
-        can go from a layer. free: shape (layers + 1,): 1 where a cut before the layer is allowed.
-        counts: shape (kinds,): how many ranks of each kind there are. reached: shape (states,
-        layers + 1), filled, 0 before.
+        far: shape (kinds, stages, layers + 1): the furthest end that a rank of a kind, as that
+            stage, can reach from a layer.
+        free: shape (layers + 1,): 1 where a cut before the layer is allowed.
+        counts: shape (kinds,): number of ranks of each kind.
+        reached: shape (states, layers + 1), output, must be 0 on entry.
 
     Returns:
-        A state of as many ranks as there are stages that can have all layers; -1 if there is none.
+        A state with as many ranks as there are stages that covers all layers; -1 if there is none.
     """
     kinds, stages, size = far.shape
     used = counts * 0
@@ -56,13 +56,15 @@ def reach(far: Numbers, free: Numbers, counts: Numbers, reached: Numbers) -> int
 
 
 def reach_furthest(far: Numbers, counts: Numbers, furthest: Numbers) -> int:
-    """The same with the furthest layer alone; `far` takes the allowed cuts into account already,
-    and is -1 where there is none.
+    """Compute for every state the furthest layer that its ranks can end before.
 
     Args:
-        far: as of `reach`.
-        counts: as of `reach`.
-        furthest: shape (states,), filled, -1 before.
+        far: as in `reach`, but restricted to allowed cuts, and -1 where there is none.
+        counts: as in `reach`.
+        furthest: shape (states,), output, must be -1 on entry.
+
+    Returns:
+        As `reach`.
     """
     kinds, stages, size = far.shape
     used = counts * 0

@@ -1,4 +1,4 @@
-"""The exact cut among those that fit in memory, for ranks that need not be alike."""
+"""Exact partitioning under memory limits, for ranks that may differ."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.partition.steps import least_bottleneck, least_sum, spans
 
 Ints = npt.NDArray[np.int64]
 
-#: How close, relatively, the first guess comes to the least bottleneck, and after how many halvings
-#: it gives up on that.
+#: Relative distance from the least bottleneck at which the search for an upper bound stops, and its
+#: maximum number of bisections.
 CLOSE, HALVINGS = 0.02, 40
 
 
 class Overlap(TypedDict, total=False):
-    """What `limited` takes besides its numbers; its docstring says what it means."""
+    """Keyword arguments of `limited`; its docstring describes them."""
 
     overlap: bool
 
@@ -31,62 +31,56 @@ class Overlap(TypedDict, total=False):
 def limited(
     seconds: Costs,
     transfer: Costs | None,
-    holds: Costs,
-    kept: Costs,
+    fixed_bytes: Costs,
+    saved_bytes: Costs,
     in_flight: Sequence[float],
     limits: Sequence[float],
     **options: Unpack[Overlap],
 ) -> list[int] | None:
-    """Stage lengths with the least possible bottleneck, that is, the load of the busiest stage or
-    link, of those that fit.
+    """Minimise the bottleneck, the load of the busiest stage or link, over cuts that fit in memory.
 
-        layers       a    b  |  c    d    e       stage 0 has seconds[0][a] + seconds[0][b] to do,
-                     and needs
-        transfers      t0    t1   t2   t3         holds[a] + holds[b] + in_flight[0] * (kept[a] +
-                       kept[b]) bytes
+        layers       a    b  |  c    d    e    stage 0 computes for seconds[0][a] + seconds[0][b]
+        transfers      t0    t1   t2   t3      and needs fixed_bytes[a] + fixed_bytes[b]
+                                               + in_flight[0] * (saved_bytes[a] + saved_bytes[b])
 
-    Among cuts of equal bottleneck it chooses as `minimax` does, and without limits, for ranks that
-    are alike, gives the same.
+    Ties are broken as in `minimax`; without limits, for equal ranks, the result is the same.
 
     >>> limited([1, 1, 1, 3], None, [1, 1, 1, 1], [1, 1, 1, 1], in_flight=[2, 1], limits=[9, 9])
     [3, 1]
     >>> limited([1, 1, 1, 3], None, [1, 1, 1, 1], [1, 1, 1, 1], in_flight=[2, 1], limits=[8, 9])
     [2, 2]
-    >>> limited([[1, 1, 1, 1], [3, 3, 3, 3]], None, [0] * 4, [0] * 4, in_flight=[2, 1], limits=[9, 9])
+    >>> free = [0] * 4
+    >>> limited([[1] * 4, [3] * 4], None, free, free, in_flight=[2, 1], limits=[9, 9])
     [3, 1]
 
     Args:
-        seconds: shape (stages, layers): what one micro-batch takes in layer l if it stands in stage
-        s, forward and backward.
-            One row, or a flat list, is for all stages.
-        transfer: shape (stages - 1, layers - 1), or the last alone: the cost of a cut after layer l
-        if it is the one between
-            stages s and s + 1, in seconds. None is none.
-        holds: bytes that a layer takes whatever happens (weights, gradients, optimizer state),
-        shape (layers,) or
-            (stages, layers).
-        kept: bytes that a layer keeps for every micro-batch in flight, likewise.
-        in_flight: how many micro-batches each stage has in flight at most; need not be whole.
-        limits: bytes that each stage may take, infinity if it has no limit.
-        overlap: whether transfers run beside the stages' own work (if not given), or take the time
-        of both their stages.
+        seconds: shape (stages, layers): forward and backward seconds of one micro-batch in layer l
+            if it is in stage s. One row, or a flat list, applies to all stages.
+        transfer: shape (stages - 1, layers - 1), or (layers - 1,) for all stages: seconds of a cut
+            after layer l if it is between stages s and s + 1. None is free.
+        fixed_bytes: bytes of a layer that do not depend on the micro-batches (weights, gradients,
+            optimizer state), shape (layers,) or (stages, layers).
+        saved_bytes: bytes that a layer saves per micro-batch in flight, likewise.
+        in_flight: per stage, the maximum number of micro-batches in flight; may be fractional.
+        limits: bytes that each stage may use, infinity if it has no limit.
+        overlap: whether transfers overlap the stages' computation (the default), or occupy both
+            stages.
 
     Returns:
-        The number of layers of every stage; None if no cut fits, and `least_excess` then says what
-        is lacking.
+        The number of layers of every stage; None if no cut fits (`least_excess` then returns the
+        nearest cut).
 
     Raises:
-        PartitionError: the numbers do not fit each other, or are not finite and 0 or more (limits
-        may be anything but NaN).
+        PartitionError: shapes are inconsistent, or numbers are not finite and 0 or more (limits may
+            be anything but NaN).
 
     Source: our own; the recurrence of PipeDream (Narayanan et al. 2019, section 3.1) without
     replication, over windows that are as long as memory and the bottleneck of a good guess allow.
     Sums of whole bytes below 2^53 are exact. On one shared core 100 layers on 8 unlike ranks take 2
     ms, 1,000 on 64 take 0.1 s.
     """
-    chain = _chain(
-        seconds, transfer, (holds, kept, in_flight), limits, overlap=options.get("overlap", True)
-    )
+    memory = (fixed_bytes, saved_bytes, in_flight)
+    chain = _chain(seconds, transfer, memory, limits, overlap=options.get("overlap", True))
     bound = chain.upper_bound()
     if bound is None:
         return None
@@ -101,51 +95,54 @@ def limited(
 
 
 def least_excess(
-    holds: Costs, kept: Costs, in_flight: Sequence[float], limits: Sequence[float]
+    fixed_bytes: Costs, saved_bytes: Costs, in_flight: Sequence[float], limits: Sequence[float]
 ) -> list[int]:
-    """Stage lengths whose fullest stage is least above its limit, or furthest below it: what is
-    lacking when nothing fits.
+    """Minimise the largest excess over a memory limit: the cut to report when none fits.
+
+    If some cut fits, it is the one with the most memory to spare in its fullest stage.
 
     >>> least_excess([5, 1, 1, 5], [0, 0, 0, 0], in_flight=[2, 1], limits=[4, 8])
     [1, 3]
 
-    Args: as of `limited`. `bytes_per_stage` says what the cut needs.
+    Args: as in `limited`. `bytes_per_stage` returns what the cut needs.
 
     Raises:
         PartitionError: as `limited`.
     """
     allowed = _limits(limits)
-    memory = _memory(holds, kept, in_flight, len(allowed))
+    memory = _memory(fixed_bytes, saved_bytes, in_flight, len(allowed))
     stages, layers = len(allowed), memory.shape[1] - 1
     _check_stages(stages, layers)
     ends, starts, possible = spans(layers, layers)
 
     def excess(stage: int) -> Floats:
-        need = memory[stage][ends] - memory[stage][starts] - allowed[stage]
-        return np.where(possible, need, np.inf)
+        """Return the bytes by which every possible stage exceeds its limit (negative: to spare)."""
+        over_limit = memory[stage][ends] - memory[stage][starts] - allowed[stage]
+        return np.where(possible, over_limit, np.inf)
 
     least = least_bottleneck(excess, stages, layers)
-    top = least + ROUNDING * float(memory[:, -1].max())
+    cutoff = least + ROUNDING * float(memory[:, -1].max())
 
-    def short(stage: int) -> Floats:
-        lacking = excess(stage)
-        return np.where(possible & (lacking <= top), np.maximum(lacking, 0.0), np.inf)
+    def positive_excess(stage: int) -> Floats:
+        """Return the excess of every stage within the cutoff, at least 0."""
+        stage_excess = excess(stage)
+        return np.where(possible & (stage_excess <= cutoff), np.maximum(stage_excess, 0.0), np.inf)
 
-    return least_sum(short, stages, layers)
+    return least_sum(positive_excess, stages, layers)
 
 
 def bytes_per_stage(
-    lengths: Sequence[int], holds: Costs, kept: Costs, in_flight: Sequence[float]
+    lengths: Sequence[int], fixed_bytes: Costs, saved_bytes: Costs, in_flight: Sequence[float]
 ) -> list[float]:
-    """What every stage of a cut needs, in bytes; arguments as of `limited`.
+    """Return the bytes that every stage of a cut needs; arguments as in `limited`.
 
     >>> bytes_per_stage([1, 3], [5, 1, 1, 5], [1, 0, 0, 0], in_flight=[2, 1])
     [7.0, 7.0]
 
     Raises:
-        PartitionError: the numbers do not fit each other.
+        PartitionError: the shapes are inconsistent.
     """
-    memory = _memory(holds, kept, in_flight, len(lengths))
+    memory = _memory(fixed_bytes, saved_bytes, in_flight, len(lengths))
     ends = np.cumsum(check_lengths(lengths, memory.shape[1] - 1, None))
     return [
         float(row[end] - row[end - length])
@@ -155,8 +152,10 @@ def bytes_per_stage(
 
 @dataclass(frozen=True)
 class _Chain:
-    """Prefix sums over layers, a row per stage: seconds, bytes. `links`: row s, column l: of the
-    cut before layer l in front of stage s; free at both ends of the model, and so is row `stages`.
+    """Prefix sums of seconds and bytes over layers, a row per stage.
+
+    links: row s, column l: seconds of the cut before layer l in front of stage s; 0 at both ends of
+        the model and in row `stages`.
     """
 
     seconds: Floats
@@ -167,116 +166,117 @@ class _Chain:
 
     @property
     def stages(self) -> int:
+        """The number of stages."""
         return len(self.limits)
 
     @property
     def layers(self) -> int:
+        """The number of layers."""
         return int(self.seconds.shape[1]) - 1
 
-    def first(self, stage: int, bound: float) -> Ints:
-        """Of every end, the earliest start of a stage that fits and, with room for rounding, is
-        within `bound`.
+    def earliest_starts(self, stage: int, bound: float) -> Ints:
+        """Return for every end the earliest start of a stage that fits and stays within `bound`.
+
+        The bound has a margin for rounding.
         """
         memory, seconds, limit = self.memory[stage], self.seconds[stage], self.limits[stage]
         index = np.arange(self.layers + 1)
         start: Ints = np.minimum(np.searchsorted(memory, memory - limit), index)
-        # Where sums are rounded, a - b <= c and a - c <= b are not the same.
-        start = np.where(
-            memory - memory[np.maximum(start - 1, 0)] <= limit, np.maximum(start - 1, 0), start
-        )
+        # With rounded sums, a - b <= c and a - c <= b are not the same: check the neighbours.
+        one_earlier = np.maximum(start - 1, 0)
+        start = np.where(memory - memory[one_earlier] <= limit, one_earlier, start)
         start = np.where(memory - memory[start] <= limit, start, np.minimum(start + 1, index))
         if np.isfinite(bound):
             start = np.maximum(start, np.searchsorted(seconds, seconds - bound * (1 + 1e-9)))
         return start
 
     def within(self, bound: float) -> list[int] | None:
-        """Some cut that fits and whose stages and links, run side by side, are about within
-        `bound`; None if there is none.
+        """Return some cut that fits and whose stages and overlapped links are about within `bound`.
+
+        None if there is none. The first entry of the ends is 0.
         """
         reached = np.zeros(self.layers + 1, bool)
         reached[0] = True
-        begins, firsts = [], []
+        possible_starts, earliest_starts = [], []
         for stage in range(self.stages):
-            firsts.append(self.first(stage, bound))
-            begins.append(reached & (self.links[stage] <= bound * (1 + 1e-9)))
-            count = np.concatenate(([0], np.cumsum(begins[-1])))[:-1]
-            reached = count > np.where(
-                firsts[-1] < np.arange(len(count)), count[firsts[-1]], self.layers + 1
-            )
+            earliest = self.earliest_starts(stage, bound)
+            starts = reached & (self.links[stage] <= bound * (1 + 1e-9))
+            # An end is reached if there is a possible start between the earliest one and the end.
+            count = np.concatenate(([0], np.cumsum(starts)))[:-1]
+            is_window = earliest < np.arange(len(count))
+            reached = count > np.where(is_window, count[earliest], self.layers + 1)
+            possible_starts.append(starts)
+            earliest_starts.append(earliest)
         if not reached[-1]:
             return None
         ends = [self.layers]
-        for begin, first in zip(reversed(begins), reversed(firsts), strict=True):
-            low = int(first[ends[-1]])
-            ends.append(low + int(np.flatnonzero(begin[low : ends[-1]])[-1]))
+        for starts, earliest in zip(
+            reversed(possible_starts), reversed(earliest_starts), strict=True
+        ):
+            low = int(earliest[ends[-1]])
+            ends.append(low + int(np.flatnonzero(starts[low : ends[-1]])[-1]))
         return ends[::-1]
 
     def bottleneck(self, ends: list[int], *, overlap: bool) -> float:
-        """Of the cut with these ends, the first of them 0."""
+        """Return the bottleneck of the cut with these ends, the first of them 0."""
         stage = np.arange(self.stages)
         after, before = np.asarray(ends[1:]), np.asarray(ends[:-1])
         loads = self.seconds[stage, after] - self.seconds[stage, before]
-        into, out = self.links[stage, before], self.links[stage + 1, after]
-        return float(np.max(np.maximum(loads, into) if overlap else loads + into + out))
+        incoming, outgoing = self.links[stage, before], self.links[stage + 1, after]
+        stage_loads = np.maximum(loads, incoming) if overlap else loads + incoming + outgoing
+        return float(np.max(stage_loads))
 
     def upper_bound(self) -> float | None:
-        """The bottleneck of a good cut that fits; None if none does."""
+        """Return the bottleneck of a good cut that fits; None if no cut fits."""
         cut = self.within(np.inf)
         if cut is None:
             return None
-        each = np.diff(self.seconds, axis=1).min(axis=0)
-        low, high = (
-            max(float(each.max()), float(each.sum()) / self.stages),
-            self.bottleneck(cut, overlap=True),
-        )
+        layer_seconds = np.diff(self.seconds, axis=1).min(axis=0)
+        low = max(float(layer_seconds.max()), float(layer_seconds.sum()) / self.stages)
+        high = self.bottleneck(cut, overlap=True)
         for _ in range(HALVINGS):
             if high <= low * (1 + CLOSE):
                 break
             middle = (low + high) / 2
-            found = self.within(middle)
-            if found is None:
+            candidate = self.within(middle)
+            if candidate is None:
                 low = middle
             else:
-                cut, high = found, min(self.bottleneck(found, overlap=True), middle)
+                cut, high = candidate, min(self.bottleneck(candidate, overlap=True), middle)
         return self.bottleneck(cut, overlap=self.overlap)
 
     def windows(self, stage: int, bound: float) -> tuple[Ints, int]:
-        """The earliest starts within `bound`, and the most layers that the stage can then have."""
-        first = self.first(stage, bound)
-        return first, max(int(np.max(np.arange(self.layers + 1) - first)), 1)
+        """Return the earliest starts within `bound`, and the most layers the stage can have."""
+        earliest = self.earliest_starts(stage, bound)
+        longest = int(np.max(np.arange(self.layers + 1) - earliest))
+        return earliest, max(longest, 1)
 
     def busiest(self, stage: int, window: tuple[Ints, int]) -> Floats:
-        """The table of the stage's bottlenecks, see `steps.py`."""
-        first, longest = window
+        """Return the table (see `steps.py`) of the stage's bottlenecks."""
+        earliest, longest = window
         ends, starts, possible = spans(self.layers, longest)
-        load, before = (
-            self.seconds[stage][ends] - self.seconds[stage][starts],
-            self.links[stage][starts],
-        )
-        busiest = (
-            np.maximum(load, before)
-            if self.overlap
-            else load + before + self.links[stage + 1][ends]
-        )
-        return np.where(possible & (starts >= first[1:, None]), busiest, np.inf)
+        load = self.seconds[stage][ends] - self.seconds[stage][starts]
+        incoming = self.links[stage][starts]
+        if self.overlap:
+            busiest = np.maximum(load, incoming)
+        else:
+            busiest = load + incoming + self.links[stage + 1][ends]
+        return np.where(possible & (starts >= earliest[1:, None]), busiest, np.inf)
 
     def unevenness(self, stage: int, window: tuple[Ints, int], least: float) -> Floats:
-        """The table of what the stage adds to the sum that decides among equal bottlenecks."""
+        """Return the table of the stage's part of the sum that breaks ties in the bottleneck."""
         busiest = self.busiest(stage, window)
         allowed = busiest <= least * (1 + ROUNDING)
         ends, starts, _ = spans(self.layers, window[1])
         unit = least or 1.0
         penalty = EVENNESS * np.square((ends - starts) / self.layers)
         if self.overlap:
-            load, before = (
-                self.seconds[stage][ends] - self.seconds[stage][starts],
-                self.links[stage][starts],
-            )
-            parts = [load, before]
+            load = self.seconds[stage][ends] - self.seconds[stage][starts]
+            evened_loads = [load, self.links[stage][starts]]
         else:
-            parts = [busiest]
-        for part in parts:
-            penalty = penalty + np.square(np.where(allowed, part, 0.0) / unit)
+            evened_loads = [busiest]
+        for load in evened_loads:
+            penalty = penalty + np.square(np.where(allowed, load, 0.0) / unit)
         return np.where(allowed, penalty, np.inf)
 
 
@@ -288,6 +288,10 @@ def _chain(
     *,
     overlap: bool,
 ) -> _Chain:
+    """Validate the arguments of `limited` and compute the prefix sums.
+
+    `memory` is (fixed_bytes, saved_bytes, in_flight).
+    """
     if not isinstance(overlap, (bool, np.bool_)):
         raise PartitionError(f"overlap is {overlap!r}; it must be True or False")
     allowed, times = _limits(limits), numbers_of(seconds, "seconds")
@@ -299,30 +303,37 @@ def _chain(
         links[1:-1, 1:-1] = rows_of(
             numbers_of(transfer, "transfer"), "transfer", stages - 1, layers - 1
         )
-    need = _memory(*memory, stages)
-    if need.shape[1] != layers + 1:
+    stage_bytes = _memory(*memory, stages)
+    if stage_bytes.shape[1] != layers + 1:
         raise PartitionError(
-            f"holds and kept are of {need.shape[1] - 1} layers, seconds of {layers}"
+            f"fixed_bytes and saved_bytes have {stage_bytes.shape[1] - 1} layers, "
+            f"but seconds has {layers}"
         )
-    return _Chain(sums_of(rows), need, links, allowed, bool(overlap))
+    return _Chain(sums_of(rows), stage_bytes, links, allowed, bool(overlap))
 
 
 def _check_stages(stages: int, layers: int) -> None:
+    """Raise an error if the layers do not suffice for the stages."""
     if not 1 <= stages <= layers:
         raise PartitionError(
             f"cannot make {stages} stages from {layers} layers: every stage needs at least one"
         )
 
 
-def _memory(holds: Costs, kept: Costs, in_flight: Sequence[float], stages: int) -> Floats:
-    """Prefix sums of every stage's bytes, shape (stages, layers + 1)."""
-    own, flying = numbers_of(holds, "holds"), check_costs(in_flight, "in_flight", stages)
-    layers = own.shape[-1]
-    each = rows_of(numbers_of(kept, "kept"), "kept", stages, layers)
-    return sums_of(rows_of(own, "holds", stages, layers) + flying[:, None] * each)
+def _memory(
+    fixed_bytes: Costs, saved_bytes: Costs, in_flight: Sequence[float], stages: int
+) -> Floats:
+    """Return the prefix sums of every stage's bytes, shape (stages, layers + 1)."""
+    fixed = numbers_of(fixed_bytes, "fixed_bytes")
+    micro_batches = check_costs(in_flight, "in_flight", stages)
+    layers = fixed.shape[-1]
+    saved = rows_of(numbers_of(saved_bytes, "saved_bytes"), "saved_bytes", stages, layers)
+    fixed_rows = rows_of(fixed, "fixed_bytes", stages, layers)
+    return sums_of(fixed_rows + micro_batches[:, None] * saved)
 
 
 def _limits(limits: Sequence[float]) -> Floats:
+    """Return the limits as an array after checking that they are numbers."""
     numbers = np.asarray(limits, dtype=np.float64)
     if numbers.ndim != 1 or np.isnan(numbers).any():
         raise PartitionError(f"limits: {limits!r} must be one number of bytes for each stage")

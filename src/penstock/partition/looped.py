@@ -1,10 +1,11 @@
-"""The cut for ranks that have several stages each, handed out in turn: interleaved schedules. For a
-V see `folded`.
+"""Partitioning for the looped placement (stage s on rank s mod ranks) of interleaved schedules.
+
+For the V placement see `folded`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain as chain_of
 from itertools import combinations
 from math import comb
@@ -17,35 +18,38 @@ from penstock.partition.bottleneck import ROUNDING, minimax
 from penstock.partition.checks import Costs, Floats
 from penstock.partition.compiled import run
 from penstock.partition.folded import folded
-from penstock.partition.loops import Held, Placed, share
+from penstock.partition.loops import Placed, RankLoads, share
 from penstock.partition.placed import PlacedOptions, Placement, placement
 from penstock.partition.uniform import partition_uniform
 
 __all__ = ["Looped", "folded", "looped", "looped_with_bound"]
 
-#: Up to so many cuts are simply all tried.
+#: Largest number of cuts for which all are enumerated.
 FEW_CUTS = 30_000
 
-#: The ways to make one stage: one, without a cut.
+#: The inner cuts of a single stage: one row without entries.
 NO_CUT = np.empty((1, 0), np.int64)
 
-#: How often the search goes over all stages at most, and how often it begins anew from a shaken
-#: cut.
-SWEEPS, SHAKES = 30, 6
+#: Maximum number of sweeps over all windows of stages, and number of restarts from a randomly
+#: perturbed cut.
+SWEEPS, RESTARTS = 30, 6
 
-#: Layers x stages from which on the search is long enough without that.
-MANY = 30_000
+#: Layers x stages above which there are no restarts, because the search takes long without them.
+NO_RESTARTS_ABOVE = 30_000
 
-#: What evenness of stages weighs beside evenness of ranks.
-STAGES = 1e-6
+#: Weight of even stages relative to even ranks.
+STAGE_EVENNESS = 1e-6
 
 #: Below this, squares leave the range of floats.
 SMALLEST = 1e-150
 
 
 class Looped(NamedTuple):
-    """The lengths of the stages, the seconds of the busiest rank or link, and what no cut can
-    undercut.
+    """A cut with its bottleneck.
+
+    lengths: the number of layers of every stage.
+    bottleneck: seconds of the busiest rank or link.
+    lower_bound: of the bottleneck of any cut, in seconds.
     """
 
     lengths: list[int]
@@ -56,245 +60,266 @@ class Looped(NamedTuple):
 def looped(
     seconds: Costs, ranks: int, rounds: int, **options: Unpack[PlacedOptions]
 ) -> list[int] | None:
-    """Stage lengths of the interleaved placement, stage s on rank s mod `ranks`, whose busiest rank
-    (or link) is fastest.
+    """Minimise the busiest rank or link for stage s on rank s mod `ranks`.
 
         stages   0  1  2  3  4  5        3 ranks, 2 rounds: rank 0 has the stages 0 and 3,
         ranks    0  1  2  0  1  2        rank 1 has 1 and 4, rank 2 has 2 and 5
 
-    Of those the one with the smallest largest stage. Exact where there are at most 30,000 cuts.
-    Beyond that a search: of every `ranks` stages in a row, which are on as many ranks, the best cut
-    is found exactly, all else left as it is, again and again; and from some shaken cuts anew.
-    `looped_with_bound` says how far the bottleneck can be from the least. Layers that are all alike
-    it cuts exactly; random ones within some percent of the least, the more of them there are for
-    each stage the closer.
+    Ties are broken by the smallest largest stage. The result is exact if there are at most 30,000
+    cuts. Otherwise it is a local search: for every window of `ranks` consecutive stages, which are
+    on different ranks, the best cut is computed exactly with all else fixed, repeatedly, and from
+    some randomly perturbed cuts. `looped_with_bound` returns how far the bottleneck can be from the
+    optimum. Identical layers are cut exactly; random ones within some percent of the optimum, and
+    closer with more layers per stage.
 
     >>> looped([1] * 10, ranks=2, rounds=2)
     [2, 2, 3, 3]
 
     Args:
-        seconds: of a micro-batch, forward and backward, per layer; or a row of them per rank.
-        ranks: how many there are.
-        rounds: how many stages each has.
+        seconds: forward and backward seconds of a micro-batch per layer; or a row of them per rank.
+        ranks: number of ranks.
+        rounds: number of stages per rank.
         options: see `PlacedOptions`.
 
     Returns:
-        The number of layers of every stage. None if no cut was found that fits; none exists where
-        all were tried.
+        The number of layers of every stage. None if the search met no cut that fits; if all cuts
+        were enumerated, none exists.
 
     Raises:
-        PartitionError: fewer layers than stages, or numbers that do not fit each other.
+        PartitionError: fewer layers than stages, or inconsistent shapes.
 
     Source: our own. On one shared core 100 layers on 8 ranks take 70 ms in 2 rounds, 200 in 4, and
     3 where they are alike; 1,000 on 64 take some seconds.
     """
-    found = looped_with_bound(seconds, ranks, rounds, **options)
-    return None if found is None else found.lengths
+    result = looped_with_bound(seconds, ranks, rounds, **options)
+    return None if result is None else result.lengths
 
 
 def looped_with_bound(
     seconds: Costs, ranks: int, rounds: int, **options: Unpack[PlacedOptions]
 ) -> Looped | None:
-    """What `looped` finds, with its bottleneck and a lower bound for it; arguments as there.
+    """Return the cut of `looped` with its bottleneck and a lower bound; arguments as there.
 
-    The lower bound is the bottleneck itself where all cuts were tried. Else it is the greatest of:
-    an even share of all work, and for every k the k cheapest of the (k - 1) x ranks + 1 dearest
-    layers, since of so many some rank has k.
+    The lower bound is the bottleneck itself if all cuts were enumerated. Otherwise it is the
+    maximum of the average load of a rank and, for every k, the sum of the k cheapest of the (k - 1)
+    x ranks +
+    1 dearest layers: by the pigeonhole principle some rank holds k of those.
     """
     for name, value in (("ranks", ranks), ("rounds", rounds)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise PartitionError(f"{name} is {value!r}; it must be a whole number of 1 or more")
     chain = placement(seconds, [*range(ranks)] * rounds, options)
-    few = comb(chain.layers - 1, chain.stages - 1) <= FEW_CUTS
-    ends = _tried(chain) if few else _searched(chain)
+    exact = comb(chain.layers - 1, chain.stages - 1) <= FEW_CUTS
+    ends = _enumerate_cuts(chain) if exact else _search_cuts(chain)
     if ends is None:
         return None
+    lengths = [int(length) for length in np.diff([0, *ends])]
     bottleneck = chain.bottleneck(ends)
-    return Looped(_lengths(ends), bottleneck, bottleneck if few else min(_least(chain), bottleneck))
+    lower_bound = bottleneck if exact else min(_lower_bound(chain), bottleneck)
+    return Looped(lengths, bottleneck, lower_bound)
 
 
-def _lengths(ends: Sequence[int]) -> list[int]:
-    return [int(length) for length in np.diff([0, *ends])]
-
-
-def _least(chain: Placement) -> float:
-    """A lower bound for the busiest rank."""
-    each = np.diff(chain.costs.seconds, axis=1).min(axis=0)
-    dearest = np.sort(each)[::-1]
+def _lower_bound(chain: Placement) -> float:
+    """Return a lower bound of the busiest rank's seconds; see `looped_with_bound`."""
+    layer_seconds = np.diff(chain.costs.seconds, axis=1).min(axis=0)
+    dearest = np.sort(layer_seconds)[::-1]
     sums = np.concatenate(([0.0], np.cumsum(dearest)))
     counts = np.arange(1, (chain.layers - 1) // chain.ranks + 2)
     last = (counts - 1) * chain.ranks + 1
-    return max(float(each.sum()) / chain.ranks, float((sums[last] - sums[last - counts]).max()))
+    average = float(layer_seconds.sum()) / chain.ranks
+    return max(average, float((sums[last] - sums[last - counts]).max()))
 
 
-def _tried(chain: Placement) -> list[int] | None:
-    """The best of all cuts."""
-    inner, layers = chain.stages - 1, chain.layers
-    cuts = (
-        np.fromiter(
-            chain_of.from_iterable(combinations(range(1, layers), inner)), np.int64
-        ).reshape(-1, inner)
-        if inner
-        else NO_CUT
-    )
-    ends = np.concatenate(
-        (np.zeros((len(cuts), 1), np.int64), cuts, np.full((len(cuts), 1), layers)), axis=1
-    )
-    number = np.arange(chain.stages)
-    stages, need = (
-        rows[number, ends[:, 1:]] - rows[number, ends[:, :-1]]
+def _enumerate_cuts(chain: Placement) -> list[int] | None:
+    """Return the stage ends of the best of all cuts; None if none fits."""
+    cuts = _all_cuts(chain.stages - 1, chain.layers)
+    first, last = np.zeros((len(cuts), 1), np.int64), np.full((len(cuts), 1), chain.layers)
+    ends = np.concatenate((first, cuts, last), axis=1)
+    stage = np.arange(chain.stages)
+    stage_seconds, stage_bytes = (
+        rows[stage, ends[:, 1:]] - rows[stage, ends[:, :-1]]
         for rows in (chain.costs.seconds, chain.costs.memory)
     )
     busiest = np.zeros(len(cuts))
     fits = np.ones(len(cuts), bool)
+    ranks_of, link_of = np.asarray(chain.ranks_of), np.asarray(chain.link_of, np.int64)
     for rank in range(chain.ranks):
-        own = [stage for stage, other in enumerate(chain.ranks_of) if other == rank]
-        busiest = np.maximum(busiest, stages[:, own].sum(axis=1))
-        fits &= need[:, own].sum(axis=1) <= chain.costs.limits[rank]
-    for link in {link for link in chain.link_of if link >= 0}:
-        own = [cut for cut, other in enumerate(chain.link_of) if other == link]
-        busiest = np.maximum(busiest, chain.costs.links[cuts[:, own]].sum(axis=1))
+        stages = np.flatnonzero(ranks_of == rank)
+        busiest = np.maximum(busiest, stage_seconds[:, stages].sum(axis=1))
+        fits &= stage_bytes[:, stages].sum(axis=1) <= chain.costs.limits[rank]
+    for link in range(int(link_of.max(initial=-1)) + 1):
+        crossings = np.flatnonzero(link_of == link)
+        busiest = np.maximum(busiest, chain.costs.links[cuts[:, crossings]].sum(axis=1))
     if not fits.any():
         return None
-    most = busiest[fits].min() * (1 + chain.slack) * (1 + ROUNDING)
-    best = int(np.argmin(np.where(fits & (busiest <= most), stages.max(axis=1), np.inf)))
-    found: list[int] = ends[best, 1:].tolist()
-    return found
+    cutoff = busiest[fits].min() * (1 + chain.slack) * (1 + ROUNDING)
+    largest = stage_seconds.max(axis=1)
+    best = int(np.argmin(np.where(fits & (busiest <= cutoff), largest, np.inf)))
+    best_ends: list[int] = ends[best, 1:].tolist()
+    return best_ends
 
 
-def _searched(chain: Placement) -> list[int] | None:
-    """The best cut of a search from several beginnings."""
-    least, found = _least(chain), []
-    for start in _beginnings(chain):
-        ends = _improved(chain, _fitted(chain, start))
+def _all_cuts(inner: int, layers: int) -> np.ndarray:
+    """Return all increasing choices of `inner` boundaries, shape (cuts, inner)."""
+    if not inner:
+        return NO_CUT
+    boundaries = chain_of.from_iterable(combinations(range(1, layers), inner))
+    return np.fromiter(boundaries, np.int64).reshape(-1, inner)
+
+
+def _search_cuts(chain: Placement) -> list[int] | None:
+    """Return the stage ends of the best cut of a local search from several starts."""
+    lower_bound, candidates = _lower_bound(chain), []
+    for start in _initial_cuts(chain):
+        ends = _improve(chain, _reduce_excess(chain, start))
         if not chain.fits(ends):
             continue
-        found.append(ends)
-        if chain.bottleneck(ends) <= least * (1 + ROUNDING):
+        candidates.append(ends)
+        if chain.bottleneck(ends) <= lower_bound * (1 + ROUNDING):
             break
-    best = chain.best(found)
+    best = chain.best(candidates)
     if best is None:
         return None
-    most = min(map(chain.bottleneck, found)) * (1 + chain.slack) * (1 + ROUNDING)
-    return chain.best([best, *([_smoothed(chain, best, most)])])
+    cutoff = min(map(chain.bottleneck, candidates)) * (1 + chain.slack) * (1 + ROUNDING)
+    return chain.best([best, _even_stages(chain, best, cutoff)])
 
 
-def _beginnings(chain: Placement) -> Iterator[list[int]]:
-    """Cuts to begin with: of even stages, of even counts, and these shaken, always in the same
-    ways.
+def _initial_cuts(chain: Placement) -> Iterator[list[int]]:
+    """Yield the cuts to start from: even loads, even counts, and random perturbations.
+
+    The perturbations are the same in every call, so that results can be reproduced.
     """
-    each = np.diff(chain.costs.seconds, axis=1).min(axis=0)
-    yield np.cumsum(minimax(each, chain.stages)).tolist()
+    layer_seconds = np.diff(chain.costs.seconds, axis=1).min(axis=0)
+    yield np.cumsum(minimax(layer_seconds, chain.stages)).tolist()
     yield np.cumsum(partition_uniform(chain.layers, chain.stages)).tolist()
     rng = np.random.default_rng(0)
-    for _ in range(SHAKES if chain.layers * chain.stages <= MANY else 0):
-        yield np.cumsum(minimax(each * rng.uniform(0.7, 1.3, chain.layers), chain.stages)).tolist()
+    restarts = RESTARTS if chain.layers * chain.stages <= NO_RESTARTS_ABOVE else 0
+    for _ in range(restarts):
+        perturbed = layer_seconds * rng.uniform(0.7, 1.3, chain.layers)
+        yield np.cumsum(minimax(perturbed, chain.stages)).tolist()
 
 
-def _fitted(chain: Placement, ends: list[int]) -> list[int]:
-    """The cut changed until it fits, or as nearly as can be: the bytes above the limits are then
-    the work to share.
+def _reduce_excess(chain: Placement, ends: list[int]) -> list[int]:
+    """Change the cut until it fits in memory, or exceeds it as little as the search achieves.
+
+    It runs the same search with bytes in place of seconds; a rank with a smaller limit starts with
+    the difference as its load.
     """
     if chain.fits(ends):
         return ends
-    spare = (
-        chain.costs.limits.max() - chain.costs.limits
-        if np.isfinite(chain.costs.limits).all()
-        else np.zeros(chain.ranks)
-    )
-    memory, nothing = chain.costs.memory, np.zeros_like(chain.costs.memory)
-    costs = Placed(memory, nothing, np.zeros(chain.layers + 1), np.full(chain.ranks, np.inf))
-    return _improved(Placement(costs, chain.ranks_of, chain.link_of), ends, spare)
+    limits, memory = chain.costs.limits, chain.costs.memory
+    extra_load = limits.max() - limits if np.isfinite(limits).all() else np.zeros(chain.ranks)
+    free_links = np.zeros(chain.layers + 1)
+    no_limits = np.full(chain.ranks, np.inf)
+    costs = Placed(memory, np.zeros_like(memory), free_links, no_limits)
+    return _improve(Placement(costs, chain.ranks_of, chain.link_of), ends, extra_load)
 
 
-def _improved(chain: Placement, ends: list[int], held: Floats | None = None) -> list[int]:
-    """The cut after as many sweeps as help; `held` is what every rank has to do besides."""
-    besides = np.zeros(chain.ranks) if held is None else held
+def _improve(chain: Placement, ends: list[int], extra_load: Floats | None = None) -> list[int]:
+    """Sweep over all windows of stages until neither the bottleneck nor the evenness improves.
+
+    Args:
+        chain: costs and placement.
+        ends: of the cut to improve.
+        extra_load: per rank, load in addition to its stages; None is none.
+    """
+    extra = np.zeros(chain.ranks) if extra_load is None else extra_load
 
     def worst(ends: list[int]) -> float:
-        return float(
-            max(
-                (chain.of_ranks(ends, chain.costs.seconds) + besides).max(),
-                chain.of_links(ends).max(),
-            )
-        )
+        """Return the load of the busiest rank or link."""
+        loads = chain.of_ranks(ends, chain.costs.seconds) + extra
+        return float(max(loads.max(), chain.of_links(ends).max()))
 
     def squares(ends: list[int]) -> float:
-        return float(np.square((chain.of_ranks(ends, chain.costs.seconds) + besides) / unit).sum())
+        """Return the sum of squared relative loads of the ranks."""
+        loads = chain.of_ranks(ends, chain.costs.seconds) + extra
+        return float(np.square(loads / unit).sum())
 
     unit = worst(ends) or 1.0
-    state = (worst(ends), squares(ends))
+    score = (worst(ends), squares(ends))
+    last_window = chain.stages - chain.ranks
     for _ in range(SWEEPS):
-        for first in (
-            *range(chain.stages - chain.ranks + 1),
-            *range(chain.stages - chain.ranks - 1, 0, -1),
-        ):
-            ends = _shared(chain, ends, first, besides)
-        now = (worst(ends), squares(ends))
-        if now[0] >= state[0] and now[1] >= state[1] * (1 - 1e-9):
+        for first in (*range(last_window + 1), *range(last_window - 1, 0, -1)):
+            ends = _cut_window(chain, ends, first, extra)
+        new_score = (worst(ends), squares(ends))
+        if new_score[0] >= score[0] and new_score[1] >= score[1] * (1 - 1e-9):
             break
-        state = now
+        score = new_score
     return ends
 
 
-def _smoothed(chain: Placement, ends: list[int], most: float) -> list[int]:
-    """The cut with its stages as even as ranks and links within `most` allow."""
+def _even_stages(chain: Placement, ends: list[int], cutoff: float) -> list[int]:
+    """Make the stages as even as ranks and links within `cutoff` seconds allow."""
     for _ in range(SWEEPS):
         before = ends
         for first in range(chain.stages - chain.ranks + 1):
-            ends = _shared(chain, ends, first, np.zeros(chain.ranks), most)
+            ends = _cut_window(chain, ends, first, np.zeros(chain.ranks), cutoff)
         if ends == before:
             break
     return ends
 
 
-def _shared(
-    chain: Placement, ends: list[int], first: int, besides: Floats, most: float | None = None
+def _cut_window(
+    chain: Placement,
+    ends: list[int],
+    first: int,
+    extra: Floats,
+    cutoff: float | None = None,
 ) -> list[int]:
-    """The cut with the layers of the stages from `first` on, as many as there are ranks, cut anew
-    and no worse.
+    """Cut the layers of a window of stages anew; the result is no worse.
 
-    The ranks' loads are made as even as can be; or, where `most` says what a rank may take, those
-    of the stages are.
+    The window starts at stage `first` and has one stage per rank. It makes the ranks' loads as even
+    as possible, or, if `cutoff` gives the most seconds of a rank or link, those of the stages.
     """
     count, costs = chain.ranks, chain.costs
     start, stop = ends[first - 1] if first else 0, ends[first + count - 1]
     if stop - start == count or count == 1:
         return ends
-    ranks = np.asarray(chain.ranks_of[first : first + count])
-    own, own_bytes = (chain.of_stages(ends, rows) for rows in (costs.seconds, costs.memory))
-    links, crossing = np.full(count, -np.inf), chain.of_links(ends)
-    for number, link in enumerate(chain.link_of[first : first + count - 1]):
-        if link >= 0:
-            links[number] = crossing[link] - costs.links[ends[first + number]]
-    seconds = (
-        chain.of_ranks(ends, costs.seconds)[ranks] + besides[ranks] - own[first : first + count]
-    )
-    held = Held(
-        seconds, chain.of_ranks(ends, costs.memory)[ranks] - own_bytes[first : first + count], links
-    )
-    rows = slice(first, first + count)
-    window = Placed(costs.seconds[rows], costs.memory[rows], costs.links, costs.limits[ranks])
-    loads = seconds + own[rows]
+    window = slice(first, first + count)
+    ranks = np.asarray(chain.ranks_of[window])
+    stage_seconds = chain.of_stages(ends, costs.seconds)
+    crossing = chain.of_links(ends)
+    other_loads = _loads_outside(chain, ends, first, extra)
+    placed = Placed(costs.seconds[window], costs.memory[window], costs.links, costs.limits[ranks])
+    loads = other_loads.seconds + stage_seconds[window]
     bound = float(max(loads.max(), crossing.max())) * (1 + ROUNDING)
 
-    def cut(goal: tuple[float, float, float]) -> tuple[float, list[int]]:
+    def best_cut(goal: tuple[float, float, float]) -> tuple[float, list[int]]:
+        """Return the value and the stage ends of the best cut; `goal` as in `share`."""
         values = np.full((count + 1, chain.layers + 1), np.inf)
         choices = np.zeros((count + 1, chain.layers + 1), np.int64)
-        turns = 1000 * (stop - start) ** 2 / count
-        run(share, turns, window, held, (start, stop), goal, values, choices)
-        found = [stop]
+        work = 1000 * (stop - start) ** 2 / count
+        run(share, work, placed, other_loads, (start, stop), goal, values, choices)
+        stage_ends = [stop]
         for stage in range(count, 1, -1):
-            found.append(int(choices[stage, found[-1]]))
-        return float(values[count, stop]), found[::-1]
+            stage_ends.append(int(choices[stage, stage_ends[-1]]))
+        return float(values[count, stop]), stage_ends[::-1]
 
-    least = cut((0.0, 0.0, bound))[0] if most is None else most
+    least = best_cut((0.0, 0.0, bound))[0] if cutoff is None else cutoff
     if least == np.inf:
         return ends
     unit = max(least, SMALLEST) ** -2
-    value, inner = cut(
-        (unit, unit * STAGES, least * (1 + ROUNDING)) if most is None else (0.0, unit, most)
-    )
+    if cutoff is None:
+        goal = (unit, unit * STAGE_EVENNESS, least * (1 + ROUNDING))
+    else:
+        goal = (0.0, unit, cutoff)
+    value, inner = best_cut(goal)
     if value == np.inf:
         return ends
     return [*ends[:first], *inner, *ends[first + count :]]
+
+
+def _loads_outside(chain: Placement, ends: list[int], first: int, extra: Floats) -> RankLoads:
+    """Return the loads of ranks and links without the stages of the window from `first` on."""
+    count, costs = chain.ranks, chain.costs
+    window = slice(first, first + count)
+    ranks = np.asarray(chain.ranks_of[window])
+    links, crossing = np.full(count, -np.inf), chain.of_links(ends)
+    for index, link in enumerate(chain.link_of[first : first + count - 1]):
+        if link >= 0:
+            links[index] = crossing[link] - costs.links[ends[first + index]]
+    stage_seconds = chain.of_stages(ends, costs.seconds)
+    stage_bytes = chain.of_stages(ends, costs.memory)
+    rank_seconds = chain.of_ranks(ends, costs.seconds)[ranks] + extra[ranks]
+    rank_bytes = chain.of_ranks(ends, costs.memory)[ranks]
+    return RankLoads(rank_seconds - stage_seconds[window], rank_bytes - stage_bytes[window], links)

@@ -1,8 +1,7 @@
-"""The loops of the dynamic programs that NumPy has no function for: plain Python, compiled where
-they are long (`compiled.py`).
+"""Inner loops of the partitioners' dynamic programs, compiled by Numba where they are long.
 
-All walk from the last layer to the first, so that what a stage may need can depend on the ranks and
-stages after it.
+All walk from the last layer to the first, so that the memory limit of a stage can depend on the
+ranks and stages after it. `compiled.run` calls them.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ Numbers = Any
 
 
 class Tables(NamedTuple):
-    """What the loops read.
+    """Costs and limits that the loops over stages on several ranks read.
 
-    table: shape (layers + 1, layers + 1, ranks + 1): seconds of a stage by its first layer, its end
-    and its ranks. links: shape (layers + 1,): seconds of the cut before a layer. most_ranks: as
-    `table`, or of size 0: the most ranks that the stage and all after it may have together.
-    most_stages: likewise, the most stages that they may be.
+    table: shape (layers + 1, layers + 1, ranks + 1): seconds of a stage by first layer, end and
+        ranks.
+    links: shape (layers + 1,): seconds of the cut before a layer.
+    most_ranks: as `table`, or of size 0: the most ranks that the stage and all after it may have
+        together.
+    most_stages: likewise, the most stages from this one to the last.
     """
 
     table: Numbers
@@ -29,17 +30,19 @@ class Tables(NamedTuple):
     most_stages: Numbers
 
 
-def fewest_ranks(tables: Tables, bound: float, count: int, after: Numbers, found: Numbers) -> None:
-    """Of every layer, the fewest ranks for it and all after it such that no stage or link takes
-    longer than `bound`.
+def fewest_ranks(
+    tables: Tables, bound: float, stage_count: int, fewest_after: Numbers, fewest: Numbers
+) -> None:
+    """Compute the fewest ranks on which each layer and all later ones stay within a bound.
 
     Args:
-        tables: of all stages.
-        bound: in seconds.
-        count: how many stages the stage and those after it are; 0 is any number.
-        after: shape (layers + 1,): the fewest ranks for the layers after the stage; the ranks + 1
-        where there is no way. found: likewise, filled: for the stage and those. It may be `after`
-        itself: then with any number of stages.
+        tables: costs and limits of all stages.
+        bound: the most seconds that a stage or link may take.
+        stage_count: number of stages from this one to the last; 0 is any number.
+        fewest_after: shape (layers + 1,): the fewest ranks for the layers after the stage; ranks +
+            1 where it is impossible.
+        fewest: likewise, output, for the stage and all after it. It may be `fewest_after` itself:
+            then for any number of stages.
     """
     table, links, most_ranks, most_stages = tables
     ranks = table.shape[2] - 1
@@ -48,30 +51,33 @@ def fewest_ranks(tables: Tables, bound: float, count: int, after: Numbers, found
         for end in range(first + 1, table.shape[0]):
             if links[end] > bound:
                 continue
-            behind = after[end]
-            for copies in range(1, min(ranks, least - 1) - behind + 1):
-                if table[first, end, copies] > bound:
+            ranks_after = fewest_after[end]
+            for replicas in range(1, min(ranks, least - 1) - ranks_after + 1):
+                if table[first, end, replicas] > bound:
                     continue
-                if most_stages.size > 0 and count > most_stages[first, end, copies]:
+                if most_stages.size > 0 and stage_count > most_stages[first, end, replicas]:
                     continue
-                if most_ranks.size == 0 or copies + behind <= most_ranks[first, end, copies]:
-                    least = copies + behind
+                if (
+                    most_ranks.size == 0
+                    or replicas + ranks_after <= most_ranks[first, end, replicas]
+                ):
+                    least = replicas + ranks_after
                     break
-        found[first] = least
+        fewest[first] = least
 
 
 def least_with(
-    tables: Tables, bound: float, count: int, sums: bool, after: Numbers, found: Numbers
+    tables: Tables, bound: float, stage_count: int, sums: bool, least_after: Numbers, least: Numbers
 ) -> None:
-    """Of every layer and number of ranks, the least sum or maximum of the seconds of the stages
-    from it to the end.
+    """Compute the least sum or maximum of stage seconds from every layer on, per number of ranks.
 
     Args:
-        tables, bound, count: as of `fewest_ranks`.
-        sums: whether the seconds of the stages are added; else the slowest stage or link counts.
-        after: shape (layers + 1, ranks + 1): what is found for the layers after the stage; infinite
-        where there is no way. found: likewise, filled, infinite before. It may be `after` itself:
-        then with any number of stages.
+        tables, bound, stage_count: as in `fewest_ranks`.
+        sums: whether to add the seconds of the stages; else the slowest stage or link counts.
+        least_after: shape (layers + 1, ranks + 1): the result for the layers after the stage;
+            infinite where it is impossible.
+        least: likewise, output, infinite on entry. It may be `least_after` itself: then for any
+            number of stages.
     """
     table, links, most_ranks, most_stages = tables
     ranks = table.shape[2] - 1
@@ -79,30 +85,33 @@ def least_with(
         for end in range(first + 1, table.shape[0]):
             if links[end] > bound:
                 continue
-            for copies in range(1, ranks + 1):
-                own = table[first, end, copies]
-                if own > bound or (
-                    most_stages.size > 0 and count > most_stages[first, end, copies]
+            for replicas in range(1, ranks + 1):
+                stage_seconds = table[first, end, replicas]
+                if stage_seconds > bound or (
+                    most_stages.size > 0 and stage_count > most_stages[first, end, replicas]
                 ):
                     continue
-                last = ranks if most_ranks.size == 0 else min(ranks, most_ranks[first, end, copies])
+                last = (
+                    ranks if most_ranks.size == 0 else min(ranks, most_ranks[first, end, replicas])
+                )
                 if sums:
-                    for used in range(copies, last + 1):
-                        found[first, used] = min(
-                            found[first, used], own + after[end, used - copies]
+                    for used in range(replicas, last + 1):
+                        least[first, used] = min(
+                            least[first, used], stage_seconds + least_after[end, used - replicas]
                         )
                 else:
-                    own = max(own, links[end])
-                    for used in range(copies, last + 1):
-                        found[first, used] = min(
-                            found[first, used], max(own, after[end, used - copies])
+                    stage_seconds = max(stage_seconds, links[end])
+                    for used in range(replicas, last + 1):
+                        least[first, used] = min(
+                            least[first, used],
+                            max(stage_seconds, least_after[end, used - replicas]),
                         )
 
 
 class Placed(NamedTuple):
-    """What the loops over several stages per rank read, as prefix sums over layers.
+    """Costs that the loops over several stages per rank read, as prefix sums over layers.
 
-    seconds, memory: shape (stages, layers + 1): of a layer, if it stands in that stage.
+    seconds, memory: shape (stages, layers + 1): of a layer in that stage.
     links: shape (layers + 1,): seconds of the cut before a layer, between two ranks.
     limits: shape (ranks,): bytes.
     """
@@ -113,51 +122,56 @@ class Placed(NamedTuple):
     limits: Numbers
 
 
-def peel(placed: Placed, bound: float, largest: float, before: Numbers, found: Numbers) -> bool:
-    """Whether a fold could keep the bounds if stages might be empty: what is possible with stages
-    is possible here.
+def peel(
+    placed: Placed, bound: float, largest: float, earliest_before: Numbers, earliest: Numbers
+) -> bool:
+    """Return whether a V with possibly empty stages keeps the bounds: a necessary condition.
 
     Rank r has the stages r and 2 ranks - 1 - r. Ranks are peeled off from outside: for every layer
-    that the ranks so far may end before in front, the earliest layer that they can begin with
-    behind. Earlier is never worse, for it leaves less to do.
+    that the front stages so far may end before, compute the earliest layer that their back stages
+    can begin with. Earlier is never worse, because fewer layers remain for the other ranks.
 
     Args:
         placed: costs and limits.
-        bound: seconds of a rank.
-        largest: seconds of a stage.
-        before, found: shape (layers + 1,), whole numbers, to work in.
+        bound: the most seconds of a rank.
+        largest: the most seconds of a stage.
+        earliest_before, earliest: shape (layers + 1,), integers, scratch space.
     """
     seconds, memory, _, limits = placed
     layers, ranks = seconds.shape[1] - 1, len(limits)
     for layer in range(layers + 1):
-        found[layer] = layers if layer == 0 else layers + 1
+        earliest[layer] = layers if layer == 0 else layers + 1
     for rank in range(ranks):
         for layer in range(layers + 1):
-            before[layer] = found[layer]
-            found[layer] = layers + 1
+            earliest_before[layer] = earliest[layer]
+            earliest[layer] = layers + 1
         front, front_bytes = seconds[rank], memory[rank]
         back, back_bytes = seconds[2 * ranks - 1 - rank], memory[2 * ranks - 1 - rank]
-        for start in range(layers + 1):
-            if before[start] > layers:
+        for front_start in range(layers + 1):
+            if earliest_before[front_start] > layers:
                 continue
-            end = before[start]
-            # The further the rank goes in front, the less it can take behind: one pointer moves
-            # along with the other.
-            low = 0
-            for stop in range(start, end + 1):
-                load, need = front[stop] - front[start], front_bytes[stop] - front_bytes[start]
-                if load > min(largest, bound) or need > limits[rank]:
+            back_end = earliest_before[front_start]
+            # The further the front stage reaches, the shorter the back stage must be: both ends
+            # move in the same direction, so this takes linear time.
+            back_start = 0
+            for front_end in range(front_start, back_end + 1):
+                load, front_bytes_used = (
+                    front[front_end] - front[front_start],
+                    front_bytes[front_end] - front_bytes[front_start],
+                )
+                if load > min(largest, bound) or front_bytes_used > limits[rank]:
                     break
-                while low < end and (
-                    back[end] - back[low] > largest
-                    or back[end] - back[low] + load > bound
-                    or back_bytes[end] - back_bytes[low] + need > limits[rank]
+                while back_start < back_end and (
+                    back[back_end] - back[back_start] > largest
+                    or back[back_end] - back[back_start] + load > bound
+                    or back_bytes[back_end] - back_bytes[back_start] + front_bytes_used
+                    > limits[rank]
                 ):
-                    low += 1
-                found[stop] = min(found[stop], max(low, stop))
+                    back_start += 1
+                earliest[front_end] = min(earliest[front_end], max(back_start, front_end))
     possible = False
-    for stop in range(layers + 1):
-        possible = possible or found[stop] <= stop
+    for front_end in range(layers + 1):
+        possible = possible or earliest[front_end] <= front_end
     return possible
 
 
@@ -169,64 +183,74 @@ def fold(
     following: Numbers,
     reached: Numbers,
 ) -> bool:
-    """Whether a fold with a layer in every stage keeps the bounds.
+    """Return whether a V with a layer in every stage keeps the bounds.
 
     Args:
         placed: costs and limits.
-        least: shape (layers + 1,): prefix sums of the seconds that a layer takes on the fastest
-        rank. bound: seconds of a rank and of a link. largest: seconds of a stage. following: shape
-        (layers + 1,), whole numbers, to work in. reached: shape (ranks + 1, layers + 1, layers +
-        1), filled, 0 before: 1 where the ranks before can have all layers up to
-            one and from another on.
+        least: shape (layers + 1,): prefix sums of the seconds of a layer on its fastest rank.
+        bound: the most seconds of a rank and of a link.
+        largest: the most seconds of a stage.
+        following: shape (layers + 1,), integers, scratch space.
+        reached: shape (ranks + 1, layers + 1, layers + 1), output, 0 on entry: 1 where the ranks
+            before can hold all layers up to one and from another on.
     """
     seconds, memory, links, limits = placed
     layers, ranks = seconds.shape[1] - 1, len(limits)
     reached[0, 0, layers] = 1
     for rank in range(ranks):
-        left = ranks - 1 - rank
+        ranks_inside = ranks - 1 - rank
         front, front_bytes = seconds[rank], memory[rank]
         back, back_bytes = seconds[2 * ranks - 1 - rank], memory[2 * ranks - 1 - rank]
-        for start in range(rank, layers + 1):
-            # Behind a layer, the nearest that the ranks before may begin with: there the least is
-            # left to take.
+        for front_start in range(rank, layers + 1):
+            # The nearest later layer at which the outer ranks may begin: it leaves the fewest
+            # layers for this rank.
             nearest = -1
-            for low in range(layers, -1, -1):
-                following[low] = nearest
-                if reached[rank, start, low]:
-                    nearest = low
+            for back_start in range(layers, -1, -1):
+                following[back_start] = nearest
+                if reached[rank, front_start, back_start]:
+                    nearest = back_start
             if nearest < 0:
                 continue
             earliest = 0
-            for stop in range(start + 1, layers + 1):
-                load, need = front[stop] - front[start], front_bytes[stop] - front_bytes[start]
-                if load > min(largest, bound) or need > limits[rank]:
+            for front_end in range(front_start + 1, layers + 1):
+                load, front_bytes_used = (
+                    front[front_end] - front[front_start],
+                    front_bytes[front_end] - front_bytes[front_start],
+                )
+                if load > min(largest, bound) or front_bytes_used > limits[rank]:
                     break
                 while earliest < nearest and back[nearest] - back[earliest] > min(
                     largest, bound - load
                 ):
                     earliest += 1
-                for low in range(max(earliest, stop + 2 * left), layers if left else stop + 1):
-                    end = following[low]
-                    if end < 0 or least[low] - least[stop] > left * bound * (1 + 1e-9):
+                for back_start in range(
+                    max(earliest, front_end + 2 * ranks_inside),
+                    layers if ranks_inside else front_end + 1,
+                ):
+                    back_end = following[back_start]
+                    if back_end < 0 or least[back_start] - least[
+                        front_end
+                    ] > ranks_inside * bound * (1 + 1e-9):
                         break
-                    behind = back[end] - back[low]
+                    back_load = back[back_end] - back[back_start]
                     if (
-                        behind <= min(largest, bound - load)
-                        and need + back_bytes[end] - back_bytes[low] <= limits[rank]
-                        and (left == 0 or links[stop] + links[low] <= bound)
+                        back_load <= min(largest, bound - load)
+                        and front_bytes_used + back_bytes[back_end] - back_bytes[back_start]
+                        <= limits[rank]
+                        and (ranks_inside == 0 or links[front_end] + links[back_start] <= bound)
                     ):
-                        reached[rank + 1, stop, low] = 1
+                        reached[rank + 1, front_end, back_start] = 1
     possible = False
-    for stop in range(layers + 1):
-        possible = possible or reached[ranks, stop, stop] == 1
+    for front_end in range(layers + 1):
+        possible = possible or reached[ranks, front_end, front_end] == 1
     return possible
 
 
-class Held(NamedTuple):
-    """What the ranks of some stages, and the links behind these, hold besides: one number per
-    stage.
+class RankLoads(NamedTuple):
+    """Loads of ranks from stages outside a window: one number per stage of the window.
 
-    links: minus infinity where the cut behind the stage is between two stages of one rank.
+    seconds, memory: of the stage's rank.
+    links: of the link behind the stage; minus infinity where the cut behind it is within one rank.
     """
 
     seconds: Numbers
@@ -236,51 +260,56 @@ class Held(NamedTuple):
 
 def share(
     placed: Placed,
-    held: Held,
+    other_loads: RankLoads,
     layers: tuple[int, int],
     goal: tuple[float, float, float],
     values: Numbers,
     choices: Numbers,
 ) -> None:
-    """Of some stages in a row, each on another rank, the best cut of the layers that they have
-    together.
+    """Find the best cut of the layers of a window of consecutive stages, each on a different rank.
 
     Args:
         placed: costs of these stages, and limits of their ranks, in the order of the stages.
-        held: what is there besides.
-        layers: the first of them, and the end.
-        goal: what the square of a rank's seconds counts, what that of a stage's does, and the most
-        that a rank or link may take;
-            where both count 0, the slowest rank or link is made as fast as can be.
-        values: shape (stages + 1, layers + 1), infinite, filled: of the stages before, up to a
-        layer. choices: likewise, whole numbers: with which layer the last of them begins.
+        other_loads: loads of the same ranks from stages outside the window.
+        layers: the first layer of the window, and its end.
+        goal: the weight of the square of a rank's seconds, the weight of that of a stage's, and the
+            most that a rank or link may take; if both weights are 0, the maximum over ranks and
+            links is minimised instead.
+        values: shape (stages + 1, layers + 1), infinite on entry, output: the best value of the
+            stages before, up to a layer.
+        choices: likewise, integers: the first layer of the last of these stages.
     """
     seconds, memory, links, limits = placed
     first, last = layers
-    of_ranks, of_stages, bound = goal
+    rank_weight, stage_weight, bound = goal
     stages = len(limits)
     values[0, first] = 0.0
     for stage in range(stages):
-        own, own_bytes = seconds[stage], memory[stage]
+        stage_prefix, stage_bytes = seconds[stage], memory[stage]
         for start in range(first + stage, last - stages + stage + 1):
-            before = values[stage, start]
-            if before == inf:
+            value_before = values[stage, start]
+            if value_before == inf:
                 continue
             for end in range(start + 1, last - stages + stage + 2):
-                alone = own[end] - own[start]
-                load = held.seconds[stage] + alone
+                stage_load = stage_prefix[end] - stage_prefix[start]
+                rank_load = other_loads.seconds[stage] + stage_load
                 if (
-                    load > bound
-                    or held.memory[stage] + own_bytes[end] - own_bytes[start] > limits[stage]
+                    rank_load > bound
+                    or other_loads.memory[stage] + stage_bytes[end] - stage_bytes[start]
+                    > limits[stage]
                 ):
                     break
-                link = held.links[stage] + links[end] if stage < stages - 1 else 0.0
-                if link > bound:
+                link_load = other_loads.links[stage] + links[end] if stage < stages - 1 else 0.0
+                if link_load > bound:
                     continue
-                if of_ranks == 0 and of_stages == 0:
-                    value = max(before, load, link)
+                if rank_weight == 0 and stage_weight == 0:
+                    value = max(value_before, rank_load, link_load)
                 else:
-                    value = before + of_ranks * (load * load) + of_stages * (alone * alone)
+                    value = (
+                        value_before
+                        + rank_weight * (rank_load * rank_load)
+                        + stage_weight * (stage_load * stage_load)
+                    )
                 if value < values[stage + 1, end]:
                     values[stage + 1, end] = value
                     choices[stage + 1, end] = start

@@ -1,4 +1,4 @@
-"""The cut for ranks of a few kinds, and the order of the kinds along the chain."""
+"""Partitioning for ranks of a few kinds: the cut, and the order of the kinds along the pipeline."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ from penstock.partition.limited import limited
 
 Ints = npt.NDArray[np.int64]
 
-#: Up to so many pairs of (ranks of each kind so far, layer) all are looked at. Beyond, up to so
-#: many numbers of ranks of each
-#: kind, of each the furthest layer; and beyond that, per stage, so many of them.
+#: Limits of the searches, by size. Up to PAIRS pairs of (ranks used per kind, layer) all pairs are
+#: searched; up to STATES counts of ranks per kind, the furthest layer of each; beyond that, a beam
+#: search of WIDTH counts per stage.
 PAIRS, STATES, WIDTH = 20_000_000, 40_000_000, 300
 
 
 class OrderOptions(TypedDict, total=False):
-    """What `best_order` takes besides seconds, counts and stages.
+    """Keyword arguments of `best_order`.
 
     transfer: shape (layers - 1,): seconds of the cut after a layer, the same between any ranks;
-    none if not given. holds, kept: bytes that a layer takes, and that it keeps for a micro-batch in
-    flight, shape (layers,) or (kinds, layers). in_flight: micro-batches that each stage has in
-    flight at most, shape (stages,); 1 if not given. limits_of_kind: bytes of a rank, shape
-    (kinds,); infinite if not given.
+        free by default.
+    fixed_bytes, saved_bytes: bytes of a layer, and those it saves per micro-batch in flight, shape
+        (layers,) or (kinds, layers); none by default.
+    in_flight: per stage, the maximum number of micro-batches in flight, shape (stages,); 1 by
+        default.
+    limits_of_kind: bytes of a rank, shape (kinds,); infinite by default.
     """
 
     transfer: Sequence[float] | Floats | None
-    holds: Costs | None
-    kept: Costs | None
+    fixed_bytes: Costs | None
+    saved_bytes: Costs | None
     in_flight: Sequence[float] | None
     limits_of_kind: Sequence[float] | None
 
 
 class Order(NamedTuple):
-    """The lengths of the stages, and of each the kind of its rank."""
+    """The lengths of the stages, and the kind of each stage's rank."""
 
     lengths: list[int]
     kinds: list[int]
@@ -52,35 +54,41 @@ class Order(NamedTuple):
 def best_order(
     seconds_of_kind: Costs, counts: Sequence[int], stages: int, **options: Unpack[OrderOptions]
 ) -> Order | None:
-    """The cut, and the order of ranks of unlike kinds, whose slowest stage or link is fastest.
+    """Minimise the slowest stage or link over cuts and over orders of ranks of different kinds.
 
-    For the order that is found, the cut is that of `limited`. Not all ranks need to be used, but
-    `stages` of them.
+    For the order of kinds that it returns, the cut is that of `limited`. It uses `stages` ranks,
+    which may be fewer than there are.
 
     >>> best_order([[1, 1, 1, 1, 1], [3, 3, 3, 3, 3]], counts=[1, 2], stages=2)
     Order(lengths=[4, 1], kinds=[0, 1])
-    >>> best_order([[1, 1, 1, 1]] * 2, [1, 1], 2, kept=[2, 2, 2, 2], in_flight=[2, 1], limits_of_kind=[6, 9])
+    >>> memory = {"saved_bytes": [2, 2, 2, 2], "in_flight": [2, 1], "limits_of_kind": [6, 9]}
+    >>> best_order([[1, 1, 1, 1]] * 2, [1, 1], 2, **memory)
     Order(lengths=[2, 2], kinds=[1, 0])
 
     Args:
-        seconds_of_kind: shape (kinds, layers): what a layer takes for a micro-batch on a rank of
-        that kind. counts: how many ranks of each kind there are, shape (kinds,). stages: how many
-        stages to make. options: see `OrderOptions`.
+        seconds_of_kind: shape (kinds, layers): seconds of a layer for a micro-batch on a rank of
+            that kind.
+        counts: number of ranks of each kind, shape (kinds,).
+        stages: number of stages.
+        options: see `OrderOptions`.
 
     Returns:
-        Lengths and kinds, None if none was found that fits.
+        Lengths and kinds; None if the search met no cut that fits.
 
     Raises:
-        PartitionError: more stages than ranks or layers, or numbers that do not fit each other.
+        PartitionError: more stages than ranks or layers, or inconsistent shapes.
 
-    Source: our own. A search over bounds, which are what some stage or cut can take. Of a bound,
-    and of every number of ranks of each kind, the layers that those ranks can end before, whatever
-    their order: exact, with as many states as those numbers have combinations, times the layers, up
-    to 20 million. Beyond that the furthest layer stands for all: a longer beginning is never worse,
-    unless a stage is left with a single layer that is too much for its rank, and only then can the
-    result be above the least. Beyond 40 million combinations, per stage the 300 that get furthest
-    go on: a beam, without a bound for what it misses. On one shared core 100 layers on 1,024 ranks
-    of 4 kinds take 0.05 s in up to 32 stages, 0.7 s in 64 and 1.2 s in 100.
+    Source: our own. A binary search over bounds, which are the seconds of all stages and cuts. For
+        a
+    bound, and for every count of ranks of each kind, compute the layers that those ranks can end
+    before, in any order. This is exact, with one state per count and layer, up to 20 million.
+    Beyond
+    that only the furthest layer is stored per count: a longer prefix is never worse, unless a stage
+        is
+    left with a single layer that exceeds its rank, and only then can the result be above the
+    optimum. Beyond 40 million counts it is a beam search that continues the 300 furthest counts per
+    stage, without a bound on its error. On one shared core 100 layers on 1,024 ranks of 4 kinds
+    take 0.05 s in up to 32 stages, 0.7 s in 64 and 1.2 s in 100.
     """
     chain = _chain(seconds_of_kind, counts, stages, options)
     bounds = chain.bounds()
@@ -90,175 +98,208 @@ def best_order(
     low, high = 0, len(bounds) - 1
     while low < high:
         middle = (low + high) // 2
-        found = chain.order(float(bounds[middle]))
-        low, high, kinds = (middle + 1, high, kinds) if found is None else (low, middle, found)
+        candidate = chain.order(float(bounds[middle]))
+        if candidate is None:
+            low = middle + 1
+        else:
+            high, kinds = middle, candidate
     lengths = chain.cut(kinds)
-    assert lengths is not None
+    assert lengths is not None  # the order was derived from a cut that fits
     return Order(lengths, kinds)
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """Prefix sums of seconds, shape (kinds, layers + 1), and what a rank of a kind fits as a stage,
-    and how many there are.
+    """Costs of the layers per kind of rank, and the number of ranks per kind.
+
+    seconds: prefix sums, shape (kinds, layers + 1).
+    counts: ranks per kind, at most the number of stages.
+    links: seconds of the cut before every layer, 0 at both ends.
+    fixed_bytes, saved_bytes: shape (kinds, layers).
+    in_flight: per stage.
+    limits: bytes per kind.
     """
 
     seconds: Floats
     counts: Ints
     links: Floats
-    holds: Floats
-    kept: Floats
+    fixed_bytes: Floats
+    saved_bytes: Floats
     in_flight: Floats
     limits: Floats
 
     @property
     def layers(self) -> int:
+        """The number of layers."""
         return int(self.seconds.shape[1]) - 1
 
     @property
     def stages(self) -> int:
+        """The number of stages."""
         return len(self.in_flight)
 
     @cached_property
     def fitting(self) -> Ints:
-        """Shape (kinds, stages, layers + 1): how far a rank of a kind, as that stage, can go from a
-        layer by its memory.
+        """The furthest end of a stage by its memory; shape (kinds, stages, layers + 1).
+
+        Indexed by the kind of its rank, its number and its first layer.
         """
-        far = np.empty((len(self.counts), self.stages, self.layers + 1), np.int64)
+        furthest = np.empty((len(self.counts), self.stages, self.layers + 1), np.int64)
         for kind, limit in enumerate(self.limits):
-            for stage, flying in enumerate(self.in_flight):
-                need = np.concatenate(
-                    ([0.0], np.cumsum(self.holds[kind] + flying * self.kept[kind]))
+            for stage, micro_batches in enumerate(self.in_flight):
+                prefix = np.concatenate(
+                    (
+                        [0.0],
+                        np.cumsum(self.fixed_bytes[kind] + micro_batches * self.saved_bytes[kind]),
+                    )
                 )
-                far[kind, stage] = np.searchsorted(need, need + limit, side="right") - 1
-        return far
+                furthest[kind, stage] = np.searchsorted(prefix, prefix + limit, side="right") - 1
+        return furthest
 
     def bounds(self) -> Floats:
-        """All that a stage or cut can take."""
+        """Return the seconds of all possible stages and cuts, sorted."""
         first, end = np.triu_indices(self.layers + 1, 1)
-        return np.unique(
-            np.concatenate(((self.seconds[:, end] - self.seconds[:, first]).ravel(), self.links))
-        )
+        stage_seconds = self.seconds[:, end] - self.seconds[:, first]
+        return np.unique(np.concatenate((stage_seconds.ravel(), self.links)))
 
     def order(self, bound: float) -> list[int] | None:
-        """The kinds of the stages of some cut within the bound; None if none was found."""
-        top = bound * (1 + ROUNDING)
-        quick = np.stack(
-            [np.searchsorted(row, row + top, side="right") - 1 for row in self.seconds]
+        """Return the kinds of the stages of some cut within the bound; None if there is none.
+
+        The beam search may also miss one.
+        """
+        cutoff = bound * (1 + ROUNDING)
+        furthest_in_time = np.stack(
+            [np.searchsorted(row, row + cutoff, side="right") - 1 for row in self.seconds]
         )
-        far = np.minimum(self.fitting, quick[:, None])
-        free = (self.links <= top).astype(np.int64)
+        far = np.minimum(self.fitting, furthest_in_time[:, None])
+        allowed_cuts = (self.links <= cutoff).astype(np.int64)
         states = int(np.prod(self.counts + 1.0))
         if states * (self.layers + 1) <= PAIRS:
-            return self._all(far, free, states)
+            return self._search_pairs(far, allowed_cuts, states)
         layer = np.arange(self.layers + 1)
-        # The last allowed cut no further than the furthest layer, and one layer left for every
-        # stage to come.
-        nearest = np.maximum.accumulate(np.where(free == 1, layer, 0))
+        # The last allowed cut up to the furthest layer that leaves one layer for every later stage.
+        nearest = np.maximum.accumulate(np.where(allowed_cuts == 1, layer, 0))
         most = self.layers - np.arange(self.stages - 1, -1, -1)
         far = nearest[np.minimum(far, most[:, None])]
         far[far <= layer] = -1
-        return self._furthest(far, states) if states <= STATES else self._beam(far)
+        return self._search_furthest(far, states) if states <= STATES else self._beam_search(far)
 
-    def _all(self, far: Ints, free: Ints, states: int) -> list[int] | None:
+    def _search_pairs(self, far: Ints, free: Ints, states: int) -> list[int] | None:
+        """Search all pairs of (ranks used per kind, layer); arguments as in `kind_loops.reach`."""
         reached = np.zeros((states, self.layers + 1), np.int8)
         state = run(reach, 16 * states * self.layers, far, free, self.counts, reached)
         if state < 0:
             return None
         end, kinds = self.layers, []
         for stage in range(self.stages - 1, -1, -1):
-            for kind, before in self._before(state):
-                starts = np.flatnonzero(reached[before, :end] & (far[kind, stage, :end] >= end))
+            for kind, previous in self._previous_states(state):
+                can_reach_end = far[kind, stage, :end] >= end
+                starts = np.flatnonzero(reached[previous, :end] & can_reach_end)
                 if len(starts):
                     break
             kinds.append(kind)
-            state, end = before, int(starts[-1])
+            state, end = previous, int(starts[-1])
         return kinds[::-1]
 
-    def _furthest(self, far: Ints, states: int) -> list[int] | None:
+    def _search_furthest(self, far: Ints, states: int) -> list[int] | None:
+        """Search the furthest layer of every count of ranks used per kind."""
         furthest = np.full(states, -1, np.int32)
         state = run(reach_furthest, 16 * states, far, self.counts, furthest)
         if state < 0:
             return None
         kinds = []
         for stage in range(self.stages - 1, -1, -1):
-            ways = ((kind, before) for kind, before in self._before(state) if furthest[before] >= 0)
-            kind, state = next(
-                (kind, before)
-                for kind, before in ways
-                if far[kind, stage, furthest[before]] == furthest[state]
-            )
+            for kind, previous in self._previous_states(state):
+                start = furthest[previous]
+                if start >= 0 and far[kind, stage, start] == furthest[state]:
+                    break
             kinds.append(kind)
+            state = previous
         return kinds[::-1]
 
-    def _beam(self, far: Ints) -> list[int] | None:
-        ways: dict[tuple[int, ...], tuple[int, list[int]]] = {(0,) * len(self.counts): (0, [])}
+    def _beam_search(self, far: Ints) -> list[int] | None:
+        """Search the furthest layer of at most `WIDTH` counts of ranks per stage."""
+        # Ranks used per kind -> (furthest layer, kinds of the stages so far).
+        beam: dict[tuple[int, ...], tuple[int, list[int]]] = {(0,) * len(self.counts): (0, [])}
         for stage in range(self.stages):
-            following: dict[tuple[int, ...], tuple[int, list[int]]] = {}
-            for used, (at, kinds) in ways.items():
+            extended: dict[tuple[int, ...], tuple[int, list[int]]] = {}
+            for used, (layer, kinds) in beam.items():
                 for kind, count in enumerate(self.counts):
-                    end = int(far[kind, stage, at])
+                    end = int(far[kind, stage, layer])
                     key = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
-                    if used[kind] < count and end > following.get(key, (-1, []))[0]:
-                        following[key] = (end, [*kinds, kind])
-            ways = dict(sorted(following.items(), key=lambda item: -item[1][0])[:WIDTH])
-        return next((kinds for at, kinds in ways.values() if at == self.layers), None)
+                    if used[kind] < count and end > extended.get(key, (-1, []))[0]:
+                        extended[key] = (end, [*kinds, kind])
+            beam = dict(sorted(extended.items(), key=lambda entry: -entry[1][0])[:WIDTH])
+        return next((kinds for layer, kinds in beam.values() if layer == self.layers), None)
 
-    def _before(self, state: int) -> list[tuple[int, int]]:
-        """The kinds that a state has ranks of, and the state with one rank of that kind less."""
-        stride, found = 1, []
+    def _previous_states(self, state: int) -> list[tuple[int, int]]:
+        """Return every kind that a state has ranks of, and the state with one such rank fewer."""
+        stride, previous = 1, []
         for kind in range(len(self.counts) - 1, -1, -1):
             if state // stride % (self.counts[kind] + 1) > 0:
-                found.append((kind, int(state - stride)))
+                previous.append((kind, int(state - stride)))
             stride *= int(self.counts[kind]) + 1
-        return found
+        return previous
 
     def cut(self, kinds: list[int]) -> list[int] | None:
-        """The best cut for ranks of these kinds."""
+        """Return the best cut for ranks of these kinds, in this order."""
         rows = np.diff(self.seconds, axis=1)[kinds]
         return limited(
             rows,
             self.links[1:-1],
-            self.holds[kinds],
-            self.kept[kinds],
+            self.fixed_bytes[kinds],
+            self.saved_bytes[kinds],
             self.in_flight.tolist(),
             self.limits[kinds].tolist(),
         )
 
 
 def _chain(seconds: Costs, counts: Sequence[int], stages: int, options: OrderOptions) -> _Chain:
+    """Validate the arguments of `best_order` and compute the prefix sums."""
     numbers = np.atleast_2d(numbers_of(seconds, "seconds_of_kind"))
     kinds, layers = numbers.shape
-    there = np.asarray(counts)
-    if there.shape != (kinds,) or there.dtype.kind not in "iu" or (there < 0).any():
+    ranks = np.asarray(counts)
+    if ranks.shape != (kinds,) or ranks.dtype.kind not in "iu" or (ranks < 0).any():
         raise PartitionError(
             f"counts is {counts!r}; it must be one whole number of ranks for each of {kinds} kinds"
         )
-    if not 1 <= stages <= min(layers, int(there.sum())):
+    if not 1 <= stages <= min(layers, int(ranks.sum())):
         raise PartitionError(
-            f"cannot make {stages} stages from {layers} layers on {int(there.sum())} ranks: every stage needs one of each"
+            f"cannot make {stages} stages from {layers} layers on {int(ranks.sum())} ranks: "
+            f"every stage needs at least one layer and one rank"
         )
-    transfer, flying, limits = (
-        options.get("transfer"),
-        options.get("in_flight"),
-        options.get("limits_of_kind"),
-    )
     links = np.zeros(layers + 1)
+    transfer = options.get("transfer")
     if transfer is not None:
         links[1:-1] = check_costs(transfer, "transfer", layers - 1)
-    in_flight = np.ones(stages) if flying is None else check_costs(flying, "in_flight", stages)
-    allowed = np.full(kinds, np.inf) if limits is None else np.asarray(limits, dtype=np.float64)
+    requested = options.get("in_flight")
+    in_flight = (
+        np.ones(stages) if requested is None else check_costs(requested, "in_flight", stages)
+    )
+    return _Chain(
+        sums_of(rows_of(numbers, "seconds_of_kind", kinds, layers)),
+        np.minimum(ranks, stages).astype(np.int64),
+        links,
+        _bytes_of_kind(options.get("fixed_bytes"), "fixed_bytes", kinds, layers),
+        _bytes_of_kind(options.get("saved_bytes"), "saved_bytes", kinds, layers),
+        in_flight,
+        _limits_of_kind(options.get("limits_of_kind"), kinds),
+    )
+
+
+def _bytes_of_kind(layer_bytes: Costs | None, what: str, kinds: int, layers: int) -> Floats:
+    """Return the bytes of every layer on every kind of rank, shape (kinds, layers)."""
+    numbers = np.zeros(layers) if layer_bytes is None else numbers_of(layer_bytes, what)
+    return rows_of(numbers, what, kinds, layers)
+
+
+def _limits_of_kind(limits: Sequence[float] | None, kinds: int) -> Floats:
+    """Return the bytes of a rank of every kind."""
+    if limits is None:
+        return np.full(kinds, np.inf)
+    allowed = np.asarray(limits, dtype=np.float64)
     if allowed.shape != (kinds,) or np.isnan(allowed).any():
         raise PartitionError(
             f"limits_of_kind: {limits!r} must be one number of bytes for each of {kinds} kinds"
         )
-    nothing = np.zeros(layers)
-    named = (("holds", options.get("holds")), ("kept", options.get("kept")))
-    holds, kept = (
-        rows_of(numbers_of(nothing if each is None else each, name), name, kinds, layers)
-        for name, each in named
-    )
-    rows = sums_of(rows_of(numbers, "seconds_of_kind", kinds, layers))
-    return _Chain(
-        rows, np.minimum(there, stages).astype(np.int64), links, holds, kept, in_flight, allowed
-    )
+    return allowed

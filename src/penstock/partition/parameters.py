@@ -1,4 +1,4 @@
-"""About the same number of parameters in every stage."""
+"""DeepSpeed's partition by parameter count."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from penstock.profile.profile import Profile
     "parameters", source="DeepSpeed 2025, runtime/pipe/module.py, partition_method='parameters'"
 )
 def parameters(profile: Profile, stages: int) -> list[int]:
-    """Stage lengths that `partition_balanced` finds for the layers' parameter counts. No options."""
+    """Balance the layers' parameter counts with `partition_balanced`. Takes no options."""
     return partition_balanced([layer.parameters for layer in profile], stages)

@@ -1,8 +1,7 @@
-"""Stages that several ranks share, each with all of the stage's weights: how many layers, and how
-many ranks, each gets.
+"""Partitioning into stages on several ranks each (data parallelism inside a pipeline).
 
-Everything here is exact over a table of what every possible stage would take; `replicated` makes
-that table from plain costs.
+Every search is exact over a table of the seconds of every possible stage; `replicated` computes
+that table from costs of layers.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ LARGEST_TABLE = 2**27
 
 
 class Limits(TypedDict, total=False):
-    """What the searches over a table take besides it.
+    """Keyword arguments of the searches over a table.
 
-    stages: how many stages to make; None, the default, is any number.
-    exactly: whether all ranks must be used (the default), or some may be left over.
-    most_ranks: shape of the table: how many ranks a stage and all after it may have together at
-    most, for it to fit. In 1F1B a
-        stage on k ranks has ceil(those / k) micro-batches in flight on each, so that memory says
-        how many.
+    stages: number of stages; None, the default, is any number.
+    exactly: whether all ranks must be used (the default), or some may stay idle.
+    most_ranks: shape of the table: the most ranks that a stage and all after it may have together,
+        for the stage to fit in memory. In 1F1B a rank of a stage on k ranks has ceil(that number /
+        k) micro-batches in flight, which is how memory limits it.
     most_stages: likewise for the number of stages from this one to the last, itself included
-    (Alpa's and Piper's count).
+        (Alpa's and Piper's count).
     """
 
     stages: int | None
@@ -43,161 +41,174 @@ class Limits(TypedDict, total=False):
 def replicated_table(
     table: Floats, boundary: Sequence[float] | Floats | None = None, **limits: Unpack[Limits]
 ) -> list[Stage] | None:
-    """The stages whose slowest, or the slowest link between them, is fastest.
+    """Minimise the slowest stage or link over stages and their numbers of ranks.
 
-    Among those, if ranks may be left over, the ones that are fewest, and of these the ones on the
-    fewest ranks.
+    Ties, if ranks may stay idle, are broken by the fewest stages, then by the fewest ranks.
 
     >>> work = [3, 3, 1, 1]
-    >>> table = table_of(lambda first, end, copies: sum(work[first:end]) / copies, layers=4, ranks=4)
-    >>> replicated_table(table), replicated_table(table, stages=4), replicated_table(table, boundary=[9, 9, 0])
-    ([(4, 4)], [(1, 1), (1, 1), (1, 1), (1, 1)], [(4, 4)])
+    >>> table = table_of(lambda first, end, k: sum(work[first:end]) / k, layers=4, ranks=4)
+    >>> replicated_table(table)
+    [(4, 4)]
+    >>> replicated_table(table, stages=4)
+    [(1, 1), (1, 1), (1, 1), (1, 1)]
+    >>> replicated_table(table, boundary=[9, 9, 0])
+    [(4, 4)]
 
     Args:
-        table: shape (layers + 1, layers + 1, ranks + 1): entry [a, b, k] is what a stage of the
-        layers a .. b - 1 takes on k
-            ranks for a micro-batch, in seconds; infinite if it does not fit. Entries of k = 0 or b
-            <= a are not read.
-        boundary: shape (layers - 1,): seconds of the cut after a layer. None is free. What depends
-        on the copies on either
-            side belongs into the table: a link from k to l ranks that carries 1 / min(k, l) of the
-            bytes on each of its lanes takes the longer of what the k and the l take.
+        table: shape (layers + 1, layers + 1, ranks + 1): entry [a, b, k] is the seconds per
+            micro-batch of a stage of the layers a .. b - 1 on k ranks; infinite if it does not fit.
+            Entries with k = 0 or b <= a are not read.
+        boundary: shape (layers - 1,): seconds of the cut after a layer. None is free. Costs of
+            links
+            that depend on the numbers of ranks belong in the table: a link from k to l ranks that
+            carries 1 / min(k, l) of the bytes on each connection takes the longer of the times of
+            the k and of the l.
         limits: see `Limits`.
 
     Returns:
-        (layers, ranks) of every stage, or None if there is no way.
+        (layers, ranks) of every stage, or None if no solution exists.
 
     Raises:
-        PartitionError: the shapes are not so, or numbers are below 0 or NaN.
+        PartitionError: shapes are wrong, or numbers are negative or NaN.
 
-    Source: the level of PipeDream's dynamic program (Narayanan et al. 2019, section 3.1), turned
-    round: of a bound on the slowest, the fewest ranks that keep it, in O(layers^2 x ranks) instead
-    of O(layers^2 x ranks^2), and a search over bounds. Ranks left over go to the stages where they
-    help most. Where that does not place them all, the dynamic program itself runs. 100 layers on 64
-    ranks take 10 to 30 ms on one shared core, on 1,024 ranks 0.2 s, and some seconds where that
-    must run; Numba takes 0.4 s to load at the first call of a process, and some seconds to compile
-    at the first on a machine.
+    Source: one level of PipeDream's dynamic program (Narayanan et al. 2019, section 3.1), inverted:
+    for a bound on the slowest stage, the fewest ranks that keep it, in O(layers^2 x ranks) instead
+    of O(layers^2 x ranks^2), and a search over bounds. Idle ranks then go to the stages where they
+    reduce the sum of squares most. If that does not place them all, the dynamic program itself
+    runs. 100 layers on 64 ranks take 10 to 30 ms on one shared core, on 1,024 ranks 0.2 s, and some
+    seconds if the dynamic program must run; Numba takes 0.4 s to load at the first call of a
+    process, and some seconds to compile at the first on a machine.
     """
     chain = _chain(table, boundary, limits)
     tightest = chain.search(limits.get("stages"))
     if tightest is None:
         return None
-    bound, found = tightest
-    if not limits.get("exactly", True) or sum(copies for _, copies in found) == chain.ranks:
-        return found
-    return chain.topped_up(found, bound) or chain.least(
-        bound=np.inf, sums=False, stages=limits.get("stages"), exactly=True
-    )
+    bound, stages = tightest
+    used_ranks = sum(ranks for _, ranks in stages)
+    if not limits.get("exactly", True) or used_ranks == chain.ranks:
+        return stages
+    on_all_ranks = chain.spread_ranks(stages, bound)
+    if on_all_ranks:
+        return on_all_ranks
+    return chain.least(bound=np.inf, sums=False, stages=limits.get("stages"), exactly=True)
 
 
 def replicated_sum(
     table: Floats, bound_factor: float, **limits: Unpack[Limits]
 ) -> list[Stage] | None:
-    """The stages with the least sum of times + bound_factor x slowest time: of B micro-batches in a
-    row, with B - 1.
+    """Minimise the sum of stage seconds + bound_factor x the slowest stage.
 
-    >>> table = table_of(lambda first, end, copies: (end - first) / copies ** 0.5, layers=4, ranks=4)
-    >>> replicated_sum(table, bound_factor=0), replicated_sum(table, bound_factor=15)
-    ([(4, 4)], [(1, 1), (1, 1), (1, 1), (1, 1)])
+    With bound_factor = B - 1 that is the time of B micro-batches through the pipeline.
+
+    >>> table = table_of(lambda first, end, k: (end - first) / k**0.5, layers=4, ranks=4)
+    >>> replicated_sum(table, bound_factor=0)
+    [(4, 4)]
+    >>> replicated_sum(table, bound_factor=15)
+    [(1, 1), (1, 1), (1, 1), (1, 1)]
 
     Args:
-        table: as of `replicated_table`.
-        bound_factor: what the slowest stage counts for besides its part of the sum, 0 or more.
+        table: as in `replicated_table`.
+        bound_factor: weight of the slowest stage in addition to its part of the sum, 0 or more.
         limits: see `Limits`.
 
     Returns:
-        (layers, ranks) of every stage, or None if there is no way.
+        (layers, ranks) of every stage, or None if no solution exists.
 
     Raises:
         PartitionError: as `replicated_table`.
 
     Source: Alpa (Zheng et al., OSDI 2022, section 5.2): for every t_max, the least sum with no
-    stage above it. Alpa tries the values one after another, 1e-6 apart; here intervals of values
-    whose lower bound is no better than what is found are skipped, so that it is exact and faster:
-    100 layers on 64 ranks take 0.1 s on one shared core, and with `most_stages` that bind 0.7 s.
+    stage above it. Alpa tries the values one after another, 1e-6 apart; this skips intervals of
+    values whose lower bound is no better than the incumbent, which is exact and faster: 100 layers
+    on 64 ranks take 0.1 s on one shared core, and with limits of `most_stages` that bind 0.7 s.
     """
     factor = check_number("bound_factor", bound_factor, zero=True)
-    chain, exactly, stages = (
-        _chain(table, None, limits),
-        limits.get("exactly", True),
-        limits.get("stages"),
-    )
-    best, value = None, np.inf
+    chain = _chain(table, None, limits)
+    exactly, stage_count = limits.get("exactly", True), limits.get("stages")
+    best: list[Stage] | None = None
+    best_value = np.inf
 
-    def at(bound: float) -> float:
-        """The least sum with no stage above `bound`; remembers the best whole."""
-        nonlocal best, value
-        found = chain.least(bound=bound, sums=True, stages=stages, exactly=exactly)
-        if found is None:
+    def least_sum(bound: float) -> float:
+        """Return the least sum with no stage above `bound`; update the incumbent."""
+        nonlocal best, best_value
+        stages = chain.least(bound=bound, sums=True, stages=stage_count, exactly=exactly)
+        if stages is None:
             return np.inf
-        times = chain.seconds(found)
-        if sum(times) + factor * max(times) < value:
-            best, value = found, sum(times) + factor * max(times)
+        times = chain.seconds(stages)
+        value = sum(times) + factor * max(times)
+        if value < best_value:
+            best, best_value = stages, value
         return sum(times)
 
-    floor = at(np.inf)
+    unbounded_sum = least_sum(np.inf)
     if best is None:
         return None
-    # Less than the least sum plus the slowest nothing can be; and what is at or above the slowest
-    # of that has no less a sum.
-    highest = min(max(chain.seconds(best)), (value - floor) / factor if factor else 0.0)
+    # No better solution has a slowest stage above (incumbent - least sum) / factor, and bounds at
+    # or above the incumbent's slowest stage do not reduce the sum.
+    highest = max(chain.seconds(best))
+    highest = min(highest, (best_value - unbounded_sum) / factor if factor else 0.0)
     entries = chain.entries()
     bounds = np.unique(entries[entries < highest])
-    waiting = [(floor, 0, len(bounds), floor)]
-    while waiting:
-        lower, low, high, above = heapq.heappop(waiting)
-        if low >= high or lower >= value:
+    # Intervals of bounds: (lower bound of the objective, first, end, least sum at the end).
+    queue = [(unbounded_sum, 0, len(bounds), unbounded_sum)]
+    while queue:
+        lower, first, end, sum_at_end = heapq.heappop(queue)
+        if first >= end or lower >= best_value:
             continue
-        middle = (low + high) // 2
-        here = at(float(bounds[middle]))
-        if here < np.inf and low < middle:
-            heapq.heappush(waiting, (here + factor * float(bounds[low]), low, middle, here))
-        if here > above and middle + 1 < high:
-            heapq.heappush(
-                waiting, (above + factor * float(bounds[middle + 1]), middle + 1, high, above)
-            )
+        middle = (first + end) // 2
+        sum_at_middle = least_sum(float(bounds[middle]))
+        if sum_at_middle < np.inf and first < middle:
+            lower_before = sum_at_middle + factor * float(bounds[first])
+            heapq.heappush(queue, (lower_before, first, middle, sum_at_middle))
+        if sum_at_middle > sum_at_end and middle + 1 < end:
+            lower_after = sum_at_end + factor * float(bounds[middle + 1])
+            heapq.heappush(queue, (lower_after, middle + 1, end, sum_at_end))
     return best
 
 
 def _chain(table: Floats, boundary: Sequence[float] | Floats | None, limits: Limits) -> Chain:
+    """Validate the arguments of a search over a table."""
     stages = limits.get("stages")
     if stages is not None and stages < 1:
         raise PartitionError(
-            f"stages is {stages!r}; a model is cut into 1 or more, or None for any number"
+            f"stages is {stages!r}; it must be 1 or more, or None for any number of stages"
         )
     return chain_of(table, boundary, limits.get("most_ranks"), limits.get("most_stages"))
 
 
 def table_of(stage_time: Callable[[int, int, int], float], layers: int, ranks: int) -> Floats:
-    """The table of `replicated_table`, from a function of (first layer, end, ranks) that gives the
-    seconds of that stage.
+    """Compute the table of `replicated_table` by calling a function for every possible stage.
 
-    It is called layers x (layers + 1) / 2 x ranks times; infinity says that the stage does not fit.
+    Args:
+        stage_time: returns the seconds of the stage (first layer, end, ranks), infinity if it does
+            not fit. It is called layers x (layers + 1) / 2 x ranks times.
+        layers: number of layers.
+        ranks: number of ranks.
     """
     table = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
     for first in range(layers):
         for end in range(first + 1, layers + 1):
             table[first, end, 1:] = [
-                stage_time(first, end, copies) for copies in range(1, ranks + 1)
+                stage_time(first, end, replicas) for replicas in range(1, ranks + 1)
             ]
     return table
 
 
 class Options(TypedDict, total=False):
-    """What `replicated` takes besides its numbers.
+    """Keyword arguments of `replicated`.
 
-    micro_batches: how many a batch has, for which the gradients are added up once; no stage gets
-    more ranks than that. None, the
-        default, is an endless stream.
-    latency_s: of a message, 0 if not given.
-    sync_bandwidth_bytes_per_s: of the gradients' sum, if not that of the links.
-    overlap: whether sums and messages run beside the work (if not given, as in PipeDream's paper),
-    or add to it (as in its code). stages, exactly: see `Limits`. holds, kept: bytes that a layer
-    takes, and that it keeps for a micro-batch in flight; none if not given. limit: bytes of a rank,
-    infinite if not given. A rank of a stage on k ranks has ceil(r / k) micro-batches in flight, r =
-    the
-        ranks of its stage and all after it together, as in 1F1B with a stage's ranks in turn, but
-        at most ceil(M / k).
+    micro_batches: per batch, after which the gradients are summed once; no stage gets more ranks
+        than that. None, the default, is an endless stream.
+    latency_s: of a message, 0 by default.
+    sync_bandwidth_bytes_per_s: of the gradient all-reduce; that of the links by default.
+    overlap: whether all-reduce and messages overlap computation (the default, as in PipeDream's
+        paper), or add to it (as in its code).
+    stages, exactly: see `Limits`.
+    fixed_bytes, saved_bytes: bytes of a layer, and those it saves per micro-batch in flight; none
+        by default.
+    limit: bytes of a rank, infinite by default. A rank of a stage on k ranks has ceil(r / k)
+        micro-batches in flight, where r is the number of ranks of its stage and all after it, as in
+        1F1B with a stage's ranks in turn, but at most ceil(M / k).
     """
 
     micro_batches: int | None
@@ -206,8 +217,8 @@ class Options(TypedDict, total=False):
     overlap: bool
     stages: int | None
     exactly: bool
-    holds: Sequence[float] | Floats | None
-    kept: Sequence[float] | Floats | None
+    fixed_bytes: Sequence[float] | Floats | None
+    saved_bytes: Sequence[float] | Floats | None
     limit: float
 
 
@@ -219,115 +230,144 @@ def replicated(
     bandwidth_bytes_per_s: float,
     **options: Unpack[Options],
 ) -> list[Stage] | None:
-    """The stages, each on one or more of `ranks` like ranks, whose slowest stage or link is
-    fastest; see `replicated_table`.
+    """Minimise the slowest stage or link over stages on one or more of `ranks` equal ranks.
 
-    A stage of k ranks gives each of them every k-th micro-batch, so that of M micro-batches the
+    A stage on k ranks gives each of them every k-th micro-batch, so that of M micro-batches the
     busiest has the share ceil(M / k) / M. Per micro-batch the stage takes the longest of
 
-        share x seconds  |  its gradients' sum over k ranks, 2 (k - 1) / k x weights / bandwidth, /
-                         M
-        share x (latency + bytes in / bandwidth)  |  share x (latency + bytes out / bandwidth)
+        share x seconds
+        all-reduce of its gradients over k ranks: 2 (k - 1) / k x weights / bandwidth, / M
+        share x (latency + bytes in / bandwidth)
+        share x (latency + bytes out / bandwidth)
 
-    In an endless stream, whose gradients are added up whenever all k ranks have had one, the share
-    is 1 / k and so is 1 / M.
+    In an endless stream, whose gradients are summed whenever all k ranks have computed one, the
+    share is 1 / k, and 1 / M becomes 1 / k.
 
-    >>> replicated([9, 3, 1, 1], [0, 0, 1000, 1000], [1, 1, 1, 1], ranks=4, bandwidth_bytes_per_s=100)
+    >>> replicated([9, 3, 1, 1], [0, 0, 1000, 1000], [1] * 4, ranks=4, bandwidth_bytes_per_s=100)
     [(2, 3), (2, 1)]
 
     Args:
-        seconds: of a micro-batch, forward and backward, per layer.
-        weight_bytes: of the gradients, per layer.
-        output_bytes: of a micro-batch, per layer; the last layer's may be left out.
-        ranks: how many there are.
+        seconds: forward and backward seconds of a micro-batch per layer.
+        weight_bytes: bytes of the gradients per layer.
+        output_bytes: bytes of a micro-batch's output per layer; the last layer's may be omitted.
+        ranks: number of ranks.
         bandwidth_bytes_per_s: of each rank's link, in each direction.
         options: see `Options`.
 
+    Returns:
+        (layers, ranks) of every stage, or None if no solution exists; see `replicated_table`.
+
     Raises:
-        PartitionError: numbers are out of range or do not fit each other, or layers^2 x ranks is
-        above 2^27.
+        PartitionError: numbers are out of range or inconsistent, or layers^2 x ranks is above 2^27.
 
     Source: Narayanan et al. 2019, PipeDream, section 3.1, without its levels.
     """
-    work = check_costs(seconds, "seconds")
-    layers = len(work)
-    if not (isinstance(ranks, (int, np.integer)) and ranks >= 1 and layers):
-        raise PartitionError(
-            f"{layers} layers on {ranks!r} ranks: there must be at least one of each"
-        )
-    if (layers + 1) ** 2 * (ranks + 1) > LARGEST_TABLE:
-        raise PartitionError(
-            f"{layers} layers on {ranks} ranks need a table of {(layers + 1) ** 2 * (ranks + 1)} stages, more than "
-            f"{LARGEST_TABLE}: join layers to fewer first"
-        )
-    count = options.get("micro_batches")
-    if count is not None and (not isinstance(count, (int, np.integer)) or count < 1):
-        raise PartitionError(f"micro_batches is {count!r}; it must be a whole number of 1 or more")
+    layer_seconds = check_costs(seconds, "seconds")
+    layers = len(layer_seconds)
+    micro_batches = options.get("micro_batches")
+    _check_sizes(layers, ranks, micro_batches)
     latency = check_number("latency_s", options.get("latency_s", 0.0), zero=True)
     bandwidth = check_number("bandwidth_bytes_per_s", bandwidth_bytes_per_s)
     sizes = check_costs(output_bytes, "output_bytes")
     if len(sizes) not in {layers - 1, layers}:
-        raise PartitionError(f"output_bytes: has {len(sizes)} entries, and {layers} are needed")
+        raise PartitionError(f"output_bytes: has {len(sizes)} entries, but {layers} are needed")
     links = np.zeros(layers + 1)
     links[1:-1] = latency + sizes[: layers - 1] / bandwidth
     sync = check_number(
         "sync_bandwidth_bytes_per_s", options.get("sync_bandwidth_bytes_per_s", bandwidth)
     )
-    summed = check_costs(weight_bytes, "weight_bytes", layers) / sync
-    table = _table(work, summed, links, ranks, options)
-    most = _room(layers, ranks, np.inf if count is None else count, options)
+    sync_seconds = check_costs(weight_bytes, "weight_bytes", layers) / sync
+    table = _table(layer_seconds, sync_seconds, links, ranks, options)
+    most_ranks = _ranks_in_memory(
+        layers, ranks, np.inf if micro_batches is None else micro_batches, options
+    )
     return replicated_table(
-        table, stages=options.get("stages"), exactly=options.get("exactly", True), most_ranks=most
+        table,
+        stages=options.get("stages"),
+        exactly=options.get("exactly", True),
+        most_ranks=most_ranks,
     )
 
 
-def _table(work: Floats, summed: Floats, links: Floats, ranks: int, options: Options) -> Floats:
-    """What every stage takes: of its seconds, of those that its weights take to cross a link once,
-    and of the cuts before layers.
+def _check_sizes(layers: int, ranks: int, micro_batches: int | None) -> None:
+    """Raise an error if a number is invalid or the table would be too large."""
+    if not (isinstance(ranks, (int, np.integer)) and ranks >= 1 and layers):
+        raise PartitionError(
+            f"{layers} layers on {ranks!r} ranks: there must be at least one of each"
+        )
+    size = (layers + 1) ** 2 * (ranks + 1)
+    if size > LARGEST_TABLE:
+        raise PartitionError(
+            f"{layers} layers on {ranks} ranks need a table of {size} stages, more than "
+            f"{LARGEST_TABLE}: merge layers first"
+        )
+    if micro_batches is not None and (
+        not isinstance(micro_batches, (int, np.integer)) or micro_batches < 1
+    ):
+        raise PartitionError(
+            f"micro_batches is {micro_batches!r}; it must be a whole number of 1 or more"
+        )
+
+
+def _table(
+    seconds: Floats, sync_seconds: Floats, links: Floats, ranks: int, options: Options
+) -> Floats:
+    """Return the seconds of every possible stage; shape as in `replicated_table`.
+
+    Args:
+        seconds: of a micro-batch, per layer.
+        sync_seconds: time for a layer's gradients to cross a link once.
+        links: seconds of the cut before every layer.
+        ranks: number of ranks.
+        options: of `replicated`.
     """
-    layers, count = len(work), options.get("micro_batches")
-    copies = np.maximum(np.arange(ranks + 1.0), 1.0)
-    batch = copies if count is None else np.full(ranks + 1, float(count))
-    share = np.ceil(batch / copies) / batch
-    done, owed = (np.concatenate(([0.0], np.cumsum(each))) for each in (work, summed))
-    crossings = 2 * (copies - 1) / copies / batch
-    join = np.maximum.reduce if options.get("overlap", True) else np.add.reduce
+    layers, micro_batches = len(seconds), options.get("micro_batches")
+    replicas = np.maximum(np.arange(ranks + 1.0), 1.0)
+    # In an endless stream the gradients are summed after one micro-batch per replica.
+    batch = replicas if micro_batches is None else np.full(ranks + 1, float(micro_batches))
+    share = np.ceil(batch / replicas) / batch
+    prefix_seconds = np.concatenate(([0.0], np.cumsum(seconds)))
+    prefix_sync = np.concatenate(([0.0], np.cumsum(sync_seconds)))
+    # A ring all-reduce sends 2 (k - 1) / k of the bytes over every link, once per batch.
+    crossings = 2 * (replicas - 1) / replicas / batch
+    combine = np.maximum.reduce if options.get("overlap", True) else np.add.reduce
     table = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
     for first in range(layers):
-        load, weights = (
-            (done - done[first])[first + 1 :, None],
-            (owed - owed[first])[first + 1 :, None],
-        )
-        into = np.broadcast_to(links[first] * share, (layers - first, ranks + 1))
-        table[first, first + 1 :] = join(
-            [load * share, weights * crossings, links[first + 1 :, None] * share, into]
-        )
-    if count is not None:
-        table[:, :, count + 1 :] = np.inf
+        compute = (prefix_seconds - prefix_seconds[first])[first + 1 :, None]
+        sync = (prefix_sync - prefix_sync[first])[first + 1 :, None]
+        incoming = np.broadcast_to(links[first] * share, (layers - first, ranks + 1))
+        outgoing = links[first + 1 :, None] * share
+        table[first, first + 1 :] = combine([compute * share, sync * crossings, outgoing, incoming])
+    if micro_batches is not None:
+        table[:, :, micro_batches + 1 :] = np.inf
     return table
 
 
-def _room(layers: int, ranks: int, micro_batches: float, options: Options) -> Ints | None:
-    """How many ranks a stage and those after it may have together, by memory; None if there is no
-    limit.
-    """
+def _ranks_in_memory(
+    layers: int, ranks: int, micro_batches: float, options: Options
+) -> Ints | None:
+    """Return the most ranks that a stage and all later ones may have; None without a limit."""
     limit = options.get("limit", np.inf)
     if limit == np.inf:
         return None
-    holds, kept = (
-        np.concatenate(
-            ([0.0], np.cumsum(check_costs([0.0] * layers if each is None else each, name, layers)))
-        )
-        for name, each in (("holds", options.get("holds")), ("kept", options.get("kept")))
-    )
-    copies = np.maximum(np.arange(ranks + 1), 1)
-    spare = limit - (holds - holds[:, None])
+    fixed = _prefix_bytes(options.get("fixed_bytes"), "fixed_bytes", layers)
+    saved = _prefix_bytes(options.get("saved_bytes"), "saved_bytes", layers)
+    replicas = np.maximum(np.arange(ranks + 1), 1)
+    # Rows: first layer; columns: end of the stage.
+    free_bytes = limit - (fixed - fixed[:, None])
     with np.errstate(divide="ignore", invalid="ignore"):
-        flying = np.where(
-            kept > kept[:, None],
-            np.floor(spare / (kept - kept[:, None])),
-            np.where(spare >= 0, np.inf, 0),
+        in_flight = np.where(
+            saved > saved[:, None],
+            np.floor(free_bytes / (saved - saved[:, None])),
+            np.where(free_bytes >= 0, np.inf, 0),
         )
-    flying = np.where(spare < 0, 0.0, flying)[:, :, None]
-    all_of_them = flying >= np.ceil(micro_batches / copies)
-    return np.where(all_of_them, ranks, np.minimum(flying * copies, ranks)).astype(np.int64)
+    in_flight = np.where(free_bytes < 0, 0.0, in_flight)[:, :, None]
+    whole_batch_fits = in_flight >= np.ceil(micro_batches / replicas)
+    most_ranks = np.where(whole_batch_fits, ranks, np.minimum(in_flight * replicas, ranks))
+    return most_ranks.astype(np.int64)
+
+
+def _prefix_bytes(layer_bytes: Sequence[float] | Floats | None, what: str, layers: int) -> Floats:
+    """Return the prefix sums of bytes per layer; None is 0 bytes."""
+    numbers = check_costs([0.0] * layers if layer_bytes is None else layer_bytes, what, layers)
+    return np.concatenate(([0.0], np.cumsum(numbers)))

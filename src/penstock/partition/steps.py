@@ -1,9 +1,8 @@
-"""Ways through a chain in as many steps as there are stages, where each stage has a table of what
-each of its steps would cost.
+"""Shortest paths through a chain of layers with one step per stage.
 
-A table has one row for every layer that a stage may end before (row i - 1: before layer i), and one
-column for every start: of `longest` columns, column c is the stage that starts with layer i -
-longest + c. Steps that cannot be are infinite.
+A stage's table holds the cost of every step it could make. It has one row for every layer that the
+stage may end before (row i - 1: before layer i) and one column for every start: with `longest`
+columns, column c is the stage that starts at layer i - longest + c. Impossible steps are infinite.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ import numpy as np
 
 from penstock.partition.checks import Floats
 
-#: The table of a stage, by its number.
+#: A function from the number of a stage to its table.
 Table = Callable[[int], Floats]
 
 
 def spans(layers: int, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The ends, shape (layers, 1), and starts, shape (layers, longest), of a table's steps, and
-    which of them can be.
+    """Return the ends and starts of a table's steps, and a mask of the possible ones.
 
-    Starts before the first layer are given as 0, so that they can index.
+    Ends have the shape (layers, 1), starts and mask (layers, longest).
+
+    Starts before the first layer are 0, so that they can be used as indices.
     """
     ends = np.arange(1, layers + 1)[:, None]
     starts = ends - longest + np.arange(longest)
@@ -32,34 +32,35 @@ def spans(layers: int, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def least_bottleneck(table: Table, stages: int, layers: int) -> float:
-    """The least maximum over all ways of `stages` steps through `layers` layers; infinite if there
-    is none.
+    """Return the least maximum step cost over all paths of `stages` steps through `layers` layers.
+
+    It is infinite if there is no path.
     """
-    states = np.full(layers + 1, np.inf)
-    states[0] = -np.inf
+    least_maximum = np.full(layers + 1, np.inf)
+    least_maximum[0] = -np.inf
     for stage in range(stages):
         steps = table(stage)
-        states[1:] = np.maximum(_before(states, steps.shape[1]), steps).min(axis=1)
-        states[0] = np.inf
-    return float(states[-1])
+        least_maximum[1:] = np.maximum(_before(least_maximum, steps.shape[1]), steps).min(axis=1)
+        least_maximum[0] = np.inf
+    return float(least_maximum[-1])
 
 
 def least_sum(table: Table, stages: int, layers: int) -> list[int]:
-    """The lengths of the steps of the way with the least sum; of equal ones the one with the
-    longest last step.
+    """Return the step lengths of the path with the least sum of step costs.
 
-    There must be a way of finite sum.
+    Among paths of equal sum it takes the one with the longest last step. A path of finite sum must
+    exist.
     """
     rows = np.arange(layers)
-    states = np.full(layers + 1, np.inf)
-    states[0] = 0.0
+    least_cost = np.full(layers + 1, np.inf)
+    least_cost[0] = 0.0
     lengths = []
     for stage in range(stages):
         steps = table(stage)
-        total = _before(states, steps.shape[1]) + steps
+        total = _before(least_cost, steps.shape[1]) + steps
         column = total.argmin(axis=1)
         lengths.append(steps.shape[1] - column)
-        states[1:], states[0] = total[rows, column], np.inf
+        least_cost[1:], least_cost[0] = total[rows, column], np.inf
     end, chosen = layers, []
     for step in reversed(lengths):
         chosen.append(int(step[end - 1]))
@@ -69,8 +70,9 @@ def least_sum(table: Table, stages: int, layers: int) -> list[int]:
 
 
 def _before(states: Floats, longest: int) -> Floats:
-    """Row i - 1, column c: the state of the layers before a stage that ends before layer i;
-    infinite if there is none.
+    """Return the state before every step of a table; infinite before the first layer.
+
+    Row i - 1, column c is the state of the layers before a stage that ends before layer i.
     """
     padded = np.concatenate((np.full(longest, np.inf), states))
     return np.lib.stride_tricks.sliding_window_view(padded, longest)[1 : len(states)]

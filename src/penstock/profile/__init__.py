@@ -1,1 +1,1 @@
-"""What a model costs: seconds and bytes per layer and micro-batch size."""
+"""Profiles: seconds and bytes of a model's layers, by micro-batch size."""

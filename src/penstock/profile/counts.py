@@ -1,6 +1,4 @@
-"""What a model's layers do, as plain data: operations, bytes moved and launches, whatever the
-device.
-"""
+"""Device-independent counts of a model's layers, as plain data: operations, bytes and launches."""
 
 from __future__ import annotations
 
@@ -15,9 +13,9 @@ from penstock.store import read_json, write_json
 
 SCHEMA = 1
 
-#: What an op is to a device; each family reaches a share of the peak of its own. `convolution_3x3`
-#: has stride and dilation 1: what
-#: Winograd's algorithm can do as well. `other` is everything that only streams through memory.
+#: Families of ops; each reaches its own share of a device's peak. `convolution_3x3` has stride and
+#: dilation 1, so that Winograd's algorithm applies. `other` are all ops that only stream through
+#: memory.
 Family = Literal[
     "matrix",
     "convolution_3x3",
@@ -41,11 +39,11 @@ FAMILIES: tuple[Family, ...] = (
 @final
 @dataclass(frozen=True)
 class Work:
-    """One launched op, or `launches` equal ones: a fixed part, and what each sample adds.
+    """One launched op, or `launches` equal ones: a fixed part, and a part per sample.
 
-    `flops` and `bytes` are of all launches together. A multiplication with its addition counts two.
-    Bytes are those that the op reads and writes at least; what caches save or passes repeat is a
-    matter of the device's efficiency.
+    `flops` and `bytes` are of all launches together. A multiply-add counts as two operations. Bytes
+    are the minimum that the op reads and writes; savings by caches, or repeated passes, belong to
+    the device's efficiency.
     """
 
     op: str
@@ -57,18 +55,18 @@ class Work:
     bytes_per_sample: float
 
     def flops_at(self, samples: float) -> float:
-        """Operations for `samples` samples."""
+        """Return the operations for `samples` samples."""
         return max(self.flops + self.flops_per_sample * samples, 0.0)
 
     def bytes_at(self, samples: float) -> float:
-        """Bytes read and written for `samples` samples."""
+        """Return the bytes read and written for `samples` samples."""
         return max(self.bytes + self.bytes_per_sample * samples, 0.0)
 
 
 @final
 @dataclass(frozen=True)
 class LayerCounts:
-    """One layer's work in each phase; names and byte counts are those of `LayerProfile`."""
+    """The work of one layer in each phase; names and byte counts are those of `LayerProfile`."""
 
     name: str
     kind: str
@@ -84,31 +82,30 @@ class LayerCounts:
     entry_bytes_per_sample: float = 0.0
 
     def work(self, phase: Phase) -> tuple[Work, ...]:
-        """The ops of one phase."""
-        found: tuple[Work, ...] = getattr(self, phase)
-        return found
+        """Return the ops of one phase."""
+        ops: tuple[Work, ...] = getattr(self, phase)
+        return ops
 
     def flops(self, phase: Phase, samples: float) -> float:
-        """Operations of one phase for `samples` samples."""
+        """Return the operations of one phase for `samples` samples."""
         return sum(work.flops_at(samples) for work in self.work(phase))
 
     def bytes_moved(self, phase: Phase, samples: float) -> float:
-        """Bytes that one phase reads and writes for `samples` samples."""
+        """Return the bytes that one phase reads and writes for `samples` samples."""
         return sum(work.bytes_at(samples) for work in self.work(phase))
 
     def launches(self, phase: Phase) -> int:
-        """Ops that one phase launches."""
+        """Return the number of ops that one phase launches."""
         return sum(work.launches for work in self.work(phase))
 
 
 @final
 @dataclass(frozen=True)
 class ModelCounts:
-    """A model's layers with what they do. `dtype_bytes`: of a number of the weights that were
-    counted.
+    """A model's layers with their work.
 
-    `float_input_bytes_per_sample` is the part of `input_bytes_per_sample` that a narrower dtype
-    makes smaller: tokens stay what they are.
+    `dtype_bytes` is the width of the weights that were counted. `float_input_bytes_per_sample` is
+    the part of `input_bytes_per_sample` that shrinks with a narrower dtype: tokens do not.
     """
 
     layers: tuple[LayerCounts, ...]
@@ -128,7 +125,7 @@ class ModelCounts:
 
     @property
     def parameters(self) -> int:
-        """Numbers in all parameters."""
+        """Number of all parameters."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
@@ -137,7 +134,7 @@ class ModelCounts:
         return sum(layer.parameter_bytes for layer in self.layers)
 
     def flops(self, phase: Phase, samples: float) -> float:
-        """Operations of one phase of the whole model for `samples` samples."""
+        """Return the operations of one phase of the whole model for `samples` samples."""
         return sum(layer.flops(phase, samples) for layer in self.layers)
 
     def save(self, path: str | Path) -> None:
@@ -146,11 +143,11 @@ class ModelCounts:
 
     @classmethod
     def load(cls, path: str | Path) -> ModelCounts:
-        """Read what `save` wrote, trusting nothing.
+        """Read what `save` wrote, and validate it.
 
         Raises:
-            FileError: the file is missing, is no model counts, has another schema version, or a
-            count in it is below 0.
+            FileError: the file is missing, does not contain model counts, has a different schema
+                version, or contains an invalid count.
         """
         counts = read_json(path, cls, SCHEMA)
         try:
@@ -161,14 +158,14 @@ class ModelCounts:
 
 
 def check_counts(counts: ModelCounts, where: str) -> None:
-    """Refuse counts that cannot be: below 0, or a launch of nothing.
+    """Raise an error if counts are impossible: negative, or an op without launches.
 
-    The fixed part of an op may be below 0 (an op that costs less for each further sample than for
-    the first does not exist, but two sizes that take different ways do): what it is at one sample
-    may not.
+    The fixed part of an op may be negative: no op costs less for each further sample than for the
+    first, but two sizes that run different code can fit such a line. Its value for one sample may
+    not be negative.
 
     Raises:
-        SettingError: it is so; `where` begins the message.
+        SettingError: the counts are impossible; `where` begins the message.
     """
     _check_fields(counts, where)
     for layer in counts.layers:
@@ -183,12 +180,13 @@ def check_counts(counts: ModelCounts, where: str) -> None:
             )
             if least < 0 or not work.launches:
                 raise SettingError(
-                    f"{where}: layer {layer.name}: {work.op} has {work.launches} launches and a count of {least}: "
-                    "launches are 1 or more, counts 0 or more"
+                    f"{where}: layer {layer.name}: {work.op} has {work.launches} launches and a "
+                    f"count of {least}: launches are 1 or more, counts 0 or more"
                 )
 
 
 def _check_fields(value: ModelCounts | LayerCounts, where: str) -> None:
+    """Raise an error if a count is negative; `where` begins the message."""
     for field in fields(value):
         number = getattr(value, field.name)
         if isinstance(number, (int, float)) and number < 0:

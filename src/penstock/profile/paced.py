@@ -1,4 +1,4 @@
-"""One profile, several kinds of devices."""
+"""Profiles for clusters of several kinds of devices."""
 
 from __future__ import annotations
 
@@ -10,36 +10,39 @@ from penstock.cluster.device import Device
 from penstock.errors import PlanError
 from penstock.profile.profile import LayerProfile, Profile, Timing
 
-#: A profile, or one for every kind of device by the device's name.
+#: A profile, or one per kind of device by the device's name.
 Profiles = Profile | Mapping[str, Profile]
 
 
-def paced(profile: Profile, factor: float) -> Profile:
-    """The profile of a device that takes `factor` times as long for everything; itself where that
-    is 1.
+def scale_profile(profile: Profile, factor: float) -> Profile:
+    """Return the profile of a device on which everything takes `factor` times as long.
+
+    If that is 1, return the same object.
     """
     if factor == 1:
         return profile
 
-    def slower(timing: Timing) -> Timing:
+    def scale_timing(timing: Timing) -> Timing:
+        """Return the timing of one phase on that device."""
         return replace(
             timing,
-            median_s=tuple(factor * each for each in timing.median_s),
-            spread_s=tuple(factor * each for each in timing.spread_s),
+            median_s=tuple(factor * seconds for seconds in timing.median_s),
+            spread_s=tuple(factor * seconds for seconds in timing.spread_s),
         )
 
-    def layer(each: LayerProfile) -> LayerProfile:
+    def scale_layer(layer: LayerProfile) -> LayerProfile:
+        """Return the profile of one layer on that device."""
         return replace(
-            each,
-            forward=slower(each.forward),
-            backward=slower(each.backward),
-            input_grad=slower(each.input_grad),
-            weight_grad=slower(each.weight_grad),
+            layer,
+            forward=scale_timing(layer.forward),
+            backward=scale_timing(layer.backward),
+            input_grad=scale_timing(layer.input_grad),
+            weight_grad=scale_timing(layer.weight_grad),
         )
 
     return replace(
         profile,
-        layers=tuple(map(layer, profile.layers)),
+        layers=tuple(map(scale_layer, profile.layers)),
         update_s_per_byte=factor * profile.update_s_per_byte,
         update_fixed_s=factor * profile.update_fixed_s,
         accumulate_s_per_byte=factor * profile.accumulate_s_per_byte,
@@ -47,70 +50,75 @@ def paced(profile: Profile, factor: float) -> Profile:
 
 
 def profiles_of(profiles: Profiles, cluster: Cluster) -> tuple[Profile, ...]:
-    """What the layers cost on every rank's device; ranks with devices of one name share one
-    profile.
+    """Return the profile of every rank's device; devices of one name share one object.
 
-    Where there is one profile for devices of several kinds, it is of the device that it names, or
-    if it names none, of rank 0's; the others take as much longer or shorter as their peak at
-    float32 is lower or higher.
+    A single profile for several kinds of devices is taken to be of the device that it names, or, if
+    it names none, of rank 0's; the times of other devices are scaled by the ratio of their float32
+    peaks.
 
     Raises:
-        PlanError: a device has no profile, the profiles are of different models, or nothing says
-        how fast a device is.
+        PlanError: a device has no profile, the profiles are of different models, or the speed of a
+            device is unknown.
     """
-    by_name: dict[str, Profile] = {}
     if isinstance(profiles, Profile):
-        kinds = {device.name: device for device in cluster.devices}
-        if len(kinds) > 1 and profiles.device and profiles.device not in kinds:
-            names = ", ".join(kinds)
-            example = ", ".join(f"{name!r}: …" for name in kinds)
-            raise PlanError(
-                f"{cluster.name} has devices of different kinds, {names}, and the profile is of {profiles.device}, which is none of them: "
-                f"give a profile for each, ps.plan({{{example}}}, cluster, …), each measured on that device"
-            )
-        reference = kinds.get(profiles.device, cluster.devices[0])
-        for name, device in kinds.items():
-            by_name[name] = paced(profiles, _slower(device, reference, cluster.name))
+        by_name = _scaled_profiles(profiles, cluster)
     else:
-        if len({each.fingerprint for each in profiles.values()}) > 1:
-            raise PlanError(
-                "the profiles are of different models: "
-                + ", ".join(
-                    f"{name} has fingerprint {each.fingerprint}" for name, each in profiles.items()
-                )
-            )
         by_name = dict(profiles)
+        if len({profile.fingerprint for profile in by_name.values()}) > 1:
+            fingerprints = ", ".join(
+                f"{name} has fingerprint {profile.fingerprint}" for name, profile in by_name.items()
+            )
+            raise PlanError(f"the profiles are of different models: {fingerprints}")
     missing = [device.name for device in cluster.devices if device.name not in by_name]
     if missing:
         raise PlanError(
-            f"there is no profile for {missing[0]} of {cluster.name}, only for {', '.join(by_name) or 'nothing'}: measure the model on "
-            f"that device (ps.profile, or penstock profile), and give it beside the others by the name {missing[0]!r}"
+            f"there is no profile for {missing[0]} of {cluster.name}, only for "
+            f"{', '.join(by_name) or 'nothing'}: measure the model on that device (ps.profile, or "
+            f"penstock profile), and add the profile under the name {missing[0]!r}"
         )
     return tuple(by_name[device.name] for device in cluster.devices)
 
 
-def _slower(device: Device, reference: Device, where: str) -> float:
-    """How many times as long a device takes as another."""
+def _scaled_profiles(profile: Profile, cluster: Cluster) -> dict[str, Profile]:
+    """Return a profile per kind of device, scaled from a single one."""
+    kinds = {device.name: device for device in cluster.devices}
+    if len(kinds) > 1 and profile.device and profile.device not in kinds:
+        example = ", ".join(f"{name!r}: …" for name in kinds)
+        raise PlanError(
+            f"{cluster.name} has devices of different kinds, {', '.join(kinds)}, and the profile "
+            f"is of {profile.device}, which is none of them: give a profile for each, "
+            f"ps.plan({{{example}}}, cluster, …), each measured on that device"
+        )
+    reference = kinds.get(profile.device, cluster.devices[0])
+    return {
+        name: scale_profile(profile, _slowdown(device, reference, cluster.name))
+        for name, device in kinds.items()
+    }
+
+
+def _slowdown(device: Device, reference: Device, cluster_name: str) -> float:
+    """Return how many times as long a device takes as the reference."""
     if device.name == reference.name:
         return 1.0
-    own, other = device.peak("float32"), reference.peak("float32")
-    if own is None or other is None:
-        lacking = device.name if own is None else reference.name
+    peak, reference_peak = device.peak("float32"), reference.peak("float32")
+    if peak is None or reference_peak is None:
+        unknown = device.name if peak is None else reference.name
         raise PlanError(
-            f"{where} has devices of different kinds, and nothing says how fast {lacking} is: give its flops in the "
-            "cluster file, or one profile for every kind"
+            f"{cluster_name} has devices of different kinds, and the speed of {unknown} is "
+            f"unknown: give its flops in the cluster file, or one profile for every kind"
         )
-    return other / own
+    return reference_peak / peak
 
 
 def with_optimizer_states(profiles: Sequence[Profile], states: float) -> tuple[Profile, ...]:
-    """The profiles of ranks for an optimizer that keeps so many numbers for each parameter; ranks
-    alike go on sharing one object.
+    """Return the profiles of ranks for an optimizer with this much state per parameter.
+
+    Equal ranks continue to share one object.
     """
-    own = {
-        id(each): each
-        if each.optimizer_states == states
-        else replace(each, optimizer_states=states)
-        for each in profiles
-    }
-    return tuple(own[id(each)] for each in profiles)
+    updated: dict[int, Profile] = {}
+    for profile in profiles:
+        if profile.optimizer_states == states:
+            updated[id(profile)] = profile
+        elif id(profile) not in updated:
+            updated[id(profile)] = replace(profile, optimizer_states=states)
+    return tuple(updated[id(profile)] for profile in profiles)

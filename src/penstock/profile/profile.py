@@ -1,4 +1,4 @@
-"""Profile: what each layer of a model costs, as plain data."""
+"""The `Profile` of a model: costs of every layer, as plain data."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ Phase = Literal["forward", "backward", "input_grad", "weight_grad"]
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds at several micro-batch sizes: medians, and the spread (interquartile range) of the
-    repeats.
+    """Seconds at several micro-batch sizes: medians, and spreads (interquartile range) of repeats.
 
-    Small micro-batches are dear because of the cost that every call has whatever its size; the fit
-    keeps it apart.
+    Small micro-batches cost more per sample because every call has a fixed cost; the fit separates
+    it.
     """
 
     sizes: tuple[int, ...]
@@ -34,15 +33,16 @@ class Timing:
 
     @cached_property
     def _fit(self) -> tuple[float, float]:
+        """The fixed cost of a call and the cost per sample, in seconds."""
         sizes, medians = np.asarray(self.sizes, float), np.asarray(self.median_s, float)
-        # A difference of two measurements may be 0; with relative weights that one point would set
-        # everything.
-        told = medians > 1e-3 * medians.max()
-        sizes, medians = sizes[told], medians[told]
+        # A difference of two measurements may be 0; with relative weights that one point would
+        # dominate the fit.
+        significant = medians > 1e-3 * medians.max()
+        sizes, medians = sizes[significant], medians[significant]
         if len(sizes) <= 1:
             return 0.0, float((medians / sizes).sum())
-        # Relative least squares: without the weights the largest size alone would set the fixed
-        # cost.
+        # Relative least squares: without the weights the largest size alone would determine the
+        # fixed cost.
         weights = 1.0 / medians
         matrix = np.stack([weights, sizes * weights], axis=1)
         fixed, per_sample = np.linalg.lstsq(matrix, np.ones_like(sizes), rcond=None)[0]
@@ -54,17 +54,19 @@ class Timing:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds that a call costs whatever its size (fitted, at least 0)."""
+        """Seconds of a call, whatever its size (fitted, at least 0)."""
         return self._fit[0]
 
     @property
     def per_sample_s(self) -> float:
-        """Seconds that each sample adds (fitted, at least 0)."""
+        """Additional seconds per sample (fitted, at least 0)."""
         return self._fit[1]
 
     def at(self, samples: float) -> float:
-        """Seconds for `samples` samples: between measured sizes by straight lines, beyond them by
-        the fit.
+        """Return the seconds for `samples` samples.
+
+        Interpolates linearly between measured sizes, and extrapolates by the fitted cost per
+        sample.
         """
         low, high = self.sizes[0], self.sizes[-1]
         if low <= samples <= high:
@@ -75,13 +77,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer's costs. Byte counts named `…_per_sample` grow with the micro-batch.
+    """Costs of one layer. Byte counts named `…_per_sample` grow with the micro-batch.
 
-    `parameter_bytes` counts a parameter at the first layer that uses it, and nowhere else, and
-    `activation_bytes_per_sample` likewise what is kept for a backward. A stage that begins with
-    this layer keeps `entry_bytes_per_sample` besides: its input, where that counts at a layer
-    before, or nowhere. `single_copy_reason`: why several ranks cannot hold the layer at once; empty
-    where they can.
+    `parameter_bytes` counts a shared parameter only at the first layer that uses it;
+    `activation_bytes_per_sample` (bytes saved for the backward) does so with saved tensors.
+    `entry_bytes_per_sample` is what a stage that begins with this layer saves in addition: its
+    input, if that is counted at an earlier layer or at none. `single_copy_reason` says why the
+    layer cannot be replicated on several ranks; empty if it can.
     """
 
     name: str
@@ -99,22 +101,32 @@ class LayerProfile:
     single_copy_reason: str = ""
 
     def seconds(self, phase: Phase, samples: float) -> float:
-        """Seconds of one phase for `samples` samples."""
+        """Return the seconds of one phase for `samples` samples."""
         timing: Timing = getattr(self, phase)
         return timing.at(samples)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A model's layers with their costs, and where they were measured.
+    """A model's layers with their costs, and the device on which they were measured.
 
-    `update_s_per_byte`: seconds of an optimizer step per byte of parameters (SGD with momentum).
-    `device`: the device's name, as clusters know it: a preset's, `"cpu"`, or what CUDA calls the
-    GPU; empty where nobody said. `update_fixed_s`: seconds of that step besides, whatever its size.
-    `accumulate_s_per_byte`: seconds of adding a micro-batch's gradients to those before it, per
-    byte of them; `backward` and `weight_grad` of the layers are those of a first micro-batch.
-    `optimizer_states`: numbers that the optimizer keeps for each parameter, which planners count as
-    memory; `ps.plan(optimizer=)` sets it.
+    Attributes:
+        layers: in order.
+        fingerprint: of the model.
+        input_bytes_per_sample: of the model's input.
+        batch: samples per batch.
+        machine: facts about the machine, for people.
+        torch_version: with which it was measured.
+        update_s_per_byte: seconds of an optimizer step per byte of parameters (SGD with momentum).
+        device: the device's name, as in clusters: a preset's, `"cpu"`, or CUDA's name of the GPU;
+            empty if unknown.
+        update_fixed_s: seconds of an optimizer step in addition, whatever its size.
+        accumulate_s_per_byte: seconds of adding a micro-batch's gradients to the previous ones, per
+            byte of them; `backward` and `weight_grad` of the layers are those of a first
+            micro-batch.
+        optimizer_states: optimizer state per parameter, which planners count as memory;
+            `ps.plan(optimizer=)` sets it.
+        schema: version of the file format.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -142,16 +154,15 @@ class Profile:
         return self.layers[0].forward.sizes if self.layers else ()
 
     def seconds(self, phase: Phase, samples: float) -> list[float]:
-        """Per layer, seconds of one phase for `samples` samples."""
-        known: dict[tuple[Phase, float], list[float]] = self.__dict__.setdefault(
-            "_known", {}
-        )  # planners ask a thousand times
-        if (phase, samples) not in known:
-            known[phase, samples] = [layer.seconds(phase, samples) for layer in self.layers]
-        return list(known[phase, samples])
+        """Return per layer the seconds of one phase for `samples` samples."""
+        # Cached, since planners ask for the same size thousands of times.
+        cache: dict[tuple[Phase, float], list[float]] = self.__dict__.setdefault("_seconds", {})
+        if (phase, samples) not in cache:
+            cache[phase, samples] = [layer.seconds(phase, samples) for layer in self.layers]
+        return list(cache[phase, samples])
 
     def step_seconds(self, samples: float) -> list[float]:
-        """Per layer, seconds of forward and backward for `samples` samples."""
+        """Return per layer the seconds of forward and backward for `samples` samples."""
         return [
             forward + back
             for forward, back in zip(
@@ -165,11 +176,11 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read what `save` wrote, trusting nothing.
+        """Read what `save` wrote, and validate it.
 
         Raises:
-            FileError: the file is missing, is no profile, or has another schema version, or a
-            number in it cannot be.
+            FileError: the file is missing, is not a profile, has a different schema version, or
+                contains an invalid number.
         """
         profile = read_json(path, cls, SCHEMA)
         try:
@@ -184,6 +195,7 @@ class Profile:
 
 
 def _check_counts(value: Profile | LayerProfile, where: str) -> None:
+    """Raise an error if a count is negative; `where` begins the message."""
     for field_ in fields(value):
         number = getattr(value, field_.name)
         if isinstance(number, (int, float)) and number < 0:
@@ -191,11 +203,12 @@ def _check_counts(value: Profile | LayerProfile, where: str) -> None:
 
 
 def check_timing(timing: Timing, where: str) -> None:
-    """Refuse a timing whose sizes do not ascend, or whose times are not one finite number above or
-    at 0 for each.
+    """Raise an error if a timing is invalid.
+
+    Its sizes must ascend, with one finite time of 0 s or more for each.
 
     Raises:
-        SettingError: it is so; `where` begins the message.
+        SettingError: the timing is invalid; `where` begins the message.
     """
     sizes: Sequence[int] = timing.sizes
     if not sizes or sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):

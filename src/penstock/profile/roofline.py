@@ -1,12 +1,11 @@
-"""A profile of hardware that is not here: every op at the roof of its operations or of its bytes,
-whichever is lower.
+"""Estimate a profile for a device by a roofline model: each op is bound by operations or by bytes.
 
     seconds of an op = launches x (launch_s + fill_s) + max(operations / (peak x its family's
     share), bytes / (bandwidth x memory))
 
 Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model for
-multicore architectures"; launch cost and the time to fill the device besides, because small ops are
-bound by neither roof.
+multicore architectures"; with the cost of a launch and the time to fill the device in addition,
+because small ops are bound by neither roof.
 """
 
 from __future__ import annotations
@@ -33,51 +32,52 @@ DTYPE_BYTES: Final = {
     "float8": 1,
     "int8": 1,
 }
-#: What SGD with momentum moves for each byte of parameters: reads weight, gradient and momentum,
-#: writes weight and momentum.
+#: Bytes that SGD with momentum moves per byte of parameters: it reads weight, gradient and
+#: momentum, and writes weight and momentum.
 UPDATE_TRAFFIC: Final = 5.0
-#: And what adding a micro-batch's gradients to those before it moves: reads both, writes the sum.
+#: Bytes that accumulating a micro-batch's gradients moves per byte of these: it reads both, and
+#: writes the sum.
 ACCUMULATE_TRAFFIC: Final = 3.0
-#: How often Winograd's F(4 x 4, 3 x 3) moves its bytes: once if all is one kernel, 5.5 times if its
-#: transforms, which make 36 numbers of
-#: every 16, are kernels of their own. Fitted, as the defaults of `Efficiency` are; between 2.0 and
-#: 2.8 over VGG-19's blocks 1 to 4.
-#: Source of the algorithm: Lavin and Gray 2016, "Fast algorithms for convolutional neural
-#: networks".
+#: How many times Winograd's F(4 x 4, 3 x 3) moves its bytes: once if it is a single kernel, 5.5
+#: times if its transforms, which expand 16 numbers to 36, are separate kernels. Fitted, as the
+#: defaults of `Efficiency` are; between 2.0 and 2.8 over VGG-19's blocks 1 to 4. Source of the
+#: algorithm: Lavin and Gray 2016, "Fast algorithms for convolutional neural networks".
 WINOGRAD_TRAFFIC: Final = 2.6
-#: In which cuDNN takes Winograd's way: narrower numbers have tensor cores, which are faster. oneDNN
-#: does not on CPUs.
+#: Dtypes for which cuDNN uses Winograd's algorithm: narrower ones have tensor cores, which are
+#: faster. oneDNN does not use it on CPUs.
 _WINOGRAD_DTYPES = ("float32", "float64")
 
 
 @final
 @dataclass(frozen=True)
 class Efficiency:
-    """What part of a device's peaks is reached, by family of ops.
+    """The share of a device's peaks that is reached, by family of ops.
 
     The defaults are for a V100 at float32. Fitted to DAPPLE's profile of VGG-19 there (LITERATURE
-    11.7): `winograd` and `WINOGRAD_TRAFFIC`. Read off PipeDream's profiles on a V100: `memory`
+    11.7): `winograd` and `WINOGRAD_TRAFFIC`. Taken from PipeDream's profiles on a V100: `memory`
     (ReLU in VGG-16), `convolution` (1 x 1 in ResNet-50), `matrix` (VGG-16's fc6, GNMT's
     classifier), `recurrent` (GNMT's LSTMs, between 0.5 and 0.9). Assumed: `attention` as other
     products, `grouped_convolution`, `fill_s`. Other GPUs, and tensor cores, reach other shares:
-    calibrate with a profile where there is one.
+    calibrate with a profile if there is one.
 
     Attributes:
         matrix, convolution, grouped_convolution, attention, recurrent, other: share of the peak by
-        family. winograd: the same for 3 x 3 convolutions by Winograd's algorithm, of the plain
-        sum's operations: above 1, because its
-            F(4 x 4, 3 x 3) does 4 times fewer. It moves `WINOGRAD_TRAFFIC` times the bytes, before
-            and after its products; a device takes whichever way is shorter.
+            family.
+        winograd: the same for 3 x 3 convolutions by Winograd's algorithm, relative to the
+            operations of
+            the direct sum: above 1, because its F(4 x 4, 3 x 3) does 4 times fewer. It moves
+            `WINOGRAD_TRAFFIC` times the bytes, before and after its products; a device uses the
+            faster of both algorithms.
         memory: share of the memory's bandwidth.
-        launch: real cost of a launch in terms of the device's `launch_s`.
-        fill_s: seconds that a launch of anything but `other` takes besides, before the device is
-        full: an op whose work takes as long
-            at its rate reaches half of it.
-        call_s: seconds of each phase of a layer that launches anything: a framework's own cost
-        where nothing hides it. source: what it was fitted to.
+        launch: real cost of a launch, as a multiple of the device's `launch_s`.
+        fill_s: additional seconds per launch of all families except `other`, before the device is
+            full: an op whose work takes as long at its rate reaches half of that rate.
+        call_s: seconds per phase of a layer that launches an op: a framework's own cost where
+            nothing hides it.
+        source: what it was fitted to.
 
     Raises:
-        SettingError: a share is not above 0, or a time is below 0.
+        SettingError: a share is not above 0, or a time is negative.
     """
 
     matrix: float = 0.7
@@ -94,6 +94,7 @@ class Efficiency:
     source: str = "VGG-19 on a V100 (DAPPLE), GNMT and ResNet-50 (PipeDream)"
 
     def __post_init__(self) -> None:
+        """Validate all shares and times."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("launch", "fill_s", "call_s"):
@@ -105,18 +106,18 @@ class Efficiency:
                 )
 
     def share(self, family: Family) -> float:
-        """The share of the device's peak that a family reaches."""
-        found: float = getattr(self, "convolution" if family == "convolution_3x3" else family)
-        return found
+        """Return the share of the device's peak that a family reaches."""
+        name = "convolution" if family == "convolution_3x3" else family
+        share: float = getattr(self, name)
+        return share
 
 
 def usual_efficiency(dtype: str) -> Efficiency:
-    """What is assumed where nothing was measured: the defaults, or what tensor cores reach of their
-    much higher peaks.
+    """Return the assumed efficiency at a dtype: the defaults, or those of tensor cores.
 
     Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters",
     table 1: whole transformers run at 44 to 52 % of an A100's peak at float16, with all their
-    transfers; so products alone at a little more. The others are assumed lower in the same
+    transfers; so products alone reach a little more. The others are assumed lower in the same
     proportion.
     """
     if dtype in _WINOGRAD_DTYPES:
@@ -134,35 +135,42 @@ def usual_efficiency(dtype: str) -> Efficiency:
 @final
 @dataclass(frozen=True)
 class Roof:
-    """A device at one dtype: what the formula above needs.
+    """A device at one dtype: the parameters of the roofline formula.
 
-    Raises:
-        SettingError: the device has no peak for the dtype, or no bandwidth; `needs` says so.
+    Attributes:
+        flops_per_s: peak at the dtype.
+        bytes_per_s: bandwidth of the memory.
+        launch_s: of one op.
+        narrower: width of a number relative to the numbers that were counted.
+        winograd: whether 3 x 3 convolutions may use Winograd's algorithm.
     """
 
     flops_per_s: float
     bytes_per_s: float
     launch_s: float
-    narrower: float = 1.0  # bytes of a number over those that were counted
+    narrower: float = 1.0
     winograd: bool = True
 
     @classmethod
     def of(cls, device: Device, dtype: str, counted_bytes: int) -> Roof:
-        """The roof of a device at a dtype, for counts of numbers of `counted_bytes` bytes.
+        """Create the roof of a device at a dtype, for counts of numbers of `counted_bytes` bytes.
 
         Raises:
-            SettingError: the device's peak at the dtype, or its memory's bandwidth, is not known.
+            SettingError: the dtype is unknown, or the device has no peak for it or no memory
+                bandwidth.
         """
         if dtype not in DTYPE_BYTES:
-            raise SettingError(f"dtype {dtype!r} is not known; known are {', '.join(DTYPE_BYTES)}")
+            raise SettingError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPE_BYTES)}")
         peak, bandwidth = device.peak(dtype), device.memory_bytes_per_s
         if peak is None or bandwidth is None:
-            has = ", ".join(name for name, _ in device.flops) or "no dtype"
-            lacking = (
-                f"peak for {dtype} (it has one for {has})" if peak is None else "memory bandwidth"
+            dtypes = ", ".join(name for name, _ in device.flops) or "no dtype"
+            missing = (
+                f"peak for {dtype} (it has one for {dtypes})"
+                if peak is None
+                else "memory bandwidth"
             )
             raise SettingError(
-                f"device {device.name} has no {lacking}: give flops and memory_bytes_per_s, "
+                f"device {device.name} has no {missing}: give flops and memory_bytes_per_s, "
                 "or take a device of the presets"
             )
         return cls(
@@ -174,7 +182,7 @@ class Roof:
         )
 
     def seconds(self, works: Sequence[Work], samples: float, efficiency: Efficiency) -> float:
-        """Seconds of one phase of a layer."""
+        """Return the seconds of one phase of a layer."""
         if not works:
             return 0.0
         total = efficiency.call_s
@@ -184,10 +192,12 @@ class Roof:
                 total += work.launches * efficiency.fill_s
             compute = work.flops_at(samples) / self.flops_per_s
             memory = work.bytes_at(samples) * self.narrower / (self.bytes_per_s * efficiency.memory)
-            own = max(compute / efficiency.share(work.family), memory)
+            work_seconds = max(compute / efficiency.share(work.family), memory)
             if self.winograd and work.family == "convolution_3x3":
-                own = min(own, compute / efficiency.winograd + WINOGRAD_TRAFFIC * memory)
-            total += own
+                work_seconds = min(
+                    work_seconds, compute / efficiency.winograd + WINOGRAD_TRAFFIC * memory
+                )
+            total += work_seconds
         return total
 
 
@@ -200,24 +210,25 @@ def roofline(
     dtype: str = "float32",
     efficiency: Efficiency | None = None,
 ) -> Profile:
-    """What the layers would cost on `device`.
+    """Estimate a model's profile on `device`.
 
-    At a narrower dtype than the weights were counted in, everything that moves and is kept is
-    narrower, and the peak is the dtype's; parameters count as they are, 4 bytes with as many for
-    the gradient. That is mixed precision, where 2 bytes of a weight, 2 of its gradient and 4 of its
-    master copy are as many; gradients that copies of a stage add up are counted twice as wide as
-    they go.
+    At a narrower dtype than that of the counted weights, all bytes that are moved and saved shrink,
+    and the peak is the dtype's; parameters keep their size, 4 bytes with 4 more for the gradient.
+    That is mixed precision, where 2 bytes of a weight, 2 of its gradient and 4 of its master copy
+    add up to the same; gradients that are all-reduced between replicas are counted twice as wide as
+    they are sent.
 
     Args:
         counts: of the model.
         device: with a peak for `dtype` and a memory bandwidth.
         batch: samples of a batch; by default that of the counts.
-        sizes: micro-batch sizes to give seconds for; by default a batch in parts by powers of two,
-        down to 1 sample. dtype: in which it computes: "float32", "tf32", "bfloat16", "float16", ...
+        sizes: micro-batch sizes for which to estimate; by default the batch, halved down to 1
+            sample.
+        dtype: of the computation: "float32", "tf32", "bfloat16", "float16", ...
         efficiency: shares of the peaks that are reached; by default those of `usual_efficiency`.
 
     Raises:
-        SettingError: the device lacks a figure, or batch or sizes are below 1.
+        SettingError: a figure of the device is missing, or batch or sizes are below 1.
     """
     batch = counts.batch if batch is None else batch
     points = tuple(sorted(set(sizes if sizes is not None else halves(batch))))
@@ -225,14 +236,13 @@ def roofline(
         raise SettingError(f"batch {batch} and sizes {list(points)} must be 1 or more")
     reached = usual_efficiency(dtype) if efficiency is None else efficiency
     roof = Roof.of(device, dtype, counts.dtype_bytes)
-    made = analytic_profile(
-        counts,
-        points,
-        roof,
-        lambda layer, phase, samples: roof.seconds(layer.work(phase), samples, reached),
-    )
+
+    def seconds(layer: LayerCounts, phase: Phase, samples: float) -> float:
+        """Return the seconds of one phase of a layer."""
+        return roof.seconds(layer.work(phase), samples, reached)
+
     return replace(
-        made,
+        analytic_profile(counts, points, roof, seconds),
         batch=batch,
         machine={
             "device": f"{device.kind}: {device.name}, by a roofline at {dtype}",
@@ -247,8 +257,13 @@ def roofline(
 def analytic_profile(
     counts: ModelCounts, sizes: Sequence[int], roof: Roof, seconds: Seconds
 ) -> Profile:
-    """A profile with the counts' bytes, as narrow as the roof's dtype, and the times that
-    `seconds(layer, phase, samples)` says. Of the device it says nothing.
+    """Build a profile from counts and a function for the seconds; device fields remain empty.
+
+    Args:
+        counts: of the model; their bytes are scaled to the roof's dtype.
+        sizes: micro-batch sizes.
+        roof: of the device.
+        seconds: function of (layer, phase, samples).
     """
     narrower = roof.narrower
 
@@ -283,14 +298,15 @@ def analytic_profile(
 
 
 def halves(batch: int) -> list[int]:
-    """The batch in 1, 2, 4, ... parts, down to 1 sample: seconds bend where an op goes from one
-    roof to the other.
+    """Return the batch, halved down to 1 sample, ascending.
+
+    Seconds bend where an op moves from one roof to the other, so one point per factor of 2 is used.
 
     >>> halves(24)
     [1, 3, 6, 12, 24]
     """
-    found = []
+    sizes = []
     while batch >= 1:
-        found.append(batch)
+        sizes.append(batch)
         batch //= 2
-    return found[::-1]
+    return sizes[::-1]

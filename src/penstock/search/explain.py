@@ -99,7 +99,7 @@ def _of_recompute(chosen: Scored) -> dict[str, float]:
         return {}
     made, costs = chosen.laid.made, chosen.laid.costs
     plain, own = (tables_of(made, costs, recompute) for recompute in ("never", chosen.recompute))
-    work, more = (float(each.seconds[0][each.work].sum()) for each in (plain, own))
+    work, more = (float(each.seconds[0][each.op_entry].sum()) for each in (plain, own))
     kept, less = (float(Changes.of(each).kept_at_start.sum()) for each in (plain, own))
     return {
         "more_work": more / work - 1 if work else 0.0,

@@ -14,7 +14,7 @@ from penstock.schedule.op import Kind, Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.memory import Changes
 from penstock.simulate.simulate import tables_of
-from penstock.simulate.structure import structure
+from penstock.simulate.structure import dependencies_of
 
 
 @final
@@ -49,7 +49,7 @@ class Footprint:
 
 def footprints(made: Schedule) -> tuple[Footprint, ...]:
     """Those of every rank; worked out once for a schedule."""
-    cache = structure(made).cache
+    cache = dependencies_of(made).cache
     if "footprints" not in cache:
         cache["footprints"] = tuple(_footprints(made))
     found: tuple[Footprint, ...] = cache["footprints"]
@@ -61,7 +61,7 @@ def _footprints(made: Schedule) -> list[Footprint]:
     none_kept = Changes.of(
         tables_of(made, Costs(activation_bytes=1.0, kept_bytes=0.0), "selective")
     )
-    ops = structure(made).ops
+    ops = dependencies_of(made).ops
     back = ops.of_kind(Kind.B)
     rises = [
         all_kept.kept_at_start,

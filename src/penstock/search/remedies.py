@@ -9,7 +9,7 @@ from penstock.cluster.cluster import Cluster
 from penstock.cluster.device import Link
 from penstock.errors import PenstockError
 from penstock.plan.plan import Remedy
-from penstock.profile.paced import paced
+from penstock.profile.paced import scale_profile
 from penstock.search.hunt import Hunt
 from penstock.search.laid import Scored, is_measured, lay_out, relaid
 from penstock.search.request import PlanRequest
@@ -76,7 +76,9 @@ def _changes(request: PlanRequest, chosen: Scored) -> Iterator[tuple[str, PlanRe
     }
     yield (
         "devices twice as fast",
-        replace(request, profiles={name: paced(each, 0.5) for name, each in profiles.items()}),
+        replace(
+            request, profiles={name: scale_profile(each, 0.5) for name, each in profiles.items()}
+        ),
     )
     busy = chosen.found.timeline.busy if chosen.found is not None else ()
     if len(busy) > 1:
@@ -85,7 +87,7 @@ def _changes(request: PlanRequest, chosen: Scored) -> Iterator[tuple[str, PlanRe
         own = replace(
             cluster.devices[device], name=f"{cluster.devices[device].name}, twice as fast"
         )
-        faster = {**profiles, own.name: paced(request.profile_of(device), 0.5)}
+        faster = {**profiles, own.name: scale_profile(request.profile_of(device), 0.5)}
         devices = tuple(own if r == device else each for r, each in enumerate(cluster.devices))
         yield (
             f"the device of rank {rank} twice as fast",

@@ -114,7 +114,7 @@ class _Group:
         most = 0.0
         for part, count in zip(self.parts, times.tolist(), strict=True):
             for layer in range(part.start, part.stop):
-                freed = count * self.samples * (self.sizes.kept[layer] + self.sizes.entry[layer])
+                freed = count * self.samples * (self.sizes.saved[layer] + self.sizes.entry[layer])
                 most = max(
                     most,
                     freed / self.seconds[layer]
@@ -143,7 +143,7 @@ class _Group:
         for _ in range(ROUNDS):
             found, fits = self._lightest(weighed, precision)
             chosen = Selection.of_segments(found, [part.start for part in parts])
-            held = [sizes.held(part.start, part.stop, chosen) for part in parts]
+            held = [sizes.stage_bytes(part.start, part.stop, chosen) for part in parts]
             kept, back = (samples * np.array(column) for column in zip(*held, strict=True))
             over = self._too_full(kept, full, back)
             if over is None or not fits or len(parts) == 1:
@@ -170,9 +170,9 @@ class _Group:
 
         layers = Layers(
             [self.seconds[layer] for layer in places],
-            all_held(sizes.kept),
+            all_held(sizes.saved),
             all_held(sizes.entry),
-            all_held(sizes.given),
+            all_held(sizes.inputs),
             lambda first, end: samples * sizes.comes_back(places[first], places[end - 1] + 1),
             frozenset(firsts.tolist()),
         )

@@ -39,7 +39,7 @@ class StageSeconds:
         amounts = Amounts.of([costs], stages, range(micro_batches))
         forward, _, inputs, weights = amounts.work()
         up, down = amounts.crossing()
-        latency = amounts.known("latency")
+        latency = amounts.get_or("latency")
 
         def rows(array: NDArray[np.float64], count: int) -> Seconds:
             return tuple(map(tuple, np.broadcast_to(array[0], (count, micro_batches)).tolist()))

@@ -1,1 +1,1 @@
-"""What will it cost? Programs and costs to events."""
+"""The simulator: from programs and costs to a timeline."""

@@ -1,5 +1,6 @@
-"""The loops of `kernels.py`, compiled by Numba and kept on disk. Importing this file loads Numba:
-see `engine.py`.
+"""The kernels of `kernels.py`, compiled by Numba and cached on disk.
+
+Importing this file loads Numba; `engine.py` decides when.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from numba import njit
 from penstock.simulate import kernels
 
 
-def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the kernel compiled by Numba on its first call."""
     try:
         return njit(cache=True, nogil=True)(kernel)
-    except RuntimeError:  # no folder that Numba may write to: compiled again in every process
+    except RuntimeError:  # Numba has no writable cache folder: every process compiles anew
         return njit(nogil=True)(kernel)
 
 
-order_ops = _compiled(kernels.order_ops)
-timed = _compiled(kernels.timed)
-contended = _compiled(kernels.contended)
-lanes = _compiled(kernels.lanes)
+order_ops = _compile(kernels.order_ops)
+time_ops = _compile(kernels.time_ops)
+time_ops_contended = _compile(kernels.time_ops_contended)
+time_vectors = _compile(kernels.time_vectors)

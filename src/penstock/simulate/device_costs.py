@@ -1,4 +1,4 @@
-"""Costs where ranks are not alike: what an op takes is what the device takes that it stands on."""
+"""Costs on unequal devices: an op takes the seconds of the device on which it runs."""
 
 from __future__ import annotations
 
@@ -20,44 +20,43 @@ def on_devices(
     lengths: Sequence[int],
     micro_batch: float,
 ) -> Costs:
-    """`costs` with the seconds that the stages' own devices take; unchanged where all ranks have
-    one profile.
+    """Return `costs` with the seconds of the stages' own devices.
 
-    Copies of a stage may stand on different devices: then its seconds are given by micro-batch.
-    They update together, so the slowest copy's update counts.
+    Unchanged if all ranks have the same profile. Replicas of a stage may be on different devices;
+    then its seconds differ by micro-batch. They update together, so the slowest replica's update
+    counts.
 
     Args:
         costs: of the stages.
-        schedule: says which rank has which micro-batch of a stage.
-        profiles: per rank of the schedule; ranks alike share one object.
+        schedule: its placement defines the rank of every micro-batch of a stage.
+        profiles: per rank of the schedule; equal ranks share one object.
         lengths: layers in every stage.
         micro_batch: samples in the mean micro-batch.
     """
-    if len({id(each) for each in profiles}) == 1:
+    kinds = [id(profile) for profile in profiles]
+    if len(set(kinds)) == 1:
         return costs
-    unlike = {id(each): each for each in profiles}
-    of_device = {key: stage_seconds(each, lengths, micro_batch) for key, each in unlike.items()}
-    kinds = [id(each) for each in profiles]
+    profile_of_kind = dict(zip(kinds, profiles, strict=True))
+    seconds_of_kind = {
+        kind: stage_seconds(profile, lengths, micro_batch)
+        for kind, profile in profile_of_kind.items()
+    }
 
     def seconds(phase: Phase) -> list[float | list[float]]:
+        """Return the seconds of a phase per stage; per micro-batch where replicas differ."""
         rows: list[float | list[float]] = []
         for stage, ranks in enumerate(schedule.ranks_of_stage):
-            of_kind = {
-                kind: of_device[kind][phase][stage] for kind in {kinds[rank] for rank in ranks}
-            }
-            if len(of_kind) == 1:
-                rows += of_kind.values()
-            else:
-                rows.append(
-                    [of_kind[kinds[schedule.placement[stage, m]]] for m in range(schedule.slices)]
-                )
+            if len({kinds[rank] for rank in ranks}) == 1:
+                rows.append(seconds_of_kind[kinds[ranks[0]]][phase][stage])
+                continue
+            kind_of = [kinds[schedule.placement[stage, m]] for m in range(schedule.slices)]
+            rows.append([seconds_of_kind[kind][phase][stage] for kind in kind_of])
         return rows
 
-    updates = {key: update_seconds(each, lengths) for key, each in unlike.items()}
-    update = [
-        max(updates[kinds[rank]][stage] for rank in ranks)
-        for stage, ranks in enumerate(schedule.ranks_of_stage)
-    ]
+    updates = {kind: update_seconds(profile, lengths) for kind, profile in profile_of_kind.items()}
+    update = []
+    for stage, ranks in enumerate(schedule.ranks_of_stage):
+        update.append(max(updates[kinds[rank]][stage] for rank in ranks))
     return replace(
         costs,
         update=update,

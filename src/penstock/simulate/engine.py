@@ -1,8 +1,8 @@
-"""Which loops run: those of Numba where they pay, else the same in plain Python.
+"""Choose between the kernels compiled by Numba and the same in plain Python.
 
 Loading Numba takes about as long as a hundred thousand ops in plain Python, and compiling, once per
-machine, some seconds. So one small schedule never loads it; large ones do, and small ones that are
-simulated again and again.
+machine, some seconds. So a single small schedule never loads it; large ones do, and so do small
+ones that are simulated many times.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import numpy as np
 
 from penstock.simulate import kernels
 
-#: Ops walked at once from which on Numba is loaded, and ops walked earlier for the same schedule.
+#: Numba is loaded for a call of this many ops, or if this many were simulated before for the same
+#: schedule.
 WORTH_LOADING = 50_000
 WORTH_RETURNING = 20_000
-#: Ops from which on a call of a compiled loop, once loaded, is cheaper than the plain one.
+#: Number of ops above which a call of a compiled kernel, once loaded, is cheaper than plain Python.
 WORTH_CALLING = 30
 
 _COMPILED = "penstock.simulate.compiled"
 
 
 def load_compiled() -> ModuleType | None:
-    """The compiled loops, loaded and if need be compiled now; None where there is no Numba.
+    """Load (and if necessary compile) the kernels; None if Numba is not installed.
 
-    For those who are going to simulate many small schedules: from then on all but the smallest run
+    For callers that are going to simulate many small schedules: afterwards all but the smallest run
     compiled.
     """
     try:
@@ -39,37 +40,39 @@ def load_compiled() -> ModuleType | None:
 
 
 def run(kernel: str, work: int, effort: int, *arguments: Any) -> Any:
-    """Call a loop of `kernels.py` on arrays that it may fill.
+    """Call a kernel of `kernels.py`.
 
     Args:
         kernel: the function's name.
-        work: ops that it will walk.
-        effort: ops that have been walked for the same schedule in earlier simulations.
-        arguments: numbers, arrays, and named tuples of them.
+        work: number of ops it will process.
+        effort: number of ops processed for the same schedule in earlier simulations.
+        arguments: numbers, arrays, and named tuples of them; the last one is the output.
     """
-    found = sys.modules.get(_COMPILED) if work >= WORTH_CALLING else None
-    if found is None and (work >= WORTH_LOADING or effort >= WORTH_RETURNING):
-        found = load_compiled()
-    if found is not None:
-        return getattr(found, kernel)(*arguments)
-    return _plain(getattr(kernels, kernel), arguments)
+    module = sys.modules.get(_COMPILED) if work >= WORTH_CALLING else None
+    if module is None and (work >= WORTH_LOADING or effort >= WORTH_RETURNING):
+        module = load_compiled()
+    if module is not None:
+        return getattr(module, kernel)(*arguments)
+    return _run_on_lists(getattr(kernels, kernel), arguments)
 
 
-def _plain(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Run on lists, which Python reads several times faster than arrays, and write back what was
-    filled: the last argument.
+def _run_on_lists(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Run a kernel on lists and copy its output, the last argument, back to the arrays.
+
+    Plain Python reads lists several times faster than arrays.
     """
-    lists = list(map(_listed, arguments))
+    lists = list(map(_as_lists, arguments))
     result = kernel(*lists)
-    filled = arguments[-1] if isinstance(arguments[-1], tuple) else arguments[-1:]
-    for array, values in zip(
-        filled, lists[-1] if isinstance(arguments[-1], tuple) else lists[-1:], strict=True
-    ):
+    outputs, output_lists = arguments[-1], lists[-1]
+    if not isinstance(outputs, tuple):
+        outputs, output_lists = (outputs,), (output_lists,)
+    for array, values in zip(outputs, output_lists, strict=True):
         array[...] = values
     return result
 
 
-def _listed(value: Any) -> Any:
+def _as_lists(value: Any) -> Any:
+    """Convert arrays, also in named tuples, to lists."""
     if isinstance(value, np.ndarray):
         return value.tolist()
-    return type(value)(*map(_listed, value)) if isinstance(value, tuple) else value
+    return type(value)(*map(_as_lists, value)) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""The front door of this room: a schedule with costs, or a plan with its profile and cluster."""
+"""`simulate`, the public entry point: a schedule with costs, or a plan with profile and cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def simulate(
     overlap: bool = True,
     recompute: str | None = None,
 ) -> Timeline:
-    """When every op and transfer of one step starts and ends.
+    """Compute when every op and transfer of one step starts and ends.
 
     >>> from penstock.schedule.op import Schedule
     >>> simulate(Schedule.parse("0F0 0B0 0U1"), Costs(forward=1)).makespan
@@ -32,26 +32,27 @@ def simulate(
 
     Args:
         what: a schedule, with costs; or a plan, with profile and cluster.
-        costs_or_profile: Costs for a schedule (all 1 s forward and 2 s backward if left out), the
-        Profile for a plan, or one for every
-            kind of device by its name.
+        costs_or_profile: Costs for a schedule (1 s forward and 2 s backward by default); for a plan
+            its Profile, or one per kind of device by name.
         cluster: for a plan.
         overlap: for a schedule; see `simulate_schedule`.
-        recompute: for a schedule, "never" unless given; a plan has its own.
+        recompute: for a schedule, "never" by default; a plan has its own.
 
     Raises:
-        SettingError: these do not go together.
-        PlanError: the profile is of another model than the plan, or the cluster has too few ranks.
-        ScheduleError: the schedule lacks an op.
+        SettingError: the arguments do not go together.
+        PlanError: the profile is of a different model, or the cluster has too few ranks.
+        ScheduleError: the schedule misses an op.
     """
     if isinstance(what, Plan):
         if not isinstance(costs_or_profile, (Profile, Mapping)) or cluster is None:
             raise SettingError(
-                "a plan is simulated with its profile and a cluster: simulate(plan, profile, cluster)"
+                "a plan is simulated with its profile and a cluster: "
+                "simulate(plan, profile, cluster)"
             )
         if recompute is not None or not overlap:
             raise SettingError(
-                "a plan is simulated as it will run: leave out recompute and overlap, or simulate plan.schedule"
+                "a plan is simulated as it will run: "
+                "leave out recompute and overlap, or simulate plan.schedule"
             )
         return simulate_plan(what, costs_or_profile, cluster)
     if not isinstance(what, Schedule):
@@ -59,6 +60,7 @@ def simulate(
     costs = Costs() if costs_or_profile is None else costs_or_profile
     if not isinstance(costs, Costs) or cluster is not None:
         raise SettingError(
-            "a schedule is simulated with costs: simulate(schedule, costs); profile and cluster go with a plan"
+            "a schedule is simulated with costs: simulate(schedule, costs); "
+            "profile and cluster go with a plan"
         )
     return simulate_schedule(what, costs, overlap=overlap, recompute=recompute or "never")

@@ -1,4 +1,4 @@
-"""What a rank does besides the layers: adding up gradients, and handing messages to the network."""
+"""Costs of a rank's host: gradient accumulation, and moving messages on CPUs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from penstock.profile.profile import Profile
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs, PerStage
 
-#: Seconds that a message costs the CPU of the rank that sends it, besides the time its bytes take,
-#: and of the one that takes it: ours
-#: and gloo's bookkeeping around the call. Measured with every rank at work on a core of its own:
-#: 0.28 ms between the end of an op and the
-#: beginning of the next where 100 KB were sent, of which 0.16 ms inside gloo; 0.1 ms for a receive
-#: that is posted
-#: (benchmarks/fidelity).
+#: CPU seconds per message on the sending and on the receiving rank, in addition to the transfer of
+#: its bytes: Penstock's and gloo's bookkeeping around the call. Measured with every rank on its own
+#: core: 0.28 ms between the end of an op and the beginning of the next when 100 KB were sent, of
+#: which 0.16 ms inside gloo; 0.1 ms to post a receive (benchmarks/fidelity).
 SEND_S = 1e-4
 RECEIVE_S = 1e-4
 
@@ -25,97 +22,111 @@ RECEIVE_S = 1e-4
 def with_host_work(
     costs: Costs, schedule: Schedule, profiles: Sequence[Profile], cluster: Cluster
 ) -> Costs:
-    """`costs` with that work, in the ops that it stands beside.
+    """Add the work of the hosts to the ops with which it runs.
 
-    A rank's first micro-batch of a batch makes the gradients of its weights, every other adds its
-    own to them; the mean is taken. On CPUs, ranks move messages themselves: an op whose result goes
-    to another rank takes as long longer as the message does, which then only has the link's latency
-    to wait. A GPU's messages move beside its ops.
+    The first micro-batch of a batch writes the gradients of a rank's weights, every other one adds
+    its own; costs are the mean over micro-batches. On CPUs, ranks move messages themselves: an op
+    whose result goes to another rank takes longer by the time of the message, which is then only
+    delayed by the link's latency. A GPU's messages move in parallel with its ops.
 
     Args:
         costs: placed, of the schedule's stages.
-        schedule: says what crosses ranks, and how many micro-batches each has.
+        schedule: defines what crosses ranks, and the number of micro-batches of each.
         profiles: per rank.
         cluster: rank r of the schedule is its rank r.
     """
-    sums = _adding_up(costs, schedule, profiles)
+    accumulation = _accumulation_seconds(costs, schedule, profiles)
     if any(device.kind != "cpu" for device in cluster.devices[: schedule.ranks]):
         return replace(
-            costs, backward=_with(costs.backward, sums), weight_grad=_with(costs.weight_grad, sums)
+            costs,
+            backward=_add(costs.backward, accumulation),
+            weight_grad=_add(costs.weight_grad, accumulation),
         )
-    down, up = _messages(costs, schedule, cluster)
+    forward_messages, backward_messages = _message_seconds(costs, schedule, cluster)
+    backward_work = [
+        accumulation_s + message_s
+        for accumulation_s, message_s in zip(accumulation, backward_messages, strict=True)
+    ]
     return replace(
         costs,
-        forward=_with(costs.forward, down),
-        backward=_with(costs.backward, [own + more for own, more in zip(sums, up, strict=True)]),
-        input_grad=_with(costs.input_grad, up),
-        weight_grad=_with(costs.weight_grad, sums),
-        transfer=_flights(schedule, cluster),
+        forward=_add(costs.forward, forward_messages),
+        backward=_add(costs.backward, backward_work),
+        input_grad=_add(costs.input_grad, backward_messages),
+        weight_grad=_add(costs.weight_grad, accumulation),
+        transfer=_flight_seconds(schedule, cluster),
     )
 
 
-def _with(given: PerStage, more: Sequence[float]) -> PerStage:
-    """The seconds of every stage with some more."""
-    if not isinstance(given, tuple):
-        return given
-    return [
-        [each + extra for each in entry] if isinstance(entry, tuple) else entry + extra
-        for entry, extra in zip(given, more, strict=True)
-    ]
+def _add(seconds: PerStage, extra: Sequence[float]) -> PerStage:
+    """Return the seconds of every stage plus its extra seconds; unchanged if not per stage."""
+    if not isinstance(seconds, tuple):
+        return seconds
+    total: list[float | list[float]] = []
+    for entry, stage_extra in zip(seconds, extra, strict=True):
+        if isinstance(entry, tuple):
+            total.append([value + stage_extra for value in entry])
+        else:
+            total.append(entry + stage_extra)
+    return total
 
 
-def _adding_up(costs: Costs, schedule: Schedule, profiles: Sequence[Profile]) -> list[float]:
-    """Per stage, what a micro-batch's gradients take to be added to the others', in the mean of a
-    batch.
-    """
+def _accumulation_seconds(
+    costs: Costs, schedule: Schedule, profiles: Sequence[Profile]
+) -> list[float]:
+    """Return per stage the seconds of gradient accumulation, per micro-batch on average."""
     gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
-    found = []
-    for ranks, held in zip(schedule.ranks_of_stage, gradients, strict=True):
-        added = max(schedule.slices - len(ranks) * schedule.batches, 0) / _whole(schedule)
-        found.append(added * held * max(profiles[rank].accumulate_s_per_byte for rank in ranks))
-    return found
+    seconds = []
+    for ranks, gradient_bytes in zip(schedule.ranks_of_stage, gradients, strict=True):
+        # The first slice of every batch on every replica writes instead of adding.
+        additions = max(schedule.slices - len(ranks) * schedule.batches, 0)
+        per_micro_batch = additions / _total_micro_batches(schedule)
+        slowest = max(profiles[rank].accumulate_s_per_byte for rank in ranks)
+        seconds.append(per_micro_batch * gradient_bytes * slowest)
+    return seconds
 
 
-def _messages(
+def _message_seconds(
     costs: Costs, schedule: Schedule, cluster: Cluster
 ) -> tuple[list[float], list[float]]:
-    """Per stage, what the messages of its forward and those of its backward cost its ranks, for a
-    micro-batch in the mean.
+    """Return per stage the host seconds of messages in forward and in backward.
+
+    They are per micro-batch, on average over its ranks and micro-batches.
     """
     crossing = costs.spread("boundary_bytes", schedule.stages - 1) or (0.0,) * (schedule.stages - 1)
-    forward, backward = ([0.0] * schedule.stages for _ in range(2))
-    share = 1 / _whole(schedule)
-    for stage, count in enumerate(crossing):
-        parts = schedule.slices * share
-        for pair, times in _pairs(schedule, stage).items():
-            seconds = SEND_S + cluster.transfer_seconds(count / parts, *pair)
-            for found, sender, taker in ((forward, stage, stage + 1), (backward, stage + 1, stage)):
-                found[sender] += share * times * seconds
-                found[taker] += share * times * RECEIVE_S
+    forward, backward = [0.0] * schedule.stages, [0.0] * schedule.stages
+    share = 1 / _total_micro_batches(schedule)
+    for stage, boundary_bytes in enumerate(crossing):
+        slices_per_micro_batch = schedule.slices * share
+        for pair, messages in _pairs(schedule, stage).items():
+            message_bytes = boundary_bytes / slices_per_micro_batch
+            send_s = SEND_S + cluster.transfer_seconds(message_bytes, *pair)
+            forward[stage] += share * messages * send_s
+            forward[stage + 1] += share * messages * RECEIVE_S
+            backward[stage + 1] += share * messages * send_s
+            backward[stage] += share * messages * RECEIVE_S
     return forward, backward
 
 
-def _flights(schedule: Schedule, cluster: Cluster) -> list[float]:
-    """Per boundary, how long a message is under way when the sender has done its part."""
-    slices = schedule.slices / _whole(
-        schedule
-    )  # what stands here is of a whole micro-batch: a slice takes its share
-    return [
-        slices
-        * max((cluster.link(*pair).latency_s for pair in _pairs(schedule, stage)), default=0.0)
-        for stage in range(schedule.stages - 1)
-    ]
+def _flight_seconds(schedule: Schedule, cluster: Cluster) -> list[float]:
+    """Return per boundary how long a message travels after the sender has done its part."""
+    # Costs are for whole micro-batches and a slice takes its share: scale up to undo that.
+    slices = schedule.slices / _total_micro_batches(schedule)
+    seconds = []
+    for stage in range(schedule.stages - 1):
+        latencies = [cluster.link(*pair).latency_s for pair in _pairs(schedule, stage)]
+        seconds.append(slices * max(latencies, default=0.0))
+    return seconds
 
 
 def _pairs(schedule: Schedule, stage: int) -> Counter[tuple[int, int]]:
-    """The ranks of a boundary, and how many micro-batches or slices cross there."""
+    """Return the pairs of ranks of a boundary, with the number of messages from first to second."""
     pairs = Counter(
-        (schedule.placement[stage, n], schedule.placement[stage + 1, n])
-        for n in range(schedule.slices)
+        (schedule.placement[stage, number], schedule.placement[stage + 1, number])
+        for number in range(schedule.slices)
     )
-    return Counter({pair: times for pair, times in pairs.items() if pair[0] != pair[1]})
+    return Counter({pair: crossings for pair, crossings in pairs.items() if pair[0] != pair[1]})
 
 
-def _whole(schedule: Schedule) -> int:
-    """Micro-batches of all batches, uncut."""
+def _total_micro_batches(schedule: Schedule) -> int:
+    """Return the number of (unsliced) micro-batches of all batches."""
     return schedule.micro_batches * schedule.batches

@@ -1,13 +1,12 @@
-"""The loops that walk a schedule's arrays: plain Python, and the source of the compiled ones
-(`compiled.py`).
+"""Loops that walk a schedule's arrays: plain Python, and the source of the compiled kernels.
 
-They use nothing but indexing, so lists and NumPy arrays do alike. Ops that start together (a pair,
-or the copies of a meeting) are a group: a chain from its leader by `following`, side by side in
-`order`.
+`compiled.py` compiles them by Numba. They use only indexing, so that lists and NumPy arrays
+op_entry equally. Ops that start together (a pair, or the updates of a stage's replicas) form a
+group: a chain from its leader by `next_in_group`, contiguous in `order`.
 
-The last argument of each is what it fills. All read the same rules: a rank does one thing at a
-time, in its program's order; an op starts when its rank is free and what it takes has arrived; a
-link carries one message at a time.
+The last argument of each is its output. All implement the same rules: a rank does one thing at a
+time, in its program's order; an op starts when its rank is free and its inputs have arrived; a link
+carries one message at a time.
 """
 
 from __future__ import annotations
@@ -15,49 +14,54 @@ from __future__ import annotations
 import heapq
 from typing import Any, NamedTuple
 
-#: A NumPy array when compiled, a list when not.
+#: A NumPy array in compiled code, a list in plain Python.
 Numbers = Any
 
 
-class Waits(NamedTuple):
-    """Who waits for whom, one entry per op, -1 where there is none.
+class OpGraph(NamedTuple):
+    """Dependencies of every op: one entry per op, -1 for none.
 
-    `takes`, `also_takes`: the ops whose values it takes from elsewhere. `taker`, `also_taker`: the
-    same, seen from the maker. `after`: the next op of its rank (of a pair's ops, the one after
-    both). `leader`, `following`: its group. `link`: what its value leaves by. `order`: the ops,
-    each after all it waits for. `beside`: who takes from an op takes from the next beside it too,
-    and so on, and who is told that a value is there tells the next beside it; empty where nobody
-    does.
+    rank: of the op.
+    first_input, second_input: the ops whose values it waits for.
+    first_consumer, second_consumer: the inverse: the ops that wait for its value.
+    after: the next op of its rank (for both ops of a pair, the one after the pair).
+    leader, next_in_group: the first op of its group, and the next one.
+    link: the link that carries its value.
+    next_replica: the same update on the next replica of the stage. An op that waits for one update
+        of such a chain waits for all later ones too. Empty if the schedule has no waves.
+    order: all ops, sorted so that each comes after all it waits for.
     """
 
     rank: Numbers
-    takes: Numbers
-    also_takes: Numbers
-    taker: Numbers
-    also_taker: Numbers
+    first_input: Numbers
+    second_input: Numbers
+    first_consumer: Numbers
+    second_consumer: Numbers
     after: Numbers
     leader: Numbers
-    following: Numbers
+    next_in_group: Numbers
     link: Numbers
-    beside: Numbers
+    next_replica: Numbers
     order: Numbers
 
 
-class Price(NamedTuple):
-    """Seconds: op i works for `table[work[i]]`, and its value is on the link for `table[hop[i]]`.
+class Durations(NamedTuple):
+    """Seconds of ops and messages.
 
-    `overlap` is whether transfers run beside the sender's work.
+    Op i computes for `seconds[op_entry[i]]`, and its message takes `seconds[message_entry[i]]`.
+    `overlap` says whether transfers overlap the sender's computation.
     """
 
-    work: Numbers
-    hop: Numbers
-    table: Numbers
+    op_entry: Numbers
+    message_entry: Numbers
+    seconds: Numbers
     overlap: bool
 
 
 class Times(NamedTuple):
-    """Start and end of every op, and when its value was sent and arrived: at the op's end where it
-    crosses no link.
+    """Seconds at which every op starts and ends, and at which its value is sent and arrives.
+
+    A value that crosses no link is sent and arrives at the op's end.
     """
 
     start: Numbers
@@ -66,12 +70,12 @@ class Times(NamedTuple):
     arrived: Numbers
 
 
-class Sums(NamedTuple):
-    """What is kept of many runs side by side, one in each lane (the last axis): makespan, and the
-    ends of each rank's span.
+class RankSpans(NamedTuple):
+    """Results of many runs at once, one per cost vector (the last axis).
 
-    `mark` is 1 for the op with which its rank's span begins, 2 for the one with which it ends, 3
-    for one that is both.
+    mark: per op, 1 if its rank's span begins with it, 2 if it ends with it, 3 for both.
+    makespan: seconds.
+    first, last: per rank, the start and the end of its span.
     """
 
     mark: Numbers
@@ -80,187 +84,225 @@ class Sums(NamedTuple):
     last: Numbers
 
 
-def order_ops(waits: Waits, missing: Numbers, order: Numbers) -> int:
-    """Fill `order`; returns how many ops there are before a cycle stops it. `missing` counts what
-    each group waits for.
+def order_ops(graph: OpGraph, pending: Numbers, order: Numbers) -> int:
+    """Fill `order` topologically and return its length before a cycle stops it.
 
-    First in, first out: neighbours in the order stand on different ranks, and what an op takes was
-    made shortly before.
+    `pending` counts the ops that each group waits for. The queue is first in, first out: neighbours
+    in the order are on different ranks, and an op's inputs were computed shortly before.
     """
-    after, taker, also_taker = waits.after, waits.taker, waits.also_taker
-    leader, following, beside = waits.leader, waits.following, waits.beside
+    first_consumer, second_consumer = graph.first_consumer, graph.second_consumer
+    after, leader = graph.after, graph.leader
+    next_in_group, next_replica = graph.next_in_group, graph.next_replica
     count = 0
     for op in range(len(order)):
-        if leader[op] == op and missing[op] == 0:
+        if leader[op] == op and pending[op] == 0:
             member = op
             while member >= 0:
                 order[count] = member
                 count += 1
-                member = following[member]
-    done = 0
-    while done < count:
-        op = order[done]
-        done += 1
-        for way in range(3):
-            other = after[op] if way == 0 else taker[op] if way == 1 else also_taker[op]
-            while other >= 0:
-                first = leader[other]
-                missing[first] -= 1
-                if missing[first] == 0:
-                    member = first
+                member = next_in_group[member]
+    head = 0
+    while head < count:
+        op = order[head]
+        head += 1
+        for edge in range(3):
+            waiting = (
+                after[op] if edge == 0 else first_consumer[op] if edge == 1 else second_consumer[op]
+            )
+            while waiting >= 0:
+                group = leader[waiting]
+                pending[group] -= 1
+                if pending[group] == 0:
+                    member = group
                     while member >= 0:
                         order[count] = member
                         count += 1
-                        member = following[member]
-                other = beside[other] if way == 1 and len(beside) > 0 else -1
+                        member = next_in_group[member]
+                waiting = next_replica[waiting] if edge == 1 and len(next_replica) > 0 else -1
     return count
 
 
-def timed(waits: Waits, price: Price, free: Numbers, link_free: Numbers, times: Times) -> None:
-    """Fill `times`. A link carries its messages in the order of sending, which is that of its
-    sender's program.
+def time_ops(
+    graph: OpGraph, durations: Durations, free: Numbers, link_free: Numbers, times: Times
+) -> None:
+    """Compute `times`. A link carries its messages in the order of its sender's program.
+
+    Args:
+        graph: of the ops.
+        durations: of ops and messages.
+        free, link_free: per rank and per link, the second from which it is free; updated.
+        times: output.
     """
-    order, rank, takes, also_takes = waits.order, waits.rank, waits.takes, waits.also_takes
-    following, link, beside = waits.following, waits.link, waits.beside
-    work, hop, table, overlap = price.work, price.hop, price.table, price.overlap
+    order, rank = graph.order, graph.rank
+    first_input, second_input = graph.first_input, graph.second_input
+    next_in_group, link, next_replica = graph.next_in_group, graph.link, graph.next_replica
+    op_entry, message_entry = durations.op_entry, durations.message_entry
+    seconds, overlap = durations.seconds, durations.overlap
     start, end, sent, arrived = times.start, times.end, times.sent, times.arrived
-    place = 0
-    while place < len(order):
+    position = 0
+    while position < len(order):
+        # The group that starts here begins when all its ranks are free and all inputs are there.
         begin = 0.0
-        last = place
-        op = order[place]
+        group_end = position
+        op = order[position]
         while op >= 0:
             begin = max(begin, free[rank[op]])
-            source = takes[op]
+            source = first_input[op]
             while source >= 0:
                 begin = max(begin, arrived[source])
-                source = beside[source] if len(beside) > 0 else -1
-            if also_takes[op] >= 0:
-                begin = max(begin, arrived[also_takes[op]])
-            op = following[op]
-            last += 1
-        for at in range(place, last):
-            op = order[at]
-            done = begin + table[work[op]]
+                source = next_replica[source] if len(next_replica) > 0 else -1
+            if second_input[op] >= 0:
+                begin = max(begin, arrived[second_input[op]])
+            op = next_in_group[op]
+            group_end += 1
+        for member in range(position, group_end):
+            op = order[member]
+            done = begin + seconds[op_entry[op]]
             start[op] = begin
             end[op] = done
             sent[op] = done
             arrived[op] = done
             if link[op] >= 0:
-                leaves = max(done, link_free[link[op]])
-                gone = leaves + table[hop[op]]
-                link_free[link[op]] = gone
-                sent[op] = leaves
-                arrived[op] = gone
+                departure = max(done, link_free[link[op]])
+                arrival = departure + seconds[message_entry[op]]
+                link_free[link[op]] = arrival
+                sent[op] = departure
+                arrived[op] = arrival
                 if not overlap:
-                    done = gone
+                    done = arrival
             free[rank[op]] = max(free[rank[op]], done)
-        place = last
+        position = group_end
 
 
-def contended(
-    waits: Waits, price: Price, missing: Numbers, ready: Numbers, free: Numbers, times: Times
+def time_ops_contended(
+    graph: OpGraph,
+    durations: Durations,
+    pending: Numbers,
+    ready: Numbers,
+    free: Numbers,
+    times: Times,
 ) -> None:
-    """As `timed`, where `link[i]` is a medium that several ranks share: whoever asks first is
-    served first.
+    """Compute `times` where several ranks share a medium (`graph.link`), first come, first served.
 
-    So ops are met in the order of their ends; of those that end at the same second the one of the
-    lower rank asks first, then the earlier in its program. `missing` counts what each group waits
-    for, `ready` is when it can start as far as that is known.
+    Ops are therefore processed in the order of their ends; of those that end at the same second the
+    one of the lower rank comes first, then the earlier in its program.
+
+    Args:
+        graph: of the ops.
+        durations: of ops and messages.
+        pending: per group, the number of ops that it waits for; updated.
+        ready: per group, the earliest start known so far; updated.
+        free: per medium, the second from which it is free; updated.
+        times: output.
     """
-    after, taker, also_taker = waits.after, waits.taker, waits.also_taker
-    leader, following, medium, beside = waits.leader, waits.following, waits.link, waits.beside
-    work, hop, table = price.work, price.hop, price.table
+    first_consumer, second_consumer = graph.first_consumer, graph.second_consumer
+    after, leader, medium = graph.after, graph.leader, graph.link
+    next_in_group, next_replica = graph.next_in_group, graph.next_replica
+    op_entry, message_entry = durations.op_entry, durations.message_entry
+    seconds = durations.seconds
     start, end, sent, arrived = times.start, times.end, times.sent, times.arrived
-    heap = [
-        (0.0, 0)
-        # end and number of the ops under way, which count rank by rank; 64 bits, also "+ 0" below, for
-        # the compiler
-    ]
+    # End and number of the running ops; numbers are ascending by rank. The dummy entry, and "+ 0"
+    # below, let Numba infer 64-bit integers.
+    heap = [(0.0, 0)]
     heap.pop()
     for op in range(len(leader)):
-        if leader[op] == op and missing[op] == 0:
+        if leader[op] == op and pending[op] == 0:
             member = op
             while member >= 0:
                 start[member] = 0.0
-                end[member] = table[work[member]]
+                end[member] = seconds[op_entry[member]]
                 heapq.heappush(heap, (end[member], member + 0))
-                member = following[member]
+                member = next_in_group[member]
     while len(heap) > 0:
         now, op = heapq.heappop(heap)
-        gone = now
+        arrival = now
         sent[op] = now
         if medium[op] >= 0:
             sent[op] = max(now, free[medium[op]])
-            gone = sent[op] + table[hop[op]]
-            free[medium[op]] = gone
-        arrived[op] = gone
-        for way in range(3):
-            other = after[op] if way == 0 else taker[op] if way == 1 else also_taker[op]
-            while other >= 0:
-                first = leader[other]
-                ready[first] = max(ready[first], now if way == 0 and price.overlap else gone)
-                missing[first] -= 1
-                if missing[first] == 0:
-                    member = first
+            arrival = sent[op] + seconds[message_entry[op]]
+            free[medium[op]] = arrival
+        arrived[op] = arrival
+        for edge in range(3):
+            waiting = (
+                after[op] if edge == 0 else first_consumer[op] if edge == 1 else second_consumer[op]
+            )
+            while waiting >= 0:
+                group = leader[waiting]
+                ready[group] = max(
+                    ready[group], now if edge == 0 and durations.overlap else arrival
+                )
+                pending[group] -= 1
+                if pending[group] == 0:
+                    member = group
                     while member >= 0:
-                        start[member] = ready[first]
-                        end[member] = ready[first] + table[work[member]]
+                        start[member] = ready[group]
+                        end[member] = ready[group] + seconds[op_entry[member]]
                         heapq.heappush(heap, (end[member], member + 0))
-                        member = following[member]
-                other = beside[other] if way == 1 and len(beside) > 0 else -1
+                        member = next_in_group[member]
+                waiting = next_replica[waiting] if edge == 1 and len(next_replica) > 0 else -1
 
 
-def lanes(
-    waits: Waits, price: Price, free: Numbers, link_free: Numbers, arrived: Numbers, sums: Sums
+def time_vectors(
+    graph: OpGraph,
+    durations: Durations,
+    free: Numbers,
+    link_free: Numbers,
+    arrived: Numbers,
+    spans: RankSpans,
 ) -> None:
-    """As `timed` for many cost vectors side by side: everything has a lane for each (`free` a row
-    more, to work in).
+    """Compute the spans of many cost vectors at once, with the rules of `time_ops`.
+
+    Every array has a last axis for the vectors; `free` has an additional row as scratch space.
     """
-    order, rank, takes, also_takes = waits.order, waits.rank, waits.takes, waits.also_takes
-    following, link, beside = waits.following, waits.link, waits.beside
-    work, hop, table, overlap = price.work, price.hop, price.table, price.overlap
-    mark, makespan, first, last = sums.mark, sums.makespan, sums.first, sums.last
+    order, rank = graph.order, graph.rank
+    first_input, second_input = graph.first_input, graph.second_input
+    next_in_group, link, next_replica = graph.next_in_group, graph.link, graph.next_replica
+    op_entry, message_entry = durations.op_entry, durations.message_entry
+    table, overlap = durations.seconds, durations.overlap
+    mark, makespan, first, last = spans.mark, spans.makespan, spans.first, spans.last
     begin = free[len(free) - 1]
-    width = len(makespan)
-    place = 0
-    while place < len(order):
-        op = order[place]
+    vectors, position = len(makespan), 0
+    while position < len(order):
+        op = order[position]
         begin[:] = free[rank[op]]
-        after = place
+        group_end = position
         while op >= 0:
-            own = free[rank[op]]
-            value = arrived[takes[op]] if takes[op] >= 0 else own
-            other = arrived[also_takes[op]] if also_takes[op] >= 0 else own
-            for lane in range(width):
-                begin[lane] = max(begin[lane], own[lane], value[lane], other[lane])
-            source = beside[takes[op]] if len(beside) > 0 and takes[op] >= 0 else -1
+            rank_free = free[rank[op]]
+            value = arrived[first_input[op]] if first_input[op] >= 0 else rank_free
+            second_value = arrived[second_input[op]] if second_input[op] >= 0 else rank_free
+            for vector in range(vectors):
+                begin[vector] = max(
+                    begin[vector], rank_free[vector], value[vector], second_value[vector]
+                )
+            source = -1
+            if len(next_replica) > 0 and first_input[op] >= 0:
+                source = next_replica[first_input[op]]
             while source >= 0:
                 value = arrived[source]
-                for lane in range(width):
-                    begin[lane] = max(begin[lane], value[lane])
-                source = beside[source]
-            op = following[op]
-            after += 1
-        for at in range(place, after):
-            op = order[at]
-            own, value, seconds = free[rank[op]], arrived[op], table[work[op]]
-            for lane in range(width):
-                value[lane] = begin[lane] + seconds[lane]
-                makespan[lane] = max(makespan[lane], value[lane])
+                for vector in range(vectors):
+                    begin[vector] = max(begin[vector], value[vector])
+                source = next_replica[source]
+            op = next_in_group[op]
+            group_end += 1
+        for member in range(position, group_end):
+            op = order[member]
+            rank_free, value, seconds = free[rank[op]], arrived[op], table[op_entry[op]]
+            for vector in range(vectors):
+                value[vector] = begin[vector] + seconds[vector]
+                makespan[vector] = max(makespan[vector], value[vector])
             if mark[op] & 1:
                 first[rank[op]] = begin
             if mark[op] & 2:
                 last[rank[op]] = value
             if link[op] < 0 or overlap:
-                for lane in range(width):
-                    own[lane] = max(own[lane], value[lane])
+                for vector in range(vectors):
+                    rank_free[vector] = max(rank_free[vector], value[vector])
             if link[op] >= 0:
-                wire, seconds = link_free[link[op]], table[hop[op]]
-                for lane in range(width):
-                    value[lane] = max(value[lane], wire[lane]) + seconds[lane]
-                    wire[lane] = value[lane]
+                wire_free, seconds = link_free[link[op]], table[message_entry[op]]
+                for vector in range(vectors):
+                    value[vector] = max(value[vector], wire_free[vector]) + seconds[vector]
+                    wire_free[vector] = value[vector]
             if link[op] >= 0 and not overlap:
-                for lane in range(width):
-                    own[lane] = max(own[lane], value[lane])
-        place = after
+                for vector in range(vectors):
+                    rank_free[vector] = max(rank_free[vector], value[vector])
+        position = group_end

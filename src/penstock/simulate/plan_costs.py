@@ -1,4 +1,4 @@
-"""From a profile, a cut and a cluster to the costs of every stage."""
+"""Costs of every stage from a profile, a cut and a cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.event import Timeline
 from penstock.partition.catalogue import check_lengths
 from penstock.plan.plan import Plan
 from penstock.profile.paced import Profiles, profiles_of, with_optimizer_states
-from penstock.profile.profile import Phase, Profile
+from penstock.profile.profile import LayerProfile, Phase, Profile
 from penstock.schedule.lower import partners_of
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
@@ -26,13 +26,11 @@ from penstock.simulate.versions import versions_held
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.choice import rule_of
 
-#: On CPUs the core that sends gradients to another copy is the one that takes that copy's and adds
-#: them, through memory that is in no
-#: cache: that takes so many times as long as one way of the link, and at least so many seconds per
-#: byte. Measured on two cores, sums
-#: included: VGG-11, 114 MB, 87 ms; ResNet-18, 45 MB, 27; an MLP, 36 MB, 23; GPT, 11 MB, 10; where
-#: the link said 2 to 4.5 GB/s
-#: (benchmarks/fidelity).
+#: On CPUs the core that sends gradients to another replica also receives that replica's and adds
+#: them, through memory that is in no cache: that takes this many times as long as one direction of
+#: the link, and at least this many seconds per byte. Measured on two cores, sums included: VGG-11,
+#: 114 MB, 87 ms; ResNet-18, 45 MB, 27; an MLP, 36 MB, 23; GPT, 11 MB, 10; where the link was
+#: measured at 2 to 4.5 GB/s (benchmarks/fidelity).
 BOTH_WAYS, BOTH_WAYS_S_PER_BYTE = 1.4, 7e-10
 
 
@@ -45,25 +43,24 @@ def stage_costs(
     micro_batches: int,
     optimizer_states: float | None = None,
 ) -> Costs:
-    """What every op of every stage costs, stage s standing on rank s (`place_costs` when it stands
-    elsewhere).
+    """Return the costs of all stages, stage s being on rank s (for others see `place_costs`).
 
-    Seconds are those of the mean micro-batch. Bytes that are held are those of the largest: of a
-    batch cut into nearly equal parts, memory has to hold the one that got the odd sample. Updates
-    are those of SGD with momentum, whatever the optimizer.
+    Seconds are those of the mean micro-batch. Bytes in memory are those of the largest: if a batch
+    is not divisible, memory has to hold the micro-batch with the additional sample. Updates are
+    those of SGD with momentum, whatever the optimizer.
 
     Args:
         profile: costs of the layers, in order.
         lengths: layers in every stage.
-        micro_batch: samples in the mean micro-batch, batch / micro_batches; need not be whole.
-        cluster: whose links carry what crosses.
-        micro_batches: parts of a batch.
-        optimizer_states: numbers that the optimizer keeps for each parameter: 0 for SGD, 2 for
-        Adam; None is what the profile says.
+        micro_batch: samples in the mean micro-batch, batch / micro_batches; may be fractional.
+        cluster: its links carry what crosses.
+        micro_batches: micro-batches of a batch.
+        optimizer_states: optimizer state per parameter: 0 for SGD, 2 for Adam; None is that of the
+            profile.
 
     Raises:
         PartitionError: the lengths do not fit the profile.
-        PlanError: there is less than one micro-batch, or one has no samples.
+        PlanError: there is less than one micro-batch, or it has no samples.
     """
     stages = check_lengths(lengths, len(profile), None)
     if micro_batches < 1 or not 0 < micro_batch < math.inf:
@@ -73,126 +70,168 @@ def stage_costs(
     largest = largest_part(micro_batch, micro_batches)
     states = profile.optimizer_states if optimizer_states is None else optimizer_states
     seconds = stage_seconds(profile, stages, micro_batch)
-    layers = [profile.layers[part] for part in parts_of(stages)]
-    out = [each[-1].output_bytes_per_sample for each in layers[:-1]]
+    layers_of_stage = [profile.layers[part] for part in parts_of(stages)]
+    output_bytes = [layers[-1].output_bytes_per_sample for layers in layers_of_stage[:-1]]
     return Costs(
         forward=seconds["forward"],
         backward=seconds["backward"],
         input_grad=seconds["input_grad"],
         weight_grad=seconds["weight_grad"],
-        activation_bytes=[
-            largest
-            * (
-                each[0].entry_bytes_per_sample
-                + sum(layer.activation_bytes_per_sample for layer in each)
-            )
-            for each in layers
-        ],
+        activation_bytes=[largest * _activation_bytes(layers) for layers in layers_of_stage],
         update=update_seconds(profile, stages),
-        input_bytes=[largest * per_sample for per_sample in (profile.input_bytes_per_sample, *out)],
-        # More stages than ranks go round them, until `place_costs` says where they really stand.
-        transfer=[
-            cluster.transfer_seconds(
-                micro_batch * per_sample, stage % cluster.ranks, (stage + 1) % cluster.ranks
-            )
-            for stage, per_sample in enumerate(out)
+        input_bytes=[
+            largest * per_sample for per_sample in (profile.input_bytes_per_sample, *output_bytes)
         ],
-        weight_bytes=[
-            sum(layer.parameter_bytes * (2 + states) + layer.buffer_bytes for layer in each)
-            for each in layers
-        ],
-        gradient_bytes=[sum(layer.parameter_bytes for layer in each) for each in layers],
-        optimizer_bytes=[sum(layer.parameter_bytes * states for layer in each) for each in layers],
-        boundary_bytes=[micro_batch * per_sample for per_sample in out],
-        # planners choose by `peak_memory`, which has none: a prediction must be what was chosen by
+        transfer=_looped_transfers([micro_batch * size for size in output_bytes], cluster),
+        weight_bytes=[_weight_bytes(layers, states) for layers in layers_of_stage],
+        gradient_bytes=[_parameter_bytes(layers) for layers in layers_of_stage],
+        optimizer_bytes=[_parameter_bytes(layers, states) for layers in layers_of_stage],
+        boundary_bytes=[micro_batch * per_sample for per_sample in output_bytes],
+        # Planners choose by `peak_memory`, which excludes buffers; the prediction for a plan must
+        # be the number by which it was chosen.
         boundary_buffers=False,
     )
+
+
+def _looped_transfers(boundary_bytes: Sequence[float], cluster: Cluster) -> list[float]:
+    """Return the seconds of every boundary with stage s on rank s modulo the ranks.
+
+    More stages than ranks are assumed to loop, until `place_costs` sets the real placement.
+    """
+    seconds = []
+    for stage, message_bytes in enumerate(boundary_bytes):
+        sender, receiver = stage % cluster.ranks, (stage + 1) % cluster.ranks
+        seconds.append(cluster.transfer_seconds(message_bytes, sender, receiver))
+    return seconds
+
+
+def _activation_bytes(layers: Sequence[LayerProfile]) -> float:
+    """Return the bytes that a stage saves for one sample."""
+    saved = sum(layer.activation_bytes_per_sample for layer in layers)
+    return layers[0].entry_bytes_per_sample + saved
+
+
+def _parameter_bytes(layers: Sequence[LayerProfile], multiple: float = 1) -> float:
+    """Return a multiple of the bytes of a stage's parameters."""
+    return sum(layer.parameter_bytes * multiple for layer in layers)
+
+
+def _weight_bytes(layers: Sequence[LayerProfile], states: float) -> float:
+    """Return the bytes of a stage's weights, gradients, optimizer state and buffers."""
+    return sum(layer.parameter_bytes * (2 + states) + layer.buffer_bytes for layer in layers)
 
 
 def place_costs(
     costs: Costs, schedule: Schedule, cluster: Cluster, rule: WeightRule | None = None
 ) -> Costs:
-    """`costs` with the transfers that the schedule's placement makes.
+    """Return `costs` with the transfers of the schedule's placement.
 
-    Activations that are handed to a partner take that link's time. The update of a stage with
-    copies takes what it takes them to add up their gradients, besides: each owns a piece, gets it
-    from every other, and sends every other the sum; two send each other all. Where copies meet once
-    in a wave, each update takes its share of that.
+    Activations moved to a partner take that link's time. The update of a stage with replicas also
+    takes the all-reduce of their gradients: each replica owns a piece, receives it from every other
+    one, and sends the sum to every other one; two replicas send each other all. If replicas
+    synchronise once in a wave, each update takes its share of that.
 
-    With a weight rule, stages hold the versions that it keeps in a stream.
+    With a weight rule, stages store its versions in a stream.
 
     Raises:
         PlanError: the schedule has more ranks than the cluster.
     """
     if schedule.ranks > cluster.ranks:
         raise PlanError(
-            f"{schedule.name} runs on {schedule.ranks} ranks, cluster {cluster.name} has {cluster.ranks}"
+            f"{schedule.name} runs on {schedule.ranks} ranks, "
+            f"but cluster {cluster.name} has {cluster.ranks}"
         )
-    crossing = costs.spread("boundary_bytes", schedule.stages - 1) or ()
-    seconds = [
-        _crossing_seconds(schedule, stage, count, cluster) for stage, count in enumerate(crossing)
-    ]
-    update = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
-    gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
-    waves = None if schedule.stream is None else schedule.stream.waves
-    met = [
-        own + meeting_seconds(ranks, held, cluster) / (1 if waves is None else waves.length)
-        for own, ranks, held in zip(update, schedule.ranks_of_stage, gradients, strict=True)
-    ]
-    held = costs.spread("activation_bytes", schedule.stages) or (0.0,) * schedule.stages
-    handed = [0.0] * schedule.stages
-    for op, partner in partners_of(schedule).items():
-        pair = schedule.placement[op.stage, op.micro_batch], partner
-        handed[op.stage] = max(handed[op.stage], cluster.transfer_seconds(held[op.stage], *pair))
     placed = replace(
-        costs, transfer=seconds, update=met, evict=handed, links=_medium(schedule, cluster)
+        costs,
+        transfer=[
+            _crossing_seconds(schedule, stage, boundary_bytes, cluster)
+            for stage, boundary_bytes in enumerate(
+                costs.spread("boundary_bytes", schedule.stages - 1) or ()
+            )
+        ],
+        update=_synchronised_updates(costs, schedule, cluster),
+        evict=_move_seconds(costs, schedule, cluster),
+        links=_medium(schedule, cluster),
     )
     return placed if rule is None else _with_trained_versions(placed, schedule, rule)
 
 
-def _crossing_seconds(
-    schedule: Schedule, stage: int, count: float, cluster: Cluster
-) -> float | list[float]:
-    """What `count` bytes take from a stage to the next one; by micro-batch where that differs.
+def _synchronised_updates(costs: Costs, schedule: Schedule, cluster: Cluster) -> list[float]:
+    """Return the seconds of every stage's update, including the all-reduce of its gradients."""
+    update = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
+    gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
+    waves = None if schedule.stream is None else schedule.stream.waves
+    updates_per_sync = 1 if waves is None else waves.length
+    return [
+        seconds + meeting_seconds(ranks, gradient_bytes, cluster) / updates_per_sync
+        for seconds, ranks, gradient_bytes in zip(
+            update, schedule.ranks_of_stage, gradients, strict=True
+        )
+    ]
 
-    A slice takes its share of what stands there, so that this much is right for it; of its ways the
-    slowest counts.
+
+def _move_seconds(costs: Costs, schedule: Schedule, cluster: Cluster) -> list[float]:
+    """Return per stage the seconds to move a micro-batch's activations to its slowest partner."""
+    activations = costs.spread("activation_bytes", schedule.stages) or (0.0,) * schedule.stages
+    seconds = [0.0] * schedule.stages
+    for op, partner in partners_of(schedule).items():
+        rank = schedule.placement[op.stage, op.micro_batch]
+        move_s = cluster.transfer_seconds(activations[op.stage], rank, partner)
+        seconds[op.stage] = max(seconds[op.stage], move_s)
+    return seconds
+
+
+def _crossing_seconds(
+    schedule: Schedule, stage: int, boundary_bytes: float, cluster: Cluster
+) -> float | list[float]:
+    """Return the seconds of a message to the next stage; per micro-batch if these differ.
+
+    A slice takes its share of its micro-batch's entry, so the entry is that of its slowest slice
+    times their number.
     """
-    pairs = [
+    pairs = _pairs(schedule, stage)
+    if schedule.slicing is not None:
+        by_micro_batch = []
+        for shares in schedule.slicing.shares:
+            slices = len(shares)
+            slice_bytes = boundary_bytes / slices
+            slowest = max(cluster.transfer_seconds(slice_bytes, *pair) for pair in set(pairs))
+            by_micro_batch.append(slices * slowest)
+        return by_micro_batch
+    seconds = {pair: cluster.transfer_seconds(boundary_bytes, *pair) for pair in set(pairs)}
+    if len(set(seconds.values())) == 1:
+        return seconds[pairs[0]]
+    return [seconds[pair] for pair in pairs]
+
+
+def _pairs(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
+    """Return the ranks of a stage and of the next one, for every micro-batch (or slice)."""
+    return [
         (schedule.placement[stage, m], schedule.placement[stage + 1, m])
         for m in range(schedule.slices)
     ]
-    if schedule.slicing is not None:
-        counts = [len(row) for row in schedule.slicing.shares]
-        return [
-            parts * max(cluster.transfer_seconds(count / parts, *pair) for pair in set(pairs))
-            for parts in counts
-        ]
-    seconds = {pair: cluster.transfer_seconds(count, *pair) for pair in dict.fromkeys(pairs)}
-    return (
-        seconds[pairs[0]] if len(set(seconds.values())) == 1 else [seconds[pair] for pair in pairs]
-    )
 
 
 def _medium(schedule: Schedule, cluster: Cluster) -> str:
-    """Whether all that crosses goes through one medium ("shared"), or not ("duplex"). Every node's
-    inside is one of its own: only where one node's is all that is used, or what is between them,
-    the simulator can say so.
+    """Return "shared" if all that crosses uses one shared medium, else "duplex".
+
+    Every node has its own internal medium. The simulator can represent sharing only if a single
+    node's, or only the network between nodes, is used.
     """
-    pairs = {
-        (schedule.placement[stage, m], schedule.placement[stage + 1, m])
-        for stage in range(schedule.stages - 1)
-        for m in range(schedule.slices)
-    }
+    pairs: set[tuple[int, int]] = set()
+    for stage in range(schedule.stages - 1):
+        pairs.update(_pairs(schedule, stage))
     links = {cluster.link(*pair) for pair in pairs if pair[0] != pair[1]}
     nodes = {(cluster.node(a), cluster.node(b)) for a, b in pairs if a != b}
-    one = len(nodes) == 1 or all(a != b for a, b in nodes)
-    return "shared" if one and len(links) == 1 and next(iter(links)).shared else "duplex"
+    single_medium = len(nodes) == 1 or all(a != b for a, b in nodes)
+    return "shared" if single_medium and len(links) == 1 and next(iter(links)).shared else "duplex"
 
 
 def _with_trained_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -> Costs:
-    """`costs` with the versions that a rule keeps in a stream: of what is trained, which is as
-    large as its gradients. Buffers, such as batch norm's statistics, have no versions.
+    """Return `costs` with the versions that a rule stores in a stream.
+
+    Versions are of trained weights, which are as large as their gradients. Buffers, such as batch
+    norm's statistics, have no versions.
     """
     parts = [
         costs.spread(name, schedule.stages)
@@ -200,11 +239,11 @@ def _with_trained_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -
     ]
     if schedule.stream is None or None in parts:
         return costs
-    held = versions_held(schedule, rule)
-    rows = zip(held, *(part or () for part in parts), strict=True)
+    rows = zip(versions_held(schedule, rule), *(part or () for part in parts), strict=True)
+    # `Costs` multiplies all weights, buffers included, by the versions: scale the number down.
     versions = [
-        1 + (kept - 1) * trained / (whole - trained - state) if trained else 1.0
-        for kept, whole, trained, state in rows
+        1 + (count - 1) * trained / (total - trained - state) if trained else 1.0
+        for count, total, trained, state in rows
     ]
     return replace(costs, weight_versions=versions)
 
@@ -216,82 +255,90 @@ def slice_costs(
     lengths: Sequence[int],
     micro_batch: float,
 ) -> Costs:
-    """`costs` with the seconds that slices really take where they stand: each call's fixed cost is
-    not cut with its micro-batch.
+    """Return `costs` with the measured seconds of slices on their devices.
 
-    Slices of one micro-batch are taken for equally long, and stand on one rank. Unchanged where
-    micro-batches are whole.
+    The fixed cost of a call does not shrink with its micro-batch. Slices of one micro-batch are
+    assumed to be equally long, and to be on one rank. Unchanged if micro-batches are whole.
     """
-    if schedule.slicing is None:
+    slicing = schedule.slicing
+    if slicing is None:
         return costs
-    rows = list(zip(schedule.slicing.shares, schedule.slicing.first_of, strict=True))
-    counts = {len(row) for row, _ in rows}
-    at = {
-        (id(each), count): stage_seconds(each, lengths, micro_batch / count)
-        for each in {id(each): each for each in profiles}.values()
-        for count in counts
-    }
+    slice_counts = [len(shares) for shares in slicing.shares]
+    seconds_of: dict[tuple[int, int], dict[Phase, list[float]]] = {}
+    for profile in profiles:
+        for count in slice_counts:
+            if (id(profile), count) not in seconds_of:
+                seconds = stage_seconds(profile, lengths, micro_batch / count)
+                seconds_of[id(profile), count] = seconds
 
-    def seconds(phase: Phase) -> list[list[float]]:
-        return [
-            [
-                len(row)
-                * at[id(profiles[schedule.placement[stage, first]]), len(row)][phase][stage]
-                for row, first in rows
-            ]
-            for stage in range(len(lengths))
-        ]
+    def phase_seconds(phase: Phase) -> list[list[float]]:
+        """Return the seconds of a phase per stage and micro-batch: of all its slices together."""
+        rows = []
+        for stage in range(len(lengths)):
+            row = []
+            for count, first in zip(slice_counts, slicing.first_of, strict=True):
+                profile = profiles[schedule.placement[stage, first]]
+                row.append(count * seconds_of[id(profile), count][phase][stage])
+            rows.append(row)
+        return rows
 
     return replace(
         costs,
-        forward=seconds("forward"),
-        backward=seconds("backward"),
-        input_grad=seconds("input_grad"),
-        weight_grad=seconds("weight_grad"),
+        forward=phase_seconds("forward"),
+        backward=phase_seconds("backward"),
+        input_grad=phase_seconds("input_grad"),
+        weight_grad=phase_seconds("weight_grad"),
     )
 
 
 def meeting_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluster) -> float:
-    """How long copies of a stage on these ranks take to add up their gradients, over the slowest of
-    their links.
+    """Return the seconds of the all-reduce of a stage's gradients, over the slowest of its links.
 
-    Where all ranks of a node share the link to other nodes, all pieces of all of them go through
-    it.
+    If all ranks of a node share the link to other nodes, all of their pieces use it.
+
+    Args:
+        ranks: of the stage's replicas; 0 s for a single one.
+        gradient_bytes: of the stage.
+        cluster: of the ranks.
     """
     if len(ranks) < 2:
         return 0.0
-    rounds = 1 if len(ranks) == 2 else 2 * (len(ranks) - 1)  # two send each other all
+    # Two replicas send each other all; more send a piece to every other one, twice.
+    rounds = 1 if len(ranks) == 2 else 2 * (len(ranks) - 1)
     piece = gradient_bytes if len(ranks) == 2 else gradient_bytes / len(ranks)
-    much, least = 1.0, 0.0
+    factor, least = 1.0, 0.0
     if any(cluster.devices[rank].kind == "cpu" for rank in ranks):
-        much, least = BOTH_WAYS, BOTH_WAYS_S_PER_BYTE * piece
-    return rounds * max(
-        max(link.transfer_seconds(much * piece * (users if link.shared else 1)), least)
-        for link, users in _links_among(ranks, cluster)
-    )
+        factor, least = BOTH_WAYS, BOTH_WAYS_S_PER_BYTE * piece
+    slowest = 0.0
+    for link, users in _links_among(ranks, cluster):
+        message_bytes = factor * piece * (users if link.shared else 1)
+        slowest = max(slowest, link.transfer_seconds(message_bytes), least)
+    return rounds * slowest
 
 
 def _links_among(ranks: Sequence[int], cluster: Cluster) -> list[tuple[Link, int]]:
-    """Every different link between two of these ranks, with the number of ranks of a node that use
-    it.
-    """
+    """Return the links between these ranks, with the number of ranks of a node that use each."""
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(cluster.node(rank), []).append(rank)
-    found = [(cluster.link(*own[:2]), len(own)) for own in nodes.values() if len(own) > 1]
-    firsts = [own[0] for own in nodes.values()]
+    links = [
+        (cluster.link(*members[:2]), len(members)) for members in nodes.values() if len(members) > 1
+    ]
+    firsts = [members[0] for members in nodes.values()]
     if len(firsts) > 1:
-        found.append((cluster.link(*firsts[:2]), max(map(len, nodes.values()))))
-    return found
+        links.append((cluster.link(*firsts[:2]), max(map(len, nodes.values()))))
+    return links
 
 
 def simulate_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Timeline:
-    """When every op and transfer of one step of `plan` starts and ends on `cluster`; if it is
-    asynchronous, of its whole stretch of the stream, which fills and drains (`steady` says what a
-    batch takes between).
+    """Compute when every op and transfer of one step of `plan` on `cluster` starts and ends.
+
+    For an asynchronous plan that is its whole stretch of the stream, including filling and
+    draining; `steady` returns the time of a batch in between.
 
     Raises:
-        PlanError: the profile is of another model, or the cluster has fewer ranks than the plan.
+        PlanError: the profile is of a different model, or the cluster has fewer ranks than the
+            plan.
     """
     return simulate_schedule(
         plan.schedule, costs_of_plan(plan, profiles, cluster), recompute=plan.recompute
@@ -299,35 +346,45 @@ def simulate_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Timeline:
 
 
 def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
-    """What every op of `plan` costs on `cluster`; `profiles` as `profiles_of` takes them.
+    """Return the costs of every op of `plan` on `cluster`; `profiles` as for `profiles_of`.
 
     Raises:
-        PlanError: the profile is of another model, or the cluster has fewer ranks than the plan.
+        PlanError: the profile is of a different model, or the cluster has fewer ranks than the
+            plan.
     """
-    own = with_optimizer_states(profiles_of(profiles, cluster), plan.optimizer_states)
-    if own[0].fingerprint != plan.fingerprint:
+    rank_profiles = with_optimizer_states(profiles_of(profiles, cluster), plan.optimizer_states)
+    if rank_profiles[0].fingerprint != plan.fingerprint:
         raise PlanError(
             f"the plan is for a chain with fingerprint {plan.fingerprint}, the profile is of "
-            f"{own[0].fingerprint}: profile that model, or plan anew"
+            f"{rank_profiles[0].fingerprint}: profile that model, or make a new plan"
         )
     devices = plan.devices or tuple(range(plan.ranks))
     if plan.ranks > cluster.ranks:
         raise PlanError(
-            f"{plan.schedule_name} runs on {plan.ranks} ranks, cluster {cluster.name} has {cluster.ranks}"
+            f"{plan.schedule_name} runs on {plan.ranks} ranks, "
+            f"but cluster {cluster.name} has {cluster.ranks}"
         )
     if max(devices) >= cluster.ranks:
         raise PlanError(
-            f"the plan is on device {max(devices)} of its cluster, {cluster.name} has devices 0 to {cluster.ranks - 1}: "
-            "plan anew"
+            f"the plan uses device {max(devices)} of its cluster, but {cluster.name} has devices "
+            f"0 to {cluster.ranks - 1}: make a new plan"
         )
-    rule, kinds = rule_of(plan.schedule, plan.weights), [own[rank] for rank in devices]
+    rule, plan_profiles = (
+        rule_of(plan.schedule, plan.weights),
+        [rank_profiles[rank] for rank in devices],
+    )
     costs = schedule_costs(
-        plan.schedule, kinds, plan.lengths, cluster.on(devices), plan.batch, rule
+        plan.schedule, plan_profiles, plan.lengths, cluster.on(devices), plan.batch, rule
     )
     if plan.recompute != "selective":
         return costs
     return with_selection(
-        costs, plan.schedule, kinds, plan.lengths, plan.batch / plan.micro_batches, plan.selection
+        costs,
+        plan.schedule,
+        plan_profiles,
+        plan.lengths,
+        plan.batch / plan.micro_batches,
+        plan.selection,
     )
 
 
@@ -339,23 +396,22 @@ def schedule_costs(
     batch: float,
     rule: WeightRule,
 ) -> Costs:
-    """What every op of a schedule costs.
+    """Return the costs of every op of a schedule.
 
     Args:
-        schedule: of as many stages as there are lengths.
-        profiles: per rank; ranks alike share one object.
+        schedule: with one stage per entry of `lengths`.
+        profiles: per rank; equal ranks share one object.
         lengths: layers in every stage.
         cluster: rank r of the schedule is its rank r.
         batch: samples in a batch.
-        rule: which versions of the weights are kept.
+        rule: defines the stored versions of the weights.
     """
     micro_batch = batch / schedule.micro_batches
     costs = stage_costs(
         profiles[0], lengths, micro_batch, cluster, micro_batches=schedule.micro_batches
     )
-    placed = place_costs(
-        on_devices(costs, schedule, profiles, lengths, micro_batch), schedule, cluster, rule
-    )
-    return with_host_work(
-        slice_costs(placed, schedule, profiles, lengths, micro_batch), schedule, profiles, cluster
-    )
+    # The order matters: host work is added to the seconds that the steps before replace.
+    costs = on_devices(costs, schedule, profiles, lengths, micro_batch)
+    costs = place_costs(costs, schedule, cluster, rule)
+    costs = slice_costs(costs, schedule, profiles, lengths, micro_batch)
+    return with_host_work(costs, schedule, profiles, cluster)

@@ -1,15 +1,15 @@
-"""What it costs to run some layers again before their backward, and what they keep then.
+"""Seconds and bytes of selective recompute: some layers run again before their backward.
 
-What a stage keeps of one micro-batch, by layer:
+Bytes that a stage saves for one micro-batch, by layer:
 
-    kept, after a kept one              its activation bytes
-    kept, the stage's first or after    its activation bytes, and its input, where that does not
-                                        count there (`entry_bytes_per_sample`)
-    one that runs again
-    the first of a segment              its input; the others of a segment nothing
+    not recomputed, after another such  its activation bytes
+    not recomputed, the stage's first   its activation bytes, and its input where these exclude it
+    or after a recomputed layer         (`entry_bytes_per_sample`)
+    first of a recomputed segment       its input
+    other layers of a segment           nothing
 
-A segment's input is counted though the kept layer before may have saved it as its output: a profile
-does not tell whether that is what its bytes are. So what is predicted is never too little.
+A segment's input is counted even though the layer before may have saved it as its output: a profile
+does not tell what its bytes consist of. So the prediction is never too small.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ class LayerBytes:
     """Bytes of every layer of a model for one sample.
 
     Attributes:
-        kept: what it saves, each tensor counted at the first layer that saves it.
-        entry: what it saves besides, or is given and saved nowhere, where it is the first that
-        keeps anything. given: its input.
+        saved: what it saves, each tensor counted at the first layer that saves it.
+        entry: additional bytes if a stage or segment begins with it: its input, if that is counted
+            at an earlier layer or at none.
+        inputs: its input.
     """
 
-    kept: tuple[float, ...]
+    saved: tuple[float, ...]
     entry: tuple[float, ...]
-    given: tuple[float, ...]
+    inputs: tuple[float, ...]
 
     @classmethod
     def of(cls, profile: Profile) -> LayerBytes:
-        """Those of a profile."""
+        """Return those of a profile."""
         outputs = [layer.output_bytes_per_sample for layer in profile.layers]
         return cls(
             tuple(layer.activation_bytes_per_sample for layer in profile.layers),
@@ -51,25 +52,30 @@ class LayerBytes:
         )
 
     def whole(self, first: int, end: int) -> float:
-        """What a stage or a segment of these layers keeps if nothing runs again."""
-        return self.entry[first] + sum(self.kept[first:end])
+        """Return the bytes that a stage or segment of these layers saves without recompute."""
+        return self.entry[first] + sum(self.saved[first:end])
 
     def comes_back(self, first: int, end: int) -> float:
-        """What is there again of a segment, besides its input, while its backward runs."""
-        return max(self.whole(first, end) - self.given[first], 0.0)
+        """Return the bytes that a segment's recompute adds to its input during its backward."""
+        return max(self.whole(first, end) - self.inputs[first], 0.0)
 
-    def held(self, first: int, end: int, selection: Selection) -> tuple[float, float]:
-        """What a stage keeps of a sample from its forward to its backward, and the most that comes
-        back of it at once.
+    def stage_bytes(self, first: int, end: int, selection: Selection) -> tuple[float, float]:
+        """Return the bytes of a stage for one sample under selective recompute.
+
+        Returns:
+            What it saves from its forward to its backward, and the peak that is recomputed on top.
         """
-        found = selection.of_stage(first, end)
-        again = {layer for a, b in found for layer in range(a, b)}
-        total = sum(self.given[a] for a, _ in found)
+        segments = selection.of_stage(first, end)
+        recomputed: set[int] = set()
+        for start, stop in segments:
+            recomputed.update(range(start, stop))
+        saved = sum(self.inputs[start] for start, _ in segments)
         for layer in range(first, end):
-            if layer not in again:
-                alone = layer == first or layer - 1 in again
-                total += self.kept[layer] + (self.entry[layer] if alone else 0.0)
-        return total, max((self.comes_back(a, b) for a, b in found), default=0.0)
+            if layer not in recomputed:
+                is_entry = layer == first or layer - 1 in recomputed
+                saved += self.saved[layer] + (self.entry[layer] if is_entry else 0.0)
+        peaks = [self.comes_back(start, stop) for start, stop in segments]
+        return saved, max(peaks, default=0.0)
 
 
 def with_selection(
@@ -80,68 +86,55 @@ def with_selection(
     micro_batch: float,
     selection: Selection,
 ) -> Costs:
-    """`costs` with what selective recompute takes and keeps.
+    """Return `costs` with the seconds and bytes of selective recompute.
 
     Args:
         costs: of the schedule's stages, of these layers.
-        schedule: says which rank has which micro-batch of a stage, and how they are cut.
-        profiles: per rank; ranks alike share one object.
+        schedule: defines the rank of every micro-batch of a stage, and how they are sliced.
+        profiles: per rank; equal ranks share one object.
         lengths: layers in every stage.
         micro_batch: samples in the mean micro-batch.
-        selection: which layers run again.
+        selection: the layers that run again.
     """
     sizes, parts = LayerBytes.of(profiles[0]), parts_of(lengths)
     largest = largest_part(micro_batch, schedule.micro_batches)
-    held = [sizes.held(part.start, part.stop, selection) for part in parts]
+    stage_bytes = [sizes.stage_bytes(part.start, part.stop, selection) for part in parts]
     return replace(
         costs,
-        again=_seconds(schedule, profiles, parts, micro_batch, selection),
-        kept_bytes=[largest * kept for kept, _ in held],
-        again_bytes=[largest * back for _, back in held],
+        again=_recompute_seconds(schedule, profiles, parts, micro_batch, selection),
+        kept_bytes=[largest * saved for saved, _ in stage_bytes],
+        again_bytes=[largest * recomputed for _, recomputed in stage_bytes],
     )
 
 
-def _seconds(
+def _recompute_seconds(
     schedule: Schedule,
     profiles: Sequence[Profile],
     parts: Sequence[slice],
     micro_batch: float,
     selection: Selection,
 ) -> list[float | list[float]]:
-    """Per stage, what its layers take that run again; by micro-batch where devices or slices
-    differ.
+    """Return per stage the forward seconds of its recomputed layers.
+
+    They are per micro-batch where devices or slices differ.
     """
-    own = [
-        [layer for layer in selection.recomputed if part.start <= layer < part.stop]
-        for part in parts
-    ]
-    unlike = {id(each): each for each in profiles}
     slicing = schedule.slicing
-    counts = {1} if slicing is None else {len(row) for row in slicing.shares}
-    rows = {
-        (key, count): each.seconds("forward", micro_batch / count)
-        for key, each in unlike.items()
-        for count in counts
-    }
 
-    def on(rank: int, stage: int, count: int) -> float:
-        row = rows[id(profiles[rank]), count]
-        return count * sum(row[layer] for layer in own[stage])
+    def seconds(stage: int, number: int, count: int = 1) -> float:
+        """Return the seconds of a stage for a micro-batch of `count` slices from `number` on."""
+        profile = profiles[schedule.placement[stage, number]]
+        row = profile.seconds("forward", micro_batch / count)  # cached by the profile
+        layers = range(parts[stage].start, parts[stage].stop)
+        return count * sum(row[layer] for layer in layers if layer in recomputed)
 
-    found: list[float | list[float]] = []
+    recomputed = set(selection.recomputed)
+    rows: list[float | list[float]] = []
     for stage, ranks in enumerate(schedule.ranks_of_stage):
         if slicing is not None:
-            cut = zip(slicing.shares, slicing.first_of, strict=True)
-            found.append(
-                [on(schedule.placement[stage, first], stage, len(row)) for row, first in cut]
-            )
+            slices = zip(slicing.shares, slicing.first_of, strict=True)
+            rows.append([seconds(stage, first, len(shares)) for shares, first in slices])
         elif len({id(profiles[rank]) for rank in ranks}) == 1:
-            found.append(on(ranks[0], stage, 1))
+            rows.append(seconds(stage, 0))
         else:
-            found.append(
-                [
-                    on(schedule.placement[stage, number], stage, 1)
-                    for number in range(schedule.slices)
-                ]
-            )
-    return found
+            rows.append([seconds(stage, number) for number in range(schedule.slices)])
+    return rows

@@ -1,10 +1,10 @@
-"""Steady: how long a stream takes for a batch once it is full, and before it drains.
+"""The steady state of a stream: the time per batch after it has filled and before it drains.
 
-In the steady state a stream repeats itself: some batches later everything ends the same number of
-seconds later. How many batches, depends on the costs as well as on the programs: where messages
-take time, batches may be early and late in turn. So more and more batches are simulated, until the
-ops of the last of them that are not yet touched by the end have all come the same time after their
-likes some batches before.
+In the steady state a stream is periodic: some batches later every op ends the same number of
+seconds later. The period depends on the costs as well as on the programs: if messages take time,
+batches may be early and late in turn. So more and more batches are simulated, until the ops of the
+last batches that the end of the stream does not affect all end a constant time after their
+counterparts some batches before.
 """
 
 from __future__ import annotations
@@ -20,31 +20,29 @@ from penstock.schedule.period import period_of, prolonged, with_batches
 from penstock.simulate.costs import FIELDS, Costs
 from penstock.simulate.simulate import simulate_schedule
 
-#: Seconds that differ by less than this share of all are the same: they are sums of floats.
-_SAME = 1e-9
+#: Relative difference below which two sums of seconds count as equal.
+_TOLERANCE = 1e-9
 
-#: Patterns of up to so many batches are looked for, or of twice those under way; of longer ones the
-#: mean is taken.
-_LONGEST = 16
+#: Longest period searched for, in batches, unless twice the batches in flight are more; beyond that
+#: the mean is used.
+_LONGEST_PERIOD = 16
 
-#: No more ops than that are simulated in search of a pattern. A stream fills slowly where the
-#: second slowest stage is nearly as
-#: slow as the slowest; what it takes meanwhile is as near to what it takes at last.
+#: Maximum number of ops simulated to find the period. A stream fills slowly if the second slowest
+#: stage is nearly as slow as the slowest; the time per batch meanwhile is equally close to that of
+#: the steady state.
 _MOST_OPS = 30_000
 
 
 @dataclass(frozen=True)
 class Steady:
-    """A stream in its steady state; or one batch of a synchronous schedule, with filling and
-    draining.
+    """The steady state of a stream; or one batch of a synchronous schedule, filling included.
 
     Attributes:
-        seconds_per_batch: from the end of one batch to the end of the next, in the mean.
+        seconds_per_batch: mean time from the end of one batch to the end of the next.
         bubble_ratio: idle time of all ranks / (ranks x seconds).
-        batches: how many of them were looked at, of a stream those of one pattern.
-        timeline: all that belongs to these, from the first's beginning to the last's end; the
-        batches before and after, which
-            run beside them, left out.
+        batches: number of batches it was computed from, in a stream those of one period.
+        timeline: of these batches, from the start of the first to the end of the last; ops of
+            batches before and after, which run in parallel, are left out.
     """
 
     seconds_per_batch: float
@@ -54,20 +52,16 @@ class Steady:
 
     @classmethod
     def of(cls, seconds_per_batch: float, batches: int, timeline: Timeline) -> Steady:
-        """That of batches which take so long each, and are all that is in `timeline`."""
-        whole = timeline.ranks * batches * seconds_per_batch
-        return cls(
-            seconds_per_batch,
-            max(1.0 - sum(timeline.busy) / whole, 0.0) if whole else 0.0,
-            batches,
-            timeline,
-        )
+        """Create it from a timeline of exactly these batches."""
+        capacity = timeline.ranks * batches * seconds_per_batch
+        bubble_ratio = max(1.0 - sum(timeline.busy) / capacity, 0.0) if capacity else 0.0
+        return cls(seconds_per_batch, bubble_ratio, batches, timeline)
 
 
 def steady(
     schedule: Schedule, costs: Costs, recompute: str = "never", *, overlap: bool = True
 ) -> Steady:
-    """What a batch takes in the steady state: of a synchronous schedule, from flush to flush.
+    """Return the time of a batch in the steady state; if synchronous, from flush to flush.
 
     >>> from penstock.schedule.catalogue import schedule
     >>> steady(schedule("pipedream", 4), Costs(forward=1, backward=2)).seconds_per_batch
@@ -76,97 +70,107 @@ def steady(
     12.0
 
     Args:
-        schedule: a sound schedule. If it is a stream, of any number of batches in which it repeats
-        itself. costs: as for `simulate_schedule`. Where they differ by micro-batch, no more batches
-        than the schedule's are looked at. recompute, overlap: as for `simulate_schedule`.
+        schedule: a valid schedule. A stream may have any number of batches in which its programs
+            repeat themselves.
+        costs: as in `simulate_schedule`. If they differ by micro-batch, no more batches than the
+            schedule's are simulated.
+        recompute, overlap: as in `simulate_schedule`.
 
     Raises:
         SettingError: the costs do not fit the schedule.
-        ScheduleError: the schedule lacks an op, cannot finish, or is a stream that does not repeat
-        itself.
+        ScheduleError: the schedule misses an op, deadlocks, or is a stream that does not repeat
+            itself.
     """
     if schedule.stream is None:
         timeline = simulate_schedule(schedule, costs, overlap=overlap, recompute=recompute)
         return Steady.of(timeline.makespan, 1, timeline)
     period = period_of(schedule)
-    behind = _spread(schedule)
-    fixed = any(isinstance(entry, tuple) for name in FIELDS for entry in _entries(costs, name))
-    per_batch = sum(map(len, period.loops)) / period.batches
-    batches = schedule.batches if fixed else 6 * behind + 2 * period.batches + 8
+    overtaken = _batches_overtaken(schedule)
+    fixed_length = _differ_by_micro_batch(costs)
+    ops_per_batch = sum(map(len, period.loops)) / period.batches
+    batches = schedule.batches if fixed_length else 6 * overtaken + 2 * period.batches + 8
     while True:
-        made = prolonged(schedule, batches)
-        seen = _Seen.of(
-            made,
-            simulate_schedule(made, costs, overlap=overlap, recompute=recompute),
-            period.batches,
-            behind,
-        )
-        found = seen.pattern()
-        if found is not None or fixed or 2 * batches * per_batch > _MOST_OPS:
-            return found or seen.mean()
+        stretch = prolonged(schedule, batches)
+        timeline = simulate_schedule(stretch, costs, overlap=overlap, recompute=recompute)
+        simulated = _SimulatedStream.of(stretch, timeline, period.batches, overtaken)
+        result = simulated.periodic()
+        if result is not None:
+            return result
+        if fixed_length or 2 * batches * ops_per_batch > _MOST_OPS:
+            return simulated.mean()
         batches *= 2
 
 
-def _entries(costs: Costs, name: str) -> tuple[object, ...]:
-    value = getattr(costs, name)
-    return value if isinstance(value, tuple) else ()
+def _differ_by_micro_batch(costs: Costs) -> bool:
+    """Return whether a field has numbers per micro-batch."""
+    for name in FIELDS:
+        value = getattr(costs, name)
+        if isinstance(value, tuple) and any(isinstance(entry, tuple) for entry in value):
+            return True
+    return False
 
 
 @dataclass(frozen=True, eq=False)
-class _Seen:
+class _SimulatedStream:
     """A simulated stretch of a stream.
 
-    `ends` are by batch and then by op, updates left out; `whole` is the number of batches that the
-    stream's end does not touch.
+    timeline: of the stretch.
+    batch: per op of the timeline, its batch.
+    ends: the ends of all ops except updates, shape (batches, ops per batch).
+    period: batches after which the programs repeat themselves.
+    overtaken: see `_batches_overtaken`.
     """
 
     timeline: Timeline
     batch: Array
     ends: Array
     period: int
-    spread: int
+    overtaken: int
 
     @classmethod
-    def of(cls, made: Schedule, timeline: Timeline, period: int, spread: int) -> _Seen:
-        """That of a stream."""
+    def of(
+        cls, schedule: Schedule, timeline: Timeline, period: int, overtaken: int
+    ) -> _SimulatedStream:
+        """Create it from the timeline of a stream."""
         log = timeline.log
-        batch = np.array(
-            [
-                batch
-                for program in made.programs
-                for _, batch in with_batches(program, made.micro_batches)
-            ]
-        )
+        batches: list[int] = []
+        for program in schedule.programs:
+            batches += (number for _, number in with_batches(program, schedule.micro_batches))
+        batch = np.array(batches)
         rows = np.flatnonzero(log.ops.of_kind(Kind.F, Kind.B, Kind.I, Kind.W))
         order = np.lexsort(
             (log.ops.micro_batch[rows], log.ops.stage[rows], log.ops.kind[rows], batch[rows])
         )
-        return cls(timeline, batch, log.end[rows[order]].reshape(made.batches, -1), period, spread)
+        ends = log.end[rows[order]].reshape(schedule.batches, -1)
+        return cls(timeline, batch, ends, period, overtaken)
 
     @property
-    def whole(self) -> int:
+    def unaffected(self) -> int:
         """Number of batches whose ops run as they would if the stream never ended."""
-        # An op waits for ops of batches up to `spread` later, which stand before it, and those on
-        # their ranks likewise.
-        return len(self.ends) - 2 * (self.spread + 1)
+        # An op waits for ops of batches up to `overtaken` later, which precede it in its program,
+        # and so do those on other ranks.
+        return len(self.ends) - 2 * (self.overtaken + 1)
 
-    def pattern(self) -> Steady | None:
-        """What a batch takes, if all comes the same time after what it was some batches before."""
-        ends, state = self.ends[: max(self.whole, 0)], 2 * self.spread + 1
-        for batches in range(self.period, max(_LONGEST, state) + 1, self.period):
-            if len(ends) < batches + state:
+    def periodic(self) -> Steady | None:
+        """Return the steady state, or None if the ends of ops are not yet periodic.
+
+        They are if every op ends a constant time after its counterpart some batches before.
+        """
+        ends = self.ends[: max(self.unaffected, 0)]
+        # As many batches as can be in progress at once determine all that follows.
+        in_progress = 2 * self.overtaken + 1
+        for batches in range(self.period, max(_LONGEST_PERIOD, in_progress) + 1, self.period):
+            if len(ends) < batches + in_progress:
                 break
-            later = ends[-state:] - ends[-state - batches : -batches]
-            if later.max() - later.min() <= _SAME * ends.max():
-                # Twelve digits: the rest is what adding up floats has left.
-                return self._steady(float(f"{later.mean() / batches:.12g}"), batches)
+            shift = ends[-in_progress:] - ends[-in_progress - batches : -batches]
+            if shift.max() - shift.min() <= _TOLERANCE * ends.max():
+                # Twelve digits: beyond that there is only rounding.
+                return self._steady(float(f"{shift.mean() / batches:.12g}"), batches)
         return None
 
     def mean(self) -> Steady:
-        """What a batch takes in the second half of those that the stream's end does not touch; of
-        what there is, if that is none.
-        """
-        last = self.whole if self.whole > self.period else len(self.ends)
+        """Return the mean over the second half of the unaffected batches, or over all."""
+        last = self.unaffected if self.unaffected > self.period else len(self.ends)
         batches = max(last // 2 // self.period, 1) * self.period
         if batches >= last:
             return self._steady(self.timeline.makespan / len(self.ends), len(self.ends))
@@ -178,12 +182,12 @@ class _Seen:
         )
 
     def _steady(self, seconds: float, batches: int, last: int | None = None) -> Steady:
-        """That of the `batches` before batch `last`."""
-        last = max(self.whole, batches) if last is None else last
+        """Return the steady state of the `batches` before batch `last`."""
+        last = max(self.unaffected, batches) if last is None else last
         log = self.timeline.log
         rows = np.flatnonzero((self.batch >= last - batches) & (self.batch < last))
         ops, origin = log.ops, float(log.start[rows].min(initial=np.inf))
-        some = OpArrays(
+        ops_of_batches = OpArrays(
             ops.rank[rows],
             ops.kind[rows],
             ops.stage[rows],
@@ -200,13 +204,16 @@ class _Seen:
                 moves.place[rows],
                 moves.sizes,
             )
-        shown = EventArrays(some, log.start[rows] - origin, log.end[rows] - origin, moves)
-        return Steady.of(seconds, batches, Timeline.of_log(shown, self.timeline.title))
+        log_of_batches = EventArrays(
+            ops_of_batches, log.start[rows] - origin, log.end[rows] - origin, moves
+        )
+        return Steady.of(seconds, batches, Timeline.of_log(log_of_batches, self.timeline.title))
 
 
-def _spread(schedule: Schedule) -> int:
-    """By how many batches, at most, an op comes behind one of a later batch in the program of its
-    rank.
+def _batches_overtaken(schedule: Schedule) -> int:
+    """Return the maximum number of batches by which an op follows one of a later batch.
+
+    Both are ops of the same rank's program.
     """
     most = 0
     for program in schedule.programs:

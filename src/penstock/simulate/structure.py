@@ -1,4 +1,4 @@
-"""What of a simulation does not depend on costs: who waits for whom, and an order in which to walk."""
+"""The dependencies of a schedule as arrays, with a topological order; independent of costs."""
 
 from __future__ import annotations
 
@@ -13,31 +13,34 @@ from penstock.schedule.op import HANDING, Kind, Op, Schedule
 from penstock.schedule.rules import RULES, SLICE_RULES, feeds, needs
 from penstock.schedule.updates import met_by
 from penstock.simulate.engine import run
-from penstock.simulate.kernels import Waits
+from penstock.simulate.kernels import OpGraph
 
-#: What takes a value of this kind on the stage that it goes to.
-_TAKERS = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I)}
+#: Kinds of op that consume a value of this kind on the receiving stage.
+_CONSUMERS = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I)}
 
 
 @dataclass(eq=False)
-class Structure:
-    """A schedule's graph as arrays.
+class Dependencies:
+    """The dependency graph of a schedule as arrays.
 
     Attributes:
         ops: the programs.
-        waits: who waits for whom, see there.
-        missing: how many others each group waits for, kept with its leader.
+        graph: dependencies of every op.
+        pending: number of ops that each group waits for, at the index of its leader.
         links: per link, the rank that sends and the one that receives.
-        source: per op, the op that makes the value it takes from the neighbour stage, wherever that
-        stands; or -1. pairs: the first ops of all pairs; the second stands behind it. column: per
-        op, the place of its micro-batch (uncut) among `numbers`, those of all. micro_batches: of
-        one batch. effort: ops walked in simulations so far; says when Numba pays. cache: what
-        others derive from this and the costs' form, once.
+        source: per op, the op that produces the value it receives from the neighbour stage, on
+            whatever rank that is; or -1.
+        pairs: the first ops of all pairs; the second is the next entry.
+        column: per op, the position of its (uncut) micro-batch in `numbers`.
+        numbers: the numbers of all micro-batches.
+        micro_batches: micro-batches of one batch.
+        effort: ops processed in simulations so far; decides when Numba pays off.
+        cache: what other modules derive from this once.
     """
 
     ops: OpArrays
-    waits: Waits
-    missing: Array
+    graph: OpGraph
+    pending: Array
     links: Array
     source: Array
     pairs: Array
@@ -57,97 +60,105 @@ class Structure:
         """Number of stages."""
         return self.ops.stages
 
-    def walk(self, kernel: str, *arguments: object, times: int = 1) -> None:
-        """Run a loop over all ops, `times` cost vectors at once."""
-        work = len(self.ops) * times
+    def walk(self, kernel: str, *arguments: object, vectors: int = 1) -> None:
+        """Run a kernel over all ops, for `vectors` cost vectors at once."""
+        work = len(self.ops) * vectors
         run(kernel, work, self.effort, *arguments)
         self.effort += work
 
 
-def structure(schedule: Schedule) -> Structure:
-    """The schedule's graph, made once and kept with it.
+def dependencies_of(schedule: Schedule) -> Dependencies:
+    """Return the dependencies of a schedule, computed once and cached on it.
 
     Raises:
-        ScheduleError: an op's predecessor or a value's taker is missing, or the programs cannot
-        finish.
+        ScheduleError: an op's predecessor or a value's consumer is missing, or the programs
+            deadlock.
     """
-    found = schedule.__dict__.get("_structure")
-    if not isinstance(found, Structure):
-        found = schedule.__dict__["_structure"] = _Builder(schedule).build()
-    return found
+    dependencies = schedule.__dict__.get("_dependencies")
+    if not isinstance(dependencies, Dependencies):
+        dependencies = _DependencyBuilder(schedule).build()
+        schedule.__dict__["_dependencies"] = dependencies
+    return dependencies
 
 
-class _Builder:
-    """The arrays under construction."""
+class _DependencyBuilder:
+    """Builds the arrays of `Dependencies`.
+
+    Attributes:
+        schedule: the schedule.
+        ops: its programs.
+        kinds: per kind of op, the rows of its ops.
+        numbers: the numbers of all micro-batches (or slices).
+        column: per op, the position of its number in `numbers`.
+        key: per op, stage * len(numbers) + column.
+        row: per kind of op, the row of every key, or -1.
+        first_input, second_input, source, link, pairs: see `OpGraph` and `Dependencies`.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.ops = ops = op_arrays(schedule)
         self.kinds = {kind: np.flatnonzero(ops.kind == ord(kind.value)) for kind in Kind}
         forwards = ops.micro_batch[self.kinds[Kind.F]]
-        self.numbers = (
-            np.unique(forwards)
-            if forwards.max(initial=0) >= len(ops)
-            else np.arange(forwards.max(initial=-1) + 1)
-        )
-        # Every stage runs every micro-batch; so in a sound schedule the tables below are no larger
+        if forwards.max(initial=0) >= len(ops):
+            self.numbers = np.unique(forwards)
+        else:
+            self.numbers = np.arange(forwards.max(initial=-1) + 1)
+        # Every stage runs every micro-batch; so in a valid schedule the arrays by key are no larger
         # than the programs.
         if (
             ops.stages * len(self.numbers) > len(ops)
             or ops.stage.min(initial=0) < 0
             or ops.micro_batch.min(initial=0) < 0
         ):
-            self.lacking()
+            self._raise_missing()
         if ops.slicing is not None and len(self.numbers) != len(ops.slicing.share):
-            self.lacking()
+            self._raise_missing()
         self.column = self._column()
         self.key = ops.stage * len(self.numbers) + self.column
         self.row = {kind: self._rows(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
-        self.takes, self.also_takes, self.source, self.link = (self._none() for _ in range(4))
+        self.first_input, self.second_input = self._no_ops(), self._no_ops()
+        self.source, self.link = self._no_ops(), self._no_ops()
         self.pairs = self._pairs()
 
-    def build(self) -> Structure:
-        """All of them."""
+    def build(self) -> Dependencies:
+        """Build the dependencies and their topological order."""
         ops = self.ops
         for kind in RULES:
-            self._wait_for_needs(kind)
-        links = self._send()
-        leader, following = self._groups()
-        taker, also_taker = self._none(), self._none()
-        for taken, by in ((self.takes, taker), (self.also_takes, also_taker)):
-            rows = np.flatnonzero(taken >= 0)
-            by[taken[rows]] = rows
+            self._add_inputs(kind)
+        links = self._add_links()
+        leader, next_in_group = self._groups()
+        first_consumer = self._inverse(self.first_input)
+        second_consumer = self._inverse(self.second_input)
         after = np.arange(1, len(ops) + 1, dtype=np.int32)
         after[ops.first[1:][np.diff(ops.first) > 0] - 1] = -1
         after[self.pairs] = after[self.pairs + 1]
-        missing = (self.takes >= 0).astype(np.int32) + (self.also_takes >= 0)
-        missing += np.bincount(after[after >= 0], minlength=len(ops)).astype(np.int32)
-        beside = self._waves(taker, missing)
+        pending = (self.first_input >= 0).astype(np.int32) + (self.second_input >= 0)
+        pending += np.bincount(after[after >= 0], minlength=len(ops)).astype(np.int32)
+        next_replica = self._add_waves(first_consumer, pending)
         followers = np.flatnonzero(leader != np.arange(len(ops)))
-        np.add.at(missing, leader[followers], missing[followers])
-        waits = Waits(
-            ops.rank,
-            self.takes,
-            self.also_takes,
-            taker,
-            also_taker,
-            after,
-            leader,
-            following,
-            self.link,
-            beside,
-            self._none(),
+        np.add.at(pending, leader[followers], pending[followers])
+        graph = OpGraph(
+            rank=ops.rank,
+            first_input=self.first_input,
+            second_input=self.second_input,
+            first_consumer=first_consumer,
+            second_consumer=second_consumer,
+            after=after,
+            leader=leader,
+            next_in_group=next_in_group,
+            link=self.link,
+            next_replica=next_replica,
+            order=self._no_ops(),
         )
         column, numbers = self.column, self.numbers
         if ops.slicing is not None:
-            column, numbers = (
-                np.array(ops.slicing.micro_batch_of)[column],
-                np.arange(len(ops.slicing.shares)),
-            )
-        made = Structure(
+            column = np.array(ops.slicing.micro_batch_of)[column]
+            numbers = np.arange(len(ops.slicing.shares))
+        dependencies = Dependencies(
             ops,
-            waits,
-            missing,
+            graph,
+            pending,
             links,
             self.source,
             self.pairs,
@@ -155,35 +166,43 @@ class _Builder:
             numbers,
             self.schedule.micro_batches,
         )
-        if run("order_ops", len(ops), 0, waits, missing.copy(), waits.order) < len(ops):
-            self._stuck(waits.order)
-        return made
+        if run("order_ops", len(ops), 0, graph, pending.copy(), graph.order) < len(ops):
+            self._raise_deadlock(graph.order)
+        return dependencies
 
-    def _none(self) -> Array:
+    def _no_ops(self) -> Array:
+        """Return an array with -1 for every op."""
         return np.full(len(self.ops), -1, np.int32)
 
+    def _inverse(self, inputs: Array) -> Array:
+        """Return the consumer of every op, given every consumer's input."""
+        consumer = self._no_ops()
+        rows = np.flatnonzero(inputs >= 0)
+        consumer[inputs[rows]] = rows
+        return consumer
+
     def _column(self) -> Array:
-        """Per op, the place of its number among all; 0 for updates, whose numbers are versions."""
+        """Return per op the position of its number; 0 for updates, whose numbers are versions."""
         batched = self.ops.kind != ord(Kind.U.value)
         column = np.where(batched, self.ops.micro_batch, 0)
         if len(self.numbers) and self.numbers[-1] + 1 != len(self.numbers):
             column = np.searchsorted(self.numbers, column)
-        inside = column < len(self.numbers)
-        inside[inside] = self.numbers[column[inside]] == self.ops.micro_batch[inside]
-        if not (inside | ~batched).all():
-            self.lacking()
+        is_known = column < len(self.numbers)
+        is_known[is_known] = self.numbers[column[is_known]] == self.ops.micro_batch[is_known]
+        if not (is_known | ~batched).all():
+            self._raise_missing()
         return np.where(batched, column, 0)
 
     def _rows(self, kind: Kind) -> Array:
-        """Per stage and micro-batch, where this op stands, or -1."""
+        """Return the row of this kind of op for every key (stage and micro-batch), or -1."""
         rows = np.full(self.ops.stages * len(self.numbers), -1, np.int32)
         rows[self.key[self.kinds[kind]]] = self.kinds[kind]
         if np.count_nonzero(rows >= 0) < len(self.kinds[kind]):
-            self.lacking()
+            self._raise_missing()
         return rows
 
     def _pairs(self) -> Array:
-        """Where the first ops of the pairs stand, ascending."""
+        """Return the rows of the first ops of all pairs, ascending."""
         first = np.array([self._row_of(pair[0]) for pair in self.schedule.pairs], np.int64)
         second = np.array([self._row_of(pair[1]) for pair in self.schedule.pairs], np.int64)
         both = np.concatenate([first, second])
@@ -192,101 +211,105 @@ class _Builder:
             or len(np.unique(both)) < len(both)
             or (self.ops.rank[first] != self.ops.rank[second]).any()
         ):
-            self.lacking()
+            self._raise_missing()
         return np.sort(first)
 
     def _row_of(self, op: Op) -> int:
-        place = int(np.searchsorted(self.numbers, op.micro_batch))
+        """Return the row of an op."""
+        column = int(np.searchsorted(self.numbers, op.micro_batch))
         if (
             op.kind not in self.row
             or not 0 <= op.stage < self.ops.stages
-            or place >= len(self.numbers)
+            or column >= len(self.numbers)
         ):
-            self.lacking()
-        row = int(self.row[op.kind][op.stage * len(self.numbers) + place])
-        return row if row >= 0 else self.lacking()
+            self._raise_missing()
+        row = int(self.row[op.kind][op.stage * len(self.numbers) + column])
+        return row if row >= 0 else self._raise_missing()
 
-    def _found(self, rows: Array, offset: int, kinds: tuple[Kind, ...]) -> tuple[Array, Array]:
-        """Those of `rows` that have a stage so far on, and where its op of one of these kinds
-        stands; -1 for nowhere.
+    def _rows_on_neighbour(
+        self, rows: Array, offset: int, kinds: tuple[Kind, ...]
+    ) -> tuple[Array, Array]:
+        """Return the `rows` that have a stage at this offset, and the rows of its ops.
+
+        The second array contains the op of one of these kinds, or -1.
         """
         stage = self.ops.stage[rows] + offset
         rows = rows[(stage >= 0) & (stage < self.ops.stages)]
-        return rows, self._standing(self.key[rows] + offset * len(self.numbers), kinds)
+        return rows, self._rows_of_keys(self.key[rows] + offset * len(self.numbers), kinds)
 
-    def _standing(self, key: Array, kinds: tuple[Kind, ...]) -> Array:
-        found = self.row[kinds[0]][key]
-        for other in kinds[1:]:
-            found = np.maximum(found, self.row[other][key])
-        return found
+    def _rows_of_keys(self, key: Array, kinds: tuple[Kind, ...]) -> Array:
+        """Return the row of the op of one of these kinds for every key, or -1."""
+        rows = self.row[kinds[0]][key]
+        for kind in kinds[1:]:
+            rows = np.maximum(rows, self.row[kind][key])
+        return rows
 
-    def _wait_for_needs(self, kind: Kind) -> None:
-        """Note what ops of this kind wait for beyond their place in the program."""
+    def _add_inputs(self, kind: Kind) -> None:
+        """Add what ops of this kind wait for in addition to their place in the program."""
         for kinds, offset in RULES[kind]:
-            rows, found = self._found(self.kinds[kind], offset, kinds)
-            self._wait(rows, found)
+            rows, inputs = self._rows_on_neighbour(self.kinds[kind], offset, kinds)
+            self._add_edges(rows, inputs)
             if offset:
-                self.source[rows] = found
+                self.source[rows] = inputs
         slicing = self.ops.slicing
         if slicing is not None and slicing.along == "tokens" and kind in SLICE_RULES:
             kinds, offset = SLICE_RULES[kind]
-            other = np.array(
-                [
-                    -1 if slicing.neighbour(n, offset) is None else n + offset
-                    for n in range(len(self.numbers))
-                ]
+            has_neighbour = np.array(
+                [slicing.neighbour(n, offset) is not None for n in range(len(self.numbers))], bool
             )
-            rows = self.kinds[kind][other[self.column[self.kinds[kind]]] >= 0]
-            self._wait(rows, self._standing(self.key[rows] + offset, kinds))
+            rows = self.kinds[kind]
+            rows = rows[has_neighbour[self.column[rows]]]
+            self._add_edges(rows, self._rows_of_keys(self.key[rows] + offset, kinds))
 
-    def _wait(self, rows: Array, found: Array) -> None:
-        """Let each of `rows` wait for the op found for it, unless its place behind that says so
-        already.
-        """
-        if (found < 0).any():
-            self.lacking()
-        own = (self.ops.rank[found] == self.ops.rank[rows]) & (found < rows)
-        if len(
-            self.pairs
-        ):  # the ops of a pair start together, so the second cannot wait for the first
-            own &= (found != rows - 1) | ~np.isin(found, self.pairs)
-        rows, found = rows[~own], found[~own]
-        again = self.takes[rows] >= 0
-        self.takes[rows[~again]] = found[~again]
-        if (self.also_takes[rows[again]] >= 0).any():
-            self.lacking()
-        self.also_takes[rows[again]] = found[again]
+    def _add_edges(self, rows: Array, inputs: Array) -> None:
+        """Let every row wait for its input, unless it follows it in the same program."""
+        if (inputs < 0).any():
+            self._raise_missing()
+        implied = (self.ops.rank[inputs] == self.ops.rank[rows]) & (inputs < rows)
+        if len(self.pairs):
+            # The ops of a pair start together, so the second cannot wait for the first.
+            implied &= (inputs != rows - 1) | ~np.isin(inputs, self.pairs)
+        rows, inputs = rows[~implied], inputs[~implied]
+        has_input = self.first_input[rows] >= 0
+        self.first_input[rows[~has_input]] = inputs[~has_input]
+        if (self.second_input[rows[has_input]] >= 0).any():
+            self._raise_missing()
+        self.second_input[rows[has_input]] = inputs[has_input]
 
-    def _send(self) -> Array:
-        """Give every value that crosses ranks its link; returns the links."""
+    def _add_links(self) -> Array:
+        """Assign a link to every value that crosses ranks; return the links."""
         ranks = self.schedule.ranks
+        # Sending rank * ranks + receiving rank, or -1.
         wires = np.full(len(self.ops), -1, np.int64)
         for kind in RULES:
-            fed = feeds(Op(kind, 1, 0), 3)  # asked of a stage in the middle
-            if fed is None:
+            # Every stage in the middle follows the same rule: ask for stage 1 of 3.
+            sent = feeds(Op(kind, 1, 0), 3)
+            if sent is None:
                 continue
-            rows, home = self._found(self.kinds[kind], fed[1] - 1, (Kind.F,))
-            taken = self._found(rows, fed[1] - 1, _TAKERS[fed[0]])[1]
-            crossing = (home < 0) | (self.ops.rank[home] != self.ops.rank[rows])
-            rows, home, taken = rows[crossing], home[crossing], taken[crossing]
+            value_kind, stage = sent
+            # The receiver's rank is that of its F of the micro-batch.
+            rows, receiver = self._rows_on_neighbour(self.kinds[kind], stage - 1, (Kind.F,))
+            consumer = self._rows_on_neighbour(rows, stage - 1, _CONSUMERS[value_kind])[1]
+            crossing = (receiver < 0) | (self.ops.rank[receiver] != self.ops.rank[rows])
+            rows, receiver, consumer = rows[crossing], receiver[crossing], consumer[crossing]
             if (
-                (home < 0).any()
-                or (taken < 0).any()
-                or (self.ops.rank[taken] != self.ops.rank[home]).any()
+                (receiver < 0).any()
+                or (consumer < 0).any()
+                or (self.ops.rank[consumer] != self.ops.rank[receiver]).any()
             ):
-                self.lacking()
-            wires[rows] = self.ops.rank[rows].astype(np.int64) * ranks + self.ops.rank[taken]
+                self._raise_missing()
+            wires[rows] = self.ops.rank[rows].astype(np.int64) * ranks + self.ops.rank[consumer]
         for kind in HANDING:
-            maker, taker = self._handed(kind)
-            self.takes[taker] = maker
-            wires[maker] = self.ops.rank[maker].astype(np.int64) * ranks + self.ops.rank[taker]
+            sender, receiver = self._handed(kind)
+            self.first_input[receiver] = sender
+            wires[sender] = self.ops.rank[sender].astype(np.int64) * ranks + self.ops.rank[receiver]
         rows = np.flatnonzero(wires >= 0)
-        pairs, number = numbered(wires[rows], ranks * ranks)
+        pairs, number = number_keys(wires[rows], ranks * ranks)
         self.link[rows] = number
         return np.stack([pairs // max(ranks, 1), pairs % max(ranks, 1)], axis=1).astype(np.int32)
 
     def _handed(self, kind: Kind) -> tuple[Array, Array]:
-        """Where the two halves of every E or L stand: the one that sends and the one that receives."""
+        """Return the rows of the sending and of the receiving half of every E or L."""
         rows = self.kinds[kind]
         rows = rows[np.argsort(self.key[rows], kind="stable")]
         owner, partner = rows[~self.ops.at_partner[rows]], rows[self.ops.at_partner[rows]]
@@ -294,104 +317,111 @@ class _Builder:
             not np.array_equal(self.key[owner], self.key[partner])
             or (np.diff(self.key[owner]) == 0).any()
         ):
-            self.lacking()
+            self._raise_missing()
         return (owner, partner) if kind is Kind.E else (partner, owner)
 
     def _groups(self) -> tuple[Array, Array]:
-        """Who starts together: per op its leader, and the next of its group."""
-        leader, following = np.arange(len(self.ops), dtype=np.int32), self._none()
+        """Return per op the leader of its group (ops that start together), and the next member."""
+        leader, next_in_group = np.arange(len(self.ops), dtype=np.int32), self._no_ops()
         leader[self.pairs + 1] = self.pairs
-        following[self.pairs] = self.pairs + 1
-        for update, copies in self._updates(least=2).items():
+        next_in_group[self.pairs] = self.pairs + 1
+        for update, replicas in self._updates(least=2).items():
             if met_by(update, self.schedule.stream) == update:
-                leader[copies] = copies[0]
-                following[copies[:-1]] = copies[1:]
-        return leader, following
+                leader[replicas] = replicas[0]
+                next_in_group[replicas[:-1]] = replicas[1:]
+        return leader, next_in_group
 
     def _updates(self, least: int) -> dict[Op, Array]:
-        """Where every U stands that has at least so many copies, by rank."""
-        updates = self.kinds[Kind.U]
-        updates = updates[
-            np.lexsort(
-                (self.ops.rank[updates], self.ops.micro_batch[updates], self.ops.stage[updates])
-            )
-        ]
-        starts = np.union1d(runs(self.ops.stage[updates]), runs(self.ops.micro_batch[updates]))
-        ends = np.append(starts[1:], len(updates)) if len(starts) else starts
-        many = ends - starts >= least
+        """Return the rows, by rank, of every U with at least this many replicas."""
+        rows = self.kinds[Kind.U]
+        rank, stage, version = self.ops.rank, self.ops.stage, self.ops.micro_batch
+        rows = rows[np.lexsort((rank[rows], version[rows], stage[rows]))]
+        starts = np.union1d(runs(stage[rows]), runs(version[rows]))
+        ends = np.append(starts[1:], len(rows)) if len(starts) else starts
+        enough = ends - starts >= least
         return {
-            self.ops.op(updates[low]): updates[low:high]
-            for low, high in zip(starts[many], ends[many], strict=True)
+            self.ops.op(rows[low]): rows[low:high]
+            for low, high in zip(starts[enough], ends[enough], strict=True)
         }
 
-    def _waves(self, taker: Array, missing: Array) -> Array:
-        """Let the last U of every wave wait for those of earlier waves on all ranks; returns who
-        stands beside whom.
+    def _add_waves(self, first_consumer: Array, pending: Array) -> Array:
+        """Let the last U of every wave wait for those of earlier waves on all ranks.
 
-        It waits for its own copy's too, which its place says already: so all of them wait for the
-        same ops.
+        It also waits for the one on its own rank, which its place in the program implies already:
+        so all of them wait for the same ops, and share one chain of `next_replica`.
+
+        Returns:
+            `next_replica`; empty without waves.
         """
         stream = self.schedule.stream
         if stream is None or stream.waves is None or stream.waves.distance == 0:
             return np.zeros(0, np.int32)
-        beside = self._none()
-        standing = self._updates(least=1)
-        for copies in standing.values():
-            beside[copies[:-1]] = copies[1:]
-        for update, copies in standing.items():
-            met = met_by(update, stream)
-            if met in standing:
-                self.takes[copies] = standing[met][0]
-                taker[standing[met]] = copies[0]
-                missing[copies] += len(standing[met])
-        return beside
+        next_replica = self._no_ops()
+        updates = self._updates(least=1)
+        for replicas in updates.values():
+            next_replica[replicas[:-1]] = replicas[1:]
+        for update, replicas in updates.items():
+            awaited = met_by(update, stream)
+            if awaited in updates:
+                self.first_input[replicas] = updates[awaited][0]
+                first_consumer[updates[awaited]] = replicas[0]
+                pending[replicas] += len(updates[awaited])
+        return next_replica
 
-    def lacking(self) -> NoReturn:
-        """Say which op or taker is missing: slowly, op by op, since the answer is an error."""
+    def _raise_missing(self) -> NoReturn:
+        """Raise the error about a missing op. Slow, op by op, since it ends in an error anyway."""
         programs = self.schedule.programs
-        where = {op: rank for rank, program in enumerate(programs) for op in program}
-        stages = self.ops.stages
+        rank_of = {op: rank for rank, program in enumerate(programs) for op in program}
         for rank, program in enumerate(programs):
             for op in program:
-                for group in needs(op, stages, self.schedule.slicing):
-                    if not any(other in where for other in group):
-                        raise ScheduleError(
-                            f"rank {rank}: {op} needs {' or '.join(map(str, group))}, which no rank runs"
-                        )
-                fed = feeds(op, stages)
-                if fed is not None and not any(
-                    Op(kind, fed[1], op.micro_batch) in where for kind in _TAKERS[fed[0]]
-                ):
-                    raise ScheduleError(
-                        f"rank {rank}: nobody takes what {op} makes for stage {fed[1]}"
-                    )
+                self._check_op(op, rank, rank_of)
         raise ScheduleError(
-            f"{self.schedule.name} is not sound, so it has no times: `verify` says what is wrong"
+            f"{self.schedule.name} is not valid, so it cannot be simulated; `verify` reports why"
         )
 
-    def _stuck(self, order: Array) -> NoReturn:
-        """Say where every rank stands that cannot go on."""
-        walked = np.zeros(len(self.ops), bool)
-        walked[order[order >= 0]] = True
-        stuck = np.flatnonzero(~walked)
-        ranks, places = np.unique(self.ops.rank[stuck], return_index=True)
+    def _check_op(self, op: Op, rank: int, rank_of: dict[Op, int]) -> None:
+        """Raise an error if no rank runs an op's input, or the consumer of its value."""
+        stages = self.ops.stages
+        for group in needs(op, stages, self.schedule.slicing):
+            if not any(alternative in rank_of for alternative in group):
+                raise ScheduleError(
+                    f"rank {rank}: {op} needs {' or '.join(map(str, group))}, which no rank runs"
+                )
+        sent = feeds(op, stages)
+        if sent is None:
+            return
+        value_kind, stage = sent
+        consumers = [Op(kind, stage, op.micro_batch) for kind in _CONSUMERS[value_kind]]
+        if not any(consumer in rank_of for consumer in consumers):
+            raise ScheduleError(
+                f"rank {rank}: no op consumes the value that {op} produces for stage {stage}"
+            )
+
+    def _raise_deadlock(self, order: Array) -> NoReturn:
+        """Raise the error about a deadlock, with the op at which every rank blocks."""
+        ordered = np.zeros(len(self.ops), bool)
+        ordered[order[order >= 0]] = True
+        blocked = np.flatnonzero(~ordered)
+        ranks, places = np.unique(self.ops.rank[blocked], return_index=True)
         waiting = ", ".join(
-            f"rank {rank} at {self.ops.op(stuck[place])}"
+            f"rank {rank} at {self.ops.op(blocked[place])}"
             for rank, place in zip(ranks[:4], places[:4], strict=True)
         )
         more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
         raise ScheduleError(
-            f"{self.schedule.name} cannot finish: it stands with {waiting}{more}; `verify` says who waits for whom"
+            f"{self.schedule.name} deadlocks: it stops with {waiting}{more}; "
+            f"`verify` reports the cycle"
         )
 
 
-def numbered(keys: Array, bound: int) -> tuple[Array, Array]:
-    """The different keys, ascending, and for each key its place among them; without sorting where
-    the bound allows.
+def number_keys(keys: Array, bound: int) -> tuple[Array, Array]:
+    """Return the unique keys, ascending, and the position of each key among them.
+
+    Keys are below `bound`; if that is small, no sorting is needed.
     """
     if bound > 4 * len(keys) + 1024:
-        found, places = np.unique(keys, return_inverse=True)
-        return found, places
+        unique, positions = np.unique(keys, return_inverse=True)
+        return unique, positions
     present = np.zeros(bound, bool)
     present[keys] = True
     return np.flatnonzero(present), (np.cumsum(present) - 1)[keys]

@@ -1,4 +1,4 @@
-"""What a stream's weight rule adds to the weights that stages hold."""
+"""Memory of a stream's weight versions: what the weight rule adds to a stage's weights."""
 
 from __future__ import annotations
 
@@ -15,43 +15,47 @@ from penstock.weights.uses import readings
 
 
 def versions_held(schedule: Schedule, rule: WeightRule | None = None) -> tuple[float, ...]:
-    """Per stage, how many tensors of the size of its weights a rank holds: versions, on all copies
-    of the weights that take turns there, and what else the rule needs. 1 for all in a synchronous
-    schedule.
+    """Return the number of weight-sized tensors that a rank holds, per stage.
+
+    It counts the versions on all replicas of the stage that take turns there, and the additional
+    tensors of the rule. 1 for all stages in a synchronous schedule.
 
     Args:
-        schedule: sound.
-        rule: the weight rule; if not given, the one that the schedule is made for.
+        schedule: a valid schedule.
+        rule: the weight rule; by default the one that the schedule is made for.
 
     Raises:
-        ScheduleError: the schedule's own rule does not go with it.
+        ScheduleError: the schedule's own rule does not fit it.
     """
     if schedule.stream is None:
         return (1.0,) * schedule.stages
     rule = rule_of(schedule) if rule is None else rule
-    return tuple(kept + rule.extra for kept in readings(schedule, rule).versions)
+    return tuple(versions + rule.extra for versions in readings(schedule, rule).versions)
 
 
 def with_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -> Costs:
-    """`costs` with the versions that a rule keeps in a stream; unchanged if the schedule is none,
-    or nothing is known of bytes.
+    """Return `costs` with the versions that a rule stores in a stream.
+
+    Unchanged if the schedule is synchronous, or if the costs contain no bytes.
     """
     if schedule.stream is None or costs.weight_bytes is None:
         return costs
     return replace(costs, weight_versions=versions_held(schedule, rule))
 
 
-def weighed(amounts: Amounts, schedule: Schedule) -> Amounts:
-    """`amounts` with what a stream holds: the versions of its own rule where they do not say how
-    many there are, and an optimizer state for each copy of the weights.
+def with_stream_memory(amounts: Amounts, schedule: Schedule) -> Amounts:
+    """Return `amounts` with the memory of a stream.
+
+    That is the weight versions of the schedule's own rule, unless the costs specify them, and one
+    optimizer state per replica of the weights.
     """
     weights, states = amounts.get("weight_bytes"), amounts.get("optimizer_bytes")
     if schedule.stream is None or weights is None:
         return amounts
-    given = dict(amounts.given)
-    if "weight_versions" not in given:
-        given["weight_versions"] = np.array(versions_held(schedule)).reshape(1, -1, 1)
+    arrays = dict(amounts.arrays)
+    if "weight_versions" not in arrays:
+        arrays["weight_versions"] = np.array(versions_held(schedule)).reshape(1, -1, 1)
     if states is not None:
-        given["weight_bytes"] = weights + (schedule.stream.pipelines - 1) * states
-        given["optimizer_bytes"] = schedule.stream.pipelines * states
-    return replace(amounts, given=given)
+        arrays["weight_bytes"] = weights + (schedule.stream.pipelines - 1) * states
+        arrays["optimizer_bytes"] = schedule.stream.pipelines * states
+    return replace(amounts, arrays=arrays)

@@ -60,10 +60,10 @@ class StageCosts:
             costs.spread(name, stages - 1)
         amounts = Amounts.of([costs], stages, range(1))
         forward, whole, inputs, weights = (_row(each, stages) for each in amounts.work())
-        latency = amounts.known("latency")
+        latency = amounts.get_or("latency")
         up, down = (_row(each + latency, stages - 1) for each in amounts.crossing())
         held = costs.spread("activation_bytes", stages)
-        update = _row(amounts.known("update"), stages)
+        update = _row(amounts.get_or("update"), stages)
         return cls(
             forward,
             inputs,
