@@ -77,7 +77,12 @@ def test_partitions_are_sequentials_whose_layers_keep_their_names():
             TypeError,
             "module must be nn.Sequential to be partitioned, not Linear",
         ),
-        (nn.Sequential(nn.Tanh()), {}, ValueError, "balance is required: how many of the 1 layers"),
+        (
+            nn.Sequential(nn.Tanh()),
+            {},
+            ValueError,
+            "balance is required: the number of layers of each partition, 1 in total",
+        ),
         (
             nn.Sequential(nn.Tanh()),
             {"balance": [2]},
@@ -279,7 +284,7 @@ class Returning(nn.Module):
             lambda x: "hello",
             torch.rand(2),
             TypeError,
-            "expected Tensor, but got str: what the last layer",
+            "expected Tensor, but got str: the output of the last layer",
         ),
         (
             lambda x: x,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.runtime.pipe import Pipe
-from penstock.runtime.pipe_threads import PAYS_S, Choice
+from penstock.runtime.pipe_threads import MIN_THREADED_OP_S, ThreadChoice
 
 
 class Dropping(nn.Module):
@@ -69,15 +69,15 @@ def test_every_partition_has_a_thread_of_its_own_in_both_halves():
 
 def test_threads_are_used_where_ops_are_long_and_not_where_they_are_short():
     """Below some hundred microseconds, two threads only pass the interpreter back and forth."""
-    choice = Choice()
+    choice = ThreadChoice()
     choice._cores = 2
-    assert choice.threads()
-    choice.seconds_per_op = 2 * PAYS_S
-    assert choice.threads()
-    choice.seconds_per_op = PAYS_S / 2
-    assert not choice.threads()
-    choice.seconds_per_op, choice._cores = 2 * PAYS_S, 1
-    assert not choice.threads()
+    assert choice.use_threads()
+    choice.seconds_per_op = 2 * MIN_THREADED_OP_S
+    assert choice.use_threads()
+    choice.seconds_per_op = MIN_THREADED_OP_S / 2
+    assert not choice.use_threads()
+    choice.seconds_per_op, choice._cores = 2 * MIN_THREADED_OP_S, 1
+    assert not choice.use_threads()
 
 
 def test_a_mode_of_the_callers_thread_keeps_everything_in_it():
@@ -165,10 +165,10 @@ def test_partitions_before_one_that_failed_stop_soon():
 
 def forced_from_the_start(pipe: Pipe) -> Pipe:
     """Threads at the first forward already."""
-    from penstock.runtime.pipe import _stages
+    from penstock.runtime.pipe import build_stages
     from penstock.runtime.pipe_play import Engine
 
-    pipe._engine = Engine(_stages(pipe.partitions, pipe.devices))
+    pipe._engine = Engine(build_stages(pipe.partitions, pipe.devices))
     for choice in pipe._engine.choices.values():
         choice.forced = True
     return pipe
