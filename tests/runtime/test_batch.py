@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import SettingError
-from penstock.runtime.batch import cut, even_sizes, join, make_batch, sample_count, sizes_by_share
+from penstock.runtime.batch import make_batch
+from penstock.runtime.splitting import cut, even_sizes, join, sample_count, sizes_by_share
 from penstock.schedule.slicing import Slicing
 
 

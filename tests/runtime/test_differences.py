@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.runtime.assembly import Training
 from penstock.runtime.description import describe, describe_run
 from penstock.runtime.differences import Description, differences, message_of, shortened
 from penstock.runtime.options import Options
 from penstock.runtime.setting import Words, setting_of
+from penstock.runtime.stage_builder import Training
 from penstock.tracing.chain import chain
 
 

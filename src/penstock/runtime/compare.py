@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from penstock.errors import RunError
 from penstock.runtime import state
-from penstock.runtime.assembly import Assembly, Training
-from penstock.runtime.batch import Batch, join
+from penstock.runtime.assembly import Assembly
+from penstock.runtime.batch import Batch
 from penstock.runtime.device_batch import INPUTS, device_batch
 from penstock.runtime.loss_view import generator_states
 from penstock.runtime.numeric_settings import numeric_settings
 from penstock.runtime.reference_model import reference_model
 from penstock.runtime.results import by_micro_batch
+from penstock.runtime.splitting import join
+from penstock.runtime.stage_builder import Training
 from penstock.runtime.stage_loss import LossOptions, StageLoss
 from penstock.runtime.whole_batch import (
     DRAWS,

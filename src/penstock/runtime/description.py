@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.assembly import Assembly, Training
+from penstock.runtime.assembly import Assembly
 from penstock.runtime.checksum import checksum
 from penstock.runtime.differences import META, STALE, Description
 from penstock.runtime.setting import Setting
+from penstock.runtime.stage_builder import Training
 from penstock.runtime.stale import stale_layers
 from penstock.tracing.chain import TracedChain
 from penstock.tracing.names import parameters_of, prefix_of

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.batch import Batch, cut, sample_count, token_count
+from penstock.runtime.batch import Batch
+from penstock.runtime.splitting import cut, sample_count, token_count
 from penstock.values.structure import map_tensors, tensors_of
 
 #: Places of inputs and targets in `Batch.whole`.

@@ -77,7 +77,9 @@ class Persistence:
                 "go on from it without them. Save after the step, or call update() or zero_grad() before save()"
             )
         own = self.schedulers
-        texts = self.made.told([*(each.as_json() for each in own), *(each.kind for each in own)])
+        texts = self.made.broadcast_texts(
+            [*(each.as_json() for each in own), *(each.kind for each in own)]
+        )
         # Of schedulers that nobody has made again since the load, the state goes on as it is.
         later = slice(len(own), None)
         progress = Progress(

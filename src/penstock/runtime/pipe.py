@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError, SettingError
+from penstock.runtime.pipe_batch import check_input, split_input
 from penstock.runtime.pipe_play import Engine
-from penstock.runtime.pipe_run import check_input, run_forward, split_input
+from penstock.runtime.pipe_run import run_forward
 from penstock.runtime.pipe_stage import Partition, PipeStage
 from penstock.tracing import deferred_batch_norm as deferred
 from penstock.tracing.sequential import runs_otherwise
@@ -243,16 +244,17 @@ class Pipe(nn.Module):
 
 def _move_error(target: Any) -> TypeError:
     return TypeError(
-        f"denied to move parameters and buffers to {target!r}, because a Pipe keeps every partition "
-        "on its own device: choose devices by the argument devices= of Pipe"
+        f"denied to move parameters and buffers to {target!r}, because a Pipe keeps every "
+        "partition on its own device: choose devices by the argument devices= of Pipe"
     )
 
 
 def _check_balance(module: nn.Sequential, balance: Iterable[int] | None) -> list[int]:
     """Return the balance as a list, or raise if it does not match the module."""
     advice = (
-        "ps.plan(ps.profile(module, example), stages=…) measures the layers and computes a balance, "
-        "as torchgpipe.balance and fairscale.nn.pipe.balance do for torchgpipe and FairScale"
+        "ps.plan(ps.profile(module, example), stages=…) measures the layers and computes a "
+        "balance, as torchgpipe.balance and fairscale.nn.pipe.balance do for torchgpipe and "
+        "FairScale"
     )
     if balance is None:
         raise BalanceError(
@@ -284,8 +286,8 @@ def _check_sequential(module: nn.Sequential) -> None:
     if runs_otherwise(module):
         raise SettingError(
             f"{type(module).__name__} has a forward, an order of its layers or hooks of its own, "
-            "and a Pipe runs the layers alone, one after another: pass nn.Sequential(*layers), with "
-            "any further work of the forward in a layer; or use ps.Pipeline with "
+            "and a Pipe runs the layers alone, one after another: pass nn.Sequential(*layers), "
+            "with any further work of the forward in a layer; or use ps.Pipeline with "
             "ps.chain(model, example)"
         )
     layer_tensors = {
@@ -294,9 +296,9 @@ def _check_sequential(module: nn.Sequential) -> None:
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and id(tensor) not in layer_tensors:
             raise SettingError(
-                f"{name} is a parameter or buffer of the nn.Sequential itself, and a Pipe takes its "
-                "layers alone: it would not be in parameters() or state_dict(). Register it in the "
-                "layer that uses it"
+                f"{name} is a parameter or buffer of the nn.Sequential itself, and a Pipe takes "
+                "its layers alone: it would not be in parameters() or state_dict(). Register it in "
+                "the layer that uses it"
             )
 
 
@@ -335,9 +337,9 @@ def _check_shared(partitions: Iterable[nn.Module], devices: Sequence[torch.devic
             if devices[first_index] != devices[index]:
                 raise ValueError(
                     "module with duplicate parameters on distinct devices is not supported: "
-                    f"{first_name} (partition {first_index} on {devices[first_index]}) is "
-                    f"{name} (partition {index} on {devices[index]}) as well. Choose a balance that "
-                    "puts both on one device, or use ps.Pipeline, which ties weights"
+                    f"{first_name} (partition {first_index} on {devices[first_index]}) is {name} "
+                    f"(partition {index} on {devices[index]}) as well. Choose a balance that puts "
+                    "both on one device, or use ps.Pipeline, which ties weights"
                 )
 
 

@@ -211,13 +211,10 @@ class AutocastState:
 
     def __init__(self, devices: Sequence[torch.device], *, caching: bool) -> None:
         self._caching = caching
-        self._settings = {
-            device_type: (
-                torch.is_autocast_enabled(device_type),
-                torch.get_autocast_dtype(device_type),
-            )
-            for device_type in sorted({"cpu", *(device.type for device in devices)})
-        }
+        self._settings: dict[str, tuple[bool, torch.dtype]] = {}
+        for device_type in sorted({"cpu", *(device.type for device in devices)}):
+            enabled = torch.is_autocast_enabled(device_type)
+            self._settings[device_type] = enabled, torch.get_autocast_dtype(device_type)
 
     @contextmanager
     def restored(self) -> Iterator[None]:

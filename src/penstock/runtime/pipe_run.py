@@ -1,4 +1,4 @@
-"""One forward of a `Pipe`, and the backward that may follow: one node of the caller's autograd graph.
+"""One forward of a `Pipe` with its backward: one node of the caller's autograd graph.
 
 The weights are inputs of that node. Their gradients reach the caller's graph once per backward, and
 autograd treats them as any gradient: hooks, `torch.autograd.grad`, accumulation in `.grad`.
@@ -14,133 +14,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
+from penstock.runtime.pipe_batch import concatenate_outputs
 from penstock.runtime.pipe_play import AutocastState, Engine, HalfStep
 from penstock.runtime.pipe_random import ForwardSeed, generator_states
-from penstock.runtime.pipe_stage import BoundaryValue, Grads
-from penstock.values.constants import same_constant
-from penstock.values.memory import overlapping
-from penstock.values.structure import Structure, Unflattenable, flatten, tensors_of, unflatten
-
-
-def check_input(value: Any) -> None:
-    """Reject an input that cannot be split into micro-batches.
-
-    Raises:
-        TypeError: an item in it is neither a tensor nor None (attributes of objects may be of other
-            types), or is a sparse tensor.
-    """
-    if type(value) is Tensor:
-        return
-    try:
-        leaves, structure = flatten(value)
-    except Unflattenable as error:
-        raise TypeError(f"the input of a Pipe cannot be cut into micro-batches: {error}") from error
-    if structure.has("sparse"):
-        raise TypeError(
-            "the input of a Pipe has a sparse tensor in it, which cannot be cut into micro-batches: "
-            "make it in the first layer"
-        )
-    for leaf, is_item in zip(leaves, structure.items(), strict=True):
-        if is_item and leaf is not None and not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"expected Tensor, but got {type(leaf).__name__}: a Pipe takes a tensor, or tensors "
-                "and None in nested tuples, lists, mappings and records, so that they can be cut "
-                "into micro-batches"
-            )
-
-
-def split_input(value: Any, chunks: int) -> list[BoundaryValue]:
-    """Split a nested input into at most `chunks` micro-batches.
-
-    Each tensor is split by `torch.chunk` along its first dimension.
-
-    Raises:
-        ValueError: the tensors give different numbers of micro-batches, or there are no tensors.
-    """
-    leaves: list[Any] = [value]
-    structure: Structure | None = None
-    if type(value) is not Tensor:
-        leaves, structure = flatten(value)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    columns = [torch.chunk(tensor.detach(), chunks) for tensor in tensors]
-    counts = sorted({len(column) for column in columns})
-    if len(counts) != 1:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensors"
-        raise ValueError(
-            "the tensors of an input are cut along their first dimension, into the same number of "
-            f"micro-batches each; these have {shapes}, which come to "
-            f"{', '.join(map(str, counts)) or 0} of at most {chunks}"
-        )
-    requires_grad = [tensor.requires_grad for tensor in tensors]
-    whole = BoundaryValue(leaves, structure, requires_grad, overlapping(tensors))
-    return [whole.with_tensors(pieces) for pieces in zip(*columns, strict=True)]
-
-
-def concatenate_outputs(outputs: Sequence[BoundaryValue]) -> list[Any]:
-    """Concatenate the outputs of all micro-batches; return the leaves of the whole output.
-
-    Raises:
-        TypeError: an item is neither a tensor nor None.
-        RuntimeError: the outputs of micro-batches differ in structure or in attributes, or a tensor
-            has no dimension to concatenate along.
-    """
-    first = outputs[0]
-    if any(
-        output.structure != first.structure or len(output.leaves) != len(first.leaves)
-        for output in outputs
-    ):
-        raise RuntimeError(
-            "the output of one micro-batch is nested in another way than that of another: they "
-            "cannot be joined"
-        )
-    if first.structure is not None and first.structure.has("sparse"):
-        raise RuntimeError(
-            "the last layer of a Pipe returned a sparse tensor, and outputs of micro-batches are "
-            "joined along their first dimension: return its to_dense()"
-        )
-    items = [True] if first.structure is None else first.structure.items()
-    columns = zip(*(output.leaves for output in outputs), strict=True)
-    return [
-        _concatenate_leaf(column, is_item=is_item)
-        for column, is_item in zip(columns, items, strict=True)
-    ]
-
-
-def _concatenate_leaf(column: Sequence[Any], *, is_item: bool) -> Any:
-    """Return one leaf of the whole output, given that leaf of every micro-batch.
-
-    Args:
-        column: the leaf, by micro-batch.
-        is_item: whether it is an item of a container, not an attribute of an object.
-    """
-    if not all(isinstance(leaf, Tensor) for leaf in column):
-        _check_constant(column, is_item=is_item)
-    if not isinstance(column[0], Tensor):
-        return column[0]
-    if len(column) == 1:
-        return column[0].detach()
-    if column[0].dim() == 0:
-        raise RuntimeError(
-            "the last layer of a Pipe returned a tensor without dimensions: outputs of "
-            "micro-batches are joined along their first one, so reduce after the Pipe, or use "
-            "chunks=1"
-        )
-    return torch.cat([leaf.detach() for leaf in column])
-
-
-def _check_constant(column: Sequence[Any], *, is_item: bool) -> None:
-    """Reject a leaf that is not a tensor, unless it is an equal constant in all micro-batches."""
-    for leaf in column:
-        if is_item and leaf is not None and not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"expected Tensor, but got {type(leaf).__name__}: the output of the last layer of a "
-                "Pipe is joined from its micro-batches, so it must consist of tensors and None"
-            )
-        if not same_constant(leaf, column[0]):
-            raise RuntimeError(
-                f"the last layer of a Pipe returned {column[0]!r} for one micro-batch and {leaf!r} "
-                "for another: only tensors can be joined"
-            )
+from penstock.runtime.pipe_value import BoundaryValue, Grads
+from penstock.values.structure import tensors_of, unflatten
 
 
 class Run:
@@ -164,7 +42,9 @@ class Run:
         self.engine = engine
         self._inputs: Sequence[BoundaryValue] = micro_batches
         self.micro_batch_count = len(micro_batches)
-        self._shapes = [[tensor.shape for tensor in value.tensors] for value in micro_batches]
+        self._shapes: list[list[torch.Size]] = []
+        for value in micro_batches:
+            self._shapes.append([tensor.shape for tensor in value.tensors])
         samples = [shapes[0][0] for shapes in self._shapes]
         self._sample_shares = [count / sum(samples) for count in samples]
         self._forward_seed = ForwardSeed()
@@ -261,8 +141,8 @@ class Run:
         if self._backward_started:
             raise RuntimeError(
                 "trying to backward through a Pipe a second time: the saved tensors of its forward "
-                "are freed, also with retain_graph=True. Call the Pipe again, or take all gradients "
-                "in one backward"
+                "are freed, also with retain_graph=True. Call the Pipe again, or take all "
+                "gradients in one backward"
             )
         self._backward_started = True
         engine, runs = self.engine, self.partition_runs
@@ -341,11 +221,10 @@ class Node(torch.autograd.Function):
         ctx.run = run
         input_tensors = tensors[: len(tensors) - len(run.weights)]
         ctx.devices = [tensor.device for tensor in input_tensors]
-        columns = zip(*(value.tensors for value in micro_batches), strict=True)
         # By output tensor, its samples per micro-batch; None if there is one micro-batch.
-        ctx.sizes = [
-            [len(tensor) for tensor in column] if len(column) > 1 else None for column in columns
-        ]
+        ctx.sizes = []
+        for column in zip(*(value.tensors for value in micro_batches), strict=True):
+            ctx.sizes.append(list(map(len, column)) if len(column) > 1 else None)
         return tuple(outputs)
 
     @staticmethod
@@ -358,8 +237,8 @@ class Node(torch.autograd.Function):
         """
         if torch.is_grad_enabled():
             raise RunError(
-                "create_graph=True asks for gradients of gradients, which a Pipe does not have: its "
-                "gradients come without a graph, so that a term computed from them, such as a "
+                "create_graph=True asks for gradients of gradients, which a Pipe does not have: "
+                "its gradients come without a graph, so that a term computed from them, such as a "
                 "gradient penalty, would train nothing. Use the plain nn.Sequential for it, or a "
                 "penalty that needs no second derivative"
             )
@@ -373,9 +252,9 @@ class Node(torch.autograd.Function):
                 columns.append([grad])
             else:
                 columns.append(torch.split(grad, sizes))
-        output_grads = [
-            [column[number] for column in columns] for number in range(run.micro_batch_count)
-        ]
+        output_grads: list[Grads] = []
+        for number in range(run.micro_batch_count):
+            output_grads.append([column[number] for column in columns])
         micro_batch_grads, weight_grads = run.backward(output_grads, side_grad)
         input_grads = [
             run.concatenate_input_grad(position, micro_batch_grads, device)

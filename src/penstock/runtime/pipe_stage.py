@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from penstock.errors import RunError
 from penstock.runtime.crossing import check_same_flags, check_shared, versions_of
 from penstock.runtime.pipe_random import ForwardSeed, PartitionRandomness, SeededOps
+from penstock.runtime.pipe_value import BoundaryValue, Grads, boundary_values
 from penstock.runtime.second_forward import FirstForward, SecondForwards
 from penstock.tracing.recomputing import PASSES
 from penstock.tracing.side_loss import collecting_side_losses
 from penstock.tracing.skippable import Skip, Skippable, Waiting, waiting_skips
-from penstock.values.memory import copy_of, overlapping
-from penstock.values.structure import Structure, check_tensor, flatten, unflatten
+from penstock.values.memory import copy_of
 
 
 class Partition(nn.Sequential):
@@ -43,79 +43,6 @@ class Partition(nn.Sequential):
         for position, layer in enumerate(self):
             input = self.seeded_ops.run(self.first_layer + position, layer, input)  # noqa: A001
         return input
-
-
-class BoundaryValue(NamedTuple):
-    """A nested value of one micro-batch that passes from one partition to another.
-
-    Attributes:
-        leaves: tensors and other leaves, in order.
-        structure: how the leaves nest; None for a bare tensor.
-        requires_grad: by tensor, whether a gradient is returned for it.
-        shared: pairs of its tensors, by position, that share memory in the partition that made
-            them.
-        shared_outside: positions of tensors that share memory with a value on another port.
-    """
-
-    leaves: Sequence[Any]
-    structure: Structure | None
-    requires_grad: Sequence[bool]
-    shared: Sequence[tuple[int, int]] = ()
-    shared_outside: Sequence[int] = ()
-
-    @classmethod
-    def of(cls, value: Any) -> BoundaryValue:
-        """Flatten a value.
-
-        Raises:
-            Unflattenable: part of the value cannot be passed between partitions.
-        """
-        if type(value) is Tensor and value.layout is torch.strided:
-            check_tensor(value)
-            return cls((value,), None, (value.requires_grad,))
-        leaves, structure = flatten(value)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        requires_grad = [tensor.requires_grad for tensor in tensors]
-        return cls(leaves, structure, requires_grad, overlapping(tensors))
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among the leaves, in order."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-
-    def value(self) -> Any:
-        """Return the nested value."""
-        return self.leaves[0] if self.structure is None else unflatten(self.structure, self.leaves)
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> BoundaryValue:
-        """Return a copy with the tensors replaced, in order."""
-        replacements = iter(tensors)
-        leaves = [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return self._replace(leaves=leaves)
-
-
-def _boundary_values(values: Sequence[Any]) -> list[BoundaryValue]:
-    """Flatten the values of several ports, and note tensors that share memory across ports."""
-    flat_values = [BoundaryValue.of(value) for value in values]
-    if len(flat_values) == 1:
-        return flat_values
-    port_of = [port for port, flat in enumerate(flat_values) for _ in flat.tensors]
-    first_of_port = [port_of.index(port) for port in port_of]
-    tensors = [tensor for flat in flat_values for tensor in flat.tensors]
-    for pair in overlapping(tensors):
-        if port_of[pair[0]] == port_of[pair[1]]:
-            continue
-        for position in pair:
-            port = port_of[position]
-            position_in_value = position - first_of_port[position]
-            flat = flat_values[port]
-            shared_outside = (*flat.shared_outside, position_in_value)
-            flat_values[port] = flat._replace(shared_outside=shared_outside)
-    return flat_values
-
-
-#: By tensor of a `BoundaryValue`: its gradient, or None.
-Grads = list[Tensor | None]
 
 
 @dataclass
@@ -265,12 +192,7 @@ class PipeStage:
                 requires_grad,
                 [] if recompute else side_losses,
             )
-        if recompute:
-            return [
-                value.with_tensors([tensor.detach() for tensor in value.tensors])
-                for value in outputs
-            ]
-        return outputs
+        return [value.detached() for value in outputs] if recompute else outputs
 
     def prepare(self, run: PartitionRun, micro_batch: int) -> None:
         """Recompute the forward of a micro-batch, if it is to be recomputed.
@@ -356,10 +278,7 @@ class PipeStage:
                     torch.autograd.backward(roots, root_grads)
             finally:
                 PASSES.recomputing = outer_recomputing
-        return [
-            [leaf.grad if leaf.requires_grad else None for leaf in value.tensors]
-            for value in saved.inputs
-        ]
+        return [value.gradients() for value in saved.inputs]
 
     def _make_leaves(self, value: BoundaryValue, has_backward: bool) -> BoundaryValue:
         """Return a value on this device, with its tensors as leaves of a new graph."""
@@ -384,10 +303,7 @@ class PipeStage:
         if copies:
             # Autograd forbids to modify a leaf in place, and the partition before must not see the
             # modification.
-            inputs = [
-                value.with_tensors([copy_of(tensor) for tensor in value.tensors])
-                for value in leaves
-            ]
+            inputs = [value.with_tensors(list(map(copy_of, value.tensors))) for value in leaves]
         tensors = [tensor for value in inputs for tensor in value.tensors]
         versions_before = versions_of(tensors)
         skips: Waiting = {
@@ -404,7 +320,7 @@ class PipeStage:
             version_pairs = zip(versions_before, versions_after, strict=True)
             modified = [before != after for before, after in version_pairs]
             self._record_modified(run, inputs, modified, copied=copies)
-        return _boundary_values([output, *(skips.pop(skip) for skip in self.outgoing)]), side_losses
+        return boundary_values([output, *(skips.pop(skip) for skip in self.outgoing)]), side_losses
 
     def _record_modified(
         self,
@@ -473,9 +389,9 @@ class PipeStage:
 
     def _undetected_draw_error(self, op: str) -> RuntimeError:
         return RuntimeError(
-            f"a layer of a Pipe drew random numbers ({op}) in a forward, and had drawn none before. "
-            "They were not recorded, so the forward cannot be recomputed for its backward. The "
-            "next forward allows for it: repeat the batch"
+            f"a layer of a Pipe drew random numbers ({op}) in a forward, and had drawn none "
+            "before. They were not recorded, so the forward cannot be recomputed for its backward. "
+            "The next forward allows for it: repeat the batch"
         )
 
 

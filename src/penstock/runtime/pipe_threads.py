@@ -92,7 +92,7 @@ class PartitionThreads:
         for _ in jobs:
             try:
                 changed |= done.get()
-            except BaseException as error:  # noqa: BLE001 - Ctrl-C; `stop` sees to it that it is raised
+            except BaseException as error:  # noqa: BLE001 - Ctrl-C; raised after `stop`
                 stop(error)
                 changed |= done.get()
         if changed:

@@ -17,7 +17,7 @@ from penstock.optim.update import OptimizerFactory
 from penstock.plan.plan import Plan
 from penstock.runtime import state
 from penstock.runtime.agreement import compare_optimizers, compare_settings, meeting_of
-from penstock.runtime.assembly import Training, assemble
+from penstock.runtime.assembly import assemble
 from penstock.runtime.batch import Batch, make_batch, pair_of
 from penstock.runtime.calls import END_OF_TRAIN
 from penstock.runtime.compare import Comparison, compare
@@ -36,6 +36,7 @@ from penstock.runtime.replica_check import check_replicas
 from penstock.runtime.results import mean_loss, outputs
 from penstock.runtime.setting import Words, check, setting_of
 from penstock.runtime.stage import Loss, Stage
+from penstock.runtime.stage_builder import Training
 from penstock.runtime.stage_loss import LossOptions
 from penstock.runtime.streaming import Streaming
 from penstock.runtime.together import Together
@@ -223,7 +224,8 @@ class Pipeline(Optimizing, ModelState, Inspection):
         if self._stream is not None:
             if update is not None:
                 raise SettingError(
-                    "update= is for synchronous schedules: an asynchronous one updates after every batch"
+                    "update= is for synchronous schedules: an asynchronous one updates after every "
+                    "batch"
                 )
             self._feed(self._stream, batch)
             self.flush()
@@ -244,7 +246,8 @@ class Pipeline(Optimizing, ModelState, Inspection):
         """
         if not self._made.steps:
             raise SettingError(
-                "there is nothing to step: this pipeline has no optimizer. Give it one by optimizer="
+                "there is nothing to step: this pipeline has no optimizer. Give it one by "
+                "optimizer="
             )
         self._world.calls.enter("update")
         if self._gathered:
@@ -325,7 +328,8 @@ class Pipeline(Optimizing, ModelState, Inspection):
     def _batch(self, x: Any, y: Any, *, training: bool, call: str) -> Batch:
         if y is None:
             raise SettingError(
-                "a batch needs targets for its loss, not None: where the loss takes none, give the inputs again"
+                "a batch needs targets for its loss, not None: where the loss takes none, give the "
+                "inputs again"
             )
         batch = make_batch(
             x,
@@ -375,8 +379,8 @@ class Pipeline(Optimizing, ModelState, Inspection):
         check_accumulate(count, self.setting.schedule)
         if self._gathered:
             raise SettingError(
-                f"accumulate cannot change while the gradients of {self._gathered} batches wait for their step: update() or "
-                "zero_grad() first"
+                f"accumulate cannot change while the gradients of {self._gathered} batches wait "
+                "for their step: update() or zero_grad() first"
             )
         self._accumulate = count
 

@@ -55,7 +55,7 @@ class Streaming:
         longest = prolonged(self.schedule, 2 * self.schedule.batches + self.portions.period.batches)
         self._most_marks = {rank: len(longest.programs[rank]) for rank in self.interpreters}
         for interpreter in self.interpreters.values():
-            interpreter.told = self._losses.tell
+            interpreter.on_loss = self._losses.tell
 
     def feed(self, batch: Batch) -> None:
         """Give one more batch to the ranks, and let them run what they can with it.
@@ -159,7 +159,7 @@ class Streaming:
         interpreter.go_on(self.portions.rest(rank, self._fed), self._under_way)
         for weights in interpreter.weights.values():
             weights.drain()
-        for copies in self.made.apart[rank].values():
+        for copies in self.made.wave_replicas[rank].values():
             copies.share_weights()
         interpreter.finish()
 
