@@ -191,11 +191,7 @@ def make_batch(
     if training:
         _check_no_grad(x, "inputs")
         _check_no_grad(y, "targets")
-    samples = sample_count(x, "the inputs of a batch")
-    if y is not None and sample_count(y, "the targets of a batch") != samples:
-        raise SettingError(
-            f"a batch has {samples} inputs and {sample_count(y, 'the targets')} targets"
-        )
+    samples = _sample_count(x, y)
     sizes, slicing = _micro_batch_sizes(samples, micro_batches, slicing)
     shares = [size / samples for size in sizes]
     inputs, targets = cut(x, sizes), None if y is None else cut(y, sizes)
@@ -213,6 +209,20 @@ def make_batch(
     forms, structure = _describe_inputs(x)
     signature = _signature(training, y is not None, len(sizes), forms, structure, slicing)
     return Batch(step, inputs, targets, shares, signature, training, slicing=slicing, whole=(x, y))
+
+
+def _sample_count(x: Any, y: Any) -> int:
+    """Return the number of samples of a batch.
+
+    Raises:
+        SettingError: inputs and targets have no samples, or not the same number.
+    """
+    samples = sample_count(x, "the inputs of a batch")
+    if y is not None and sample_count(y, "the targets of a batch") != samples:
+        raise SettingError(
+            f"a batch has {samples} inputs and {sample_count(y, 'the targets')} targets"
+        )
+    return samples
 
 
 def _micro_batch_sizes(

@@ -41,7 +41,7 @@ class DeviceBatch:
 
         Args:
             kind: `INPUTS` or `TARGETS`.
-            number: of the micro-batch or slice.
+            number: number of the micro-batch or slice.
         """
         return map_tensors(lambda leaf: self.view(kind, number, leaf), self._parts[kind][number])
 
@@ -50,7 +50,7 @@ class DeviceBatch:
 
         Args:
             kind: `INPUTS` or `TARGETS`.
-            number: of the micro-batch or slice.
+            number: number of the micro-batch or slice.
             tensor: the same tensor on the host.
         """
         if tensor.device == self._device:
@@ -73,7 +73,7 @@ class DeviceBatch:
         return map_tensors(lambda leaf: tensors[id(leaf)], self._whole[kind])
 
     def _cut(self, kind: int, number: int, tensor: Tensor) -> None:
-        """Copy the tensor of the batch that `tensor` is a part of, and make the views of all parts."""
+        """Copy the batch's tensor that `tensor` is a part of, and make the views of all parts."""
         if self._whole[kind] is None:
             self._views[id(tensor)] = copy_to(tensor, self._device)
             return

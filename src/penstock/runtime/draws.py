@@ -41,7 +41,7 @@ from penstock.tracing.randomness import (
     stream_seed,
 )
 
-#: Last component of a stream's seed in evaluation and in a backward; a forward in training has none.
+#: Last component of a stream's seed in evaluation and in a backward; a training forward has none.
 _EVALUATION, _BACKWARD = 1, 2
 
 
@@ -192,13 +192,13 @@ class StageDraws:
         self._settings = draw_settings(self._modules)
         before, self._randomness = self._randomness, {}
         for part in self._parts:
-            known = _PartRandomness(part, self._mentions_host(part.module))
-            self._randomness[part.index] = known
+            randomness = _PartRandomness(part, self._mentions_host(part.module))
+            self._randomness[part.index] = randomness
             if part.index in before:
-                known.torch = before[part.index].torch
+                randomness.torch = before[part.index].torch
                 for training, drew in before[part.index].host.items():
-                    known.host[training] |= drew
-            if known.may_draw and part.index in self._joined:
+                    randomness.host[training] |= drew
+            if randomness.may_draw and part.index in self._joined:
                 raise RunError(
                     f"layers {self._joined[part.index]} are compiled as one function, because none "
                     "of them could draw random numbers when the pipeline was made; now one may. "
@@ -250,26 +250,28 @@ class StageDraws:
             run: the forward of the part.
             value: its input.
         """
-        known = self._randomness[part.index]
+        randomness = self._randomness[part.index]
         training = place.batch.training
-        observing = self._observing and known.user_code
-        draws = known.may_draw if training else known.torch[False] or known.host[False]
+        observing = self._observing and randomness.user_code
+        draws = (
+            randomness.may_draw if training else randomness.torch[False] or randomness.host[False]
+        )
         if not observing and not draws:
             return run(value)
         components = [self._seed, place.batch.step, part.index, place.micro_batch]
         if not training:
             components += [_EVALUATION, self._evaluation[1]]
-        host = observing or known.host[training]
+        host = observing or randomness.host[training]
         seed_generators(self._device, stream_seed(*components), host=host)
-        if not known.user_code:
+        if not randomness.user_code:
             return run(value)
         torch_before = torch.get_rng_state()
         host_before = host_state() if observing else None
         output = run(value)
         if not torch.equal(torch_before, torch.get_rng_state()):
-            self._record_draw(known, training)
+            self._record_draw(randomness, training)
         if host_before is not None and not equal_states(host_before, host_state()):
-            known.host[training] = True
+            randomness.host[training] = True
         backward_may_draw = self._backwards_to_observe or self._backward_changes_states
         if training and backward_may_draw and torch.is_grad_enabled():
             self._seed_at_backward(part, place, value, output)
@@ -277,24 +279,24 @@ class StageDraws:
 
     def call_again(self, part: Part, place: Place, run: Callable[[Any], Any], value: Any) -> Any:
         """Run a recomputed part a second time, in a backward. Arguments as for `call`."""
-        known = self._randomness[part.index]
-        if not known.may_draw:
+        randomness = self._randomness[part.index]
+        if not randomness.may_draw:
             return run(value)
-        host = known.host[True]
+        host = randomness.host[True]
         with drawing(self._device, host=host):
             seed = stream_seed(self._seed, place.batch.step, part.index, place.micro_batch)
             seed_generators(self._device, seed, host=host)
             return run(value)
 
-    def _record_draw(self, known: _PartRandomness, training: bool) -> None:
+    def _record_draw(self, randomness: _PartRandomness, training: bool) -> None:
         """Record that a part has drawn from torch's generators.
 
         The first time, its backwards are observed too: they may draw as well.
         """
-        if training and not known.torch[True] and not self._compiled:
+        if training and not randomness.torch[True] and not self._compiled:
             batch = self._batch()
             self._backwards_to_observe = 1 if batch is None else len(batch.inputs)
-        known.torch[training] = True
+        randomness.torch[training] = True
         if training and self._compiled:
             self._backward_draws = True
 

@@ -27,7 +27,7 @@ from penstock.transport.transport import Arrival, Transport, TransportLost, Tran
 
 T = TypeVar("T")
 
-#: Size of the cache of programs. Small batches and evaluation have programs different from training.
+#: Size of the cache of programs. Small batches and evaluation have other programs than training.
 _MAX_PROGRAMS = 64
 
 
@@ -305,7 +305,7 @@ class Interpreter:
         return result
 
     def _weights(self, stage: int) -> StageWeights | None:
-        """Return the weight rule of a stage; None outside a stream, where ops read the parameters."""
+        """Return a stage's weight rule; None outside a stream, where ops read the parameters."""
         return self.weights.get(stage) if self._streaming else None
 
     def _update(self, op: Op) -> None:

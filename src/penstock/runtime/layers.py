@@ -1,4 +1,4 @@
-"""Run the layers of a stage in order, with their random streams, slices, recompute, and compiled code."""
+"""Run the layers of a stage, with random streams, slice state, recompute and compiled code."""
 
 from __future__ import annotations
 

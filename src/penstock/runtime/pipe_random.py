@@ -114,9 +114,13 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value: its input.
         """
         self._layer, self._stream_state = layer, None
-        known = self._layer_randomness = self._randomness.of_layer(module)
-        needs_generators = known.host_random or known.random_in_rerun or self._randomness.observing
-        if not (known.user_code and needs_generators):
+        layer_randomness = self._layer_randomness = self._randomness.of_layer(module)
+        needs_generators = (
+            layer_randomness.host_random
+            or layer_randomness.random_in_rerun
+            or self._randomness.observing
+        )
+        if not (layer_randomness.user_code and needs_generators):
             return module(value)
         with drawing(self._device, host=True):
             # The mode must not intercept the op that draws the forward's seed.
@@ -130,7 +134,7 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             drew_on_host = not equal_states(host_before, host_state())
             states_after = generator_states(self._device)
             drew = drew_on_host or not all(map(torch.equal, states_before, states_after))
-        known.host_random |= drew_on_host
+        layer_randomness.host_random |= drew_on_host
         if drew:
             self._record_draw("numpy.random or random" if drew_on_host else "an op of torch")
         return output

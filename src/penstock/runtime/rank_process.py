@@ -12,15 +12,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+#: Option of prctl(2): the signal that this process gets when its parent dies.
 _PR_SET_PDEATHSIG = 1
 
 
 def main(job: Path, result: Path, launcher: int) -> int:
-    """Run the job and write down its value or its error. Returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears Ctrl-C and ends all ranks
+    """Run the job and write its value or its error to a file.
+
+    Args:
+        job: file with the pickled function and its arguments.
+        result: file to write.
+        launcher: process id of the parent.
+
+    Returns:
+        The exit status.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C and ends all ranks
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it died before the line above
+    if os.getppid() != launcher:
+        # The launcher died before prctl, which then sends no signal.
         return 1
     from penstock.transport.host_memory import keep_freed_memory
 
@@ -32,23 +43,25 @@ def main(job: Path, result: Path, launcher: int) -> int:
     rank = int(os.environ["RANK"])
     try:
         fn, args = cloudpickle.loads(job.read_bytes())
-        record = {"value": _value(fn, args)}
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must hear of it
-        record = _error(rank, error)
+        record = {"value": _call(fn, args)}
+    except BaseException as error:  # noqa: BLE001 - reported to the launcher, which raises it
+        record = _error_record(rank, error)
     try:
         content = cloudpickle.dumps(record)
     except Exception as error:  # noqa: BLE001 - pickling runs the value's own code
-        what = f"rank {rank}: the {type(record['value']).__name__} that it returned cannot be sent back: {error}"
-        record = {**_error(rank, error), "error": what}
+        type_name = type(record["value"]).__name__
+        message = f"rank {rank}: the {type_name} that it returned cannot be sent back: {error}"
+        record = {**_error_record(rank, error), "error": message}
         content = cloudpickle.dumps(record)
+    # Renamed when complete: the launcher may look for the file at any time.
     partial = result.with_suffix(".partial")
     partial.write_bytes(content)
     partial.rename(result)
     return int("error" in record)
 
 
-def _value(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What `fn` returns; None if it ends the program as one ends a program that went well."""
+def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return the result of `fn(*args)`; None if it calls `sys.exit` with status 0."""
     try:
         return fn(*args)
     except SystemExit as error:
@@ -57,8 +70,8 @@ def _value(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         raise
 
 
-def _error(rank: int, error: BaseException) -> dict[str, Any]:
-    """What the launcher must know of an error."""
+def _error_record(rank: int, error: BaseException) -> dict[str, Any]:
+    """Return the description of an error for the launcher."""
     from penstock.errors import PeerFailed, PenstockError
 
     text = (
@@ -80,7 +93,6 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
-        os._exit(
-            code
-        )  # a failed rank must not stay behind in a destructor that waits for the others
+        # Skip destructors: those of a failed rank could wait for other ranks forever.
+        os._exit(code)
     sys.exit(0)

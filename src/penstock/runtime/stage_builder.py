@@ -172,11 +172,8 @@ class StageBuilder:
         ]
         update = Update.make(list(names), self.make, borrowed, f"stage {index}")
         update.clip_value = training.options.clip_grad_value
-        evicted = {
-            op.micro_batch
-            for op in setting.schedule.programs[rank]
-            if op.kind is Kind.E and op.stage == index
-        }
+        evictions = (op for op in setting.schedule.programs[rank] if op.kind is Kind.E)
+        evicted = {op.micro_batch for op in evictions if op.stage == index}
         device, last = self.world.device(rank), index == len(setting.lengths) - 1
         entry = traced.entries.get(first) if index else None
         make_stage = stage_class(layers, len(setting.schedule.ranks_of_stage[index]))
