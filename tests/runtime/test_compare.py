@@ -207,7 +207,7 @@ def test_the_undivided_batch_is_compared_too():
     assert found.relative < 1e-5
     assert found.whole.agrees
     assert set(found.whole.gradients) == set(found.gradients)
-    assert "with the undivided batch: largest difference" in str(found).splitlines()[-1]
+    assert "with the undivided batch: largest relative difference" in str(found).splitlines()[-1]
 
 
 def test_a_model_whose_samples_see_each_other_differs_from_the_undivided_batch_alone():

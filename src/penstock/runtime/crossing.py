@@ -121,7 +121,7 @@ def check_shared(shared: Sequence[tuple[int, int]], modified: Sequence[bool]) ->
 
 
 def check_devices(payload: Payload, device: torch.device) -> None:
-    """Reject tensors on another device than their stage, where the next stage would not expect them.
+    """Reject tensors on another device than their stage: the next stage gets them on its own.
 
     Zero-dimensional tensors in host memory are allowed.
 

@@ -161,7 +161,7 @@ def _start_rank(rank: int, job: Path, result: Path, environment: dict[str, str])
         str(result),
         str(os.getpid()),
     ]
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603 - our own program
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603
     return _Child(rank, process, result)
 
 
@@ -226,10 +226,7 @@ def _first_error(noticed: _Child, children: list[_Child]) -> RunError:
         noticed: the rank whose failure was noticed first.
         children: all ranks.
     """
-    records = [child.record() for child in children]
-    errors = [record for record in records if record and "error" in record]
-    # Errors that are consequences of another rank's failure come last.
-    first = min(errors, key=lambda record: (record["consequence"], record["at"]), default=None)
+    first = _first_record(children)
     dead = noticed if noticed.silent else next((child for child in children if child.silent), None)
     if dead is None or (dead is not noticed and first is not None and not first["consequence"]):
         assert first is not None
@@ -237,6 +234,16 @@ def _first_error(noticed: _Child, children: list[_Child]) -> RunError:
     stopped = [str(child.rank) for child in children if child is not dead]
     suffix = f"; rank{'s' * (len(stopped) > 1)} {', '.join(stopped)} stopped" if stopped else ""
     return RankDied(dead.rank, dead.process.pid, _describe_exit(dead.process.returncode), suffix)
+
+
+def _first_record(children: list[_Child]) -> dict[str, Any] | None:
+    """Return the first error that a rank has written, None if there is none.
+
+    Errors that are consequences of another rank's failure come last.
+    """
+    records = [child.record() for child in children]
+    errors = [record for record in records if record and "error" in record]
+    return min(errors, key=lambda record: (record["consequence"], record["at"]), default=None)
 
 
 def _describe_exit(status: int) -> str:

@@ -129,20 +129,24 @@ class Options:
                 "clip_grad_value is the largest absolute value that a gradient may have, above 0, "
                 f"not {self.clip_grad_value}"
             )
+        self._check_norm_type()
+        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
+            raise SettingError(
+                f"clip_grad_norm={self.clip_grad_norm} and clip_grad_value={self.clip_grad_value}: "
+                "give one of them, because the result would depend on their order"
+            )
+
+    def _check_norm_type(self) -> None:
+        """Reject an invalid order of the gradient norm."""
         if not isinstance(self.clip_norm_type, (int, float)) or math.isnan(self.clip_norm_type):
             raise SettingError(
-                'clip_norm_type is the order of the norm, a number such as 2.0, 1.0 or float("inf"), not '
-                f"{self.clip_norm_type!r}"
+                "clip_norm_type is the order of the norm, a number such as 2.0, 1.0 or "
+                f'float("inf"), not {self.clip_norm_type!r}'
             )
         if self.clip_norm_type != 2.0 and self.clip_grad_norm is None:
             raise SettingError(
                 f"clip_norm_type={self.clip_norm_type} is an option of clip_grad_norm=, which is "
                 "not given"
-            )
-        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
-            raise SettingError(
-                f"clip_grad_norm={self.clip_grad_norm} and clip_grad_value={self.clip_grad_value}: "
-                "give one of them, because the result would depend on their order"
             )
 
     def _check_loss(self, schedule: Schedule, loss: object) -> None:

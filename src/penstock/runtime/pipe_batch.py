@@ -57,15 +57,26 @@ def split_input(value: Any, chunks: int) -> list[BoundaryValue]:
     columns = [torch.chunk(tensor.detach(), chunks) for tensor in tensors]
     counts = sorted({len(column) for column in columns})
     if len(counts) != 1:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensors"
-        raise ValueError(
-            "the tensors of an input are cut along their first dimension, into the same number of "
-            f"micro-batches each; these have {shapes}, which come to "
-            f"{', '.join(map(str, counts)) or 0} of at most {chunks}"
-        )
+        raise _unequal_counts(tensors, counts, chunks)
     requires_grad = [tensor.requires_grad for tensor in tensors]
     whole = BoundaryValue(leaves, structure, requires_grad, overlapping(tensors))
     return [whole.with_tensors(pieces) for pieces in zip(*columns, strict=True)]
+
+
+def _unequal_counts(tensors: Sequence[Tensor], counts: Sequence[int], chunks: int) -> ValueError:
+    """Return the error for tensors that give different numbers of micro-batches.
+
+    Args:
+        tensors: the tensors of the input.
+        counts: the numbers of micro-batches, ascending.
+        chunks: the maximum number.
+    """
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensors"
+    return ValueError(
+        "the tensors of an input are cut along their first dimension, into the same number of "
+        f"micro-batches each; these have {shapes}, which come to "
+        f"{', '.join(map(str, counts)) or 0} of at most {chunks}"
+    )
 
 
 def concatenate_outputs(outputs: Sequence[BoundaryValue]) -> list[Any]:

@@ -263,6 +263,16 @@ class Node(torch.autograd.Function):
         return None, None, None, *input_grads, *weight_grads
 
 
+def _hook_dicts(weights: Sequence[Tensor]) -> list[dict[int, Any]]:
+    """Return the dicts of all hooks that autograd calls with gradients of the weights."""
+    return [
+        hooks
+        for weight in weights
+        for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks)
+        if hooks
+    ]
+
+
 @contextmanager
 def _separate_gradients(weights: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     """Collect the gradients of weights separately from their `.grad`, without running their hooks.
@@ -276,12 +286,7 @@ def _separate_gradients(weights: Sequence[Tensor]) -> Iterator[list[Tensor | Non
         A list, to which the accumulated gradients are appended at the end.
     """
     previous_grads = [weight.grad for weight in weights]
-    hook_dicts = [
-        hooks
-        for weight in weights
-        for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks)
-        if hooks
-    ]
+    hook_dicts = _hook_dicts(weights)
     removed_hooks = [dict(hooks) for hooks in hook_dicts]
     weight_grads: list[Tensor | None] = []
     try:

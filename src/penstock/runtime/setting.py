@@ -179,7 +179,8 @@ def _parse_recompute(
                 f"{len(traced)} layers, numbered from 0, such as "
                 f"{', '.join(map(repr, list(indices)[:4]))}"
             )
-    return "selective", frozenset(indices.get(layer, layer) for layer in recompute)  # type: ignore[arg-type]
+    layers = frozenset(indices.get(layer, layer) for layer in recompute)  # type: ignore[arg-type]
+    return "selective", layers
 
 
 def check(setting: Setting) -> None:
@@ -196,12 +197,8 @@ def check(setting: Setting) -> None:
             "batch: give it a stream, such as "
             "Schedule(programs, synchronous=False, stream=Stream(batches=8))"
         )
-    moves_activations = any(op.kind in HANDING for op in schedule.ops)
-    if schedule.stream is not None and (schedule.slicing is not None or moves_activations):
-        raise ScheduleError(
-            f"{schedule.name} slices micro-batches or moves activations to other ranks, which "
-            "streams do not support yet"
-        )
+    if schedule.stream is not None:
+        _check_stream(schedule)
     rule_of(schedule, setting.weights, setting.weights_options)
     verify(schedule) if schedule.stream is None else verify(schedule, weights=setting.weights)
     recomputes(setting.recompute, 0, 1)
@@ -215,4 +212,18 @@ def check(setting: Setting) -> None:
         raise PlanError(
             f"the schedule has {schedule.stages} stages, the balance {list(setting.lengths)} has "
             f"{len(setting.lengths)}"
+        )
+
+
+def _check_stream(schedule: Schedule) -> None:
+    """Reject slices and evictions in a schedule with a stream.
+
+    Raises:
+        ScheduleError: the schedule has one of them.
+    """
+    moves_activations = any(op.kind in HANDING for op in schedule.ops)
+    if schedule.slicing is not None or moves_activations:
+        raise ScheduleError(
+            f"{schedule.name} slices micro-batches or moves activations to other ranks, which "
+            "streams do not support yet"
         )

@@ -102,6 +102,23 @@ def join(values: list[Any], dim: int = 0) -> Any:
             values differ in structure or in constants.
     """
     flat = [flatten(value) for value in values]
+    structure = flat[0][1]
+    _check_joinable(flat)
+    joined: list[Any] = []
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    for position, column in enumerate(columns):
+        is_tensor = isinstance(column[0], Tensor)
+        constant = None if is_tensor else _common_constant(column, position, structure)
+        joined.append(torch.cat(list(column), dim) if is_tensor else constant)
+    return unflatten(structure, joined)
+
+
+def _check_joinable(flat: Sequence[tuple[list[Any], Structure]]) -> None:
+    """Reject values that cannot be concatenated; see `join`.
+
+    Args:
+        flat: leaves and structure of each value.
+    """
     leaves, structure = flat[0]
     if structure.has("sparse"):
         raise SettingError(
@@ -118,13 +135,6 @@ def join(values: list[Any], dim: int = 0) -> Any:
             "the model's output for one micro-batch nests in another way than that for another: "
             "they cannot be joined"
         )
-    joined: list[Any] = []
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    for position, column in enumerate(columns):
-        is_tensor = isinstance(column[0], Tensor)
-        constant = None if is_tensor else _common_constant(column, position, structure)
-        joined.append(torch.cat(list(column), dim) if is_tensor else constant)
-    return unflatten(structure, joined)
 
 
 def _common_constant(column: Sequence[Any], position: int, structure: Structure) -> Any:

@@ -164,12 +164,7 @@ class StageBuilder:
         names = parameter_names(traced, layers)
         if self._groups is not None:
             self._groups.know(names)
-        # Parameters that the optimizer of another stage updates.
-        borrowed = [
-            tensor
-            for entry, tensor in shared_here
-            if (entry.home, entry.stages[0]) != (rank, index) and isinstance(tensor, nn.Parameter)
-        ]
+        borrowed = _borrowed_parameters(rank, index, shared_here)
         update = Update.make(list(names), self.make, borrowed, f"stage {index}")
         update.clip_value = training.options.clip_grad_value
         evictions = (op for op in setting.schedule.programs[rank] if op.kind is Kind.E)
@@ -199,6 +194,23 @@ class StageBuilder:
         if isinstance(stage, ReplicatedStage):
             stage.schedule_name = setting.schedule.name
         return stage
+
+
+def _borrowed_parameters(
+    rank: int, index: int, shared_here: Sequence[tuple[Shared, Tensor]]
+) -> list[nn.Parameter]:
+    """Return the shared parameters of a rank that the optimizer of another stage updates.
+
+    Args:
+        rank: the rank.
+        index: the stage for which they are borrowed.
+        shared_here: shared tensors of the rank.
+    """
+    return [
+        tensor
+        for entry, tensor in shared_here
+        if (entry.home, entry.stages[0]) != (rank, index) and isinstance(tensor, nn.Parameter)
+    ]
 
 
 def parameter_names(traced: TracedChain, layers: Sequence[StageLayer]) -> dict[nn.Parameter, str]:
