@@ -216,7 +216,7 @@ def test_a_model_whose_samples_see_each_other_differs_from_the_undivided_batch_a
     assert found.relative < 1e-4
     assert not found.whole.agrees
     assert found.whole.causes == ()
-    assert "either samples see each other in it, or the loss" in str(found)
+    assert "either a layer mixes samples, or the loss" in str(found)
 
 
 @pytest.mark.parametrize(

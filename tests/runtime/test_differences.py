@@ -40,7 +40,9 @@ def model(seed=0, width=8, drop=0.1, dtype=torch.float32):
 def description(network=None, loss=nn.functional.mse_loss, seed=0, options=None, **words):
     """What a rank with these settings is about to run."""
     traced = chain(model() if network is None else network)
-    setting = setting_of(traced, None, Overrides(**{"balance": [2, 3], "micro_batches": 2, **words}))
+    setting = setting_of(
+        traced, None, Overrides(**{"balance": [2, 3], "micro_batches": 2, **words})
+    )
     return describe_run(traced, setting, Training(loss, sgd, seed, options or Options()))
 
 

@@ -309,12 +309,12 @@ def _resolve_devices(devices: Devices | None, partitions: int) -> list[torch.dev
         devices = range(gpus) if gpus else ["cpu"] * partitions
     elif isinstance(devices, int):
         devices = range(devices) if devices <= gpus else ["cpu"] * devices
-    resolved: list[torch.device] = []
-    for device in map(torch.device, devices):
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())  # noqa: PLW2901
-        resolved.append(device)
-    return resolved
+    return [
+        torch.device("cuda", torch.cuda.current_device())
+        if device.type == "cuda" and device.index is None
+        else device
+        for device in map(torch.device, devices)
+    ]
 
 
 def _split_layers(module: nn.Sequential, lengths: Sequence[int]) -> Iterator[Partition]:

@@ -175,9 +175,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
         compare_settings(meeting, self.chain, self.setting, self._training, check_data=check_data)
         self._world = world_of(self.setting, self.chain.description, place)
         options.check_compiler(self._world.device(self._world.local_ranks[0]))
-        # Batches whose gradients are accumulated since the last step.
-        self._accumulated = 0
-        self._step = 0
+        self._step = self._accumulated = 0
         self._accumulate = accumulate
         self._made = assemble(self.chain, self.setting, self._world, self._training)
         compare_optimizers(meeting, self._made)
