@@ -49,35 +49,35 @@ def everything(
     case = CASES[name]
     model, x, y = made(case, 37)
     pipe = ps.Pipeline(model, loss=case.loss, executor=executor, seed=4, deadline_s=60, **options)
-    found: dict[str, Any] = {}
-    found["losses"] = [
+    results: dict[str, Any] = {}
+    results["losses"] = [
         pipe.train_batch(x, y),
         pipe.train_batch(x[:16], y[:16]),
         pipe.train_batch(x[:2], y[:2]),
     ]
-    found["streamed"] = list(pipe.train([(x[:8], y[:8]), (x[8:16], y[8:16])]))
-    found["forward"] = pipe.forward(x)
-    found["evaluated"] = pipe.eval_batch(x[:5], y[:5])
+    results["streamed"] = list(pipe.train([(x[:8], y[:8]), (x[8:16], y[8:16])]))
+    results["forward"] = pipe.forward(x)
+    results["evaluated"] = pipe.eval_batch(x[:5], y[:5])
     comparison = pipe.compare_with_one_device(x, y)
-    found["compared"] = (
+    results["compared"] = (
         sorted(comparison.gradients),
         comparison.worst[1] if comparison.gradients else 0.0,
     )
     if folder is not None:
         pipe.save(folder / "ckpt")
     state = pipe.state_dict()
-    found["loss before loading"] = pipe.train_batch(x, y)
+    results["loss before loading"] = pipe.train_batch(x, y)
     timeline = pipe.timeline()
-    found["timeline"] = [
+    results["timeline"] = [
         tuple(str(e.op) for e in timeline.events if e.rank == rank)
         for rank in range(timeline.ranks)
     ]
     if folder is not None:
         pipe.load(folder / "ckpt")
-        found["loss after loading"] = pipe.train_batch(x, y)
-    found["step"] = pipe.step
+        results["loss after loading"] = pipe.train_batch(x, y)
+    results["step"] = pipe.step
     pipe.close()
-    return {**found, "state": state}
+    return {**results, "state": state}
 
 
 class Spread(nn.Module):
@@ -236,7 +236,7 @@ def checkpoint_verdicts(folder: Path) -> dict[str, Any]:
 
     pipe = _tiny()
     rank = dist.get_rank()
-    found: dict[str, Any] = {}
+    verdicts: dict[str, Any] = {}
 
     def weights() -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in pipe.parameters()]
@@ -259,22 +259,22 @@ def checkpoint_verdicts(folder: Path) -> dict[str, Any]:
         file.write_bytes(content)
     dist.barrier()
     before = weights()
-    found["damaged"] = refused(lambda: pipe.load(folder / "damaged-1"))
+    verdicts["damaged"] = refused(lambda: pipe.load(folder / "damaged-1"))
     same = [all(map(torch.equal, before, weights()))]
-    found["two steps"] = refused(lambda: pipe.load(folder / f"step-{2 - rank}"))
+    verdicts["two steps"] = refused(lambda: pipe.load(folder / f"step-{2 - rank}"))
     same.append(all(map(torch.equal, before, weights())))
-    found["own disks"] = refused(lambda: pipe.save(folder / f"disk-{rank}"))
+    verdicts["own disks"] = refused(lambda: pipe.save(folder / f"disk-{rank}"))
     other = _tiny(zero)
-    found["zero"] = refused(lambda: other.save(folder / "zero"))
+    verdicts["zero"] = refused(lambda: other.save(folder / "zero"))
     same.append(all(map(torch.equal, before, weights())))
-    found["same before and after"] = same
+    verdicts["same before and after"] = same
     pipe.load(folder / "step-1")
-    found["loss after"] = float(pipe.train_batch(*_tiny_batch(2)))
+    verdicts["loss after"] = float(pipe.train_batch(*_tiny_batch(2)))
     alone = _tiny(executor="threads") if rank == 0 else None
     if alone is not None:
         alone.load(folder / "step-1")
-        found["loss expected"] = float(alone.train_batch(*_tiny_batch(2)))
+        verdicts["loss expected"] = float(alone.train_batch(*_tiny_batch(2)))
     dist.barrier()
     pipe.close()
     other.close()
-    return found
+    return verdicts

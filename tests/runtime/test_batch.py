@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import SettingError
-from penstock.runtime.batch import cut, even_sizes, join, make_batch, sample_count, sizes_by_share
+from penstock.runtime.batch import make_batch
+from penstock.runtime.splitting import cut, even_sizes, join, sample_count, sizes_by_share
 from penstock.schedule.slicing import Slicing
 
 
@@ -35,12 +36,12 @@ def test_micro_batches_are_nearly_equal_larger_ones_first_and_never_empty(sample
     """All ranks must cut alike, whether the batch divides or not; the last batch of an epoch may be
     smaller than the pipeline.
     """
-    made = batch(rows(samples), torch.arange(samples), parts)
-    assert [len(x) for x in made.inputs] == [len(y) for y in made.targets] == sizes
-    assert made.micro_batches == len(sizes)
-    assert made.shares == [size / samples for size in sizes]
-    assert torch.equal(torch.cat(made.inputs), rows(samples))
-    assert torch.equal(torch.cat(made.targets), torch.arange(samples))
+    split_batch = batch(rows(samples), torch.arange(samples), parts)
+    assert [len(x) for x in split_batch.inputs] == [len(y) for y in split_batch.targets] == sizes
+    assert split_batch.micro_batches == len(sizes)
+    assert split_batch.shares == [size / samples for size in sizes]
+    assert torch.equal(torch.cat(split_batch.inputs), rows(samples))
+    assert torch.equal(torch.cat(split_batch.targets), torch.arange(samples))
 
 
 @given(st.integers(1, 300), st.integers(1, 64))
@@ -49,14 +50,14 @@ def test_shares_are_those_of_the_samples_and_sum_to_1(samples, parts):
     """The mean loss of a batch weighs samples; a share that went missing would shrink every
     gradient.
     """
-    made = batch(rows(samples), None, parts)
-    sizes = [len(x) for x in made.inputs]
+    split_batch = batch(rows(samples), None, parts)
+    sizes = [len(x) for x in split_batch.inputs]
     assert sum(sizes) == samples
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
-    assert made.micro_batches == min(samples, parts) == len(made.shares)
-    assert math.fsum(made.shares) == pytest.approx(1, abs=1e-12)
-    assert [share * samples for share in made.shares] == pytest.approx(sizes)
+    assert split_batch.micro_batches == min(samples, parts) == len(split_batch.shares)
+    assert math.fsum(split_batch.shares) == pytest.approx(1, abs=1e-12)
+    assert [share * samples for share in split_batch.shares] == pytest.approx(sizes)
 
 
 @st.composite
@@ -88,24 +89,29 @@ def test_what_was_cut_is_whole_again_when_joined(value, parts):
     assert len(pieces) == parts
     whole = join(pieces)
     assert pytree.tree_structure(whole) == pytree.tree_structure(value)
-    for found, expected in zip(pytree.tree_leaves(whole), pytree.tree_leaves(value), strict=True):
-        assert torch.equal(found, expected) if isinstance(expected, Tensor) else found == expected
+    for leaf, expected in zip(pytree.tree_leaves(whole), pytree.tree_leaves(value), strict=True):
+        assert torch.equal(leaf, expected) if isinstance(expected, Tensor) else leaf == expected
 
 
 def test_nested_inputs_are_cut_together():
     """Tokens and their mask must stay beside each other."""
-    made = batch({"tokens": rows(5), "rest": (rows(5) > 3, "name")}, [torch.arange(5)], 2)
-    assert [x["tokens"].shape[0] for x in made.inputs] == [3, 2]
-    assert torch.equal(made.inputs[1]["rest"][0], rows(5)[3:] > 3)
-    assert [x["rest"][1] for x in made.inputs] == ["name", "name"]
-    assert made.targets[1][0].tolist() == [3, 4]
+    nested_batch = batch({"tokens": rows(5), "rest": (rows(5) > 3, "name")}, [torch.arange(5)], 2)
+    assert [x["tokens"].shape[0] for x in nested_batch.inputs] == [3, 2]
+    assert torch.equal(nested_batch.inputs[1]["rest"][0], rows(5)[3:] > 3)
+    assert [x["rest"][1] for x in nested_batch.inputs] == ["name", "name"]
+    assert nested_batch.targets[1][0].tolist() == [3, 4]
 
 
 def test_a_batch_without_targets_has_none():
     """A forward alone asks for outputs, not losses."""
-    made = batch(rows(4), None, 2, step=7, training=False)
-    assert made.targets is None
-    assert (made.step, made.training, made.losses, made.outputs) == (7, False, {}, {})
+    input_batch = batch(rows(4), None, 2, step=7, training=False)
+    assert input_batch.targets is None
+    assert (input_batch.step, input_batch.training, input_batch.losses, input_batch.outputs) == (
+        7,
+        False,
+        {},
+        {},
+    )
 
 
 def test_batches_of_one_form_have_one_signature():
@@ -226,9 +232,11 @@ def test_sizes_by_share_add_up_and_none_is_further_from_its_share_than_it_must(d
     sizes = sizes_by_share(total, shares)
     assert sum(sizes) == total
     assert min(sizes) >= 1
-    wanted = [total * share / sum(shares) for share in shares]
-    if min(wanted) >= 1:
-        assert all(abs(size - exact) < 1 + 1e-6 for size, exact in zip(sizes, wanted, strict=True))
+    exact_sizes = [total * share / sum(shares) for share in shares]
+    if min(exact_sizes) >= 1:
+        assert all(
+            abs(size - exact) < 1 + 1e-6 for size, exact in zip(sizes, exact_sizes, strict=True)
+        )
 
 
 @pytest.mark.parametrize(("total", "shares", "sizes"), [
@@ -245,20 +253,29 @@ def test_sequences_are_cut_within_their_micro_batches():
     in its micro-batch's samples.
     """
     x = text(5, 8)
-    made = sliced(
+    sliced_batch = sliced(
         {"tokens": x, "name": "a"}, (x + 1,), Slicing("tokens", ((0.5, 0.25, 0.25), (1.0,)))
     )
-    assert [tuple(part["tokens"].shape) for part in made.inputs] == [(3, 4), (3, 2), (3, 2), (2, 8)]
-    assert torch.equal(made.inputs[1]["tokens"], x[:3, 4:6])
-    assert [part["name"] for part in made.inputs] == ["a"] * 4
+    assert [tuple(part["tokens"].shape) for part in sliced_batch.inputs] == [
+        (3, 4),
+        (3, 2),
+        (3, 2),
+        (2, 8),
+    ]
+    assert torch.equal(sliced_batch.inputs[1]["tokens"], x[:3, 4:6])
+    assert [part["name"] for part in sliced_batch.inputs] == ["a"] * 4
     assert all(
         torch.equal(target[0], part["tokens"] + 1)
-        for target, part in zip(made.targets, made.inputs, strict=True)
+        for target, part in zip(sliced_batch.targets, sliced_batch.inputs, strict=True)
     )
-    assert made.shares == pytest.approx([0.3, 0.15, 0.15, 0.4])
-    assert (made.micro_batches, made.numbers, made.cuts_tokens) == (2, range(4), True)
-    assert [made.place(n) for n in made.numbers] == [(0, 2), (0, 2), (0, 2), (1, 2)]
-    assert [made.next_slice(n) for n in made.numbers] == [1, 2, None, None]
+    assert sliced_batch.shares == pytest.approx([0.3, 0.15, 0.15, 0.4])
+    assert (sliced_batch.micro_batches, sliced_batch.numbers, sliced_batch.cuts_tokens) == (
+        2,
+        range(4),
+        True,
+    )
+    assert [sliced_batch.place(n) for n in sliced_batch.numbers] == [(0, 2), (0, 2), (0, 2), (1, 2)]
+    assert [sliced_batch.next_slice(n) for n in sliced_batch.numbers] == [1, 2, None, None]
 
 
 @given(
@@ -270,10 +287,10 @@ def test_sequences_are_cut_within_their_micro_batches():
 def test_cut_sequences_are_whole_again_when_joined(samples, tokens, shares):
     """Outputs come back along tokens, then samples; and the self-check sees the sequences whole."""
     x = text(samples, tokens)
-    made = sliced(x, x, Slicing("tokens", tuple(shares)))
-    assert torch.equal(made.joined(dict(enumerate(made.inputs))), x)
-    assert math.fsum(made.shares) == pytest.approx(1)
-    whole = made.with_whole_sequences()
+    sliced_batch = sliced(x, x, Slicing("tokens", tuple(shares)))
+    assert torch.equal(sliced_batch.joined(dict(enumerate(sliced_batch.inputs))), x)
+    assert math.fsum(sliced_batch.shares) == pytest.approx(1)
+    whole = sliced_batch.with_whole_sequences()
     assert torch.equal(torch.cat(whole.inputs), x)
     assert torch.equal(torch.cat(whole.targets), x)
     assert whole.shares == pytest.approx(batch(x, x, len(shares)).shares)
@@ -284,25 +301,39 @@ def test_cut_sequences_are_whole_again_when_joined(samples, tokens, shares):
 
 def test_slices_of_samples_are_micro_batches_of_the_sizes_of_their_shares():
     """AutoPipe's halves. They hand nothing on."""
-    made = sliced(
+    sliced_batch = sliced(
         rows(16), torch.arange(16), Slicing("samples", ((0.5, 0.5), (1.0,), (1.0,), (0.25, 0.75)))
     )
-    assert [len(part) for part in made.inputs] == [2, 2, 4, 4, 1, 3]
-    assert made.shares == [size / 16 for size in (2, 2, 4, 4, 1, 3)]
-    assert (made.micro_batches, made.cuts_tokens) == (6, False)
-    assert [made.place(n) for n in made.numbers] == [(0, 4), (0, 4), (1, 4), (2, 4), (3, 4), (3, 4)]
-    assert [made.next_slice(n) for n in made.numbers] == [None] * 6
-    assert torch.equal(made.joined(dict(enumerate(made.inputs))), rows(16))
+    assert [len(part) for part in sliced_batch.inputs] == [2, 2, 4, 4, 1, 3]
+    assert sliced_batch.shares == [size / 16 for size in (2, 2, 4, 4, 1, 3)]
+    assert (sliced_batch.micro_batches, sliced_batch.cuts_tokens) == (6, False)
+    assert [sliced_batch.place(n) for n in sliced_batch.numbers] == [
+        (0, 4),
+        (0, 4),
+        (1, 4),
+        (2, 4),
+        (3, 4),
+        (3, 4),
+    ]
+    assert [sliced_batch.next_slice(n) for n in sliced_batch.numbers] == [None] * 6
+    assert torch.equal(sliced_batch.joined(dict(enumerate(sliced_batch.inputs))), rows(16))
 
 
 def test_a_batch_too_small_for_its_slices_fills_the_first_of_them():
     """Of samples: single samples. Of tokens: fewer micro-batches, cut as ever."""
-    made = sliced(rows(3), None, Slicing("samples", ((0.5, 0.5), (0.5, 0.5))))
-    assert [len(part) for part in made.inputs] == [1, 1, 1]
-    assert (made.micro_batches, made.slicing, made.place(2)) == (3, None, (2, 3))
-    made = sliced(text(2, 4), None, Slicing("tokens", ((0.5, 0.5), (0.25, 0.75), (1.0,))))
-    assert [tuple(part.shape) for part in made.inputs] == [(1, 2), (1, 2), (1, 1), (1, 3)]
-    assert (made.micro_batches, made.slicing.shares) == (2, ((0.5, 0.5), (0.25, 0.75)))
+    sliced_batch = sliced(rows(3), None, Slicing("samples", ((0.5, 0.5), (0.5, 0.5))))
+    assert [len(part) for part in sliced_batch.inputs] == [1, 1, 1]
+    assert (sliced_batch.micro_batches, sliced_batch.slicing, sliced_batch.place(2)) == (
+        3,
+        None,
+        (2, 3),
+    )
+    sliced_batch = sliced(text(2, 4), None, Slicing("tokens", ((0.5, 0.5), (0.25, 0.75), (1.0,))))
+    assert [tuple(part.shape) for part in sliced_batch.inputs] == [(1, 2), (1, 2), (1, 1), (1, 3)]
+    assert (sliced_batch.micro_batches, sliced_batch.slicing.shares) == (
+        2,
+        ((0.5, 0.5), (0.25, 0.75)),
+    )
 
 
 def test_ways_of_slicing_have_signatures_of_their_own():
@@ -324,7 +355,7 @@ def test_ways_of_slicing_have_signatures_of_their_own():
         (
             text(4, 2),
             None,
-            r"^sequences of 2 tokens cannot be cut into 3 slices: take a schedule with at most 2, or longer sequences$",
+            r"^sequences of 2 tokens cannot be cut into 3 slices: use a schedule with at most 2 slices, or longer sequences$",
         ),
         (
             torch.ones(4),
@@ -361,9 +392,9 @@ def test_sequences_that_cannot_be_cut_are_refused_with_their_shapes(x, y, messag
 )
 def test_outputs_of_slices_that_cannot_be_joined_are_refused(output):
     """A pooled output of half a sequence is none of the whole one's."""
-    made = sliced(text(2, 8), None, Slicing("tokens", ((0.5, 0.5),)))
+    sliced_batch = sliced(text(2, 8), None, Slicing("tokens", ((0.5, 0.5),)))
     with pytest.raises(
         SettingError,
         match=r"the model's output for a slice of 4 tokens has a tensor of \(.*\): outputs of slices are",
     ):
-        made.joined({0: output, 1: output})
+        sliced_batch.joined({0: output, 1: output})

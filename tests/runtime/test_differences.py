@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.runtime.assembly import Training
 from penstock.runtime.description import describe, describe_run
 from penstock.runtime.differences import Description, differences, message_of, shortened
 from penstock.runtime.options import Options
-from penstock.runtime.setting import Words, setting_of
+from penstock.runtime.setting import Overrides, setting_of
+from penstock.runtime.stage_builder import Training
 from penstock.tracing.chain import chain
 
 
@@ -40,7 +40,9 @@ def model(seed=0, width=8, drop=0.1, dtype=torch.float32):
 def description(network=None, loss=nn.functional.mse_loss, seed=0, options=None, **words):
     """Describe the run of a rank with these settings."""
     traced = chain(model() if network is None else network)
-    setting = setting_of(traced, None, Words(**{"balance": [2, 3], "micro_batches": 2, **words}))
+    setting = setting_of(
+        traced, None, Overrides(**{"balance": [2, 3], "micro_batches": 2, **words})
+    )
     return describe_run(traced, setting, Training(loss, sgd, seed, options or Options()))
 
 

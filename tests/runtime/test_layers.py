@@ -24,14 +24,14 @@ def stage(modules, **options):
     )
 
 
-def trained(made, x, y, batches=2):
+def trained(one_stage, x, y, batches=2):
     """The losses of some batches, run forward and backward."""
     losses = []
     for step in range(batches):
         batch = make_batch(x, y, 2, step=step, training=True)
         for number in batch.numbers:
-            made.forward(batch, number, None)
-            made.backward(batch, number, None)
+            one_stage.forward(batch, number, None)
+            one_stage.backward(batch, number, None)
         losses.append(float(sum(batch.losses.values())))
     return losses
 
@@ -68,12 +68,12 @@ def test_an_entry_makes_what_the_first_layer_takes_of_what_came_and_the_inputs()
     """Masks and their like need not travel."""
     x, y = data()
     first = nn.Linear(4, 4)
-    made = stage([first], entry=Scale())
+    entry_stage = stage([first], entry=Scale())
     expected = sum(
-        nn.functional.mse_loss(first(part * part.mean()), own) / 2
-        for part, own in zip(x.split(4), y.split(4), strict=True)
+        nn.functional.mse_loss(first(part * part.mean()), targets) / 2
+        for part, targets in zip(x.split(4), y.split(4), strict=True)
     )
-    assert trained(made, x, y, 2) == pytest.approx([float(expected.detach())] * 2)
+    assert trained(entry_stage, x, y, 2) == pytest.approx([float(expected.detach())] * 2)
 
 
 def test_an_exit_makes_what_crosses_of_what_the_last_layer_returns():
@@ -81,7 +81,7 @@ def test_an_exit_makes_what_crosses_of_what_the_last_layer_returns():
     x, _ = data()
     first = nn.Linear(4, 4)
     layer = StageLayer(0, "0", first)
-    made = Stage(
+    exit_stage = Stage(
         0,
         [layer],
         CPU,
@@ -89,7 +89,7 @@ def test_an_exit_makes_what_crosses_of_what_the_last_layer_returns():
         0,
         exit=lambda value: {"kept": value},
     )
-    sent = made.forward(make_batch(x, x, 1, step=0, training=True), 0, None)
+    sent = exit_stage.forward(make_batch(x, x, 1, step=0, training=True), 0, None)
     assert sent.value().keys() == {"kept"}
 
 
@@ -136,11 +136,11 @@ def test_mixed_precision_computes_in_it_and_keeps_gradients_whole():
     """As torch.autocast around the forward and the loss."""
     x, y = data()
     module = nn.Linear(4, 4)
-    seen = []
-    module.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
-    made = stage([module], autocast=torch.bfloat16)
-    trained(made, x, y, 2)
-    assert set(seen) == {torch.bfloat16}
+    dtypes = []
+    module.register_forward_hook(lambda _m, _i, out: dtypes.append(out.dtype))
+    mixed_stage = stage([module], autocast=torch.bfloat16)
+    trained(mixed_stage, x, y, 2)
+    assert set(dtypes) == {torch.bfloat16}
     assert module.weight.grad.dtype == torch.float32
 
 

@@ -424,7 +424,10 @@ def test_a_loss_that_is_no_function_and_words_that_mean_nothing_are_refused():
     for options, words in (
         ({"loss_weight": 3}, "loss_weight must be a function"),
         ({"loss_on": "sample"}, "loss_on must be 'micro_batch' or 'batch'"),
-        ({"loss_on": "batch", "loss_weight": len, "schedule": "gpipe"}, "nothing for loss_weight"),
+        (
+            {"loss_on": "batch", "loss_weight": len, "schedule": "gpipe"},
+            "loss_weight has no effect",
+        ),
     ):
         with pytest.raises(SettingError, match=words):
             pipeline(model(), cross_entropy, **options)

@@ -571,9 +571,12 @@ def test_sparse_gradients_are_clipped_by_value():
             r"clip_grad_value is the largest absolute value .*above 0, not 0\.0",
         ),
         ({"clip_grad_norm": 1.0, "clip_norm_type": "max"}, r"clip_norm_type .* not 'max'"),
-        ({"clip_norm_type": 1.0}, r"is of clip_grad_norm=, which is not given"),
+        ({"clip_norm_type": 1.0}, r"is an option of clip_grad_norm=, which is not given"),
         ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, r"give one of them"),
-        ({"clip_grad_value": 1.0, "optimizer": None}, r"clip_grad_value is of the update"),
+        (
+            {"clip_grad_value": 1.0, "optimizer": None},
+            r"clip_grad_value is an option of the update",
+        ),
         (
             {"clip_grad_value": 1.0, "schedule": "pipedream"},
             r"clip_grad_value: pipedream is asynchr",

@@ -495,7 +495,7 @@ def test_layers_that_run_again_are_named_or_numbered():
     [
         (
             {"clip_grad_norm": 0.0},
-            "clip_grad_norm is the longest that the gradients may be, above 0, not 0.0",
+            "clip_grad_norm is the maximum norm of the gradients, above 0, not 0.0",
         ),
         (
             {"autocast": torch.float64},
@@ -519,7 +519,7 @@ def test_layers_that_run_again_are_named_or_numbered():
         ({"memory_format": torch.preserve_format}, "memory_format is torch.channels_last"),
         (
             {"clip_grad_norm": 1.0, "optimizer": None},
-            "clip_grad_norm is of the update, and this pipeline has no optimizer",
+            "clip_grad_norm is an option of the update, and this pipeline has no optimizer",
         ),
         (
             {"scaler": True, "schedule": "pipedream", "micro_batches": 1},
@@ -535,7 +535,7 @@ def test_layers_that_run_again_are_named_or_numbered():
         ),
         (
             {"recompute": ["fc9"]},
-            "recompute names layer 'fc9', which the model has not: it has 7 layers",
+            "recompute names layer 'fc9', which the model does not have: it has 7 layers",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

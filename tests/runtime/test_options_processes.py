@@ -18,7 +18,7 @@ def job(folder, executor):
     checkpoint in the middle.
     """
     both_ways = "rank 0 | 0F0 1F1 1B1 0F2 1F3 1B3 0B0 0B2 0U1 1U1\nrank 1 | 0F1 1F0 1B0 0F3 1F2 1B2 0B1 0B3 0U1 1U1"
-    found = {}
+    results = {}
     for name, schedule in (
         ("plain", ps.schedule("1f1b", 2, 4)),
         ("copies", ps.Schedule.parse(both_ways)),
@@ -66,10 +66,10 @@ def job(folder, executor):
         other = again.scheduler(lambda optimizer: StepLR(optimizer, 2, gamma=0.5))
         rows.append((again.loss_scale, again.skipped, other.get_last_lr(), again.step))
         again.train_batch(x, y, update=True)
-        found[name] = rows, again.state_dict(), repr(again.grad_norm)
+        results[name] = rows, again.state_dict(), repr(again.grad_norm)
         pipe.close()
         again.close()
-    return found
+    return results
 
 
 @pytest.mark.filterwarnings(
@@ -81,7 +81,7 @@ def test_processes_and_threads_scale_skip_clip_and_schedule_alike(tmp_path):
     by_rank = launch(job, 2, tmp_path, "processes", threads=1)
     expected = job(tmp_path / "threads", "threads")
     for name, (rows, state, norm) in expected.items():
-        assert [found[name][0] for found in by_rank] == [rows, rows]
-        assert [found[name][2] for found in by_rank] == [norm, norm]
+        assert [results[name][0] for results in by_rank] == [rows, rows]
+        assert [results[name][2] for results in by_rank] == [norm, norm]
         assert differences(by_rank[0][name][1], state) == []
         assert rows[-2][2] > 0

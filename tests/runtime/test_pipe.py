@@ -77,7 +77,12 @@ def test_partitions_are_sequentials_whose_layers_keep_their_names():
             TypeError,
             "module must be nn.Sequential to be partitioned, not Linear",
         ),
-        (nn.Sequential(nn.Tanh()), {}, ValueError, "balance is required: how many of the 1 layers"),
+        (
+            nn.Sequential(nn.Tanh()),
+            {},
+            ValueError,
+            "balance is required: the number of layers of each partition, 1 in total",
+        ),
         (
             nn.Sequential(nn.Tanh()),
             {"balance": [2]},
@@ -196,14 +201,14 @@ def test_state_loads_under_another_balance_and_from_and_into_the_plain_model(bal
     with torch.no_grad():
         for parameter in source.parameters():
             parameter.add_(1.0)
-    taken = Pipe(make_model(), balance, devices=2)
-    taken.load_state_dict(source.state_dict())
-    plain.load_state_dict(taken.sequential_state_dict())
+    reloaded = Pipe(make_model(), balance, devices=2)
+    reloaded.load_state_dict(source.state_dict())
+    plain.load_state_dict(reloaded.sequential_state_dict())
     again = Pipe(make_model(), balance, devices=2)
     again.load_state_dict(plain.state_dict())
-    for found in (taken, again):
+    for pipe_copy in (reloaded, again):
         torch.testing.assert_close(
-            found.sequential_state_dict(), source.sequential_state_dict(), rtol=0, atol=0
+            pipe_copy.sequential_state_dict(), source.sequential_state_dict(), rtol=0, atol=0
         )
 
 
@@ -279,7 +284,7 @@ class Returning(nn.Module):
             lambda x: "hello",
             torch.rand(2),
             TypeError,
-            "expected Tensor, but got str: what the last layer",
+            "expected Tensor, but got str: the output of the last layer",
         ),
         (
             lambda x: x,
@@ -320,13 +325,13 @@ def test_nested_inputs_boundaries_and_outputs_pass_with_none_and_constants_betwe
 @pytest.mark.parametrize("samples", [1, 2, 7, 8])
 def test_batches_of_any_size_are_cut_as_torch_chunk_does(samples):
     """A small last batch has fewer micro-batches."""
-    seen: list[int] = []
+    sizes: list[int] = []
     pipe = Pipe(
-        nn.Sequential(Returning(lambda x: seen.append(len(x)) or x)), [1], devices=1, chunks=4
+        nn.Sequential(Returning(lambda x: sizes.append(len(x)) or x)), [1], devices=1, chunks=4
     )
     x = torch.rand(samples, 2)
     torch.testing.assert_close(pipe(x), x)
-    assert seen == [len(part) for part in x.chunk(4)]
+    assert sizes == [len(part) for part in x.chunk(4)]
 
 
 def test_deferred_batch_norm_gets_the_whole_batchs_running_statistics():

@@ -66,11 +66,11 @@ def test_outputs_and_gradients_are_those_of_the_plain_model_and_add_up(mode, thr
     for samples in (7, 3):
         x = torch.randn(samples, 4)
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-        expected, found = plain(a), pipe(b)
-        torch.testing.assert_close(found, expected)
-        assert not found[1][1].requires_grad
+        expected, output = plain(a), pipe(b)
+        torch.testing.assert_close(output, expected)
+        assert not output[1][1].requires_grad
         loss_of(expected).backward()
-        loss_of(found).backward()
+        loss_of(output).backward()
         torch.testing.assert_close(b.grad, a.grad)
     torch.testing.assert_close(
         [p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()]
@@ -109,8 +109,8 @@ def test_autograd_grad_gives_gradients_of_weights_and_leaves_grad_alone(mode):
     """The weights are inputs of the node, as they are of the plain model's graph."""
     plain, pipe, x = make_model(), make_pipe(mode), torch.randn(7, 4)
     expected = torch.autograd.grad(loss_of(plain(x)), list(plain.parameters()))
-    found = torch.autograd.grad(loss_of(pipe(x)), list(pipe.parameters()))
-    torch.testing.assert_close(found, expected)
+    grads = torch.autograd.grad(loss_of(pipe(x)), list(pipe.parameters()))
+    torch.testing.assert_close(grads, expected)
     assert all(p.grad is None for p in pipe.parameters())
 
 
@@ -180,10 +180,10 @@ def test_frozen_layers_get_no_gradient_and_hand_it_on(mode, frozen):
     plain, pipe = make_model(), make_pipe(mode)
     x = torch.randn(7, 4)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    for model, given in ((plain, a), (pipe, b)):
+    for model, inputs in ((plain, a), (pipe, b)):
         for place in frozen:
             model[place].requires_grad_(requires_grad=False)
-        loss_of(model(given)).backward()
+        loss_of(model(inputs)).backward()
     torch.testing.assert_close(b.grad, a.grad)
     torch.testing.assert_close(
         [p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()]
@@ -258,8 +258,8 @@ def test_layers_that_recompute_by_themselves_do_so_inside():
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     notes.clear()
     pipe = Pipe(model, [1, 1], devices=2, chunks=2, checkpoint="never")
-    found = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
-    torch.testing.assert_close(found, expected)
+    grads = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
+    torch.testing.assert_close(grads, expected)
     assert notes == [(False, False)] * 2 + [(False, True)] * 2
 
 
@@ -273,18 +273,20 @@ def test_mixed_precision_of_the_caller_holds_in_all_threads_and_in_the_recompute
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(6, 4)
     with torch.autocast("cpu", torch.bfloat16):
         expected = torch.cat([model(part) for part in x.chunk(3)])
-        wanted = torch.autograd.grad(expected.float().square().sum(), list(model.parameters()))
+        expected_grads = torch.autograd.grad(
+            expected.float().square().sum(), list(model.parameters())
+        )
     pipe = Pipe(model, [1, 2], devices=2, chunks=3, checkpoint=mode)
     pipe(x)
     for choice in pipe._engine.choices.values():
         choice.forced = threads
     with torch.autocast("cpu", torch.bfloat16):
-        found = pipe(x)
-    assert found.dtype is torch.bfloat16
-    torch.testing.assert_close(found, expected)
+        output = pipe(x)
+    assert output.dtype is torch.bfloat16
+    torch.testing.assert_close(output, expected)
     torch.testing.assert_close(
-        torch.autograd.grad(found.float().square().sum(), list(model.parameters())),
-        wanted,
+        torch.autograd.grad(output.float().square().sum(), list(model.parameters())),
+        expected_grads,
         rtol=0.02,
         atol=0.02,
     )
@@ -324,21 +326,21 @@ def test_sparse_gradients_add_up():
 
 def test_a_forward_without_backward_and_one_with_leave_nothing_behind():
     """Activations of a batch must go with its loss."""
-    kept: list[weakref.ref] = []
+    references: list[weakref.ref] = []
 
     class Making(nn.Module):
         def forward(self, x):
-            made = x.exp()
-            kept.append(weakref.ref(made))
-            return made.sin()
+            value = x.exp()
+            references.append(weakref.ref(value))
+            return value.sin()
 
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), Making()), [1, 1], devices=2, chunks=2)
     output = pipe(torch.rand(4, 2))
     del output
     pipe(torch.rand(4, 2)).sum().backward()
     gc.collect()
-    assert kept
-    assert not any(ref() is not None for ref in kept)
+    assert references
+    assert not any(ref() is not None for ref in references)
 
 
 def test_a_tensor_that_is_no_parameter_has_its_gradient_too():
@@ -361,7 +363,7 @@ def test_a_backward_that_fails_leaves_grads_and_hooks_as_they_were():
     pipe[0].weight.register_hook(lambda grad: grad)
     loss_of(pipe(torch.randn(7, 4))).backward()
     before = pipe[0].weight.grad
-    kept = before.clone()
+    copy = before.clone()
     output = pipe(torch.randn(7, 4))[0]
 
     def fail(_):
@@ -372,5 +374,5 @@ def test_a_backward_that_fails_leaves_grads_and_hooks_as_they_were():
     with pytest.raises(ArithmeticError, match="told to"):
         loss.backward()
     assert pipe[0].weight.grad is before
-    torch.testing.assert_close(before, kept)
+    torch.testing.assert_close(before, copy)
     assert len(pipe[0].weight._backward_hooks) == 1

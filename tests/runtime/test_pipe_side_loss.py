@@ -24,9 +24,9 @@ class Penalised(nn.Module):
 
     def forward(self, x):
         """The map."""
-        made = torch.tanh(self.map(x))
-        ps.side_loss(self.weight * made.square().mean())
-        return made
+        output = torch.tanh(self.map(x))
+        ps.side_loss(self.weight * output.square().mean())
+        return output
 
 
 def model():
@@ -61,8 +61,8 @@ def test_side_losses_count_as_in_plain_training(checkpoint, samples):
         (total * 8.0).backward()
         torch.testing.assert_close(total.detach(), expected)
         torch.testing.assert_close(pipe.side_loss.detach(), sides)
-        for own, other in zip(net.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(own.grad, other.grad)
+        for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -99,8 +99,8 @@ def test_each_forward_has_its_own():
         plain_step(plain, x, y)
         total = total + functional.mse_loss(pipe(x), y) + pipe.side_loss
     total.backward()
-    for own, other in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
+    for parameter, expected in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
 
 
 def test_models_without_side_losses_and_evaluation():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.runtime.pipe import Pipe
-from penstock.runtime.pipe_threads import PAYS_S, Choice
+from penstock.runtime.pipe_threads import MIN_THREADED_OP_S, ThreadChoice
 
 
 class Dropping(nn.Module):
@@ -69,15 +69,15 @@ def test_every_partition_has_a_thread_of_its_own_in_both_halves():
 
 def test_threads_are_used_where_ops_are_long_and_not_where_they_are_short():
     """Below some hundred microseconds, two threads only pass the interpreter back and forth."""
-    choice = Choice()
+    choice = ThreadChoice()
     choice._cores = 2
-    assert choice.threads()
-    choice.seconds_per_op = 2 * PAYS_S
-    assert choice.threads()
-    choice.seconds_per_op = PAYS_S / 2
-    assert not choice.threads()
-    choice.seconds_per_op, choice._cores = 2 * PAYS_S, 1
-    assert not choice.threads()
+    assert choice.use_threads()
+    choice.seconds_per_op = 2 * MIN_THREADED_OP_S
+    assert choice.use_threads()
+    choice.seconds_per_op = MIN_THREADED_OP_S / 2
+    assert not choice.use_threads()
+    choice.seconds_per_op, choice._cores = 2 * MIN_THREADED_OP_S, 1
+    assert not choice.use_threads()
 
 
 def test_a_mode_of_the_callers_thread_keeps_everything_in_it():
@@ -131,21 +131,21 @@ def test_what_a_layer_raises_reaches_the_caller_and_the_pipe_goes_on(place, when
         pipe(x).sum().backward()
     failing.when = None
     pipe.zero_grad()
-    found = torch.autograd.grad(pipe(x).sum(), list(pipe.parameters()))
+    grads = torch.autograd.grad(pipe(x).sum(), list(pipe.parameters()))
     torch.testing.assert_close(
-        found, torch.autograd.grad(nn.Sequential(*layers)(x).sum(), list(pipe.parameters()))
+        grads, torch.autograd.grad(nn.Sequential(*layers)(x).sum(), list(pipe.parameters()))
     )
 
 
 def test_partitions_before_one_that_failed_stop_soon():
     """Work whose result nobody will see is not done."""
     turns: list[int] = []
-    told = threading.Event()
+    failed = threading.Event()
 
     class Counting(nn.Module):
         def forward(self, x):
             if turns:
-                told.wait(10)
+                failed.wait(10)
             turns.append(len(x))
             return x
 
@@ -154,7 +154,7 @@ def test_partitions_before_one_that_failed_stop_soon():
             try:
                 raise Odd("at the first micro-batch")
             finally:
-                told.set()
+                failed.set()
 
     with pytest.raises(Odd, match="at the first"):
         forced_from_the_start(Pipe(nn.Sequential(Counting(), Last()), [1, 1], devices=2, chunks=8))(
@@ -165,10 +165,10 @@ def test_partitions_before_one_that_failed_stop_soon():
 
 def forced_from_the_start(pipe: Pipe) -> Pipe:
     """Threads at the first forward already."""
-    from penstock.runtime.pipe import _stages
+    from penstock.runtime.pipe import build_stages
     from penstock.runtime.pipe_play import Engine
 
-    pipe._engine = Engine(_stages(pipe.partitions, pipe.devices))
+    pipe._engine = Engine(build_stages(pipe.partitions, pipe.devices))
     for choice in pipe._engine.choices.values():
         choice.forced = True
     return pipe
@@ -185,12 +185,12 @@ def test_two_pipes_work_side_by_side_in_threads_of_the_callers():
         )
         for _ in range(2)
     ]
-    found: dict[int, list[torch.Tensor]] = {}
+    grads: dict[int, list[torch.Tensor]] = {}
 
     def train(place: int) -> None:
         for _ in range(5):
             pipes[place](x).square().sum().backward()
-        found[place] = [p.grad for p in pipes[place].parameters()]
+        grads[place] = [p.grad for p in pipes[place].parameters()]
 
     threads = [threading.Thread(target=train, args=(place,)) for place in range(2)]
     for thread in threads:
@@ -201,7 +201,7 @@ def test_two_pipes_work_side_by_side_in_threads_of_the_callers():
         expected = torch.autograd.grad(
             nn.Sequential(*pipe)(x).square().sum(), list(pipe.parameters())
         )
-        torch.testing.assert_close(found[place], [5 * grad for grad in expected])
+        torch.testing.assert_close(grads[place], [5 * grad for grad in expected])
 
 
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
@@ -210,7 +210,7 @@ def test_dropout_is_the_same_by_seed_with_threads_or_none_and_at_the_recompute(m
     """`x.grad` is non-zero exactly where the output is: forward and recompute have dropped the
     same.
     """
-    found = []
+    results = []
     for threads in (None, True, False):
         x = torch.ones(6, 50, requires_grad=True)
         pipe = forced(
@@ -225,28 +225,29 @@ def test_dropout_is_the_same_by_seed_with_threads_or_none_and_at_the_recompute(m
         torch.manual_seed(8)
         output.sum().backward()
         torch.testing.assert_close(x.grad, output.detach())
-        found.append(output.detach())
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-    assert 0 < int(found[0].count_nonzero()) < found[0].numel()
+        results.append(output.detach())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert 0 < int(results[0].count_nonzero()) < results[0].numel()
 
 
 def test_dropout_does_not_depend_on_the_balance_and_differs_from_forward_to_forward():
     """It depends on the layer and the micro-batch, never on the cut; and two forwards are two
     draws.
     """
-    found = []
+    outputs = []
     for balance in ([3], [1, 2], [2, 1]):
         pipe = Pipe(
             nn.Sequential(Dropping(), nn.Dropout(0.2), Dropping()), balance, devices=2, chunks=3
         )
         torch.manual_seed(7)
-        found.append((pipe(torch.ones(6, 20)), pipe(torch.ones(6, 20))))
+        outputs.append((pipe(torch.ones(6, 20)), pipe(torch.ones(6, 20))))
     assert all(
-        torch.equal(one, found[0][0]) and torch.equal(other, found[0][1]) for one, other in found
+        torch.equal(one, outputs[0][0]) and torch.equal(other, outputs[0][1])
+        for one, other in outputs
     )
-    assert not torch.equal(*found[0])
-    assert not torch.equal(found[0][0][:2], found[0][0][2:4])
+    assert not torch.equal(*outputs[0])
+    assert not torch.equal(outputs[0][0][:2], outputs[0][0][2:4])
 
 
 def test_a_model_that_draws_nothing_leaves_the_callers_generator_alone():
@@ -300,18 +301,21 @@ def test_a_layer_that_begins_to_draw_is_refused_its_recompute_once_and_then_allo
 
 def test_threads_inside_an_op_are_shared_and_the_callers_number_stays():
     """Two partitions that each use all cores inside their ops would fight for them."""
-    seen: set[int] = set()
+    thread_counts: set[int] = set()
 
     class Asking(nn.Module):
         def forward(self, x):
-            seen.add(torch.get_num_threads())
+            thread_counts.add(torch.get_num_threads())
             return x
 
-    pipe, own = Pipe(nn.Sequential(Asking(), Asking()), [1, 1], devices=2), torch.get_num_threads()
+    pipe, caller_threads = (
+        Pipe(nn.Sequential(Asking(), Asking()), [1, 1], devices=2),
+        torch.get_num_threads(),
+    )
     try:
         torch.set_num_threads(4)
         forced_from_the_start(pipe)(torch.rand(2))
         assert torch.get_num_threads() == 4
     finally:
-        torch.set_num_threads(own)
-    assert seen == {2}
+        torch.set_num_threads(caller_threads)
+    assert thread_counts == {2}

@@ -91,7 +91,7 @@ def test_a_plan_for_another_model_and_a_plan_beside_ones_own_words_are_refused(p
         (
             {"balance": [3, 4], "schedule": ps.schedule("1f1b", 2, 4), "micro_batches": 8},
             SettingError,
-            "the schedule has 4 micro-batches, micro_batches=8 says otherwise",
+            "the schedule has 4 micro-batches, which differs from micro_batches=8",
         ),
         (
             {"balance": [3, 4], "schedule": ps.schedule("1f1b", 3, 4)},
@@ -104,7 +104,7 @@ def test_a_plan_for_another_model_and_a_plan_beside_ones_own_words_are_refused(p
                 "schedule": Schedule.parse("0F0 0U1 0F1 0B0 0B1 0U2", "mine", synchronous=False),
             },
             ScheduleError,
-            "mine is asynchronous and does not say how it goes on from batch to batch: give it a stream",
+            "mine is asynchronous and does not say how it continues from batch to batch: give it a stream",
         ),
         (
             {"balance": [7], "schedule": Schedule.parse("0F0 0U1", "mine")},

@@ -31,7 +31,7 @@ def data():
 
 def plan_of(schedule="1f1b", lengths=(3, 2), ranks=2, **options):
     """A plan for the model on so many devices, of costs that nobody measured."""
-    made = ps.chain(model())
+    traced = ps.chain(model())
 
     def timing(seconds):
         return Timing((1, 8), (seconds, 8 * seconds))
@@ -50,9 +50,9 @@ def plan_of(schedule="1f1b", lengths=(3, 2), ranks=2, **options):
             16.0,
             16.0,
         )
-        for layer, weights in zip(made.layers, made.description.weights, strict=True)
+        for layer, weights in zip(traced.layers, traced.description.weights, strict=True)
     )
-    profile = Profile(layers, made.fingerprint, 16.0, 8)
+    profile = Profile(layers, traced.fingerprint, 16.0, 8)
     request = PlanRequest(profile, ps.cluster(f"{ranks}xV100-NVLink"), 8)
     return scored(request, Proposal(lengths, schedule, 4, **options))
 
@@ -87,9 +87,10 @@ def test_every_rank_plays_the_program_of_its_device(schedule, lengths, devices):
     for rank, device in enumerate(devices):
         assert other.setting.schedule.programs[device] == one.setting.schedule.programs[rank]
     assert torch.equal(one.train_batch(x, y), other.train_batch(x, y))
-    found = gradients(other)
+    other_gradients = gradients(other)
     assert all(
-        torch.allclose(found[name], grad, atol=1e-7) for name, grad in gradients(one).items()
+        torch.allclose(other_gradients[name], grad, atol=1e-7)
+        for name, grad in gradients(one).items()
     )
     assert torch.allclose(one.forward(x), other.forward(x), atol=1e-6)
     peaks = other.timeline().peak_memory
@@ -140,23 +141,23 @@ def _stage_of_rank():
 
     pipe = pipeline(replace(plan_of(), devices=(1, 0)), executor="processes", deadline_s=60)
     loss = pipe.train_batch(*data())
-    told = ""
+    message = ""
     try:
         pipeline(replace(plan_of(), cluster_ranks=4, devices=(1, 3)), executor="processes")
     except PlanError as error:
-        told = str(error)
-    return dist.get_rank(), [stage.index for stage in pipe._local_stages], float(loss), told
+        message = str(error)
+    return dist.get_rank(), [stage.index for stage in pipe._local_stages], float(loss), message
 
 
 def test_processes_obey_the_devices():
     """Process 1 is device 1, which the plan gives the first stage; and a plan for devices 1 and 3
     does not say which processes these are.
     """
-    found = ps.launch(_stage_of_rank, ranks=2)
-    assert [(rank, stages) for rank, stages, *_ in found] == [(0, [1]), (1, [0])]
+    results = ps.launch(_stage_of_rank, ranks=2)
+    assert [(rank, stages) for rank, stages, *_ in results] == [(0, [1]), (1, [0])]
     loss = float(pipeline(plan_of()).train_batch(*data()))
-    assert all(each[2] == pytest.approx(loss) for each in found)
-    assert all("the plan is for devices 1, 3 of its cluster" in each[3] for each in found)
+    assert all(result[2] == pytest.approx(loss) for result in results)
+    assert all("the plan is for devices 1, 3 of its cluster" in result[3] for result in results)
 
 
 def test_an_optimizer_that_needs_more_than_the_plan_s_memory_is_refused():

@@ -23,7 +23,7 @@ from penstock.schedule.slicing import Slicing
 
 def check_equal(by_rank, expected):
     """What every rank found equals what one process with threads found."""
-    for rank, found in enumerate(by_rank):
+    for rank, result in enumerate(by_rank):
         for key in (
             "losses",
             "streamed",
@@ -35,11 +35,11 @@ def check_equal(by_rank, expected):
             if key in expected:
                 ours, theirs = (
                     torch.stack(v) if isinstance(v, list) else v
-                    for v in (found[key], expected[key])
+                    for v in (result[key], expected[key])
                 )
                 assert torch.equal(ours, theirs), (rank, key)
         for key in ("timeline", "step"):
-            assert found.get(key) == expected.get(key), (rank, key)
+            assert result.get(key) == expected.get(key), (rank, key)
     first, *others = by_rank
     assert differences(first["state"], expected["state"]) == []
     assert list(first["state"]) == list(expected["state"])
@@ -100,26 +100,26 @@ SCHEDULES = [str(random_schedule(seed, 4, 4, 3)) for seed in (5, 8)]
 def four_ranks(tmp_path, executor):
     """Several pipelines one after another, and two side by side."""
     options = {"balance": [3, 2, 1, 3], "schedule": "gpipe", "micro_batches": 3}
-    found = {"resnet": everything("resnet", options, tmp_path, executor)}
-    found["gpt"] = everything(
+    results = {"resnet": everything("resnet", options, tmp_path, executor)}
+    results["gpt"] = everything(
         "gpt", {"balance": [1, 2, 1, 1], "micro_batches": 4, "recompute": "always"}, None, executor
     )
-    found["copies"] = everything(
+    results["copies"] = everything(
         "vgg", {"balance": [7, 8], "schedule": Schedule.parse(COPIES)}, tmp_path, executor
     )
-    found["evict"] = everything(
+    results["evict"] = everything(
         "gpt", {"balance": [1, 2, 1, 1], "schedule": Schedule.parse(EVICT)}, None, executor
     )
     sliced = seq1f1b(4, Slicing("tokens", ((0.5, 0.5), (0.25, 0.75), (0.5, 0.5))))
-    found["slices"] = everything(
+    results["slices"] = everything(
         "gpt",
         {"balance": [1, 2, 1, 1], "schedule": sliced, "recompute": "except_last"},
         None,
         executor,
     )
     for number, programs in enumerate(SCHEDULES):
-        found[f"nested {number}"] = nested(programs, [3, 1, 1, 2], executor)
-    return found
+        results[f"nested {number}"] = nested(programs, [3, 1, 1, 2], executor)
+    return results
 
 
 def test_four_ranks_agree_under_any_schedule_with_nested_boundaries_and_several_pipelines(tmp_path):
@@ -131,7 +131,7 @@ def test_four_ranks_agree_under_any_schedule_with_nested_boundaries_and_several_
     (tmp_path / "alone").mkdir()
     expected = four_ranks(tmp_path / "alone", "threads")
     for key, value in expected.items():
-        check_equal([found[key] for found in by_rank], value)
+        check_equal([results[key] for results in by_rank], value)
 
 
 def test_another_number_of_ranks_than_the_schedule_has_is_refused_with_both_numbers():

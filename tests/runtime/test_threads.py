@@ -57,7 +57,9 @@ def end(pipe, trap, others):
 
 def left_in(pipe):
     """Everything that stages keep between a forward and its backward."""
-    return [kept for stage in pipe._local_stages for kept in (stage._kept, stage._pending) if kept]
+    return [
+        state for stage in pipe._local_stages for state in (stage._kept, stage._pending) if state
+    ]
 
 
 FAILURES = [  # stages, stage, kind, at, recompute, the op that fails
@@ -119,11 +121,11 @@ def test_after_a_failed_batch_nothing_is_kept_and_the_next_is_exact(kind, stages
     trap.armed = False
     assert torch.equal(pipe.train_batch(X, Y), fresh.train_batch(X, Y))
     assert left_in(pipe) == []
-    found, expected = (
+    losses, expected = (
         {k: p.grad for p, k in zip(s.update.parameters, "wb", strict=True)}
         for s in (pipe._local_stages[-1], fresh._local_stages[-1])
     )
-    assert differences(found, expected) == []
+    assert differences(losses, expected) == []
     assert len(pipe.timeline().events) == stages * 9
 
 
@@ -303,13 +305,15 @@ def test_a_batch_and_its_outputs_are_freed_when_it_is_done():
     case = CASES["mlp"]
     model, x, y = made(case)
     pipe = ps.Pipeline(model, loss=case.loss, balance=[3, 4], micro_batches=2, executor="threads")
-    seen = []
-    model[3].register_forward_hook(lambda module, given, output: seen.append(weakref.ref(output)))
+    references = []
+    model[3].register_forward_hook(
+        lambda module, given, output: references.append(weakref.ref(output))
+    )
     pipe.train_batch(x, y)
     pipe.forward(x)
     gc.collect()
-    assert len(seen) == 4
-    assert [reference for reference in seen if reference() is not None] == []
+    assert len(references) == 4
+    assert [reference for reference in references if reference() is not None] == []
     assert pipe._world._exchange._payloads == {}
 
 
@@ -364,7 +368,7 @@ def test_what_cannot_cross_a_boundary_is_named():
 def test_peers_of_a_failed_rank_tell_its_reason():
     """Whoever is let go repeats why, in case its message is the only one that is seen."""
     world = ThreadWorld(2, torch.device("cpu"), deadline_s=30)
-    seen = []
+    reasons = []
 
     def job(rank):
         if rank == 0:
@@ -372,14 +376,14 @@ def test_peers_of_a_failed_rank_tell_its_reason():
         try:
             world.transport(1).post(0, ("F", 0, 0), "").wait()
         except Exception as error:
-            seen.append((world.board(1).failure(), str(error)))
+            reasons.append((world.board(1).failure(), str(error)))
             raise PeerFailed(1, "0F0", str(error)) from error
 
     with pytest.raises(
         StageFailed, match=r"rank 0 \(stage 0\) failed in 0F0 of step 7: ValueError: x"
     ):
         world.run(job)
-    assert seen == [("rank 0 (stage 0) failed in 0F0 of step 7: ValueError: x",) * 2]
+    assert reasons == [("rank 0 (stage 0) failed in 0F0 of step 7: ValueError: x",) * 2]
 
 
 def test_gradients_of_a_failed_batch_are_dropped_on_stages_that_had_finished():

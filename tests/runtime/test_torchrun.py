@@ -63,12 +63,12 @@ def test_a_script_under_torchrun_trains_as_threads_do(tmp_path):
     """The way that clusters start programs; nothing of Penstock's own launcher is needed."""
     done = torchrun(tmp_path, "work")
     assert done.returncode == 0, done.stderr
-    found = json.loads(
+    results = json.loads(
         next(line for line in done.stdout.splitlines() if line.startswith("found")).removeprefix(
             "found "
         )
     )
-    assert found == [
+    assert results == [
         float(loss)
         for loss in everything("mlp", {"balance": [3, 4], "micro_batches": 4}, None, "threads")[
             "losses"

@@ -6,11 +6,12 @@ any two descriptions differ.
 
 from __future__ import annotations
 
-from penstock.runtime.assembly import Assembly, Training
+from penstock.runtime.assembly import Assembly
 from penstock.runtime.description import describe_optimizers, describe_run
 from penstock.runtime.meeting import SettingsExchange
 from penstock.runtime.ranks import Place, in_threads
 from penstock.runtime.setting import Setting
+from penstock.runtime.stage_builder import Training
 from penstock.tracing.chain import TracedChain
 from penstock.transport.group import join
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.runtime import state
-from penstock.runtime.assembly import Assembly, Training
+from penstock.runtime.assembly import Assembly
 from penstock.runtime.batch import Batch
 from penstock.runtime.numeric_settings import numeric_settings
 from penstock.runtime.one_device import OneDevice, output_leaves
 from penstock.runtime.results import by_micro_batch
+from penstock.runtime.stage_builder import Training
 from penstock.runtime.whole_batch import (
     DRAWS,
     NEXT_TO_NOTHING,

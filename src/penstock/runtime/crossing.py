@@ -1,5 +1,5 @@
-"""What a stage and a partition of a Pipe see to when values cross: work in place, tensors that
-share memory, and gradients that are wanted.
+"""Checks on values that pass a stage boundary: in-place modification, shared memory, devices, and
+which tensors require gradients. Used by stages and by partitions of a Pipe.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from penstock.values.memory import copy_of
 
 _SHARED = (
     "two tensors that share memory cross a stage boundary together, and a layer behind it changes "
-    "one of them in place: each arrives "
-    "in memory of its own there, so the other would not change with it. Return a clone() of one of "
-    "the two, or let the layer work "
-    "out of place"
+    "one of them in place: there, each is in separate memory, so the other would not change with "
+    "it. Return a clone() of one of the two, or let the layer work out of place"
 )
 
-_CHANGED = (
+_MODIFIED = (
     "layers changed in place what their stage was given, and had not done so in its first forward: "
     "the next forward has a copy to change, this one had none. Change a copy in the layer "
     "(x = x.clone()), or repeat the batch"
@@ -30,7 +28,7 @@ _CHANGED = (
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int] | None:
-    """How often each has been changed in place; not known in inference mode."""
+    """Return torch's version counter of each tensor; None in inference mode, which has none."""
     if torch.is_inference_mode_enabled():
         return None
     return [tensor._version for tensor in tensors]
@@ -38,47 +36,55 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int] | None:
 
 @dataclass
 class InPlace:
-    """Whether the layers of a stage change what they are given, in training or in evaluation.
+    """Whether the layers of a stage modify their inputs in place, in training and in evaluation.
 
-    That is not known before they have run once: the flag `inplace` tells only of some of torch's
-    own, and a layer may hand on its input,
-    or a view of it, to one that does. Until it is known, and where they do, they are given copies:
-    autograd forbids changing a leaf in
-    place, and the stage before must not see such a change.
+    This is unknown before they have run once: the flag `inplace` exists only in some of torch's own
+    layers, and a layer may pass on its input, or a view of it, to one that modifies it. Until it is
+    known, and if they do, the layers get copies: autograd forbids to modify a leaf in place, and
+    the stage before must not see the modification.
     """
 
-    _changes: dict[bool, bool] = field(default_factory=dict)
+    _modifies: dict[bool, bool] = field(default_factory=dict)
 
     def known(self, *, training: bool) -> bool:
-        """Whether they have run."""
-        return training in self._changes
+        """Return whether the layers have run in this mode."""
+        return training in self._modifies
 
     def excluded(self, *, training: bool) -> bool:
-        """Whether they have run, and have changed nothing."""
-        return self._changes.get(training) is False
+        """Return whether the layers have run in this mode without modifying an input."""
+        return self._modifies.get(training) is False
 
     def watch(self, inputs: Payload, *, training: bool) -> Watch:
-        """What the layers are given, and what to look at after they have run."""
+        """Return the inputs to run the layers on, copied if necessary, with a check for later."""
         if not self.excluded(training=training):
             tensors = [copy_of(tensor) for tensor in inputs.tensors]
             return Watch(self, training, inputs.with_tensors(tensors), copied=True)
         return Watch(self, training, inputs, copied=False)
 
-    def note(self, *, training: bool, changed: bool, copied: bool) -> None:
-        """Note whether a run has changed what the layers were given, of which there was a copy.
+    def record(self, *, training: bool, modified: bool, copied: bool) -> None:
+        """Record whether a run of the layers has modified their inputs.
+
+        Args:
+            training: the mode of the run.
+            modified: whether an input was modified.
+            copied: whether the inputs were copies.
 
         Raises:
-            RunError: there was none: the stage before may still read it.
+            RunError: an input was modified that was not a copy: the stage before may still read it.
         """
-        if training not in self._changes:
-            self._changes[training] = changed
-        elif changed and not copied:
-            self._changes[training] = True
-            raise RunError(_CHANGED)
+        if training not in self._modifies:
+            self._modifies[training] = modified
+        elif modified and not copied:
+            self._modifies[training] = True
+            raise RunError(_MODIFIED)
 
 
 class Watch:
-    """One run of layers that may change what they are given."""
+    """One run of layers that may modify their inputs.
+
+    Attributes:
+        given: the inputs to run the layers on.
+    """
 
     def __init__(self, in_place: InPlace, training: bool, inputs: Payload, *, copied: bool) -> None:
         self.given = inputs
@@ -87,62 +93,67 @@ class Watch:
         self._versions = versions_of(self._tensors)
 
     def check(self) -> None:
-        """Learn from what has happened to the tensors.
+        """Record which inputs the layers have modified.
 
         Raises:
-            RunError: one of two tensors that share memory was changed, or one of which there is no
-            copy.
+            RunError: a modified input shares memory with another one, or was not a copy.
         """
-        after = versions_of(self._tensors)
-        if self._versions is None or after is None:
+        versions = versions_of(self._tensors)
+        if self._versions is None or versions is None:
             return
-        changed = [one != other for one, other in zip(self._versions, after, strict=True)]
-        check_shared(self.given.shared, changed)
-        self._in_place.note(training=self._training, changed=any(changed), copied=self._copied)
+        modified = [before != after for before, after in zip(self._versions, versions, strict=True)]
+        check_shared(self.given.shared, modified)
+        self._in_place.record(training=self._training, modified=any(modified), copied=self._copied)
 
 
-def check_shared(shared: Sequence[tuple[int, int]], changed: Sequence[bool]) -> None:
-    """Refuse a change in place of one of two tensors that share memory at the sender.
+def check_shared(shared: Sequence[tuple[int, int]], modified: Sequence[bool]) -> None:
+    """Reject the in-place modification of a tensor that shares memory with another at the sender.
+
+    Args:
+        shared: pairs of tensors that share memory, by position.
+        modified: by position, whether the tensor was modified.
 
     Raises:
-        RunError: there was one.
+        RunError: a tensor of a pair was modified.
     """
-    if any(changed[one] or changed[other] for one, other in shared):
+    if any(modified[first] or modified[second] for first, second in shared):
         raise RunError(_SHARED)
 
 
 def check_devices(payload: Payload, device: torch.device) -> None:
-    """Refuse tensors that are not where their stage computes: they would arrive on another device
-    than they left.
+    """Reject tensors on another device than their stage: the next stage gets them on its own.
+
+    Zero-dimensional tensors in host memory are allowed.
 
     Raises:
-        RunError: there is one. Single numbers in host memory may cross.
+        RunError: a tensor is on another kind of device.
     """
     for tensor in payload.tensors:
         if tensor.device.type != device.type and (tensor.dim() or tensor.is_meta):
             raise RunError(
                 f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} crosses the boundary "
-                f"behind a stage on {device}, and "
-                "the next stage would find it on its own device: move it with .to(…) before it is "
-                "returned, or make it where it "
-                "is used"
+                f"behind a stage on {device}, and the next stage would receive it on its own "
+                "device: move it with .to(…) before it is returned, or create it where it is used"
             )
 
 
-def check_same_flags(told: Sequence[bool], made: Sequence[Tensor], where: str) -> None:
-    """Refuse a second forward that makes other tensors than the first, or with gradients where the
-    first had none.
+def check_same_flags(expected: Sequence[bool], tensors: Sequence[Tensor], where: str) -> None:
+    """Reject a recompute whose outputs differ from the first forward's in number or requires_grad.
+
+    Args:
+        expected: by output tensor of the first forward, whether it required a gradient.
+        tensors: the output tensors of the recompute.
+        where: name of the stage or partition, for the message.
 
     Raises:
-        RunError: it does.
+        RunError: they differ.
     """
-    found = [tensor.requires_grad for tensor in made]
-    if found != list(told):
+    requires_grad = [tensor.requires_grad for tensor in tensors]
+    if requires_grad != list(expected):
         raise RunError(
-            f"{where}: run again for its backward, a forward made {len(found)} tensors of which "
-            f"{sum(found)} want a gradient, and "
-            f"the first time {len(told)}, of which {sum(told)} did. A forward that is run again "
-            "must do the same twice: take "
-            "recompute='never' (a Pipe: checkpoint='never'), or draw random numbers from torch "
+            f"{where}: run again for its backward, a forward made {len(requires_grad)} tensors of "
+            f"which {sum(requires_grad)} want a gradient, and the first time {len(expected)}, of "
+            f"which {sum(expected)} did. A forward that is recomputed must do the same both times: "
+            "use recompute='never' (a Pipe: checkpoint='never'), or draw random numbers from torch "
             "alone"
         )

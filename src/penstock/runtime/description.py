@@ -1,4 +1,4 @@
-"""What a rank is about to run, in words that other ranks can compare with their own."""
+"""Describe what a rank is about to run, as text that ranks can compare."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -15,44 +15,71 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.assembly import Assembly, Training
+from penstock.runtime.assembly import Assembly
 from penstock.runtime.checksum import checksum
 from penstock.runtime.differences import META, STALE, Description
 from penstock.runtime.setting import Setting
+from penstock.runtime.stage_builder import Training
 from penstock.runtime.stale import stale_layers
 from penstock.tracing.chain import TracedChain
 from penstock.tracing.names import parameters_of, prefix_of
 
-#: Options that change where something is kept, and no number.
+#: Options in which ranks may differ: they change where data is stored, and no result.
 _PRIVATE_OPTIONS = ("offload",)
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+\b")
 
-#: Values of an optimizer's groups that are tensors of parameters, or change as it runs.
+#: Entries of an optimizer's groups that are parameters or their names, not options.
 _NOT_OPTIONS = ("params", "param_names")
 
+#: Levels of nested values that are described.
 _DEPTH = 4
+
+#: Types that `repr` describes the same way in all processes.
+_REPR_TYPES = (bool, int, str, complex, bytes, torch.dtype, torch.memory_format, torch.device)
 
 
 def describe_run(
     traced: TracedChain, setting: Setting, training: Training, **further: object
 ) -> Description:
-    """What this rank is about to run.
+    """Describe what this rank is about to run.
 
     Args:
         traced: the model.
-        setting: what is run.
-        training: how it is trained.
-        further: other settings that ranks must share, by name.
+        setting: the configuration of the run.
+        training: how the model is trained.
+        further: further settings that all ranks must share, by name.
     """
     schedule = setting.schedule
+    facts = _describe_settings(traced, setting, training)
+    facts |= {name: describe(value) for name, value in further.items()}
+    lists = {
+        "layer": [(layer.name, layer.kind) for layer in traced.layers],
+        "parameter": [_describe_parameter(tensor) for tensor in traced.description.tensors],
+        "module of layer": [
+            (layer.name, _describe_module(module))
+            for layer, module in zip(traced.layers, traced.modules, strict=True)
+        ],
+        "program of rank": [
+            (str(rank), " ".join(map(str, program)))
+            for rank, program in enumerate(schedule.programs)
+        ],
+    }
+    return Description(facts, lists, _describe_weights(traced), _home_ranks(setting))
+
+
+def _describe_settings(traced: TracedChain, setting: Setting, training: Training) -> dict[str, str]:
+    """Describe versions, schedule and options, by name."""
+    schedule = setting.schedule
     facts = {
-        "penstock": _penstock(),
-        "torch": _release(torch.__version__),
+        "penstock": _penstock_version(),
+        "torch": _minor_version(torch.__version__),
         "ranks": f"{schedule.ranks} rank{'s' * (schedule.ranks != 1)}",
         "layers": f"{len(traced)} layers",
         "cut": f"stages of {list(setting.lengths)} layers",
-        "schedule": f"{schedule.name} with {schedule.stages} stages, {schedule.micro_batches} micro-batches",
+        "schedule": (
+            f"{schedule.name} with {schedule.stages} stages, {schedule.micro_batches} micro-batches"
+        ),
         "seed": describe(training.seed),
     }
     for field in dataclasses.fields(setting):
@@ -68,28 +95,16 @@ def describe_run(
         if field.name not in _PRIVATE_OPTIONS:
             facts[field.name] = describe(getattr(training.options, field.name))
     facts["optimizer"] = "none" if training.optimizer is None else "there is one"
-    facts |= {name: describe(value) for name, value in further.items()}
-    lists = {
-        "layer": [(layer.name, layer.kind) for layer in traced.layers],
-        "parameter": [_tensor_row(fact) for fact in traced.description.tensors],
-        "module of layer": [
-            (layer.name, _module(module))
-            for layer, module in zip(traced.layers, traced.modules, strict=True)
-        ],
-        "program of rank": [
-            (str(rank), " ".join(map(str, program)))
-            for rank, program in enumerate(schedule.programs)
-        ],
-    }
-    return Description(facts, lists, _weights(traced), _homes(setting))
+    return facts
 
 
-def describe_optimizers(made: Assembly) -> Description:
-    """The optimizers of this rank's stages: type, groups and options. A rank without any has
-    nothing to compare.
+def describe_optimizers(assembly: Assembly) -> Description:
+    """Describe the optimizers of the local stages: type, groups and options.
+
+    The description of a rank without optimizers is empty.
     """
     facts: dict[str, str] = {}
-    for stage in made.stages:
+    for stage in assembly.stages:
         optimizer = stage.update.optimizer
         if optimizer is None:
             continue
@@ -102,75 +117,89 @@ def describe_optimizers(made: Assembly) -> Description:
 
 
 def describe(value: object, depth: int = _DEPTH) -> str:
-    """A value in words that are the same in every process that has the same value.
+    """Describe a value by a text that is the same in every process that has the same value.
 
-    Functions are described by their names and by the plain defaults of their arguments; of objects
-    of unknown kinds only the type counts.
+    Functions are described by their names and by simple defaults of their arguments, objects of
+    unknown types by their type.
+
+    Args:
+        value: the value.
+        depth: levels of nested values to describe.
     """
     if isinstance(value, float):
         return repr(float(value))
-    if value is None or isinstance(
-        value,
-        (bool, int, str, complex, bytes, torch.dtype, torch.memory_format, torch.device),
-    ):
+    if value is None or isinstance(value, _REPR_TYPES):
         return repr(value)
     if depth == 0:
         return type(value).__name__
-    below = functools.partial(describe, depth=depth - 1)
+    describe_nested = functools.partial(describe, depth=depth - 1)
     if isinstance(value, Tensor):
         return f"tensor of {tuple(value.shape)}, {value.dtype}, checksum {_hex(checksum(value))}"
     if isinstance(value, nn.Module):
-        state = {
-            name: checksum(tensor)
-            for name, tensor in value.state_dict().items()
-            if isinstance(tensor, Tensor)
-        }
-        text = _ADDRESS.sub("", " ".join(repr(value).split()))
-        return text + (f" with values {below(state)}" if state else "")
-    if isinstance(value, Mapping):
-        rows = sorted(f"{below(key)}: {below(item)}" for key, item in value.items())
-        return f"{{{', '.join(rows)}}}"
-    if isinstance(value, AbstractSet):
-        return f"{{{', '.join(sorted(map(below, value)))}}}"
-    if isinstance(value, Sequence):
-        return f"[{', '.join(map(below, value))}]"
+        return _describe_module_values(value, describe_nested)
+    if isinstance(value, (Mapping, AbstractSet, Sequence)):
+        return _describe_collection(value, describe_nested)
     if isinstance(value, functools.partial):
-        return f"partial({below(value.func)}, {below(value.args)}, {below(value.keywords)})"
+        parts = map(describe_nested, (value.func, value.args, value.keywords))
+        return f"partial({', '.join(parts)})"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         rows = [
-            f"{field.name}={below(getattr(value, field.name))}"
+            f"{field.name}={describe_nested(getattr(value, field.name))}"
             for field in dataclasses.fields(value)
             if not field.name.startswith("_")
         ]
         return f"{type(value).__name__}({', '.join(rows)})"
-    return _callable(value, below)
+    return _describe_callable(value, describe_nested)
 
 
-def _callable(value: object, below: Any) -> str:
+def _describe_collection(value: object, describe_nested: Callable[[object], str]) -> str:
+    """Describe a mapping, set or sequence by its items, sorted unless it is a sequence."""
+    if isinstance(value, Mapping):
+        rows = [f"{describe_nested(key)}: {describe_nested(item)}" for key, item in value.items()]
+        return f"{{{', '.join(sorted(rows))}}}"
+    if isinstance(value, AbstractSet):
+        return f"{{{', '.join(sorted(map(describe_nested, value)))}}}"
+    assert isinstance(value, Sequence)
+    return f"[{', '.join(map(describe_nested, value))}]"
+
+
+def _describe_module_values(module: nn.Module, describe_nested: Callable[[object], str]) -> str:
+    """Describe a module by its `repr` without addresses and the checksums of its tensors."""
+    state = {
+        name: checksum(tensor)
+        for name, tensor in module.state_dict().items()
+        if isinstance(tensor, Tensor)
+    }
+    text = _ADDRESS.sub("", " ".join(repr(module).split()))
+    return text + (f" with values {describe_nested(state)}" if state else "")
+
+
+def _describe_callable(value: object, describe_nested: Callable[[object], str]) -> str:
+    """Describe a function or method by its name, any other object by its type."""
     if inspect.ismethod(value):
         return f"{type(value.__self__).__name__}.{value.__name__}"
     name = getattr(value, "__qualname__", None)
     if name is None:
         return f"{type(value).__module__}.{type(value).__qualname__}"
-    whole = f"{getattr(value, '__module__', None) or ''}.{name}".removeprefix("__main__.")
-    # Not what a function holds of its surroundings: a loss that prints on rank 0 alone holds the
-    # number of its rank.
-    defaults = [item for item in getattr(value, "__defaults__", None) or () if _plain(item)]
-    return whole + (f" with {below(defaults)}" if defaults else "")
+    full_name = f"{getattr(value, '__module__', None) or ''}.{name}".removeprefix("__main__.")
+    # Closure variables are left out: those of a loss that prints on rank 0 only include the rank.
+    defaults = [
+        default
+        for default in getattr(value, "__defaults__", None) or ()
+        if isinstance(default, (bool, int, float, str, torch.dtype))
+    ]
+    return full_name + (f" with {describe_nested(defaults)}" if defaults else "")
 
 
-def _plain(value: object) -> bool:
-    return isinstance(value, (bool, int, float, str, torch.dtype))
-
-
-def _penstock() -> str:
+def _penstock_version() -> str:
     try:
-        return _release(version("penstock"))
+        return _minor_version(version("penstock"))
     except PackageNotFoundError:
         return "not installed"
 
 
-def _release(text: str) -> str:
+def _minor_version(text: str) -> str:
+    """Return the first two components of a version."""
     return ".".join(text.split(".")[:2])
 
 
@@ -178,34 +207,37 @@ def _hex(number: int | None) -> str:
     return "unknown" if number is None else f"{number:08x}"
 
 
-def _tensor_row(fact: Any) -> tuple[str, str]:
-    trained = "trained" if fact.trainable else "not trained"
-    return fact.name, f"{fact.shape}, {fact.dtype}, {trained}"
+def _describe_parameter(tensor: Any) -> tuple[str, str]:
+    """Return name and description of a parameter."""
+    trained = "trained" if tensor.trainable else "not trained"
+    return tensor.name, f"{tensor.shape}, {tensor.dtype}, {trained}"
 
 
-def _module(module: nn.Module) -> str:
-    """Class, options and mode of a layer."""
+def _describe_module(module: nn.Module) -> str:
+    """Describe a layer by class, options and training mode."""
     parts = list(module.modules())
     training = sum(part.training for part in parts)
     mode = "in training mode" if training == len(parts) else "in evaluation mode"
     if 0 < training < len(parts):
         mode = f"with {training} of {len(parts)} modules in training mode"
-    # What was cut out of a traced model prints code, in which names may differ from process to
-    # process.
-    whole = getattr(module, "whole_names", False)
-    text = type(module).__name__ if whole else _ADDRESS.sub("", " ".join(repr(module).split()))
+    # Layers of a traced model print generated code, in which names may differ between processes.
+    is_traced = getattr(module, "whole_names", False)
+    text = type(module).__name__ if is_traced else _ADDRESS.sub("", " ".join(repr(module).split()))
     return f"{text} {mode}"
 
 
-def _homes(setting: Setting) -> list[int]:
-    ranks = [holders[0] for holders in setting.schedule.ranks_of_stage]
-    return [
-        rank for rank, length in zip(ranks, setting.lengths, strict=False) for _ in range(length)
-    ]
+def _home_ranks(setting: Setting) -> list[int]:
+    """Return, by layer, the first rank of its stage."""
+    home_ranks: list[int] = []
+    for ranks, length in zip(setting.schedule.ranks_of_stage, setting.lengths, strict=False):
+        home_ranks += [ranks[0]] * length
+    return home_ranks
 
 
-def _weights(traced: TracedChain) -> list[tuple[str, str]]:
+def _describe_weights(traced: TracedChain) -> list[tuple[str, str]]:
+    """Return name and checksum of the parameters and buffers of every layer."""
     stale = stale_layers(traced)
+    # By id: a tensor that several layers use is read once.
     sums: dict[int, str] = {}
     rows = []
     for index, (layer, module) in enumerate(zip(traced.layers, traced.modules, strict=True)):

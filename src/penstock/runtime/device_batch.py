@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.batch import Batch, cut, sample_count, token_count
+from penstock.runtime.batch import Batch
+from penstock.runtime.splitting import cut, sample_count, token_count
 from penstock.values.structure import map_tensors, tensors_of
 
 #: Places of inputs and targets in `Batch.whole`.
@@ -40,7 +41,7 @@ class DeviceBatch:
 
         Args:
             kind: `INPUTS` or `TARGETS`.
-            number: of the micro-batch or slice.
+            number: number of the micro-batch or slice.
         """
         return map_tensors(lambda leaf: self.view(kind, number, leaf), self._parts[kind][number])
 
@@ -49,7 +50,7 @@ class DeviceBatch:
 
         Args:
             kind: `INPUTS` or `TARGETS`.
-            number: of the micro-batch or slice.
+            number: number of the micro-batch or slice.
             tensor: the same tensor on the host.
         """
         if tensor.device == self._device:
@@ -72,7 +73,7 @@ class DeviceBatch:
         return map_tensors(lambda leaf: tensors[id(leaf)], self._whole[kind])
 
     def _cut(self, kind: int, number: int, tensor: Tensor) -> None:
-        """Copy the tensor of the batch that `tensor` is a part of, and make the views of all parts."""
+        """Copy the batch's tensor that `tensor` is a part of, and make the views of all parts."""
         if self._whole[kind] is None:
             self._views[id(tensor)] = copy_to(tensor, self._device)
             return

@@ -1,14 +1,15 @@
-"""Who draws random numbers on a stage, and from where: asked anew for every batch, because models
-change while they are trained.
+"""Seed the random numbers of a stage: which layers draw, and from which generators.
 
-Streams depend on seed, step, layer and micro-batch. Torch's generators are seeded for every layer
-that may draw. Python's `random` and `numpy.random` are seeded for layers whose code mentions them
-or that were seen to draw from them. A backward takes the generators for itself where it was seen to
-draw: `torch.utils.checkpoint` inside a layer runs the layer's forward again there, and sets and
-restores torch's state meanwhile, which another thread must not see.
+This is determined again for every batch, because models change while they are trained.
 
-What a layer does is looked at in its batches 1, 2, 4, 8 and so on, and whenever its settings have
-changed.
+Random streams depend on seed, step, layer and micro-batch. Torch's generators are seeded for every
+layer that may draw. Python's `random` and `numpy.random` are seeded for layers whose code mentions
+them or that were observed to draw from them. A backward holds the generators exclusively if it was
+observed to draw: `torch.utils.checkpoint` inside a layer runs the layer's forward again in the
+backward, and sets and restores torch's random state meanwhile, which other threads must not see.
+
+The batches number 1, 2, 4, 8 and so on are observed. The count starts again when settings of the
+layers change.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import RunError
 from penstock.grad.attributes import Attributes
 from penstock.runtime.batch import Batch
-from penstock.runtime.pipe_random import Met
+from penstock.runtime.pipe_random import RandomOpDetector
 from penstock.tracing.host_random import (
     equal_states,
     host_state,
@@ -40,55 +41,69 @@ from penstock.tracing.randomness import (
     stream_seed,
 )
 
-#: Numbers that end a list of a stream's parts, where it is not that of a forward in training.
+#: Last component of a stream's seed in evaluation and in a backward; a training forward has none.
 _EVALUATION, _BACKWARD = 1, 2
 
 
 class Part(Protocol):
-    """A layer, or several that run as one."""
+    """A layer, or several layers that run as one function."""
 
     @property
     def index(self) -> int:
-        """Its place in the chain."""
+        """Index in the chain; of several layers, that of the first."""
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name in the chain."""
 
     @property
     def module(self) -> nn.Module:
-        """What runs."""
+        """The module."""
 
 
 class Place(NamedTuple):
-    """A micro-batch of a batch."""
+    """A micro-batch of a batch, by number."""
 
     batch: Batch
     micro_batch: int
 
 
-class _Habits:
-    """What is known of one part. `torch` and `host`: by training or not, whether it has drawn from
-    torch's or the host's generators.
+class _PartRandomness:
+    """What is known about the random numbers of one part.
+
+    Args:
+        part: the part.
+        mentions_host: whether its code mentions the generators of `random` or `numpy.random`.
+
+    Attributes:
+        index: of the part.
+        may_draw: whether its forward may draw in training.
+        user_code: whether it runs code outside of torch.
+        torch: by training mode, whether it has drawn from torch's generators.
+        host: by training mode, whether it draws from `random` or `numpy.random`.
     """
 
-    def __init__(self, part: Part, mentioned: bool) -> None:
+    def __init__(self, part: Part, mentions_host: bool) -> None:
         self.index = part.index
         self.may_draw = may_draw(part.module)
         self.user_code = runs_user_code(part.module)
         self.torch = {True: False, False: False}
-        self.host = {True: mentioned, False: mentioned}
+        self.host = {True: mentions_host, False: mentions_host}
 
 
 class StageDraws:
     """The random numbers of a stage.
 
     Args:
-        parts: its layers.
+        parts: the layers of the stage.
         device: where they compute.
-        seed: the pipeline's.
-        joined: by index, names of layers that are compiled as one and cannot be seeded one by one.
-        compiled: the layers are compiled, and no mode may be entered around them.
+        seed: seed of the pipeline.
+        joined: by index, the name of layers that are compiled as one function and therefore cannot
+            be seeded one by one.
+        compiled: whether the layers are compiled; dispatch modes must not be entered around them.
+
+    Attributes:
+        needed: whether the present forward needs the generators.
     """
 
     def __init__(
@@ -104,42 +119,43 @@ class StageDraws:
         self._joined, self._compiled = joined, compiled
         self._batch: Callable[[], Batch | None] = _no_batch
         self._evaluation = (-1, 0)
-        self._mentioned: dict[frozenset[type], bool] = {}
-        self._habits: dict[int, _Habits] = {}
+        self._mentions_by_types: dict[frozenset[type], bool] = {}
+        self._randomness: dict[int, _PartRandomness] = {}
         self._rates: list[float] = []
-        self._learn()
-        # Of this batch: forwards and backwards that are still to be looked at, and whether the
-        # present one is.
-        self._forward_looks = self._backward_looks = 0
-        self._looks = self._host = self.needed = False
-        # Of all backwards: whether any ran ops that draw, and whether any left the generators in
-        # another state.
-        self._backward_draws = self._backward_moves = False
-        # Of the present one: the part that it has come to, whether it has drawn, and the states
-        # when generators were seeded last.
+        self._inspect_layers()
+        # Of this batch: numbers of forwards and backwards still to be observed; and of the present
+        # forward, whether it is observed and whether it uses the host's generators.
+        self._forwards_to_observe = self._backwards_to_observe = 0
+        self._observing = self._host = self.needed = False
+        # Of all backwards: whether any ran random ops, and whether any changed the states of the
+        # generators.
+        self._backward_draws = self._backward_changes_states = False
+        # Of the present backward: the part that it has reached, whether the states of the
+        # generators changed, and these states when they were last seeded.
         self._part_in_backward: int | None = None
-        self._moved = False
-        self._states: tuple[Tensor, Any] | None = None
+        self._states_changed = False
+        self._seeded_states: tuple[Tensor, Any] | None = None
 
     @property
     def watches_backward(self) -> bool:
-        """Whether backwards are to be run inside `backward`."""
-        return self._backward_looks > 0 or self._backward_draws
+        """Whether backwards must be run inside `backward`."""
+        return self._backwards_to_observe > 0 or self._backward_draws
 
     def begin(self, batch: Batch) -> bool:
-        """Whether a forward on `batch` needs the generators. Called for every micro-batch."""
+        """Begin a forward of a micro-batch of `batch`; return whether it needs the generators."""
         if self._batch() is not batch:
             self._batch = weakref.ref(batch)
-            self._begin(batch)
-            self._settle(batch.training)
-        elif self._looks:
-            self._settle(batch.training)
+            self._begin_batch(batch)
+            self._plan_forward(batch.training)
+        elif self._observing:
+            self._plan_forward(batch.training)
         return self.needed
 
-    def _begin(self, batch: Batch) -> None:
-        rates = self._rates_now()
+    def _begin_batch(self, batch: Batch) -> None:
+        """Inspect the layers if they have changed; decide which passes of the batch to observe."""
+        rates = self._possible_rates()
         if draw_settings(self._modules) != self._settings:
-            self._learn()
+            self._inspect_layers()
         elif rates != self._rates:
             self._rates = rates
             self._counts = {True: 0, False: 0}
@@ -148,49 +164,59 @@ class StageDraws:
             step, number = self._evaluation
             self._evaluation = batch.step, number + 1 if step == batch.step else 0
         count = self._counts[training] = self._counts[training] + 1
-        looks = len(batch.inputs) if count == 1 else int(count & (count - 1) == 0)
-        self._forward_looks = looks if self._runs_user_code else 0
+        # All micro-batches of the first batch are observed, then one of batches 2, 4, 8 and so on.
+        micro_batches = len(batch.inputs) if count == 1 else int(count & (count - 1) == 0)
+        self._forwards_to_observe = micro_batches if self._runs_user_code else 0
         if training:
-            self._backward_looks = 0 if self._compiled else self._forward_looks
+            self._backwards_to_observe = 0 if self._compiled else self._forwards_to_observe
 
-    def _settle(self, training: bool) -> None:
-        """What the next forward needs."""
-        self._looks = self._forward_looks > 0
-        self._forward_looks -= self._looks
-        self._host = self.needed = self._looks
-        if self._looks:
+    def _plan_forward(self, training: bool) -> None:
+        """Decide whether to observe the next forward, and which generators it needs."""
+        self._observing = self._forwards_to_observe > 0
+        self._forwards_to_observe -= self._observing
+        self._host = self.needed = self._observing
+        if self._observing:
             return
-        for part in self._habits.values():
+        for part in self._randomness.values():
             host = part.host[training]
             self._host |= host
             self.needed |= part.may_draw if training else part.torch[False] or host
 
-    def _learn(self) -> None:
-        """Read the settings of all modules. What has drawn once is taken to draw again."""
+    def _inspect_layers(self) -> None:
+        """Read the settings of all modules. Parts that have drawn are assumed to draw again.
+
+        Raises:
+            RunError: layers that are compiled as one function may draw now.
+        """
         self._modules = [module for part in self._parts for module in part.module.modules()]
         self._settings = draw_settings(self._modules)
-        before, self._habits = self._habits, {}
+        before, self._randomness = self._randomness, {}
         for part in self._parts:
-            habits = self._habits[part.index] = _Habits(part, self._mentions(part.module))
+            randomness = _PartRandomness(part, self._mentions_host(part.module))
+            self._randomness[part.index] = randomness
             if part.index in before:
-                habits.torch = before[part.index].torch
-                habits.host |= {
-                    mode: True for mode, drew in before[part.index].host.items() if drew
-                }
-            if habits.may_draw and part.index in self._joined:
+                randomness.torch = before[part.index].torch
+                for training, drew in before[part.index].host.items():
+                    randomness.host[training] |= drew
+            if randomness.may_draw and part.index in self._joined:
                 raise RunError(
-                    f"layers {self._joined[part.index]} are compiled as one function, because none of them could draw random "
-                    "numbers when the pipeline was made; now one may. Set hooks, dropout and forwards before the Pipeline "
-                    "is made"
+                    f"layers {self._joined[part.index]} are compiled as one function, because none "
+                    "of them could draw random numbers when the pipeline was made; now one may. "
+                    "Set hooks, dropout and forwards before the Pipeline is made"
                 )
-        users = [part.module for part in self._parts if self._habits[part.index].user_code]
-        self._runs_user_code = bool(users)
-        self._attributes = Attributes(users, complete=True)
-        self._rates = self._rates_now()
+        user_modules = [
+            part.module for part in self._parts if self._randomness[part.index].user_code
+        ]
+        self._runs_user_code = bool(user_modules)
+        self._attributes = Attributes(user_modules, complete=True)
+        self._rates = self._possible_rates()
         self._counts = {True: 0, False: 0}
 
-    def _mentions(self, module: nn.Module) -> bool:
-        """Whether the module's code mentions the host's generators; read once per set of classes."""
+    def _mentions_host(self, module: nn.Module) -> bool:
+        """Return whether the module's code mentions `random` or `numpy.random`.
+
+        The code is read once per set of classes, unless the module has code outside its class.
+        """
         if not runs_user_code(module):
             return False
         parts = list(module.modules())
@@ -199,142 +225,162 @@ class StageDraws:
             for part in parts
         ):
             return mentions_host_generators(module)
-        kinds = frozenset(map(type, parts))
-        if kinds not in self._mentioned:
-            self._mentioned[kinds] = mentions_host_generators(module)
-        return self._mentioned[kinds]
+        types = frozenset(map(type, parts))
+        if types not in self._mentions_by_types:
+            self._mentions_by_types[types] = mentions_host_generators(module)
+        return self._mentions_by_types[types]
 
-    def _rates_now(self) -> list[float]:
-        """Numbers that may be rates of dropout, under whatever name."""
+    def _possible_rates(self) -> list[float]:
+        """Return all float attributes of user code: any of them may be a dropout rate."""
         rows = self._attributes.contents()
         return [value for row in rows for value in row if type(value) is float]
 
     # -- forward
-    # ----------------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[None]:
-        """Around the forward of all parts on a micro-batch, after `begin`."""
+        """Enclose the forward of all parts on a micro-batch, after `begin`."""
         return drawing(self._device, host=self._host) if self.needed else nullcontext()
 
     def call(self, part: Part, place: Place, run: Callable[[Any], Any], value: Any) -> Any:
-        """What a part makes of a value, with random numbers of its own. Called inside `running`."""
-        habits = self._habits[part.index]
+        """Run a part on a value with its random stream. Called inside `running`.
+
+        Args:
+            part: the part.
+            place: the micro-batch.
+            run: the forward of the part.
+            value: its input.
+        """
+        randomness = self._randomness[part.index]
         training = place.batch.training
-        looks = self._looks and habits.user_code
-        draws = habits.may_draw if training else habits.torch[False] or habits.host[False]
-        if not looks and not draws:
+        observing = self._observing and randomness.user_code
+        draws = (
+            randomness.may_draw if training else randomness.torch[False] or randomness.host[False]
+        )
+        if not observing and not draws:
             return run(value)
-        numbers = [self._seed, place.batch.step, part.index, place.micro_batch]
+        components = [self._seed, place.batch.step, part.index, place.micro_batch]
         if not training:
-            numbers += [_EVALUATION, self._evaluation[1]]
-        host = looks or habits.host[training]
-        seed_generators(self._device, stream_seed(*numbers), host=host)
-        if not habits.user_code:
+            components += [_EVALUATION, self._evaluation[1]]
+        host = observing or randomness.host[training]
+        seed_generators(self._device, stream_seed(*components), host=host)
+        if not randomness.user_code:
             return run(value)
-        before = torch.get_rng_state()
-        of_host = host_state() if looks else None
-        made = run(value)
-        if not torch.equal(before, torch.get_rng_state()):
-            self._drew(habits, training)
-        if of_host is not None and not equal_states(of_host, host_state()):
-            habits.host[training] = True
-        if training and (self._backward_looks or self._backward_moves) and torch.is_grad_enabled():
-            self._mark(part, place, value, made)
-        return made
+        torch_before = torch.get_rng_state()
+        host_before = host_state() if observing else None
+        output = run(value)
+        if not torch.equal(torch_before, torch.get_rng_state()):
+            self._record_draw(randomness, training)
+        if host_before is not None and not equal_states(host_before, host_state()):
+            randomness.host[training] = True
+        backward_may_draw = self._backwards_to_observe or self._backward_changes_states
+        if training and backward_may_draw and torch.is_grad_enabled():
+            self._seed_at_backward(part, place, value, output)
+        return output
 
     def call_again(self, part: Part, place: Place, run: Callable[[Any], Any], value: Any) -> Any:
-        """The same from within a backward, for a part that runs again by itself."""
-        habits = self._habits[part.index]
-        if not habits.may_draw:
+        """Run a recomputed part a second time, in a backward. Arguments as for `call`."""
+        randomness = self._randomness[part.index]
+        if not randomness.may_draw:
             return run(value)
-        host = habits.host[True]
+        host = randomness.host[True]
         with drawing(self._device, host=host):
             seed = stream_seed(self._seed, place.batch.step, part.index, place.micro_batch)
             seed_generators(self._device, seed, host=host)
             return run(value)
 
-    def _drew(self, habits: _Habits, training: bool) -> None:
-        """A part has drawn from torch's generators: if that is new, its backward may do so, too."""
-        if training and not habits.torch[True] and not self._compiled:
+    def _record_draw(self, randomness: _PartRandomness, training: bool) -> None:
+        """Record that a part has drawn from torch's generators.
+
+        The first time, its backwards are observed too: they may draw as well.
+        """
+        if training and not randomness.torch[True] and not self._compiled:
             batch = self._batch()
-            self._backward_looks = 1 if batch is None else len(batch.inputs)
-        habits.torch[training] = True
+            self._backwards_to_observe = 1 if batch is None else len(batch.inputs)
+        randomness.torch[training] = True
         if training and self._compiled:
             self._backward_draws = True
 
     # -- backward
-    # ---------------------------------------------------------------------------------------------------------
 
-    def _mark(self, part: Part, place: Place, value: Any, made: Any) -> None:
-        """Let the backward seed the generators when it comes to what a part has made of `value`."""
+    def _seed_at_backward(self, part: Part, place: Place, value: Any, output: Any) -> None:
+        """Register hooks that seed the generators when the backward reaches the part.
+
+        Args:
+            part: the part.
+            place: the micro-batch.
+            value: the input of the part.
+            output: its output.
+        """
         seed = stream_seed(self._seed, place.batch.step, part.index, place.micro_batch, _BACKWARD)
 
-        def begin(_: Tensor) -> None:
+        def seed_once(_: Tensor) -> None:
             if self._part_in_backward not in (None, part.index):
                 self._part_in_backward = part.index
                 self._seed_backward(seed)
 
-        through = set(map(id, pytree.tree_leaves(value)))
-        for leaf in pytree.tree_leaves(made):
-            if isinstance(leaf, Tensor) and not leaf.is_leaf and id(leaf) not in through:
-                leaf.register_hook(begin)  # type: ignore[no-untyped-call]
+        # Tensors that the part passes through unchanged belong to the part that computed them.
+        passed_through = set(map(id, pytree.tree_leaves(value)))
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and not leaf.is_leaf and id(leaf) not in passed_through:
+                leaf.register_hook(seed_once)  # type: ignore[no-untyped-call]
 
     def _seed_backward(self, seed: int) -> None:
         self._compare_states()
         seed_generators(self._device, seed, host=True)
-        self._states = torch.get_rng_state(), host_state()
+        self._seeded_states = torch.get_rng_state(), host_state()
 
     def _compare_states(self) -> None:
-        """Note whether anything was drawn since the generators were seeded last."""
-        if self._states is not None:
-            of_torch, of_host = self._states
-            same = torch.equal(of_torch, torch.get_rng_state()) and equal_states(
-                of_host, host_state()
+        """Record whether random numbers were drawn since the generators were last seeded."""
+        if self._seeded_states is not None:
+            torch_seeded, host_seeded = self._seeded_states
+            same = torch.equal(torch_seeded, torch.get_rng_state()) and equal_states(
+                host_seeded, host_state()
             )
-            self._moved |= not same
+            self._states_changed |= not same
 
     @contextmanager
     def backward(self, place: Place, *, weights_only: bool = False) -> Iterator[None]:
-        """Around a backward, where `watches_backward`.
+        """Enclose a backward, if `watches_backward`.
 
         Args:
-            place: of the micro-batch.
-            weights_only: it is the second part of a backward, in which some of the layers' code
-            runs again.
+            place: the micro-batch.
+            weights_only: this is the second part of a backward that is split into two (I and W
+                ops), in which some code of the layers runs a second time.
 
         Raises:
-            RunError: `weights_only`, and a layer has drawn there.
+            RunError: a layer has drawn, and `weights_only`.
         """
-        looks = self._backward_looks > 0
-        self._backward_looks -= looks
-        host = looks or self._backward_moves
+        observing = self._backwards_to_observe > 0
+        self._backwards_to_observe -= observing
+        host = observing or self._backward_changes_states
         seed = stream_seed(self._seed, place.batch.step, -1, place.micro_batch, _BACKWARD)
-        self._states = None
+        self._seeded_states = None
         with drawing(self._device, host=host):
             if host:
-                self._moved = False
+                self._states_changed = False
                 self._seed_backward(seed)
                 self._part_in_backward = None if weights_only else -1
-            met = Met()
+            detector = RandomOpDetector()
             try:
-                with met if looks else nullcontext():
+                with detector if observing else nullcontext():
                     yield
             finally:
                 self._part_in_backward = None
             if host:
                 self._compare_states()
-        moves = host and self._moved
-        self._backward_draws |= met.random or moves
-        self._backward_moves |= moves
-        if moves and weights_only:
+        changed = host and self._states_changed
+        self._backward_draws |= detector.detected or changed
+        self._backward_changes_states |= changed
+        if changed and weights_only:
             names = ", ".join(part.name for part in self._parts)
             raise RunError(
-                f"a layer among {names} draws random numbers in its backward (a function or a hook of its own does), and the "
-                "schedule runs backwards in two parts, in which it would draw twice: take a schedule without W ops, such as "
-                "1f1b, or draw the numbers in the forward"
+                f"a layer among {names} draws random numbers in its backward (in an autograd "
+                "function or a hook), and the schedule splits backwards into two parts, in both of "
+                "which it would draw: use a schedule without W ops, such as 1f1b, or draw the "
+                "numbers in the forward"
             )
 
 
 def _no_batch() -> Batch | None:
-    """Stands for a batch that is gone."""
+    """Return None, in place of a weak reference to a batch."""
     return None

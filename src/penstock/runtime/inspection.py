@@ -1,8 +1,11 @@
-"""What a pipeline has done: when its ops ran, and how many versions of its weights there were."""
+"""Methods of `Pipeline` that report on its steps and parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+
+from torch import nn
 
 from penstock.errors import RunError
 from penstock.event import Timeline
@@ -15,7 +18,7 @@ from penstock.runtime.world import World
 
 
 class Inspection:
-    """A part of `Pipeline`."""
+    """Mixin of `Pipeline`: timeline, weight versions and parameters."""
 
     setting: Setting
     _world: World
@@ -24,10 +27,10 @@ class Inspection:
     _stream: Streaming | None
 
     def timeline(self) -> Timeline:
-        """What really happened in the last step, on every rank; the same type as `simulate` gives.
+        """Return the measured timeline of the last step on every rank.
 
-        Times of ranks on one host share a clock. Ranks on several hosts are each counted from the
-        host's own clock.
+        It has the same type as the result of `simulate`. Ranks on one host share a clock; the
+        times of each host are relative to its own clock.
 
         Raises:
             RunError: no batch has been trained or evaluated yet.
@@ -50,7 +53,22 @@ class Inspection:
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
-        """Per stage, the most versions of its weights that a rank has kept at once so far."""
-        return (
-            (1,) * len(self.setting.lengths) if self._stream is None else self._made.versions_kept()
-        )
+        """By stage, the peak number of its weight versions on any rank so far."""
+        if self._stream is None:
+            return (1,) * len(self.setting.lengths)
+        return self._made.versions_kept()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of the local stages with their names in the model.
+
+        A parameter that several stages use is yielded only at its home stage.
+        """
+        for stage in self._made.stages:
+            borrowed = set(map(id, stage.update.borrowed))
+            for parameter, name in self._made.names(stage).items():
+                if id(parameter) not in borrowed:
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the local stages, for an optimizer outside of the pipeline."""
+        return (parameter for _, parameter in self.named_parameters())

@@ -1,5 +1,6 @@
-"""The interpreter: plays one rank's lowered program. It knows ops and transfers, never a schedule's
-name.
+"""The interpreter, which runs the lowered program of one rank.
+
+It knows ops and transfers only, and nothing about particular schedules.
 """
 
 from __future__ import annotations
@@ -26,17 +27,27 @@ from penstock.transport.transport import Arrival, Transport, TransportLost, Tran
 
 T = TypeVar("T")
 
-#: Programs whose steps are remembered: those of small batches and of evaluation are others.
-_MOST_PROGRAMS = 64
+#: Size of the cache of programs. Small batches and evaluation have other programs than training.
+_MAX_PROGRAMS = 64
 
 
 @dataclass
 class Interpreter:
-    """One rank: its stages, its end of the links, its place on the board.
+    """One rank of this process.
 
-    `copies`: those of its stages that others hold too and that meet them at every U. `weights`: in
-    a stream, what lets its stages read the versions that they should. `told`: called when a
-    micro-batch's loss is there.
+    Attributes:
+        rank: its number.
+        stages: its stages, by index.
+        stage_count: number of stages of the whole model.
+        transport: its end of the links to other ranks.
+        board: where it publishes its status.
+        clock: measures the times of ops.
+        copies: by stage, its group of replicas, for stages that average gradients at every U.
+        weights: by stage, its weight rule, which provides the weight version that each op of a
+            stream reads.
+        on_loss: called when the loss of a micro-batch has been computed.
+        activation_meter: counts the bytes of saved activations.
+        marks: by op, the clock marks of its start and end.
     """
 
     rank: int
@@ -47,52 +58,61 @@ class Interpreter:
     clock: Clock
     copies: Mapping[int, Copies] = field(default_factory=dict)
     weights: Mapping[int, StageWeights] = field(default_factory=dict)
-    told: Callable[[Batch], None] | None = None
-    held: ActivationMeter = field(default_factory=ActivationMeter)
+    on_loss: Callable[[Batch], None] | None = None
+    activation_meter: ActivationMeter = field(default_factory=ActivationMeter)
     marks: dict[Op, tuple[Mark, Mark]] = field(default_factory=dict)
     _arrivals: dict[Message, Arrival] = field(default_factory=dict)
     _values: dict[Message, Payload] = field(default_factory=dict)
-    _taken_in: dict[tuple[int, int], Payload] = field(default_factory=dict)
+    # Activations that other ranks have evicted to this one, by stage and micro-batch.
+    _evicted_here: dict[tuple[int, int], Payload] = field(default_factory=dict)
     _updating: bool = True
     _streaming: bool = True
-    _at_step: int = 0
+    _batch_step: int = 0
     _computing: bool = False
-    _started: Mark = None
-    _stands_at: int | str = ""
-    _since: float = 0.0
+    _op_start: Mark = None
+    # What the rank waits for (a rank, or a description), and since when.
+    _waits_for: int | str = ""
+    _waits_since: float = 0.0
     _programs: dict[int, tuple[Sequence[Action], tuple[Step, ...]]] = field(default_factory=dict)
 
     def play(self, program: Sequence[Action], batch: Batch, *, update: bool = True) -> None:
-        """Run the program on one batch; without `update`, a U adds up the gradients of copies and
-        leaves the weights.
+        """Run a program on one batch.
+
+        Args:
+            program: the ops and transfers of this rank.
+            batch: the batch.
+            update: whether a U updates the weights; otherwise it only sums the gradients of
+                replicas.
 
         Raises:
             StageFailed: an op raised.
-            PeerFailed: what an op needs will never come, because another rank failed.
-            DeadlineExceeded: it did not come in time.
+            PeerFailed: another rank failed, so that a message for an op will never arrive.
+            DeadlineExceeded: a message did not arrive in time.
         """
         self.begin()
         self._updating, self._streaming = update, False
-        kept = self._programs.get(id(program))
-        if kept is None or kept[0] is not program:
-            if len(self._programs) > _MOST_PROGRAMS:
+        cached = self._programs.get(id(program))
+        # The id may have been reused by another program: compare the object, too.
+        if cached is None or cached[0] is not program:
+            if len(self._programs) > _MAX_PROGRAMS:
                 self._programs.clear()
-            kept = self._programs[id(program)] = program, steps_of(program, self.stage_count)
-        self._run(kept[1], UnderWay.alone(batch))
+            cached = self._programs[id(program)] = program, steps_of(program, self.stage_count)
+        self._run(cached[1], UnderWay.alone(batch))
         self.finish()
 
     def begin(self) -> None:
-        """Nothing has happened yet, as far as anybody will ask; what comes is a stream, which
-        updates.
-        """
+        """Reset times and memory counters; the ops that follow are of a stream, with updates."""
         self._updating = self._streaming = True
         self.marks.clear()
         self.clock.begin()
-        self.held.begin()
+        self.activation_meter.begin()
 
     def go_on(self, actions: Sequence[Action], batches: UnderWay) -> None:
-        """Run some more of a program, of which all batches that it names have come. Raises as
-        `play`.
+        """Run the next part of the program of a stream. Raises as `play`.
+
+        Args:
+            actions: ops and transfers.
+            batches: the batches in flight, which include all that the actions refer to.
         """
         self.clock.begin()
         self._run(steps_of(actions, self.stage_count), batches)
@@ -104,20 +124,21 @@ class Interpreter:
                 self._step(step, batches)
         except BaseException as error:
             self.forget()
-            meaning = self._meaning(error, step)
-            if meaning is error:
+            translated = self._translate_error(error, step)
+            if translated is error:
                 raise
-            raise meaning from error
+            raise translated from error
         self.board.doing("is between batches")
 
     def release(self, before: int) -> None:
-        """Let go of what was sent of micro-batches below `before` (see `Transport.release`). Raises
-        as `play`.
+        """Free the send buffers of micro-batches below `before` (see `Transport.release`).
+
+        Raises as `play`.
         """
         self._guard("its sends to leave", lambda: self.transport.release(before))
 
     def finish(self) -> None:
-        """Stand until all that was sent has left: nothing is under way any more. Raises as `play`."""
+        """Wait until all messages that this rank sends have left. Raises as `play`."""
         try:
             self._guard("its sends to leave", self.transport.drain)
         except BaseException:
@@ -125,16 +146,16 @@ class Interpreter:
             raise
 
     def forget(self) -> None:
-        """Drop what unfinished batches have left."""
-        for held in (self._arrivals, self._values, self._taken_in):
-            held.clear()
+        """Drop all state of unfinished batches."""
+        for state in (self._arrivals, self._values, self._evicted_here):
+            state.clear()
         for stage in self.stages.values():
             stage.forget()
         for copies in self.copies.values():
             copies.forget()
 
     def guard(self, rank: int, action: Callable[[], T]) -> T:
-        """Do what may wait for `rank`.
+        """Call `action`, which may wait for `rank`; convert errors of the transport.
 
         Raises:
             PeerFailed, DeadlineExceeded: see `play`.
@@ -142,98 +163,99 @@ class Interpreter:
         return self._guard(f"rank {rank}", action)
 
     def peak_bytes(self) -> int:
-        """The most that the rank has held: weights in all their versions, their gradients,
-        optimizer state, and activations.
+        """Return the peak memory of the rank in bytes, without workspace.
+
+        Counted are weights in all their versions, gradients, optimizer state, and activations.
         """
-        fixed = 0
-        whole: dict[int, int] = {}  # stages of a rank that use the same weight hold it once
-        gradients: dict[int, int] = {}
+        total = self.activation_meter.peak
+        # By id of the tensor: a weight that several stages of the rank use counts once.
+        tensor_bytes: dict[int, int] = {}
+        gradient_bytes: dict[int, int] = {}
         for index, stage in self.stages.items():
             update, weights = stage.update, self.weights.get(index)
-            whole |= {id(tensor): tensor.nbytes for tensor in stage.tensors()}
-            gradients |= {
-                id(parameter): parameter.nbytes
-                for parameter in (*update.parameters, *update.borrowed)
-            }
-            optimizers = [update.optimizer, *(() if weights is None else weights.more_optimizers())]
-            more = (
-                0
-                if weights is None
-                else weights.held_bytes() - sum(parameter.nbytes for parameter in update.parameters)
-            )
-            fixed += more + sum(map(optimizer_bytes, optimizers))
-        return fixed + sum(whole.values()) + sum(gradients.values()) + self.held.peak
+            for tensor in stage.tensors():
+                tensor_bytes[id(tensor)] = tensor.nbytes
+            for parameter in (*update.parameters, *update.borrowed):
+                gradient_bytes[id(parameter)] = parameter.nbytes
+            total += optimizer_bytes(update.optimizer)
+            if weights is not None:
+                # The newest version is the parameters, which are counted above.
+                total += weights.held_bytes()
+                total -= sum(parameter.nbytes for parameter in update.parameters)
+                total += sum(map(optimizer_bytes, weights.more_optimizers()))
+        return total + sum(tensor_bytes.values()) + sum(gradient_bytes.values())
 
     def seconds(self, ops: Sequence[Op]) -> list[tuple[float, float]]:
-        """Start and end of some ops that have been run."""
+        """Return start and end of ops that have been run, in seconds of the rank's clock."""
         return [
             (self.clock.seconds(start), self.clock.seconds(end))
             for start, end in map(self.marks.__getitem__, ops)
         ]
 
     def _step(self, step: Step, batches: UnderWay) -> None:
-        """One op, with its receives and sends. What goes wrong meanwhile is found in `_stands_at`."""
+        """Run one op with its receives and sends; note in `_waits_for` what they wait for."""
         for peer, message in step.posts:
-            if (expected := batches.find(message.micro_batch)) is not None:
-                self._stands_at, self._since = peer, time.monotonic()
+            if (entry := batches.find(message.micro_batch)) is not None:
+                self._waits_for, self._waits_since = peer, time.monotonic()
                 self._arrivals[message] = self.transport.post(
-                    peer, message, expected[0].forms[expected[1]]
+                    peer, message, entry[0].forms[entry[1]]
                 )
         op = step.op
         if op is None or step.kind is Kind.U:
             if op is not None:
-                self._begun(step)
+                self._start_op(step)
                 self._update(op)
-                self._ended(op)
-        elif (found := batches.find(step.number)) is not None:
-            batch, number = found
-            self._at_step = batch.step
-            arrived = None if step.input_message is None else self._arrived(step, batch)
-            self._begun(step)
-            made = self._compute(op, batch, number, arrived)
-            self._ended(op)
-            if made is not None and step.output_message is not None:
-                self._values[step.output_message] = made
+                self._end_op(op)
+        elif (entry := batches.find(step.number)) is not None:
+            batch, number = entry
+            self._batch_step = batch.step
+            arrived = None if step.input_message is None else self._receive(step, batch)
+            self._start_op(step)
+            result = self._compute(op, batch, number, arrived)
+            self._end_op(op)
+            if result is not None and step.output_message is not None:
+                self._values[step.output_message] = result
         for peer, message in step.sends:
-            if (expected := batches.find(message.micro_batch)) is not None:
-                self._stands_at, self._since = peer, time.monotonic()
+            if (entry := batches.find(message.micro_batch)) is not None:
+                self._waits_for, self._waits_since = peer, time.monotonic()
                 self.transport.send(
-                    peer, message, self._values.pop(message), expected[0].forms[expected[1]]
+                    peer, message, self._values.pop(message), entry[0].forms[entry[1]]
                 )
 
-    def _begun(self, step: Step) -> None:
+    def _start_op(self, step: Step) -> None:
         self.board.doing(step.text)
         self._computing = True
-        self._started = self.clock.mark()
+        self._op_start = self.clock.mark()
 
-    def _ended(self, op: Op) -> None:
-        self.marks[op] = self._started, self.clock.mark()
+    def _end_op(self, op: Op) -> None:
+        self.marks[op] = self._op_start, self.clock.mark()
         self._computing = False
 
-    def _arrived(self, step: Step, batch: Batch) -> Payload | None:
-        """What the op takes from another stage or rank, waited for."""
+    def _receive(self, step: Step, batch: Batch) -> Payload | None:
+        """Return the input of an op, which this rank has or another one sends; wait for it."""
         message = step.input_message
         assert message is not None
-        if (here := self._values.pop(message, None)) is not None:
-            return here
+        if (local_value := self._values.pop(message, None)) is not None:
+            return local_value
         arrival = self._arrivals.pop(message, None)
         if arrival is None and step.kind in HANDING:
+            # This rank is the sender of the evict or load op, see `_move_activations`.
             return None
         assert arrival is not None
         if batch.pending_check is not None:
             batch.checksum()  # while the message is on its way
         self.board.doing(step.waits)
-        self._stands_at, self._since = step.maker, time.monotonic()
+        self._waits_for, self._waits_since = step.maker, time.monotonic()
         return arrival.wait()
 
-    def _meaning(self, error: BaseException, step: Step | None) -> BaseException:
-        """An error in a step, as others have to hear of it."""
+    def _translate_error(self, error: BaseException, step: Step | None) -> BaseException:
+        """Convert an exception in a step into the RunError that is reported to other ranks."""
         computing, self._computing = self._computing, False
         if isinstance(error, (TransportTimeout, TransportLost)):
-            stands_at = (
-                self._stands_at if isinstance(self._stands_at, str) else f"rank {self._stands_at}"
+            waits_for = (
+                self._waits_for if isinstance(self._waits_for, str) else f"rank {self._waits_for}"
             )
-            return self._stopped(error, stands_at, time.monotonic() - self._since)
+            return self._transport_error(error, waits_for, time.monotonic() - self._waits_since)
         if (
             not computing
             or step is None
@@ -242,23 +264,35 @@ class Interpreter:
         ):
             return error
         return StageFailed(
-            self.rank, step.stage, str(step.op), self._at_step, f"{type(error).__name__}: {error}"
+            self.rank,
+            step.stage,
+            str(step.op),
+            self._batch_step,
+            f"{type(error).__name__}: {error}",
         )
 
     def _compute(
         self, op: Op, batch: Batch, number: int, arrived: Payload | None
     ) -> Payload | None:
+        """Run a computing op (F, B, I, W) or an op that moves activations; return its result.
+
+        Args:
+            op: the op.
+            batch: its batch.
+            number: its number in the batch.
+            arrived: its input from another stage or rank.
+        """
         if op.kind in HANDING:
-            return self._hand(op, batch, number, arrived)
+            return self._move_activations(op, batch, number, arrived)
         stage, weights = self.stages[op.stage], self._weights(op.stage)
         if op.kind is Kind.F:
             if weights is not None:
                 weights.before_forward(op.micro_batch)
-            made = stage.forward(batch, number, arrived)
-            if self.told is not None and stage.loss is not None:
-                told = self.told
-                self._guard("its loss to leave", lambda: told(batch))
-            return made
+            output = stage.forward(batch, number, arrived)
+            if self.on_loss is not None and stage.loss is not None:
+                on_loss = self.on_loss
+                self._guard("its loss to leave", lambda: on_loss(batch))
+            return output
         if weights is not None:
             weights.before_backward(op.micro_batch)
         result: Payload | None = None
@@ -273,9 +307,7 @@ class Interpreter:
         return result
 
     def _weights(self, stage: int) -> StageWeights | None:
-        """What decides what a stage's ops read: outside the stream they read the parameters as
-        these are.
-        """
+        """Return a stage's weight rule; None outside a stream, where ops read the parameters."""
         return self.weights.get(stage) if self._streaming else None
 
     def _update(self, op: Op) -> None:
@@ -290,36 +322,50 @@ class Interpreter:
         else:
             self.stages[op.stage].update.step()
 
-    def _hand(self, op: Op, batch: Batch, number: int, arrived: Payload | None) -> Payload | None:
-        """Evict and load, on either side: who gets nothing gives."""
-        place = op.stage, op.micro_batch
+    def _move_activations(
+        self, op: Op, batch: Batch, number: int, arrived: Payload | None
+    ) -> Payload | None:
+        """Run an evict (E) or load (L) op on its sender (nothing arrived) or its receiver.
+
+        Returns:
+            On the sender, the activations to send.
+        """
+        key = op.stage, op.micro_batch
         if op.kind is Kind.E:
             if arrived is None:
                 return self.stages[op.stage].evict(batch, number)
-            self._taken_in[place] = arrived
-            self.held.take(arrived.nbytes)
+            self._evicted_here[key] = arrived
+            self.activation_meter.take(arrived.nbytes)
         elif arrived is None:
-            given = self._taken_in.pop(place)
-            self.held.give(given.nbytes)
-            return given
+            activations = self._evicted_here.pop(key)
+            self.activation_meter.give(activations.nbytes)
+            return activations
         else:
             self.stages[op.stage].load(batch, number, arrived)
         return None
 
     def _guard(self, waited_for: str, action: Callable[[], T]) -> T:
-        """Turn what a transport raises into what happened."""
+        """Call `action`; convert errors of the transport into those of a run."""
         started = time.monotonic()
         try:
             return action()
         except (TransportTimeout, TransportLost) as error:
-            raise self._stopped(error, waited_for, time.monotonic() - started) from error
+            waited_s = time.monotonic() - started
+            raise self._transport_error(error, waited_for, waited_s) from error
 
-    def _stopped(
+    def _transport_error(
         self, error: TransportTimeout | TransportLost, waited_for: str, waited_s: float
     ) -> RunError:
+        """Return the error of a run for an error of the transport.
+
+        Args:
+            error: what the transport raised.
+            waited_for: what the rank waited for.
+            waited_s: seconds for which it waited.
+        """
         if isinstance(error, TransportTimeout):
             return DeadlineExceeded(self.rank, waited_for, waited_s, self.board.elsewhere())
         reason = self.board.failure(patience_s=2.0)
         return PeerFailed(
-            self.rank, waited_for, reason or "the rank that was to send it is gone without a word"
+            self.rank, waited_for, reason or "the rank that was to send it ended without a message"
         )

@@ -1,14 +1,11 @@
-"""The layers of a stage, run one after another: random numbers, slices, mixed precision, compiled
-code.
-"""
+"""Run the layers of a stage, with random streams, slice state, recompute and compiled code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -27,7 +24,7 @@ from penstock.values.structure import map_tensors
 
 @dataclass(frozen=True)
 class StageLayer:
-    """A layer's place in the whole chain, its name and its module."""
+    """A layer of a stage: its index in the whole chain, its name and its module."""
 
     index: int
     name: str
@@ -36,33 +33,41 @@ class StageLayer:
 
 @dataclass(frozen=True)
 class _Part:
-    """Layers that are called as one: the first one's place and name, and whether they hand on a
-    past.
+    """One layer, or neighbouring layers that are compiled as one function.
+
+    Attributes:
+        index: index of the (first) layer in the chain.
+        name: name of the layer, or names joined by " + ".
+        module: the layer, or a sequence of them.
+        call: its forward.
+        slice_state: whether it passes state from one slice of a sequence to the next.
     """
 
     index: int
     name: str
     module: nn.Module
     call: Callable[[Any], Any]
-    hands_on: bool = False
+    slice_state: bool = False
 
 
 @dataclass
 class StageLayers:
-    """What a stage runs on a value.
+    """The layers of a stage, and how to run them.
 
     Attributes:
-        layers: in order.
+        layers: the layers in order.
         device: where they compute.
-        seed: of random numbers, which depend on it, the step, the layer and the micro-batch, never
-        on where a layer runs. entry: makes of what has crossed the boundary, and the micro-batch's
-        inputs, what the first layer takes. exit: makes of what the last layer returns what crosses
-        the next boundary. recomputed: layers that run again before their backward instead of
-        keeping what they have saved; consecutive ones together,
-            but for those in `segment_starts`, which begin anew.
-        compile: options of `torch.compile`, with which neighbouring layers become one function;
-        None leaves them as they are. offload: keep what is saved for the backward in host memory,
-        where the device has a memory of its own.
+        seed: seed of the random numbers, which depend on it, the step, the layer and the
+            micro-batch, but not on the rank that runs a layer.
+        entry: if given, computes the input of the first layer from the received value and the
+            micro-batch's inputs.
+        exit: if given, computes the value to send from the output of the last layer.
+        recomputed: indices of layers that are recomputed for their backward. Consecutive ones form
+            one segment.
+        segment_starts: indices of recomputed layers that start a new segment nevertheless.
+        compile: options of `torch.compile`, which compiles neighbouring layers as one function;
+            None does not compile.
+        offload: keep tensors saved for the backward in host memory, if the device is not the CPU.
     """
 
     layers: Sequence[StageLayer]
@@ -77,7 +82,7 @@ class StageLayers:
     _parts: list[_Part] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        found = [
+        parts = [
             _Part(
                 layer.index,
                 layer.name,
@@ -87,48 +92,60 @@ class StageLayers:
             )
             for layer in self.layers
         ]
-        self._parts = found if self.compile is None else list(self._compiled(found, self.compile))
+        if self.compile is not None:
+            parts = list(self._compile_parts(parts, self.compile))
+        self._parts = parts
         self._calls = [part.call for part in self._parts]
-        joined = {part.index: part.name for part in self._parts if part.name not in self._names()}
+        layer_names = {layer.name for layer in self.layers}
+        joined = {part.index: part.name for part in self._parts if part.name not in layer_names}
         self.draws = StageDraws(
             self._parts, self.device, self.seed, joined, compiled=self.compile is not None
         )
-        self._straight = not (self.entry or self.exit or self.recomputed or self.offload)
-        self._again = Recomputing(self._parts, self.recomputed, self.segment_starts)
+        # Without these, the layers can be called one after another with nothing in between.
+        self._layers_only = not (self.entry or self.exit or self.recomputed or self.offload)
+        self._recomputing = Recomputing(self._parts, self.recomputed, self.segment_starts)
 
     def renew(self) -> None:
-        """Learn anew which layers draw, and compile anew, after layers of a traced model have got
-        other code.
-        """
+        """Compile and inspect the layers again, after the code of a traced model has changed."""
         if self.compile is not None:
             torch.compiler.reset()
         self.__post_init__()
 
     def allow_other_weights(self) -> None:
         """See `Stage.allow_other_weights`."""
-        self._again.allow_other_weights()
+        self._recomputing.allow_other_weights()
 
     def modules(self) -> Iterator[nn.Module]:
-        """All modules."""
+        """Yield all modules, those of `entry` included."""
         if self.entry is not None:
             yield from self.entry.modules()
         for layer in self.layers:
             yield from layer.module.modules()
 
     def run(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
-        """What the layers make of `value`, and what they leave in `past`."""
-        if not self.draws.begin(batch) and self._straight and not batch.cuts_tokens:
+        """Run the layers.
+
+        Args:
+            batch: the batch.
+            micro_batch: number of the micro-batch or slice.
+            value: the input of the stage.
+            past: state of earlier slices of the same sequences; the layers' state is added to it.
+
+        Returns:
+            The output of the stage.
+        """
+        if not self.draws.begin(batch) and self._layers_only and not batch.cuts_tokens:
             for call in self._calls:
                 value = call(value)
             return value
         if self.offload and torch.is_grad_enabled():
             with offloading(self.weights()):
-                return self._through(batch, micro_batch, value, past)
-        return self._through(batch, micro_batch, value, past)
+                return self._run_with_boundaries(batch, micro_batch, value, past)
+        return self._run_with_boundaries(batch, micro_batch, value, past)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Layers in evaluation mode; afterwards every module is in the mode it was in."""
+        """Set all modules to evaluation mode inside; restore the mode of each module afterwards."""
         modes = [(module, module.training) for module in self.modules()]
         try:
             for module, _ in modes:
@@ -139,11 +156,11 @@ class StageLayers:
                 module.training = training
 
     def weights(self) -> frozenset[int]:
-        """Where the memory of parameters and buffers begins."""
+        """Return the start addresses of the storages of parameters and buffers."""
         tensors = (
-            t
+            tensor
             for module in self.modules()
-            for t in (*module._parameters.values(), *module._buffers.values())
+            for tensor in (*module._parameters.values(), *module._buffers.values())
         )
         return frozenset(
             tensor.untyped_storage().data_ptr()
@@ -151,30 +168,32 @@ class StageLayers:
             if tensor is not None and tensor.layout is torch.strided
         )
 
-    def _through(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+    def _run_with_boundaries(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+        """Run the layers between `entry` and `exit`. Arguments as for `run`."""
         if self.entry is not None:
             value = self.entry(value, self._inputs(batch, micro_batch))
         if not self.draws.needed and not batch.cuts_tokens and not self.recomputed:
             for call in self._calls:
                 value = call(value)
         else:
-            value = self._run(batch, micro_batch, value, past)
+            value = self._run_parts(batch, micro_batch, value, past)
         return value if self.exit is None else self.exit(value)
 
-    def _run(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+    def _run_parts(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+        """Run the layers with random streams, slice state and recompute. Arguments as for `run`."""
         draws, place = self.draws, Place(batch, micro_batch)
         forward = True
 
         def call(part: _Part, value: Any) -> Any:
             run = part.call
-            if part.hands_on and batch.cuts_tokens:
+            if part.slice_state and batch.cuts_tokens:
                 run = partial(past.run, part.index, part.name, part.module)
             method = draws.call if forward else draws.call_again
             return method(part, place, run, value)
 
         with draws.running():
             if self.recomputed and torch.is_grad_enabled():
-                value = self._again.run(value, call)
+                value = self._recomputing.run(value, call)
                 forward = False  # calls from now on come from the backward
                 return value
             for part in self._parts:
@@ -182,38 +201,40 @@ class StageLayers:
             return value
 
     def _inputs(self, batch: Batch, micro_batch: int) -> Any:
+        """Return the inputs of a micro-batch on this device."""
         if self.device.type != "cpu":
             return device_batch(batch, self.device).part(INPUTS, micro_batch)
         return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[micro_batch])
 
-    def _compiled(self, parts: Sequence[_Part], options: Mapping[str, Any]) -> Iterator[_Part]:
-        """Neighbours that neither draw nor hand on nor run again by themselves become one."""
-        alone = {
-            part.index
-            for part in parts
-            if may_draw(part.module) or has_dropout(part.module) or part.hands_on or self.recomputed
-        }
-        for by_itself, group in groupby(parts, key=lambda part: part.index in alone):
-            if by_itself:
-                for part in group:
-                    yield _Part(
-                        part.index,
-                        part.name,
-                        part.module,
-                        torch.compile(part.module, **options),
-                        part.hands_on,
-                    )
-                continue
-            members = list(group)
-            whole = (
-                members[0].module
-                if len(members) == 1
-                else nn.Sequential(*(part.module for part in members))
-            )
-            name = (
-                members[0].name if len(members) == 1 else " + ".join(part.name for part in members)
-            )
-            yield _Part(members[0].index, name, whole, torch.compile(whole, **options))
+    def _compile_parts(self, parts: Sequence[_Part], options: Mapping[str, Any]) -> Iterator[_Part]:
+        """Compile the layers; neighbours become one function if that is possible.
 
-    def _names(self) -> set[str]:
-        return {layer.name for layer in self.layers}
+        A layer is compiled by itself if it may draw random numbers or passes on slice state. With
+        recompute, all are.
+        """
+        group: list[_Part] = []
+        for part in parts:
+            separate = (
+                may_draw(part.module)
+                or has_dropout(part.module)
+                or part.slice_state
+                or bool(self.recomputed)
+            )
+            if not separate:
+                group.append(part)
+                continue
+            if group:
+                yield _compile_group(group, options)
+                group = []
+            yield replace(part, call=torch.compile(part.module, **options))
+        if group:
+            yield _compile_group(group, options)
+
+
+def _compile_group(group: Sequence[_Part], options: Mapping[str, Any]) -> _Part:
+    """Compile neighbouring layers as one function."""
+    if len(group) == 1:
+        return replace(group[0], call=torch.compile(group[0].module, **options))
+    whole = nn.Sequential(*(part.module for part in group))
+    name = " + ".join(part.name for part in group)
+    return _Part(group[0].index, name, whole, torch.compile(whole, **options))

@@ -1,4 +1,4 @@
-"""The link between two processes of this host, measured."""
+"""Measure the link between two processes of this host."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from penstock.runtime.processes import join
 
 
 def link_here() -> Link:
-    """Start two ranks and time messages between them.
+    """Start two ranks and measure latency and bandwidth of messages between them.
 
     Raises:
-        RunError: they cannot be started, or cannot talk.
+        RunError: the ranks cannot be started, or cannot exchange messages.
     """
     link: Link = launch(_measure, 2)[0]
     return link

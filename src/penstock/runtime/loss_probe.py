@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import SettingError
-from penstock.runtime.batch import join
 from penstock.runtime.loss_graph import Nonlinearity, nonlinear_in_batch, nonlinearities
 from penstock.runtime.loss_terms import is_float
+from penstock.runtime.splitting import join
 from penstock.values.structure import map_tensors, tensors_of
 
 #: How far both sides may be apart, in proportion, by the precision of the loss.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.batch import Batch, sample_count, token_count
+from penstock.runtime.batch import Batch
 from penstock.runtime.loss_call import LossCall
 from penstock.runtime.loss_probe import (
     Draws,
@@ -22,6 +22,7 @@ from penstock.runtime.loss_probe import (
 )
 from penstock.runtime.loss_symbolic import Evaluation, apart_from_stage, evaluate, outputs_like
 from penstock.runtime.loss_terms import UnknownForm, detached
+from penstock.runtime.splitting import sample_count, token_count
 from penstock.tracing.randomness import drawing, seed_generators
 from penstock.values.structure import map_tensors
 

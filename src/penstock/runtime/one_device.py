@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime import state
-from penstock.runtime.assembly import Training
-from penstock.runtime.batch import Batch, join
+from penstock.runtime.batch import Batch
 from penstock.runtime.device_batch import INPUTS, device_batch
 from penstock.runtime.loss_view import generator_states
 from penstock.runtime.reference_model import reference_model
+from penstock.runtime.splitting import join
+from penstock.runtime.stage_builder import Training
 from penstock.runtime.stage_loss import LossOptions, StageLoss
 from penstock.tracing.deferred_batch_norm import begin
 from penstock.tracing.host_random import equal_states, host_state

@@ -1,6 +1,4 @@
-"""How a model is trained beyond its schedule: mixed precision, clipping, accumulation, compiled
-stages.
-"""
+"""Options of training: mixed precision, clipping, accumulation, compiled stages and others."""
 
 from __future__ import annotations
 
@@ -23,13 +21,22 @@ from penstock.tracing.chain import TracedChain
 from penstock.tracing.deferred_batch_norm import convert
 from penstock.transport.coded import check_code
 
-_UNREDUCED = "the loss has reduction='none', which gives one number for each sample; it must give one number: reduction='mean' or 'sum'"
-_MIXED = (torch.bfloat16, torch.float16)
+_UNREDUCED = (
+    "the loss has reduction='none', which gives one number for each sample; it must give one "
+    "number: reduction='mean' or 'sum'"
+)
+_AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
+_MEMORY_FORMATS = (
+    None,
+    torch.channels_last,
+    torch.channels_last_3d,
+    torch.contiguous_format,
+)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a caller may ask for; `Pipeline` says what each is."""
+    """Optional arguments of `Pipeline`, which documents them."""
 
     clip_grad_norm: float | None = None
     autocast: torch.dtype | None = None
@@ -47,95 +54,103 @@ class Options:
 
     @property
     def compiled(self) -> Mapping[str, Any] | None:
-        """Options of `torch.compile`, or None where nothing is compiled."""
+        """Options of `torch.compile`; None without compilation."""
         if isinstance(self.compile, Mapping):
             return self.compile
         return {} if self.compile else None
 
     def check(self, schedule: Schedule, loss: object, *, steps: bool) -> None:
-        """Refuse what makes no sense, alone or with the schedule.
+        """Reject options that are invalid, alone or with the schedule.
 
         Args:
-            schedule: what is to be run.
+            schedule: the schedule of the run.
             loss: the loss function.
             steps: whether there is an optimizer.
 
         Raises:
-            SettingError: something does not; the message says what and why.
+            SettingError: an option is invalid; the message says which and why.
         """
         self._check_loss(schedule, loss)
         self._check_clipping()
-        if self.autocast is not None and self.autocast not in _MIXED:
+        if self.autocast is not None and self.autocast not in _AUTOCAST_DTYPES:
             raise SettingError(
                 f"autocast is torch.bfloat16 or torch.float16, not {self.autocast!r}"
             )
         check_accumulate(self.accumulate, schedule)
         if self.boundary is not None:
             check_code(self.boundary)
-        if self.memory_format not in (
-            None,
-            torch.channels_last,
-            torch.channels_last_3d,
-            torch.contiguous_format,
-        ):
+        if self.memory_format not in _MEMORY_FORMATS:
             raise SettingError(
-                f"memory_format is torch.channels_last or torch.channels_last_3d, not {self.memory_format!r}"
+                "memory_format is torch.channels_last or torch.channels_last_3d, not "
+                f"{self.memory_format!r}"
             )
-        asked = [
-            name
-            for name, wish in (
-                ("clip_grad_norm", self.clip_grad_norm is not None),
-                ("clip_grad_value", self.clip_grad_value is not None),
-                ("scaler", bool(self.scaler)),
-            )
-            if wish
+        self._check_update_options(schedule, steps=steps)
+
+    def _check_update_options(self, schedule: Schedule, *, steps: bool) -> None:
+        """Reject options of the update that need another schedule or an optimizer."""
+        global_options = [
+            ("clip_grad_norm", self.clip_grad_norm is not None),
+            ("clip_grad_value", self.clip_grad_value is not None),
+            ("scaler", bool(self.scaler)),
         ]
-        if asked and not schedule.synchronous:
+        update_options = [name for name, is_set in global_options if is_set]
+        if update_options and not schedule.synchronous:
             raise SettingError(
-                f"{' and '.join(asked)}: {schedule.name} is asynchronous, its stages update at different times, so there is "
-                "no moment at which the gradients of all of them are there. Take a synchronous schedule; of mixed "
-                "precision torch.bfloat16 needs no scaler"
+                f"{' and '.join(update_options)}: {schedule.name} is asynchronous, its stages "
+                "update at different times, so that the gradients of all stages never exist at the "
+                "same time. Use a synchronous schedule; for mixed precision, torch.bfloat16 needs "
+                "no scaler"
             )
         if self.deferred_batch_norm and not schedule.synchronous:
             raise SettingError(
-                f"deferred_batch_norm: {schedule.name} is asynchronous and begins a batch before the one before has ended, so "
-                "statistics of whole batches would be of mixed ones. Take a synchronous schedule"
+                f"deferred_batch_norm: {schedule.name} is asynchronous and begins a batch before "
+                "the previous one has ended, so that statistics would mix samples of several "
+                "batches. Use a synchronous schedule"
             )
-        asked += ["parameter_groups"] * bool(self.parameter_groups) + ["accumulate"] * (
-            self.accumulate > 1
-        )
-        if asked and not steps:
+        if self.parameter_groups:
+            update_options.append("parameter_groups")
+        if self.accumulate > 1:
+            update_options.append("accumulate")
+        if update_options and not steps:
             raise SettingError(
-                f"{asked[0]} is of the update, and this pipeline has no optimizer: give it one by optimizer="
+                f"{update_options[0]} is an option of the update, and this pipeline has no "
+                "optimizer: pass one as optimizer="
             )
 
     def _check_clipping(self) -> None:
+        """Reject invalid options of gradient clipping."""
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise SettingError(
-                f"clip_grad_norm is the longest that the gradients may be, above 0, not {self.clip_grad_norm}"
+                "clip_grad_norm is the maximum norm of the gradients, above 0, not "
+                f"{self.clip_grad_norm}"
             )
         if self.clip_grad_value is not None and not self.clip_grad_value > 0:
             raise SettingError(
-                "clip_grad_value is the largest absolute value that a gradient may have, above 0, not "
-                f"{self.clip_grad_value}"
+                "clip_grad_value is the largest absolute value that a gradient may have, above 0, "
+                f"not {self.clip_grad_value}"
             )
+        self._check_norm_type()
+        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
+            raise SettingError(
+                f"clip_grad_norm={self.clip_grad_norm} and clip_grad_value={self.clip_grad_value}: "
+                "give one of them, because the result would depend on their order"
+            )
+
+    def _check_norm_type(self) -> None:
+        """Reject an invalid order of the gradient norm."""
         if not isinstance(self.clip_norm_type, (int, float)) or math.isnan(self.clip_norm_type):
             raise SettingError(
-                'clip_norm_type is the order of the norm, a number such as 2.0, 1.0 or float("inf"), not '
-                f"{self.clip_norm_type!r}"
+                "clip_norm_type is the order of the norm, a number such as 2.0, 1.0 or "
+                f'float("inf"), not {self.clip_norm_type!r}'
             )
         if self.clip_norm_type != 2.0 and self.clip_grad_norm is None:
             raise SettingError(
-                f"clip_norm_type={self.clip_norm_type} is of clip_grad_norm=, which is not given"
-            )
-        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
-            raise SettingError(
-                f"clip_grad_norm={self.clip_grad_norm} and clip_grad_value={self.clip_grad_value}: give one of them, for which "
-                "comes first changes the gradients"
+                f"clip_norm_type={self.clip_norm_type} is an option of clip_grad_norm=, which is "
+                "not given"
             )
 
     def _check_loss(self, schedule: Schedule, loss: object) -> None:
-        """Refuse a loss that is not one number, and a division that cannot be made."""
+        """Reject an unreduced loss, and invalid options of its division over micro-batches."""
         if not callable(loss):
             raise SettingError(f"loss must be a function of output and target, not {loss!r}")
         while isinstance(loss, partial):
@@ -147,24 +162,25 @@ class Options:
         weight, on = self.loss_division.loss_weight, self.loss_division.loss_on
         if weight is not None and not callable(weight):
             raise SettingError(
-                "loss_weight must be a function from a micro-batch's targets to how much it counts, such as "
-                f"lambda target: (target != -100).sum(), not {weight!r}"
+                "loss_weight must be a function from the targets of a micro-batch to its weight, "
+                f"such as lambda target: (target != -100).sum(), not {weight!r}"
             )
         if on not in ("micro_batch", "batch"):
             raise SettingError(f"loss_on must be 'micro_batch' or 'batch', not {on!r}")
         if on == "batch":
             if weight is not None:
                 raise SettingError(
-                    "loss_on='batch' computes the loss once, so there is nothing for loss_weight to weigh: give one of them"
+                    "loss_on='batch' computes the loss once, so that loss_weight has no effect: "
+                    "give one of them"
                 )
             check_joint(schedule)
 
     def converted(self, traced: TracedChain, micro_batches: int) -> TracedChain:
-        """The chain with the layers that are asked for.
+        """Return the chain with deferred batch norms, if the option is set.
 
         Args:
             traced: the model.
-            micro_batches: of a batch.
+            micro_batches: number of micro-batches of a batch.
         """
         if not self.deferred_batch_norm:
             return traced
@@ -173,11 +189,12 @@ class Options:
         )
 
     def check_compiler(self, device: torch.device) -> None:
-        """Refuse to compile where there is no compiler: torch would say so in the middle of the
-        first batch.
+        """Raise if stages are to be compiled and there is no C++ compiler.
+
+        Torch would raise in the middle of the first batch.
 
         Raises:
-            SettingError: there is none.
+            SettingError: there is no compiler.
         """
         options = self.compiled
         if (
@@ -186,19 +203,21 @@ class Options:
             or device.type != "cpu"
         ):
             return
-        wanted = os.environ.get("CXX", "g++")
-        if shutil.which(wanted) is None and shutil.which("clang++") is None:
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None and shutil.which("clang++") is None:
             raise SettingError(
-                f"compile: torch.compile makes C++ of a stage that runs on a CPU, and there is no compiler {wanted!r} here. "
-                "Install one, or name it in CXX; compile={'backend': 'aot_eager'} needs none, and is not faster"
+                "compile: torch.compile generates C++ for a stage on a CPU, and there is no "
+                f"compiler {compiler!r} here. Install one, or name it in CXX; "
+                "compile={'backend': 'aot_eager'} needs none, and is not faster"
             )
 
 
 def check_accumulate(count: object, schedule: Schedule) -> None:
-    """Refuse a number of batches for one step that makes no sense.
+    """Reject an invalid number of batches per optimizer step.
 
     Raises:
-        SettingError: it is none, or the schedule updates by itself.
+        SettingError: it is not a positive integer; or it is above 1, and the schedule is
+            asynchronous.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise SettingError(
@@ -206,6 +225,6 @@ def check_accumulate(count: object, schedule: Schedule) -> None:
         )
     if count > 1 and not schedule.synchronous:
         raise SettingError(
-            f"accumulate={count}: {schedule.name} is asynchronous and updates after every batch, while later ones are under "
-            "way. Take larger batches of more micro-batches instead"
+            f"accumulate={count}: {schedule.name} is asynchronous and updates after every batch, "
+            "while later ones are in flight. Use larger batches of more micro-batches instead"
         )

@@ -86,7 +86,7 @@ class Persistence:
         count = len(self.schedulers)
         states = [scheduler.as_json() for scheduler in self.schedulers]
         kinds = [scheduler.kind for scheduler in self.schedulers]
-        texts = self.assembly.told([*states, *kinds])
+        texts = self.assembly.broadcast_texts([*states, *kinds])
         # Schedulers that were loaded but not constructed again are saved as they were loaded.
         progress = Progress(
             step,

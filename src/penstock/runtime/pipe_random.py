@@ -1,20 +1,20 @@
-"""Random numbers in a `Pipe`: the same at the recompute as at first, the same for threads as for
-one, and the caller's to seed.
+"""Reproducible random numbers in a `Pipe`: equal in the recompute and the first forward, equal for
+several threads and one, and seeded by the caller.
 
-Torch's generators belong to the process: threads that run layers side by side would draw from them
-in an order that is never twice the same. So every layer has a stream of its own, seeded by the
-forward, the layer and the micro-batch. Every op that draws is met on its way to torch's kernels,
-draws from its layer's stream, and the generators are then restored. The forward's own seed is drawn
-from torch's default generator when the first layer draws: `torch.manual_seed` decides all, and a
-model that draws nothing moves nothing.
+Torch's generators belong to the process. Threads that run layers concurrently would draw from them
+in an order that differs from run to run. Every layer therefore has a random stream, seeded from the
+forward's seed, the layer and the micro-batch. A dispatch mode intercepts every op that draws: the
+op draws from the stream of its layer, and the generators are then restored. The forward's seed is
+drawn from torch's default generator when the first layer draws. So `torch.manual_seed` determines
+all random numbers, and a model that draws nothing leaves the generator as it is.
 
-Some layers have the generators for themselves as long as they run: those with
-`torch.utils.checkpoint` inside, which saves torch's state and sets it in the backward, and those
-that draw from Python's `random` or from `numpy.random`. Which these are is looked at in the
-forwards 1, 2, 4, 8 and so on. The numbers are the same either way.
+Some layers hold the generators exclusively while they run: layers that use `torch.utils.checkpoint`
+inside, which saves torch's random state and sets it again in the backward, and layers that draw
+from Python's `random` or from `numpy.random`. Forwards number 1, 2, 4, 8 and so on are observed to
+detect such layers. The numbers are the same with and without exclusive use.
 
-Meeting every op costs some 10 µs each. A partition in whose first forward none drew is therefore
-left alone afterwards, as is one with modules that are known never to draw.
+Intercepting costs about 10 µs per op. It is left out for a partition whose first forward drew
+nothing, and for one whose modules are known never to draw.
 """
 
 from __future__ import annotations
@@ -39,275 +39,324 @@ from penstock.tracing.randomness import (
 )
 
 
-class Draws:
-    """The random numbers of one forward and its recompute."""
+class ForwardSeed:
+    """The random seed of one forward and of its recompute.
+
+    Attributes:
+        drew: whether any layer has drawn random numbers.
+    """
 
     def __init__(self) -> None:
         self._seed: int | None = None
-        self._settled = False
+        self._advanced = False
         self.drew = False
 
-    def seed(self) -> int:
-        """The forward's own seed. Call it inside `drawing`, before seeding: the generator is then
-        as the caller left it.
+    def get(self) -> int:
+        """Return the seed; the first call draws it from torch's default generator.
+
+        Call this inside `drawing`, before seeding: the generator then has the caller's state, and
+        `drawing` restores that state afterwards.
         """
         if self._seed is None:
             self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         return self._seed
 
-    def settle(self) -> None:
-        """The forward is over: if layers have drawn, the caller's generator moves on by the seed."""
-        if self.drew and not self._settled:
-            self._settled = True
+    def advance_generator(self) -> None:
+        """At the end of the forward, advance the caller's generator by the seed if layers drew."""
+        if self.drew and not self._advanced:
+            self._advanced = True
             torch.empty((), dtype=torch.int64, device="cpu").random_()
 
 
-class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets ops that draw do so reproducibly, while it is entered around a partition's forward on
-    one micro-batch.
+class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode in which random ops draw from the stream of their layer.
 
-    `drew` tells afterwards whether any has; `forbidden`, if there is one, is raised instead.
+    It is entered around the forward of a partition on one micro-batch.
+
+    Args:
+        forward_seed: the seed of the forward.
+        device: where the partition computes.
+        micro_batch: index of the micro-batch.
+        random_op_error: if given, a function from the name of an op to the exception that is raised
+            when that op has drawn.
+        randomness: what is known about the partition's use of random numbers.
+
+    Attributes:
+        drew: whether any op has drawn.
     """
 
     def __init__(
         self,
-        draws: Draws,
+        forward_seed: ForwardSeed,
         device: torch.device,
         micro_batch: int,
-        forbidden: Callable[[str], Exception] | None,
-        habits: Habits,
+        random_op_error: Callable[[str], Exception] | None,
+        randomness: PartitionRandomness,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._draws, self._device, self._micro_batch, self._forbidden = (
-            draws,
-            device,
-            micro_batch,
-            forbidden,
-        )
-        self._habits = habits
-        self._context = _context()
+        self._forward_seed, self._device = forward_seed, device
+        self._micro_batch = micro_batch
+        self._random_op_error = random_op_error
+        self._randomness = randomness
+        self._context = _checkpoint_context()
         self.drew = False
         self._layer = 0
-        self._of_layer: LayerHabits | None = None
-        self._alone = False
-        self._state: list[torch.Tensor] | None = None
+        self._layer_randomness: LayerRandomness | None = None
+        self._exclusive = False
+        self._stream_state: list[torch.Tensor] | None = None
 
     def run(self, layer: int, module: nn.Module, value: Any) -> Any:
-        """What a layer, counted through the whole model, makes of a value."""
-        self._layer, self._state = layer, None
-        habits = self._of_layer = self._habits.of_layer(module)
-        if not (habits.user_code and (habits.host or habits.reruns or self._habits.looks)):
+        """Run one layer on a value.
+
+        Args:
+            layer: index of the layer in the whole model.
+            module: the layer.
+            value: its input.
+        """
+        self._layer, self._stream_state = layer, None
+        layer_randomness = self._layer_randomness = self._randomness.of_layer(module)
+        needs_generators = (
+            layer_randomness.host_random
+            or layer_randomness.random_in_rerun
+            or self._randomness.observing
+        )
+        if not (layer_randomness.user_code and needs_generators):
             return module(value)
         with drawing(self._device, host=True):
-            self._alone = True  # drawing the forward's seed is not an op of the layer's
+            # The mode must not intercept the op that draws the forward's seed.
+            self._exclusive = True
             try:
                 seed_generators(self._device, self._stream(), host=True)
-                before, of_host = states(self._device), host_state()
-                made = module(value)
+                states_before, host_before = generator_states(self._device), host_state()
+                output = module(value)
             finally:
-                self._alone = False
-            drew_of_host = not equal_states(of_host, host_state())
-            drew = drew_of_host or not all(map(torch.equal, before, states(self._device)))
-        habits.host |= drew_of_host
+                self._exclusive = False
+            drew_on_host = not equal_states(host_before, host_state())
+            states_after = generator_states(self._device)
+            drew = drew_on_host or not all(map(torch.equal, states_before, states_after))
+        layer_randomness.host_random |= drew_on_host
         if drew:
-            self._note("numpy.random or random" if drew_of_host else "an op of torch")
-        return made
+            self._record_draw("numpy.random or random" if drew_on_host else "an op of torch")
+        return output
 
     def _stream(self) -> int:
-        return stream_seed(self._draws.seed(), self._layer, self._micro_batch)
+        """Return the seed of the present layer's stream."""
+        return stream_seed(self._forward_seed.get(), self._layer, self._micro_batch)
 
-    def _note(self, what: str) -> None:
-        self.drew = self._draws.drew = True
-        if self._forbidden is not None:
-            raise self._forbidden(what)
+    def _record_draw(self, op: str) -> None:
+        self.drew = self._forward_seed.drew = True
+        if self._random_op_error is not None:
+            raise self._random_op_error(op)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one op."""
+        """Run one op; a random one draws from the stream of its layer."""
         kwargs = kwargs or {}
         if (
-            not _is_random(func)
+            not _is_random_op(func)
             or kwargs.get("generator") is not None
-            or not _by_chance(func, args, kwargs)
+            or not _draws_with(func, args, kwargs)
         ):
             return func(*args, **kwargs)
-        runs_again = self._of_layer is not None and _context() != self._context
-        if self._alone:
-            assert self._of_layer is not None
-            self._of_layer.reruns |= runs_again
+        reruns = self._layer_randomness is not None and _checkpoint_context() != self._context
+        if self._exclusive:
+            assert self._layer_randomness is not None
+            self._layer_randomness.random_in_rerun |= reruns
             return func(*args, **kwargs)
         with drawing(self._device):
-            if self._state is None:
+            if self._stream_state is None:
                 seed_generators(self._device, self._stream())
             else:
-                set_states(self._device, self._state)
-            before = states(self._device)
-            made = func(*args, **kwargs)
-            self._state = states(self._device)
-        if not all(map(torch.equal, before, self._state)):
-            self._note(str(func))
-            if runs_again and self._of_layer is not None and self._of_layer.user_code:
-                self._of_layer.reruns = True
+                set_generator_states(self._device, self._stream_state)
+            before = generator_states(self._device)
+            result = func(*args, **kwargs)
+            self._stream_state = generator_states(self._device)
+        if not all(map(torch.equal, before, self._stream_state)):
+            self._record_draw(str(func))
+            if reruns and self._layer_randomness is not None and self._layer_randomness.user_code:
+                self._layer_randomness.random_in_rerun = True
                 raise RuntimeError(
-                    f"layer {self._layer} of a Pipe drew random numbers ({func}) inside torch.utils.checkpoint, or without "
-                    "gradients, and had not done so before: the next forward allows for it. Repeat the batch"
+                    f"layer {self._layer} of a Pipe drew random numbers ({func}) inside "
+                    "torch.utils.checkpoint, or without gradients, and had not done so before. The "
+                    "next forward allows for it: repeat the batch"
                 )
-        return made
+        return result
 
 
-def _context() -> tuple[bool, object]:
-    """What `torch.utils.checkpoint` changes around the forward that it will run again."""
+def _checkpoint_context() -> tuple[bool, object]:
+    """Return what `torch.utils.checkpoint` changes around a forward that it will run again.
+
+    That is the gradient mode (reentrant variant) or the innermost hooks on saved tensors.
+    """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return torch.is_grad_enabled(), object() if top is None else top(True)
 
 
 @lru_cache(maxsize=4096)
-def _is_random(func: Any) -> bool:
+def _is_random_op(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
 @lru_cache(maxsize=256)
-def _chances(func: Any) -> tuple[tuple[int, str], ...]:
-    """Where, among an op's arguments, the share is that it drops: fused attention has the tag of
-    random ops without any, too.
+def _dropout_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return position and name of an op's dropout probability, if it has one.
+
+    Fused attention is tagged as random even when its dropout probability is 0.
     """
     return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(func._schema.arguments)
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
         if argument.name == "dropout_p"
     )
 
 
-def _by_chance(func: Any, args: Any, kwargs: Any) -> bool:
-    found = _chances(func)
-    return not found or any(
-        (args[place] if place < len(args) else kwargs.get(name, 0.0)) != 0 for place, name in found
+def _draws_with(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a random op draws with these arguments: not if its dropout_p is 0."""
+    dropout_arguments = _dropout_arguments(func)
+    return not dropout_arguments or any(
+        (args[position] if position < len(args) else kwargs.get(name, 0.0)) != 0
+        for position, name in dropout_arguments
     )
 
 
-def states(device: torch.device) -> list[torch.Tensor]:
-    """Of the generators that ops on a device draw from."""
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of torch's generators for the CPU and, for a GPU, the device."""
     return [
         torch.get_rng_state(),
         *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),
     ]
 
 
-def set_states(device: torch.device, values: list[torch.Tensor]) -> None:
-    """Let the generators that ops on a device draw from go on from `states`."""
+def set_generator_states(device: torch.device, values: list[torch.Tensor]) -> None:
+    """Set the generators to states that `generator_states` returned."""
     torch.set_rng_state(values[0])
     if len(values) > 1:
         torch.cuda.set_rng_state(values[1], device)
 
 
-class LayerHabits:
-    """What is known of a layer: whether it runs code of the user's, draws from the host's
-    generators, or draws in what runs again.
+class LayerRandomness:
+    """What is known about the random numbers of one layer.
+
+    Attributes:
+        user_code: whether the layer runs code outside of torch.
+        host_random: whether it draws, or its code mentions, `random` or `numpy.random`.
+        random_in_rerun: whether it draws inside `torch.utils.checkpoint`.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.user_code = runs_user_code(module)
-        self.host = self.user_code and mentions_host_generators(module)
-        self.reruns = False
+        self.host_random = self.user_code and mentions_host_generators(module)
+        self.random_in_rerun = False
 
 
-class Habits:
-    """What is known of a partition: whether its forward draws, in training and in evaluation, and
-    whether its backward does.
+class PartitionRandomness:
+    """What is known about the random numbers of one partition, from its code and from past runs.
 
-    `looks`: whether the present run is looked at closely.
+    Attributes:
+        observing: whether the present run is one of those observed on schedule (1, 2, 4, 8, ...).
+        always_observe: observe every run, because an unobserved one may have drawn.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._layers: dict[nn.Module, LayerHabits] = {}
+        self._layers: dict[nn.Module, LayerRandomness] = {}
         self._runs = 0
         self._backward_draws = False
-        self.looks = True
+        self.observing = True
         self._parts: list[nn.Module] = []
-        self._able = False
-        self._silent: dict[bool, object] = {}
+        self._may_draw = False
+        # By training mode: the dropout rates with which an observed forward drew nothing.
+        self._rates_without_draws: dict[bool, object] = {}
         self._attributes = Attributes(())
-        self.watched = False
+        self.always_observe = False
 
-    def silent(self, parts: list[nn.Module], training: bool) -> bool:
-        """Whether it may run without anybody looking: it cannot draw, or did not the last time that
-        somebody looked.
+    def begin_run(self, parts: list[nn.Module], training: bool) -> bool:
+        """Count a forward; return whether the random ops of its partition must be intercepted.
+
+        Not if the partition cannot draw, or drew nothing in the last observed forward with the same
+        dropout rates.
+
+        Args:
+            parts: all modules of the partition.
+            training: whether the partition is in training mode.
         """
         if parts != self._parts:
-            own = self._module._forward_hooks or self._module._forward_pre_hooks
-            self._parts, self._able, self._silent = (
-                parts,
-                bool(own) or any(map(may_draw, self._module.children())),
-                {},
-            )
+            hooks = self._module._forward_hooks or self._module._forward_pre_hooks
+            self._parts = parts
+            self._may_draw = bool(hooks) or any(map(may_draw, self._module.children()))
+            self._rates_without_draws = {}
             self._layers, self._runs = {}, 0
             self._attributes = Attributes(self._module.children())
         self._runs += 1
-        self.looks = self._able and self._runs & (self._runs - 1) == 0
-        if self.looks:
-            return False
-        if not self._able:
+        is_power_of_two = self._runs & (self._runs - 1) == 0
+        self.observing = self._may_draw and is_power_of_two
+        if self.observing:
             return True
-        return (
-            not self.watched
-            and training in self._silent
-            and self._silent[training] == self._rates()
+        if not self._may_draw:
+            return False
+        drew_nothing = (
+            training in self._rates_without_draws
+            and self._rates_without_draws[training] == self._dropout_rates()
         )
+        return self.always_observe or not drew_nothing
 
-    def of_layer(self, module: nn.Module) -> LayerHabits:
-        """What is known of one of its layers."""
+    def of_layer(self, module: nn.Module) -> LayerRandomness:
+        """Return what is known about one of the partition's layers."""
         if module not in self._layers:
-            self._layers[module] = LayerHabits(module)
+            self._layers[module] = LayerRandomness(module)
         return self._layers[module]
 
     @contextmanager
     def backward(self, device: torch.device) -> Iterator[None]:
-        """Around a backward: it has the generators for itself if layers draw there."""
+        """Enclose a backward: reserve the generators for it if layers draw in it."""
         layers = [self.of_layer(layer) for layer in self._module.children()]
-        looks = self.looks and any(layer.user_code for layer in layers)
-        if not (looks or self._backward_draws or any(layer.reruns for layer in layers)):
+        observing = self.observing and any(layer.user_code for layer in layers)
+        random_in_rerun = any(layer.random_in_rerun for layer in layers)
+        if not (observing or self._backward_draws or random_in_rerun):
             yield
             return
-        met = Met()
-        with drawing(device), met if looks else nullcontext():
+        detector = RandomOpDetector()
+        with drawing(device), detector if observing else nullcontext():
             yield
-        self._backward_draws |= met.random
+        self._backward_draws |= detector.detected
 
     @property
-    def certain(self) -> bool:
-        """Whether it is known never to draw, not only seen not to."""
-        return not self._able
+    def cannot_draw(self) -> bool:
+        """Whether the modules are known never to draw, as opposed to not having drawn so far."""
+        return not self._may_draw
 
-    def saw(self, training: bool, drew: bool) -> None:
-        """A forward of all micro-batches is over."""
+    def record_run(self, training: bool, drew: bool) -> None:
+        """Record whether an observed forward of all micro-batches drew random numbers."""
         if drew:
-            self._silent.pop(training, None)
+            self._rates_without_draws.pop(training, None)
         else:
-            self._silent[training] = self._rates()
+            self._rates_without_draws[training] = self._dropout_rates()
 
-    def _rates(self) -> list[object]:
-        """Numbers that may be rates of dropout, under whatever name."""
+    def _dropout_rates(self) -> list[object]:
+        """Return all values that may be dropout rates: `p`, `dropout`, and any float attribute."""
         rows = self._attributes.contents()
-        return _shares(self._parts) + [
-            value for row in rows for value in row if type(value) is float
-        ]
+        floats = [value for row in rows for value in row if type(value) is float]
+        return _dropout_settings(self._parts) + floats
 
 
-class Met(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether an op that draws has run."""
+class RandomOpDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that detects whether a random op has run.
+
+    Attributes:
+        detected: whether one has.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.random = False
+        self.detected = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op."""
-        self.random |= _is_random(func)
+        self.detected |= _is_random_op(func)
         return func(*args, **(kwargs or {}))
 
 
-def _shares(parts: Iterable[nn.Module]) -> list[object]:
-    """The settings by which layers that drop nothing begin to."""
+def _dropout_settings(parts: Iterable[nn.Module]) -> list[object]:
+    """Return the attributes `p` and `dropout` of all modules, as torch's dropout layers have."""
     return [
         part.__dict__[name] for part in parts for name in ("p", "dropout") if name in part.__dict__
     ]

@@ -1,6 +1,6 @@
-"""One partition of a `Pipe`, and what it does with one micro-batch: forward, recompute, backward.
+"""One partition of a `Pipe`: its forward, recompute and backward on a micro-batch.
 
-Unlike `runtime.stage.Stage`, which trains, this is a part of somebody else's autograd graph: see
+Unlike `runtime.stage.Stage`, which trains, a partition is part of the caller's autograd graph: see
 `runtime.pipe_run`.
 """
 
@@ -9,152 +9,103 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
 from penstock.runtime.crossing import check_same_flags, check_shared, versions_of
-from penstock.runtime.pipe_random import Drawing, Draws, Habits
+from penstock.runtime.pipe_random import ForwardSeed, PartitionRandomness, SeededOps
+from penstock.runtime.pipe_value import BoundaryValue, Grads, boundary_values
 from penstock.runtime.second_forward import FirstForward, SecondForwards
 from penstock.tracing.recomputing import PASSES
 from penstock.tracing.side_loss import collecting_side_losses
 from penstock.tracing.skippable import Skip, Skippable, Waiting, waiting_skips
-from penstock.values.memory import copy_of, overlapping
-from penstock.values.structure import Structure, check_tensor, flatten, unflatten
+from penstock.values.memory import copy_of
 
 
 class Partition(nn.Sequential):
-    """Layers that run on one device. Its forward tells whoever seeds random numbers which layer it
-    is at.
+    """The layers that run on one device.
+
+    Attributes:
+        first_layer: index of the first layer in the whole model.
+        seeded_ops: if set, runs each layer with the random stream of its index.
     """
 
-    first_of_layers: int = 0
-    drawing_of_layers: Drawing | None = None
+    first_layer: int = 0
+    seeded_ops: SeededOps | None = None
 
     def forward(self, input: Any) -> Any:  # noqa: A002 - torch's own name
-        """Run the layers."""
-        if self.drawing_of_layers is None:
+        """Run the layers in order."""
+        if self.seeded_ops is None:
             return super().forward(input)  # type: ignore[no-untyped-call]
-        for place, layer in enumerate(self):
-            input = self.drawing_of_layers.run(self.first_of_layers + place, layer, input)  # noqa: A001
+        for position, layer in enumerate(self):
+            input = self.seeded_ops.run(self.first_layer + position, layer, input)  # noqa: A001
         return input
 
 
-class Crossing(NamedTuple):
-    """A nested value on its way: `spec` is how it nests, None for a bare tensor; `wants` has, by
-    tensor, whether a gradient comes back.
+@dataclass
+class _SavedMicroBatch:
+    """What a forward saves for the backward of one micro-batch.
 
-    `shared` are pairs of its tensors, by place, that have memory in common where they are made.
-    Those in `elsewhere` share theirs with what goes another way.
+    Attributes:
+        inputs: the inputs, whose tensors are the leaves of the graph.
+        roots: the outputs with their graph; None until a recompute has made them.
+        first_forward: state and fingerprint of the first forward, if there will be a recompute.
+        requires_grad: by output tensor, whether it requires a gradient.
+        side_losses: the side losses, with their graph.
     """
 
-    leaves: Sequence[Any]
-    spec: Structure | None
-    wants: Sequence[bool]
-    shared: Sequence[tuple[int, int]] = ()
-    elsewhere: Sequence[int] = ()
-
-    @classmethod
-    def of(cls, value: Any) -> Crossing:
-        """A value as it is.
-
-        Raises:
-            Unflattenable: there is something in it that cannot cross.
-        """
-        if type(value) is Tensor and value.layout is torch.strided:
-            check_tensor(value)
-            return cls((value,), None, (value.requires_grad,))
-        leaves, spec = flatten(value)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        wants = [tensor.requires_grad for tensor in tensors]
-        return cls(leaves, spec, wants, overlapping(tensors))
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Its tensors, in order."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-
-    def value(self) -> Any:
-        """The nested value."""
-        return self.leaves[0] if self.spec is None else unflatten(self.spec, self.leaves)
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Crossing:
-        """The same with other tensors in the tensors' places."""
-        fresh = iter(tensors)
-        leaves = [next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return self._replace(leaves=leaves)
-
-
-def _crossings(values: Sequence[Any]) -> list[Crossing]:
-    """What goes several ways at once."""
-    made = [Crossing.of(value) for value in values]
-    if len(made) == 1:
-        return made
-    homes = [number for number, crossing in enumerate(made) for _ in crossing.tensors]
-    firsts = [homes.index(home) for home in homes]
-    tensors = [tensor for crossing in made for tensor in crossing.tensors]
-    for pair in overlapping(tensors):
-        if homes[pair[0]] == homes[pair[1]]:
-            continue
-        for place in pair:
-            crossing = made[homes[place]]
-            also = (*crossing.elsewhere, place - firsts[place])
-            made[homes[place]] = crossing._replace(elsewhere=also)
-    return made
-
-
-Grads = list[Tensor | None]
+    inputs: list[BoundaryValue]
+    roots: list[BoundaryValue] | None
+    first_forward: FirstForward | None
+    requires_grad: list[bool]
+    side_losses: list[Tensor]
 
 
 @dataclass
-class _Kept:
-    """What one micro-batch keeps: its inputs, with leaves of its graph, and the graph's roots;
-    before a recompute there are none.
+class PartitionRun:
+    """One partition in one forward of the model and the backward of that forward.
 
-    `flags` has which of the tensors that it made want a gradient. `sides` are its side losses.
+    Attributes:
+        modules: all modules of the partition.
+        weights: parameters that require gradients.
+        training: whether the partition is in training mode.
+        forward_seed: seed of the random numbers.
+        observed: whether random ops are intercepted and recorded.
+        has_backward: whether there will be a backward.
+        recompute_count: the micro-batches below this index are recomputed.
+        drew: whether an observed op has drawn random numbers.
+        may_have_drawn: whether an op may have drawn in a forward that was not observed.
+        weight_versions: version counters of `weights` at the beginning of the forward.
+        training_modes: by module, whether it was in training mode at that time.
+        saved: by micro-batch, what its backward needs.
+        side_losses: by micro-batch, its side losses without their graphs.
+        side_loss_requires_grad: whether any side loss requires a gradient.
     """
 
-    inputs: list[Crossing]
-    roots: list[Crossing] | None
-    first: FirstForward | None
-    flags: list[bool]
-    sides: list[Tensor]
-
-
-@dataclass
-class PartRun:
-    """One partition in one forward of the whole, and in the backward of that.
-
-    `parts` are its modules, `modes` whether they were training. `weights` want gradients.
-    Micro-batches below `recomputed` are run again. `draws` has the random numbers; with `looking`,
-    ops that draw are looked for, and `drew` says whether there were any; `doubtful` is a run in
-    which some may have been that nobody looked at. `sides` are its side losses by micro-batch,
-    without their graphs, and `side_wants` says whether any wants a gradient.
-    """
-
-    parts: list[nn.Module]
+    modules: list[nn.Module]
     weights: list[Tensor]
     training: bool
-    draws: Draws
-    looking: bool
-    grads: bool = False
-    recomputed: int = 0
+    forward_seed: ForwardSeed
+    observed: bool
+    has_backward: bool = False
+    recompute_count: int = 0
     drew: bool = False
-    doubtful: bool = False
-    versions: list[int] = field(default_factory=list)
-    modes: list[bool] = field(default_factory=list)
-    kept: dict[int, _Kept] = field(default_factory=dict)
-    sides: dict[int, list[Tensor]] = field(default_factory=dict)
-    side_wants: bool = False
+    may_have_drawn: bool = False
+    weight_versions: list[int] = field(default_factory=list)
+    training_modes: list[bool] = field(default_factory=list)
+    saved: dict[int, _SavedMicroBatch] = field(default_factory=dict)
+    side_losses: dict[int, list[Tensor]] = field(default_factory=dict)
+    side_loss_requires_grad: bool = False
 
-    def keep(self, recomputed: int) -> None:
-        """There will be a backward."""
-        self.grads, self.recomputed = True, recomputed
-        if recomputed:
-            self.versions = [weight._version for weight in self.weights]
-            self.modes = [part.training for part in self.parts]
+    def expect_backward(self, recompute_count: int) -> None:
+        """Record that a backward will follow, and the state that a recompute has to restore."""
+        self.has_backward, self.recompute_count = True, recompute_count
+        if recompute_count:
+            self.weight_versions = [weight._version for weight in self.weights]
+            self.training_modes = [module.training for module in self.modules]
 
 
 class PipeStage:
@@ -162,280 +113,301 @@ class PipeStage:
 
     Args:
         module: its layers.
-        device: where they are.
-        takes: skips that it pops and another one has stashed.
-        gives: skips that it stashes for another one.
+        device: where they compute.
+        incoming: skips that the partition pops and another one stashes.
+        outgoing: skips that the partition stashes and another one pops.
     """
 
     def __init__(
-        self, module: Partition, device: torch.device, takes: Sequence[Skip], gives: Sequence[Skip]
+        self,
+        module: Partition,
+        device: torch.device,
+        incoming: Sequence[Skip],
+        outgoing: Sequence[Skip],
     ) -> None:
-        self.module, self.device, self.takes, self.gives = (
-            module,
-            device,
-            tuple(takes),
-            tuple(gives),
-        )
-        self.habits = Habits(module)
-        self._skips = any(isinstance(part, Skippable) for part in module.modules())
-        # By training or not, whether layers change what they are given. Not known before they have
-        # run once: the flag `inplace` tells
-        # only of some of torch's own, and a layer may hand on its input, or a view of it, to one
-        # that does.
-        self._changes_input: dict[bool, bool] = {}
-        self._parts: list[nn.Module] = []
-        self._again = SecondForwards([module], [], self._name())
+        self.module, self.device = module, device
+        self.incoming, self.outgoing = tuple(incoming), tuple(outgoing)
+        self.randomness = PartitionRandomness(module)
+        self._has_skips = any(isinstance(part, Skippable) for part in module.modules())
+        # By training mode, whether the layers modify their inputs in place. Unknown before the
+        # first run: the flag `inplace` exists only in some of torch's own layers, and a layer may
+        # pass on its input, or a view of it, to one that modifies it.
+        self._modifies_inputs: dict[bool, bool] = {}
+        self._modules: list[nn.Module] = []
+        self._second_forwards = SecondForwards([module], [], self._name())
 
-    def begin(self, draws: Draws) -> PartRun:
-        """A forward of the whole begins."""
-        parts = list(_modules(self.module))
-        if parts != self._parts:
-            self._parts, self._again = parts, SecondForwards([self.module], [], self._name())
+    def begin(self, forward_seed: ForwardSeed) -> PartitionRun:
+        """Begin a forward of the model; return the record of this partition's part in it."""
+        modules = list(_iterate_modules(self.module))
+        if modules != self._modules:
+            self._modules = modules
+            self._second_forwards = SecondForwards([self.module], [], self._name())
         weights = {
-            id(p): p
-            for part in parts
-            for p in part._parameters.values()
-            if p is not None and p.requires_grad
+            id(parameter): parameter
+            for module in modules
+            for parameter in module._parameters.values()
+            if parameter is not None and parameter.requires_grad
         }
         training = self.module.training
-        return PartRun(
-            parts, list(weights.values()), training, draws, not self.habits.silent(parts, training)
-        )
+        observed = self.randomness.begin_run(modules, training)
+        return PartitionRun(modules, list(weights.values()), training, forward_seed, observed)
 
     def forward(
-        self, run: PartRun, micro_batch: int, arrived: Sequence[Crossing]
-    ) -> list[Crossing]:
+        self, run: PartitionRun, micro_batch: int, arrived: Sequence[BoundaryValue]
+    ) -> list[BoundaryValue]:
         """Run the layers on one micro-batch.
 
         Args:
-            run: what `begin` has returned.
-            micro_batch: which one.
-            arrived: what the partition before has made of it, or the input; then the skips of
-            `takes`.
+            run: the record that `begin` returned.
+            micro_batch: index of the micro-batch.
+            arrived: the output of the partition before, or the input of the model; then the skips
+                in `incoming`.
 
         Returns:
-            What the layers make of it, then the skips of `gives`.
+            The output of the layers, then the skips in `outgoing`.
         """
-        again = micro_batch < run.recomputed
-        inputs = [self._leaves(crossing, run.grads) for crossing in arrived]
-        first = self._again.first() if again else None
-        PASSES.checkpointing = again
+        recompute = micro_batch < run.recompute_count
+        inputs = [self._make_leaves(value, run.has_backward) for value in arrived]
+        first_forward = self._second_forwards.first() if recompute else None
+        PASSES.checkpointing = recompute
         try:
-            # With a graph also where it is run again: which outputs want a gradient is known from
-            # that alone, and kernels are chosen by
-            # it. That graph goes at the end of this forward.
-            with torch.set_grad_enabled(run.grads):
-                made, sides = self._run(run, micro_batch, inputs)
+            # The graph is recorded even if the micro-batch is recomputed: it shows which outputs
+            # require gradients, and torch chooses kernels by it. It is freed at the end of this
+            # forward.
+            with torch.set_grad_enabled(run.has_backward):
+                outputs, side_losses = self._run_layers(run, micro_batch, inputs)
         finally:
             PASSES.checkpointing = False
-        if sides:
-            run.sides[micro_batch] = [side.detach() for side in sides]
-            run.side_wants |= any(side.requires_grad for side in sides)
-        if run.grads:
-            if first is not None:
-                first.note([crossing.leaves for crossing in made])
-            flags = [wanted for crossing in made for wanted in crossing.wants]
-            kept = _Kept(inputs, None if again else made, first, flags, [] if again else sides)
-            run.kept[micro_batch] = kept
-        if again:
-            return [
-                crossing.with_tensors([tensor.detach() for tensor in crossing.tensors])
-                for crossing in made
-            ]
-        return made
+        if side_losses:
+            run.side_losses[micro_batch] = [term.detach() for term in side_losses]
+            run.side_loss_requires_grad |= any(term.requires_grad for term in side_losses)
+        if run.has_backward:
+            if first_forward is not None:
+                first_forward.note([value.leaves for value in outputs])
+            requires_grad = [flag for value in outputs for flag in value.requires_grad]
+            run.saved[micro_batch] = _SavedMicroBatch(
+                inputs,
+                None if recompute else outputs,
+                first_forward,
+                requires_grad,
+                [] if recompute else side_losses,
+            )
+        return [value.detached() for value in outputs] if recompute else outputs
 
-    def prepare(self, run: PartRun, micro_batch: int) -> None:
-        """Run the forward again, if it is to be; before the gradients are there, so as not to stand
-        still until they are.
+    def prepare(self, run: PartitionRun, micro_batch: int) -> None:
+        """Recompute the forward of a micro-batch, if it is to be recomputed.
+
+        This is called before the gradients arrive, so that the partition does not wait idly.
 
         Raises:
-            RuntimeError: what it reads has changed since, or it has made something else than the
-            first.
+            RuntimeError: a weight was modified since the forward, or the recompute gave other
+                results than the first forward.
         """
-        kept = run.kept[micro_batch]
-        if kept.roots is not None:
+        saved = run.saved[micro_batch]
+        if saved.roots is not None:
             return
-        if run.versions != [weight._version for weight in run.weights]:
+        if run.weight_versions != [weight._version for weight in run.weights]:
             raise RuntimeError(
-                "a parameter has been changed in place between the forward of a Pipe and its backward, which needs it as it "
-                "was to run the forward again: call optimizer.step() after backward(), or use checkpoint='never'"
+                "a parameter has been changed in place between the forward of a Pipe and its "
+                "backward, which recomputes the forward with it: call optimizer.step() after "
+                "backward(), or use checkpoint='never'"
             )
-        before = PASSES.recomputing
+        outer_recomputing = PASSES.recomputing
         PASSES.recomputing = True
-        modes = [part.training for part in run.parts]
+        present_modes = [module.training for module in run.modules]
         try:
-            _set_modes(run.parts, run.modes, modes)
-            assert kept.first is not None
-            with torch.enable_grad(), self._again.seeing(kept.first):
-                kept.roots, kept.sides = self._run(run, micro_batch, kept.inputs, again=True)
+            _set_modes(run.modules, run.training_modes, present_modes)
+            assert saved.first_forward is not None
+            with torch.enable_grad(), self._second_forwards.seeing(saved.first_forward):
+                saved.roots, saved.side_losses = self._run_layers(
+                    run, micro_batch, saved.inputs, recompute=True
+                )
         finally:
-            PASSES.recomputing = before
-            _set_modes(run.parts, modes, run.modes)
-        self._again.check(kept.first, [crossing.leaves for crossing in kept.roots], micro_batch)
-        kept.first = None
-        found = [tensor for crossing in kept.roots for tensor in crossing.tensors]
-        check_same_flags(kept.flags, found, "a partition of a Pipe")
-        if len(kept.sides) != len(run.sides.get(micro_batch, ())):
+            PASSES.recomputing = outer_recomputing
+            _set_modes(run.modules, present_modes, run.training_modes)
+        leaves = [value.leaves for value in saved.roots]
+        self._second_forwards.check(saved.first_forward, leaves, micro_batch)
+        saved.first_forward = None
+        tensors = [tensor for value in saved.roots for tensor in value.tensors]
+        check_same_flags(saved.requires_grad, tensors, "a partition of a Pipe")
+        first_count = len(run.side_losses.get(micro_batch, ()))
+        if len(saved.side_losses) != first_count:
             raise RunError(
-                f"a partition of a Pipe: run again for its backward, a forward had {len(kept.sides)} side losses, and "
-                f"{len(run.sides.get(micro_batch, ()))} the first time: layers must do the same twice, or take "
-                "checkpoint='never'"
+                "a partition of a Pipe: run again for its backward, a forward had "
+                f"{len(saved.side_losses)} side losses, and {first_count} the first time: layers "
+                "must do the same in both forwards; otherwise use checkpoint='never'"
             )
 
     def backward(
         self,
-        run: PartRun,
+        run: PartitionRun,
         micro_batch: int,
         grads: Sequence[Grads],
         side_grad: Tensor | None = None,
     ) -> list[Grads]:
-        """Gradients of what `forward` was given, of those of what it returned; those of weights are
-        added to their `.grad`.
+        """Compute the gradients of the inputs; add those of the weights to their `.grad`.
 
         Args:
-            run: as in the forward.
-            micro_batch: which one. `prepare` has been called.
-            grads: by crossing and tensor, None where there is none.
-            side_grad: of each of the micro-batch's side losses.
+            run: the record that `begin` returned.
+            micro_batch: index of the micro-batch; `prepare` has been called for it.
+            grads: gradients of the outputs of `forward`, by value and tensor; None where there is
+                none.
+            side_grad: gradient of each of the micro-batch's side losses.
+
+        Returns:
+            Gradients of the inputs of `forward`, by value and tensor.
         """
-        kept = run.kept.pop(micro_batch)
-        assert kept.roots is not None
-        roots, starts = [], []
-        for crossing, row in zip(kept.roots, grads, strict=True):
-            for root, grad in zip(crossing.tensors, row, strict=True):
+        saved = run.saved.pop(micro_batch)
+        assert saved.roots is not None
+        roots, root_grads = [], []
+        for value, value_grads in zip(saved.roots, grads, strict=True):
+            for root, grad in zip(value.tensors, value_grads, strict=True):
                 if grad is not None and root.requires_grad:
                     roots.append(root)
-                    starts.append(grad.to(root.device))
+                    root_grads.append(grad.to(root.device))
         if side_grad is not None:
-            sides = [side for side in kept.sides if side.requires_grad]
-            roots += sides
-            starts += [side_grad.to(side.device, side.dtype) for side in sides]
+            side_losses = [term for term in saved.side_losses if term.requires_grad]
+            roots += side_losses
+            root_grads += [side_grad.to(term.device, term.dtype) for term in side_losses]
         if roots:
-            before = PASSES.recomputing
-            # a layer that recomputes by itself, in here, does so as much as one that we recompute
+            outer_recomputing = PASSES.recomputing
+            # A layer that recomputes by itself runs its second forward in here.
             PASSES.recomputing = True
             try:
-                with self.habits.backward(self.device):
-                    torch.autograd.backward(roots, starts)
+                with self.randomness.backward(self.device):
+                    torch.autograd.backward(roots, root_grads)
             finally:
-                PASSES.recomputing = before
-        return [
-            [leaf.grad if leaf.requires_grad else None for leaf in crossing.tensors]
-            for crossing in kept.inputs
-        ]
+                PASSES.recomputing = outer_recomputing
+        return [value.gradients() for value in saved.inputs]
 
-    def _leaves(self, crossing: Crossing, grads: bool) -> Crossing:
-        wants = crossing.wants if grads else [False] * len(crossing.wants)
-        leaves = [tensor.detach().to(self.device) for tensor in crossing.tensors]
-        for leaf, wanted in zip(leaves, wants, strict=True):
-            if wanted:
-                leaf.requires_grad_()
-        return crossing.with_tensors(leaves)
+    def _make_leaves(self, value: BoundaryValue, has_backward: bool) -> BoundaryValue:
+        """Return a value on this device, with its tensors as leaves of a new graph."""
+        leaves = [tensor.detach().to(self.device) for tensor in value.tensors]
+        if has_backward:
+            for leaf, requires_grad in zip(leaves, value.requires_grad, strict=True):
+                if requires_grad:
+                    leaf.requires_grad_()
+        return value.with_tensors(leaves)
 
-    def _run(
-        self, run: PartRun, micro_batch: int, inputs: Sequence[Crossing], *, again: bool = False
-    ) -> tuple[list[Crossing], list[Tensor]]:
-        """What the layers make, and their side losses."""
-        given = list(inputs)
-        changes = self._changes_input.get(run.training, True)
-        if changes:
-            # Autograd forbids changing a leaf in place, and the partition before must not see such
-            # a change.
-            given = [
-                crossing.with_tensors([copy_of(tensor) for tensor in crossing.tensors])
-                for crossing in inputs
-            ]
-        tensors = [tensor for crossing in given for tensor in crossing.tensors]
-        versions = versions_of(tensors)
-        waiting: Waiting = {
-            skip: crossing.value() for skip, crossing in zip(self.takes, given[1:], strict=True)
+    def _run_layers(
+        self,
+        run: PartitionRun,
+        micro_batch: int,
+        leaves: Sequence[BoundaryValue],
+        *,
+        recompute: bool = False,
+    ) -> tuple[list[BoundaryValue], list[Tensor]]:
+        """Return the output and the outgoing skips of the layers, and their side losses."""
+        inputs = list(leaves)
+        copies = self._modifies_inputs.get(run.training, True)
+        if copies:
+            # Autograd forbids to modify a leaf in place, and the partition before must not see the
+            # modification.
+            inputs = [value.with_tensors(list(map(copy_of, value.tensors))) for value in leaves]
+        tensors = [tensor for value in inputs for tensor in value.tensors]
+        versions_before = versions_of(tensors)
+        skips: Waiting = {
+            skip: value.value() for skip, value in zip(self.incoming, inputs[1:], strict=True)
         }
-        with collecting_side_losses() as sides:
-            if self._skips or run.looking or (again and run.doubtful):
-                with self._watched(run, micro_batch, again), waiting_skips(waiting):
-                    made = self.module(given[0].value())
+        with collecting_side_losses() as side_losses:
+            if self._has_skips or run.observed or (recompute and run.may_have_drawn):
+                with self._reproducible(run, micro_batch, recompute), waiting_skips(skips):
+                    output = self.module(inputs[0].value())
             else:
-                made = self.module(given[0].value())
-        after = versions_of(tensors)
-        if versions is not None and after is not None:
-            changed = [one != other for one, other in zip(versions, after, strict=True)]
-            self._learn(run, given, changed, copied=changes)
-        return _crossings([made, *(waiting.pop(skip) for skip in self.gives)]), sides
+                output = self.module(inputs[0].value())
+        versions_after = versions_of(tensors)
+        if versions_before is not None and versions_after is not None:
+            version_pairs = zip(versions_before, versions_after, strict=True)
+            modified = [before != after for before, after in version_pairs]
+            self._record_modified(run, inputs, modified, copied=copies)
+        return boundary_values([output, *(skips.pop(skip) for skip in self.outgoing)]), side_losses
 
-    def _learn(
-        self, run: PartRun, given: Sequence[Crossing], changed: list[bool], *, copied: bool
+    def _record_modified(
+        self,
+        run: PartitionRun,
+        inputs: Sequence[BoundaryValue],
+        modified: list[bool],
+        *,
+        copied: bool,
     ) -> None:
-        """Whether layers change what they are given.
+        """Record whether the layers modified their inputs in place.
+
+        Args:
+            run: the record of the forward.
+            inputs: the inputs of the layers.
+            modified: by input tensor, whether it was modified.
+            copied: whether the inputs were copies.
 
         Raises:
-            RuntimeError: they had not done so before, and have been given no copies; or what they
-            have changed shares memory.
+            RuntimeError: the layers modified inputs that were not copies, for the first time; or a
+                modified tensor shares memory with another one.
         """
-        any_changed = any(changed)
-        if run.training not in self._changes_input:
-            self._changes_input[run.training] = any_changed
-        elif any_changed and not copied:
-            self._changes_input[run.training] = True
+        any_modified = any(modified)
+        if run.training not in self._modifies_inputs:
+            self._modifies_inputs[run.training] = any_modified
+        elif any_modified and not copied:
+            self._modifies_inputs[run.training] = True
             raise RuntimeError(
-                "layers of a Pipe have changed in place what they were given, and had not done so before: the next forward "
-                "allows for it, this one cannot"
+                "layers of a Pipe have modified their inputs in place, and had not done so before: "
+                "the next forward allows for it, this one cannot. Repeat the batch"
             )
-        if not any_changed:
+        if not any_modified:
             return
-        place = 0
-        for crossing in given:
-            count = len(crossing.tensors)
-            own = changed[place : place + count]
-            check_shared([*crossing.shared, *((each, each) for each in crossing.elsewhere)], own)
-            place += count
+        first = 0
+        for value in inputs:
+            count = len(value.tensors)
+            shared_outside = [(position, position) for position in value.shared_outside]
+            check_shared([*value.shared, *shared_outside], modified[first : first + count])
+            first += count
 
     @contextmanager
-    def _watched(self, run: PartRun, micro_batch: int, again: bool) -> Iterator[None]:
-        """Let random numbers be reproducible, where any may be drawn."""
-        doubtful = again and run.doubtful
-        if not run.looking and not doubtful:
+    def _reproducible(self, run: PartitionRun, micro_batch: int, recompute: bool) -> Iterator[None]:
+        """Make the random numbers of a forward reproducible, if it may draw any."""
+        undetected = recompute and run.may_have_drawn
+        if not run.observed and not undetected:
             yield
             return
-        drawing = Drawing(
-            run.draws,
+        seeded_ops = SeededOps(
+            run.forward_seed,
             self.device,
             micro_batch,
-            self._late if doubtful and not run.looking else None,
-            self.habits,
+            self._undetected_draw_error if undetected and not run.observed else None,
+            self.randomness,
         )
-        self.module.drawing_of_layers = drawing
+        self.module.seeded_ops = seeded_ops
         try:
-            with drawing:
+            with seeded_ops:
                 yield
         finally:
-            self.module.drawing_of_layers = None
-            run.drew |= drawing.drew
+            self.module.seeded_ops = None
+            run.drew |= seeded_ops.drew
 
     def _name(self) -> str:
-        first, names = self.module.first_of_layers, list(self.module._modules)
+        """Return a name of the partition for messages."""
+        first, names = self.module.first_layer, list(self.module._modules)
         return f"layers {first} to {first + len(names) - 1} of a Pipe ({', '.join(names)})"
 
-    def _late(self, op: str) -> RuntimeError:
+    def _undetected_draw_error(self, op: str) -> RuntimeError:
         return RuntimeError(
-            f"a layer of a Pipe drew random numbers ({op}) in a forward, and had drawn none before: which ones is not known, "
-            "so it cannot be run again for its backward. The next forward allows for it: repeat the batch"
+            f"a layer of a Pipe drew random numbers ({op}) in a forward, and had drawn none "
+            "before. They were not recorded, so the forward cannot be recomputed for its backward. "
+            "The next forward allows for it: repeat the batch"
         )
 
 
-def _set_modes(parts: Sequence[nn.Module], modes: list[bool], before: list[bool]) -> None:
-    """Let modules be in training or not as they were in the forward, whatever the caller has made
-    of them since.
-    """
-    if modes != before:
-        for part, training in zip(parts, modes, strict=True):
-            part.training = training
+def _set_modes(modules: Sequence[nn.Module], modes: list[bool], present_modes: list[bool]) -> None:
+    """Set the training mode of every module, unless all have the mode already."""
+    if modes != present_modes:
+        for module, training in zip(modules, modes, strict=True):
+            module.training = training
 
 
-def _modules(module: nn.Module) -> Iterator[nn.Module]:
-    """All modules, several times where they stand several times; at a tenth of the cost of
-    `modules()`.
+def _iterate_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield all modules; one that occurs several times is yielded several times.
+
+    This takes a tenth of the time of `nn.Module.modules()`, which removes duplicates.
     """
     yield module
     for child in module._modules.values():
         if child is not None:
-            yield from _modules(child)
+            yield from _iterate_modules(child)

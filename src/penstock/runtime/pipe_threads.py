@@ -1,8 +1,7 @@
-"""Threads that play the partitions of a `Pipe` side by side, one for each, and the choice between
-them and none.
+"""Threads that run the partitions of a `Pipe` concurrently, and the choice between them and one.
 
-Where ops are as short as Python's own part in them, threads only stand in each other's way (there
-is one interpreter lock): then one thread plays all. Results are the same.
+Where ops take no longer than Python's own share of them, threads only contend for the interpreter
+lock; one thread then runs all partitions. Results are the same in both cases.
 """
 
 from __future__ import annotations
@@ -16,110 +15,127 @@ from queue import SimpleQueue
 
 import torch
 
-#: Seconds of an op from which on threads pay; see benchmarks/pipe.
-PAYS_S = 400e-6
+#: Seconds per op above which several threads are faster than one; measured by benchmarks/pipe.
+MIN_THREADED_OP_S = 400e-6
 
 Job = Callable[[], None]
-_Jobs = SimpleQueue[Job | None]
+_JobQueue = SimpleQueue[Job | None]
 
 
-class Choice:
-    """Whether threads pay, by what an op took of its thread's time on a core in a half step of the
-    kind, not long ago.
+class ThreadChoice:
+    """Choose between one thread and one per partition, from the CPU time of recent ops.
 
-    Time on a core, not on the clock: waiting for the interpreter, or for a core that others use,
-    says nothing about the op. Asking for it is not free (20 µs and more on a virtual machine), so
-    it is asked for now and then.
+    The CPU time of the thread is used, not wall-clock time: waiting for the interpreter lock, or
+    for a core that other processes use, says nothing about the op. Reading it costs 20 µs and more
+    on a virtual machine, so it is read only for some half steps.
+
+    Attributes:
+        forced: True or False overrides the choice.
+        seconds_per_op: CPU time per op in the last half step that was timed.
     """
 
     def __init__(self) -> None:
         self.forced: bool | None = None
         self.seconds_per_op = float("inf")
-        self._plays = 0
+        self._half_steps = 0
         self._cores = (
             len(os.sched_getaffinity(0))
             if hasattr(os, "sched_getaffinity")
             else os.cpu_count() or 1
         )
 
-    def threads(self) -> bool:
-        """What to do now; at first, not knowing anything, use threads: memory that one thread has
-        used is little use to others.
+    def use_threads(self) -> bool:
+        """Return whether to use one thread per partition.
+
+        Before the first measurement the answer is yes (`seconds_per_op` is infinite), because
+        memory that one thread has used is of little use to other threads later.
         """
         if self.forced is not None:
             return self.forced
-        return self._cores > 1 and self.seconds_per_op >= PAYS_S
+        return self._cores > 1 and self.seconds_per_op >= MIN_THREADED_OP_S
 
-    def due(self) -> bool:
-        """Whether to take the time of this half: of the first few, and of every eighth."""
-        self._plays += 1
-        return self._plays <= 3 or self._plays % 8 == 0
+    def is_due(self) -> bool:
+        """Return whether to time this half step: the first three, then every eighth."""
+        self._half_steps += 1
+        return self._half_steps <= 3 or self._half_steps % 8 == 0
 
 
-class Crew:
-    """Threads of one `Pipe`, started when they are first needed, gone when the crew is."""
+class PartitionThreads:
+    """The threads of one `Pipe`: started on first use, ended when this object is collected."""
 
     def __init__(self) -> None:
-        self._queues: list[_Jobs] = []
+        self._queues: list[_JobQueue] = []
 
-    def play(self, jobs: Sequence[Job], stop: Callable[[BaseException], None]) -> None:
-        """Do all jobs at once, each in a thread of its own, and wait for them.
+    def run(self, jobs: Sequence[Job], stop: Callable[[BaseException], None]) -> None:
+        """Run all jobs concurrently, each in its own thread, and wait for them.
 
         Args:
-            jobs: raise nothing.
-            stop: called when the wait is interrupted; jobs then come to their end.
+            jobs: functions that do not raise.
+            stop: called if the wait is interrupted, such as by Ctrl-C; it must make the jobs end.
         """
         while len(self._queues) < len(jobs):
-            queue = _Jobs()
-            # Daemons, so that one that is stuck in a layer does not keep the process from ending.
+            queue = _JobQueue()
+            # Daemon threads: one that is stuck in a layer must not keep the process from ending.
             threading.Thread(
                 target=_serve, args=(queue,), name=f"penstock-pipe-{len(self._queues)}", daemon=True
             ).start()
-            # At the end of the process they are left asleep: one that wakes while the interpreter
-            # goes is torn out of torch's C++.
+            # Not at the exit of the process: a thread that wakes while the interpreter shuts down
+            # is torn out of torch's C++ code.
             weakref.finalize(self, queue.put, None).atexit = False
             self._queues.append(queue)
         done = SimpleQueue[bool]()
-        inference, own = torch.is_inference_mode_enabled(), torch.get_num_threads()
-        share = max(1, own // len(jobs))  # of the caller's threads inside an op
+        inference, caller_threads = torch.is_inference_mode_enabled(), torch.get_num_threads()
+        intra_op_threads = max(1, caller_threads // len(jobs))
         for queue, job in zip(self._queues, jobs, strict=False):
-            queue.put(_told(job, done, share, inference=inference))
+            queue.put(_with_settings(job, done, intra_op_threads, inference=inference))
         changed = False
         for _ in jobs:
             try:
                 changed |= done.get()
-            except BaseException as error:  # noqa: BLE001 - Ctrl-C; `stop` sees to it that it is raised
+            except BaseException as error:  # noqa: BLE001 - Ctrl-C; raised after `stop`
                 stop(error)
                 changed |= done.get()
-        if changed:  # what a thread sets for itself is also what threads yet to come begin with
-            torch.set_num_threads(own)
+        if changed:
+            # torch.set_num_threads in a thread also sets the default of threads started later.
+            torch.set_num_threads(caller_threads)
 
 
-def _told(job: Job, done: SimpleQueue[bool], intra_op: int, *, inference: bool) -> Job:
-    """The job with what the caller's thread has set for itself."""
+def _with_settings(
+    job: Job, done: SimpleQueue[bool], intra_op_threads: int, *, inference: bool
+) -> Job:
+    """Wrap a job so that it runs with the caller's inference mode and a share of its threads.
 
-    def told() -> None:
-        changes = torch.get_num_threads() != intra_op
+    Args:
+        job: the job.
+        done: receives whether the number of threads had to be changed, when the job has ended.
+        intra_op_threads: number of threads inside an op.
+        inference: whether the caller is in inference mode.
+    """
+
+    def configured_job() -> None:
+        changes = torch.get_num_threads() != intra_op_threads
         try:
             if changes:
-                torch.set_num_threads(intra_op)
+                torch.set_num_threads(intra_op_threads)
             with torch.inference_mode() if inference else nullcontext():
                 job()
         finally:
             done.put(changes)
 
-    return told
+    return configured_job
 
 
-def _serve(queue: _Jobs) -> None:
+def _serve(queue: _JobQueue) -> None:
+    """Run the jobs of a queue, in a thread, until the queue has None."""
     while (job := queue.get()) is not None:
         job()
-        del job  # it holds tensors
+        del job  # it refers to tensors
 
 
-def alone() -> bool:
-    """Whether the caller's thread has something set that no other thread can be given: modes, hooks
-    on what autograd saves.
+def has_thread_local_state() -> bool:
+    """Return whether the calling thread has state that other threads cannot be given.
+
+    Such state are torch function and dispatch modes, and hooks on saved tensors.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return bool(

@@ -1,4 +1,4 @@
-"""Pipeline: train a model under a plan, on all its ranks."""
+"""`Pipeline`: train a model on several ranks, under a plan or a schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.optim.update import OptimizerFactory
 from penstock.plan.plan import Plan
 from penstock.runtime import state
 from penstock.runtime.agreement import compare_optimizers, compare_settings, meeting_of
-from penstock.runtime.assembly import Training, assemble
+from penstock.runtime.assembly import assemble
 from penstock.runtime.batch import Batch, make_batch, pair_of
 from penstock.runtime.calls import END_OF_TRAIN
 from penstock.runtime.compare import Comparison, compare
@@ -34,8 +34,9 @@ from penstock.runtime.preparation import Preparation
 from penstock.runtime.ranks import Place, world_of
 from penstock.runtime.replica_check import check_replicas
 from penstock.runtime.results import mean_loss, outputs
-from penstock.runtime.setting import Words, check, setting_of
+from penstock.runtime.setting import Overrides, check, setting_of
 from penstock.runtime.stage import Loss, Stage
+from penstock.runtime.stage_builder import Training
 from penstock.runtime.stage_loss import LossOptions
 from penstock.runtime.streaming import Streaming
 from penstock.runtime.together import Together
@@ -46,65 +47,66 @@ from penstock.tracing.slices import check_slices
 
 
 class Pipeline(Optimizing, ModelState, Inspection):
-    """A model cut over ranks, with its loss and optimizers. Every rank makes one and calls the same
-    methods with the same data.
+    """A model partitioned over ranks, with its loss and optimizers.
+
+    Every rank makes a `Pipeline` and calls the same methods with the same data.
 
     Args:
         model: an `nn.Sequential`, a list of modules, or a chain from `ps.chain`. Modules with real
-        weights are trained in
-            place. Modules on the meta device are made on the ranks that hold them, from `seed` and
-            their place in the chain.
-        plan: from `ps.plan`; or say it yourself with the next four.
-        loss: `loss(output, target)` to one number, or to `(sum, count)`, which is that of the
-        undivided batch: micro-batches are
-            weighed by what they count (samples, tokens that are not ignored, class weights, 1 for
-            sums), and a loss that cannot be divided is refused. Where a schedule cuts sequences, x
-            and y have the tokens in their second dimension.
-        optimizer: from a list of parameters to an optimizer; called once for every stage. Without
-        it gradients add up in
-            `.grad` and nothing is updated.
-        balance: layers per stage.
+            weights are trained in place. Modules on the meta device are materialised on the ranks
+            that run them, with weights that depend on `seed` and their position in the chain.
+        plan: a plan from `ps.plan`; alternatively give `balance` and the arguments that follow it,
+            up to `weights_options`.
+        loss: `loss(output, target)` returning a scalar or `(sum, count)`. The result is that of the
+            undivided batch: micro-batches are weighted by what the loss counts (samples, tokens
+            that are not ignored, class weights, 1 for sums). A loss that cannot be divided raises.
+            If the schedule slices sequences, x and y have the tokens in their second dimension.
+        optimizer: a function from a list of parameters to an optimizer, called once per stage. By
+            default gradients accumulate in `.grad` and weights are not updated.
+        balance: number of layers per stage.
         schedule: a schedule, or the name of one.
-        micro_batches: parts that a batch is cut into. A batch with fewer samples is cut into single
-        samples. recompute: "never", "except_last" or "always": run a micro-batch's forward again
-        before its backward. Or layers, by
-            name or place: these run again by themselves.
-        weights: name of the weight rule; by default the one that the schedule is made for.
-        weights_options: numbers that the rule takes; its own page says which.
-        seed: of initial weights and dropout. Both depend on it and the layer (dropout also on step
-        and micro-batch), never on
-            the cut.
-        device: where this process computes; by default a GPU if there is one for every rank of the
-        host. deadline_s: seconds that a rank waits for another before the run is stopped with a
-        word on who waits for what. executor: "processes" (one rank in each, under torchrun or
-        `ps.launch`) or "threads" (all ranks in this process, for
-            tests and debugging). By default processes if there are several, threads if there is one
-            rank alone.
-        clip_grad_norm: how long the gradients of all stages may be together, as
-        torch.nn.utils.clip_grad_norm_. clip_norm_type: of that norm, such as 2.0, 1.0 or
-        float("inf"). clip_grad_value: the largest absolute value in a gradient at a step, as
-        torch.nn.utils.clip_grad_value_. autocast: torch.bfloat16 or torch.float16: mixed precision
-        in layers and loss. scaler: True, options of torch.amp.GradScaler by name, or one: dynamic
-        loss scaling, skipped on all ranks or none. parameter_groups: from a parameter's name and
-        the parameter to options of its group, such as `{"weight_decay": 0.0}`;
-            the optimizer is then made from parameter groups.
-        accumulate: batches for each step, which has the mean of their gradients.
-        compile: True, or options of `torch.compile`, for every stage.
-        memory_format: such as torch.channels_last, for weights.
-        deferred_batch_norm: let running statistics be those of whole batches, and not move with
-        every micro-batch. offload: keep what layers save for their backward in host memory, where
-        the device has a memory of its own. boundary: "bfloat16" or "int8": send activations and
-        their gradients in fewer bits. That changes what is learnt, a little
-            (benchmarks/boundary).
-        check_data: compare the batches of ranks that are processes, as docs/training.md says. For
-        all ranks or none. loss_weight: from a micro-batch's targets to how much they count, for a
-        loss of which that is not known otherwise. loss_on: "batch" computes the loss once, on all
-        outputs, if samples see each other in it (gpipe and its like).
+        micro_batches: number of micro-batches. A batch of fewer samples has one sample in each.
+        recompute: "never", "except_last" or "always": which micro-batches run their forward again
+            before their backward; or the layers to recompute, by name or index.
+        weights: name of the weight rule; by default that of the schedule.
+        weights_options: options of the weight rule; see its page.
+        seed: seed of initial weights and dropout. Both depend on the seed and the layer (dropout
+            also on step and micro-batch), but not on the balance.
+        device: device of this process; by default a GPU if the host has one for each of its ranks.
+        deadline_s: seconds that a rank waits for another before the run is stopped. The message
+            says what each rank waits for.
+        executor: "processes" (one rank per process, under torchrun or `ps.launch`) or "threads"
+            (all ranks in this process, for tests and debugging). By default "threads" if the
+            schedule has one rank and there is no process group, else "processes".
+        clip_grad_norm: maximum norm of the gradients of all stages, as in
+            torch.nn.utils.clip_grad_norm_.
+        clip_norm_type: order of that norm, such as 2.0, 1.0 or float("inf").
+        clip_grad_value: maximum absolute value of gradients, as in torch.nn.utils.clip_grad_value_.
+        autocast: torch.bfloat16 or torch.float16 for mixed precision in layers and loss.
+        scaler: True, options of torch.amp.GradScaler, or a GradScaler, for dynamic loss scaling. A
+            step is skipped on all ranks or none.
+        parameter_groups: a function from name and parameter to the options of its group, such as
+            `{"weight_decay": 0.0}`; the optimizer is then made from parameter groups.
+        accumulate: number of batches per step, which uses the mean of their gradients.
+        compile: True, or options of `torch.compile`, to compile every stage.
+        memory_format: memory format of weights, such as torch.channels_last.
+        deferred_batch_norm: update running statistics once per batch, from the whole batch.
+        offload: keep tensors saved for the backward in host memory, if the device is not the CPU.
+        boundary: "bfloat16" or "int8" to send activations and their gradients in fewer bits. This
+            changes the training result slightly (benchmarks/boundary).
+        check_data: compare the batches of ranks in processes (docs/training.md). All ranks must
+            have the same value.
+        loss_weight: a function from the targets of a micro-batch to its weight, for a loss whose
+            weights cannot be determined otherwise.
+        loss_on: "batch" computes the loss once, on all outputs, for a loss that mixes samples
+            (with gpipe and similar schedules).
 
     Raises:
-        SettingError, PlanError, ScheduleError, ChainError: what is asked for makes no sense, or
-        cannot be done. RanksDiffer: ranks that are processes are about to run different models or
-        settings; the message says in what. RunError: the ranks are not there.
+        SettingError, PlanError, ScheduleError, ChainError: an argument is invalid, or the
+            combination is not possible.
+        RanksDiffer: ranks in processes have different models or settings; the message names the
+            difference.
+        RunError: the processes of the ranks cannot be reached.
     """
 
     @report_failures
@@ -142,8 +144,8 @@ class Pipeline(Optimizing, ModelState, Inspection):
         loss_on: str = "micro_batch",
     ) -> None:
         traced = model if isinstance(model, TracedChain) else chain(model)
-        words = Words(balance, schedule, micro_batches, recompute, weights, weights_options)
-        self.setting = setting_of(traced, plan, words)
+        overrides = Overrides(balance, schedule, micro_batches, recompute, weights, weights_options)
+        self.setting = setting_of(traced, plan, overrides)
         options = Options(
             clip_grad_norm,
             autocast,
@@ -173,18 +175,18 @@ class Pipeline(Optimizing, ModelState, Inspection):
         compare_settings(meeting, self.chain, self.setting, self._training, check_data=check_data)
         self._world = world_of(self.setting, self.chain.description, place)
         options.check_compiler(self._world.device(self._world.local_ranks[0]))
-        self._step = self._gathered = 0
+        self._step = self._accumulated = 0
         self._accumulate = accumulate
         self._made = assemble(self.chain, self.setting, self._world, self._training)
         compare_optimizers(meeting, self._made)
         self._guard = guard_for(self.chain, self._made)
-        whole, self.chain = self.chain, self._made.traced
+        whole_chain, self.chain = self.chain, self._made.traced
         if plan is not None and optimizer is not None:
             check_optimizer_memory(plan, self.chain.description, self._made.optimizers()[0])
         self._world.calls.check_data = check_data
         self._made.share_weights()
         self._together = Together(self._made, scaling, clip_grad_norm, norm_type=clip_norm_type)
-        self._trainability = Trainability(self._made, self._together, whole)
+        self._trainability = Trainability(self._made, self._together, whole_chain)
         self._player = Player(self._made, self._together)
         self._stream: Streaming | None = None
         if self.setting.schedule.stream is not None:
@@ -194,74 +196,75 @@ class Pipeline(Optimizing, ModelState, Inspection):
         self._preparation = Preparation(self._made, autocast, self._drain)
         self._preparation.begin()
 
-    # -- running
-    # ------------------------------------------------------------------------------------------------------
+    # -- training and evaluation
 
     def train_batch(self, x: Any, y: Any, *, update: bool | None = None) -> Tensor:
-        """Run the schedule on one batch and update the weights. An asynchronous schedule drains
-        afterwards: drive it by `train`.
+        """Run the schedule on one batch and update the weights.
+
+        An asynchronous schedule drains afterwards: use `train` for it.
 
         Args:
-            x: inputs, nested tensors with the samples in their first dimension: in tuples, lists,
-            mappings and records. y: targets, likewise. update: False adds the gradients to those
-            that are there and leaves the weights; True steps with what has been added up.
-                By default every batch steps, or every `accumulate`-th.
+            x: inputs: tensors with the samples in their first dimension, nested in tuples, lists,
+                mappings and records.
+            y: targets, likewise.
+            update: False accumulates gradients without updating the weights; True updates with the
+                accumulated gradients. By default every batch updates, or every `accumulate`-th.
 
         Returns:
-            The mean loss of the batch, a float tensor, the same on every rank.
+            The mean loss of the batch, a float32 scalar, equal on every rank.
 
         Raises:
-            RunError: an op failed, here or elsewhere; the message says which. With ranks in
-            processes the run is over. With
-                threads it can go on: all gradients are dropped, but stages that had come to their
-                update have had it.
+            RunError: an op failed on any rank; the message says which. With ranks in processes the
+                run is over. With threads it can continue: all gradients are dropped, but stages
+                that had reached their update have been updated.
         """
-        steps = self._gathered + 1 >= self._accumulate if update is None else update
+        steps = self._accumulated + 1 >= self._accumulate if update is None else update
         call = "train_batch" if steps else "train_batch without an update"
         batch = self._batch(x, y, training=True, call=call)
         self._persistence.check_schedulers()
         if self._stream is not None:
             if update is not None:
                 raise SettingError(
-                    "update= is for synchronous schedules: an asynchronous one updates after every batch"
+                    "update= is for synchronous schedules: an asynchronous one updates after every "
+                    "batch"
                 )
             self._feed(self._stream, batch)
             self.flush()
             return self._stream.ready.pop()[1]
-        # If it fails, nothing is left of the batches before.
-        gathered, self._gathered = self._gathered, 0
+        # 0 during the batch: if it fails, the gradients of earlier batches are dropped too.
+        accumulated, self._accumulated = self._accumulated, 0
         self._mark_stale()
         self._player.play(batch, Mode.TRAIN, steps=steps, factor=1 / self._accumulate)
-        self._gathered = 0 if steps else gathered + 1
+        self._accumulated = 0 if steps else accumulated + 1
         self._step += 1
         return self._mean_loss(batch)
 
     def update(self) -> None:
-        """Step with the gradients of the batches since the last step; without any, nothing happens.
+        """Update the weights with the accumulated gradients, if there are any.
 
         Raises:
             SettingError: there is no optimizer.
         """
         if not self._made.steps:
             raise SettingError(
-                "there is nothing to step: this pipeline has no optimizer. Give it one by optimizer="
+                "there is nothing to step: this pipeline has no optimizer. Pass one as optimizer="
             )
         self._world.calls.enter("update")
-        if self._gathered:
-            self._gathered = 0
+        if self._accumulated:
+            self._accumulated = 0
             self._player.step()
 
     def train(self, loader: Iterable[tuple[Any, Any]]) -> Iterator[Tensor]:
-        """Train on every batch of `loader`; yields the losses in batch order.
+        """Train on every batch of `loader`; yield the losses in batch order.
 
-        An asynchronous schedule stays full from batch to batch, so the loss of a batch comes when
-        later batches have been taken from the loader, at the same place on every rank. It drains at
-        the end of the loader, and for `flush`, evaluation, `save`, `state_dict` and their like; it
-        then fills anew.
+        An asynchronous schedule stays full between batches. The loss of a batch is therefore
+        yielded after later batches have been read from the loader, at the same point on every rank.
+        The pipeline drains at the end of the loader and for `flush`, evaluation, `save`,
+        `state_dict` and similar calls, and then fills again.
 
         Raises:
             RunError: see `train_batch`.
-            SettingError: the loader yields something else than pairs.
+            SettingError: the loader yields items other than pairs.
         """
         first = self._step
         self._world.calls.check_loader(loader)
@@ -278,6 +281,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
             yield from self._stream.take_losses(first)
 
     def _feed(self, stream: Streaming, batch: Batch) -> None:
+        """Give a batch to the stream of an asynchronous schedule."""
         self._player.played = None
         self._persistence.check_schedulers()
         self._mark_stale()
@@ -285,15 +289,14 @@ class Pipeline(Optimizing, ModelState, Inspection):
         self._step += 1
 
     def flush(self) -> None:
-        """Let everything under way finish. A synchronous schedule has nothing under way between
-        batches.
-        """
+        """Wait until all batches in flight are done; a synchronous schedule has none."""
         self._enter("flush")
         self._world.barrier()
 
     def eval_batch(self, x: Any, y: Any) -> Tensor:
-        """The mean loss of a batch, with layers in evaluation mode. Weights, gradients, buffers and
-        random state stay.
+        """Return the mean loss of a batch with layers in evaluation mode.
+
+        Weights, gradients, buffers and random state do not change.
         """
         self._drain()
         batch = self._batch(x, y, training=False, call="eval_batch")
@@ -301,7 +304,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
         return self._mean_loss(batch)
 
     def forward(self, x: Any) -> Any:
-        """The model's output on `x`, with layers in evaluation mode, on every rank."""
+        """Return the model's output for `x`, with layers in evaluation mode, on every rank."""
         self._drain()
         batch = make_batch(
             x,
@@ -317,15 +320,24 @@ class Pipeline(Optimizing, ModelState, Inspection):
         return outputs(self._world, self._player.one_batch, batch)
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the stages held here."""
+        """Drop the gradients of the local stages."""
         self._world.calls.enter("zero_grad")
-        self._gathered = 0
+        self._accumulated = 0
         self._player.zero()
 
     def _batch(self, x: Any, y: Any, *, training: bool, call: str) -> Batch:
+        """Return a batch with targets, checked and compared between ranks.
+
+        Args:
+            x: inputs.
+            y: targets.
+            training: whether gradients are computed.
+            call: the calling method, which must be the same on all ranks.
+        """
         if y is None:
             raise SettingError(
-                "a batch needs targets for its loss, not None: where the loss takes none, give the inputs again"
+                "a batch needs targets for its loss, not None: for a loss without targets, pass "
+                "the inputs again"
             )
         batch = make_batch(
             x,
@@ -342,7 +354,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
         return self._preparation.prepare(batch)
 
     def _enter(self, call: str) -> None:
-        """Begin what every rank must do, when all that is under way has finished."""
+        """Begin a call that all ranks must make, after all batches in flight are done."""
         self._world.calls.enter(call)
         self._drain()
 
@@ -353,73 +365,55 @@ class Pipeline(Optimizing, ModelState, Inspection):
     def _mean_loss(self, batch: Batch) -> Tensor:
         return mean_loss(self._world, self._player.one_batch, batch)
 
-    # -- looking
-    # ------------------------------------------------------------------------------------------------------
+    # -- settings and self-check
 
     @property
     def step(self) -> int:
-        """Batches trained so far, those before a checkpoint included."""
+        """Number of batches trained so far, including those before a checkpoint."""
         return self._step
 
     @property
     def accumulate(self) -> int:
-        """Batches for each step; may be set between steps."""
+        """Number of batches per step; may be set between steps."""
         return self._accumulate
 
     @accumulate.setter
     def accumulate(self, count: int) -> None:
-        """Set the batches for each step.
+        """Set the number of batches per step.
 
         Raises:
-            SettingError: gradients of some batches wait for their step, or the schedule is
-            asynchronous.
+            SettingError: there are accumulated gradients, or the schedule is asynchronous.
         """
         check_accumulate(count, self.setting.schedule)
-        if self._gathered:
+        if self._accumulated:
             raise SettingError(
-                f"accumulate cannot change while the gradients of {self._gathered} batches wait for their step: update() or "
-                "zero_grad() first"
+                f"accumulate cannot change while the gradients of {self._accumulated} batches wait "
+                "for their step: update() or zero_grad() first"
             )
         self._accumulate = count
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the stages held here, by the model's own names. One that several stages
-        use is given at its home alone.
-        """
-        for stage in self._local_stages:
-            borrowed = set(map(id, stage.update.borrowed))
-            yield from (
-                (name, parameter)
-                for parameter, name in self._made.names(stage).items()
-                if id(parameter) not in borrowed
-            )
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Likewise, without names: for an optimizer of the user's own, where the pipeline has none."""
-        return (parameter for _, parameter in self.named_parameters())
-
     def scheduler(self, make: SchedulerFactory) -> Schedulers:
-        """A learning-rate scheduler over the optimizers of all stages. Checkpoints keep its state.
+        """Make a learning-rate scheduler over the optimizers of all stages.
+
+        Checkpoints include its state.
 
         Args:
-            make: from an optimizer to a scheduler, such as `lambda optimizer: StepLR(optimizer,
-            10)`.
+            make: a function from an optimizer to a scheduler, such as
+                `lambda optimizer: StepLR(optimizer, 10)`.
 
         Raises:
-            SettingError: there is no optimizer, `make` returned something else, or a checkpoint was
-            loaded that has the state of
-                another kind of scheduler in this one's place.
+            SettingError: there is no optimizer, `make` did not return a scheduler, or the loaded
+                checkpoint has the state of another kind of scheduler at this position.
         """
         self._world.calls.enter("scheduler")
         return self._persistence.scheduler(make)
 
     def compare_with_one_device(self, x: Any, y: Any) -> Comparison:
-        """Run one batch through the pipeline and through plain training, and compare. Nothing is
-        updated; print what is returned.
+        """Run one batch in the pipeline and on one device, and compare. Weights are not updated.
 
         Returns:
-            On rank 0 the largest error of each parameter's gradient, each buffer, the outputs and
-            the loss; elsewhere an empty comparison.
+            On rank 0, a printable comparison with the largest error of each parameter's gradient,
+            each buffer, the outputs and the loss; on other ranks an empty comparison.
         """
         self._drain()
         batch = self._batch(x, y, training=True, call="compare_with_one_device")
@@ -431,12 +425,12 @@ class Pipeline(Optimizing, ModelState, Inspection):
 
         return compare(self._made, play, batch, self._training)
 
-    # -- keeping
-    # ------------------------------------------------------------------------------------------------------
+    # -- saving and loading
 
     def state_dict(self) -> dict[str, Tensor]:
-        """On rank 0: parameters and buffers of the whole model, on the CPU, under the model's own
-        names. Elsewhere empty.
+        """Return parameters and buffers of the whole model on rank 0, an empty dict elsewhere.
+
+        They are on the CPU, under the names of the model.
         """
         self._enter("state_dict")
         return state.collect(self._world, self._made.placed)
@@ -444,75 +438,73 @@ class Pipeline(Optimizing, ModelState, Inspection):
     def load_state_dict(
         self, tensors: Mapping[str, Tensor], strict: bool = True
     ) -> state.IncompatibleKeys:
-        """Take the values of the stages held here from the whole model's state, as
-        `torch.nn.Module.load_state_dict`.
+        """Load the local stages from the whole model's state, as `torch.nn.Module.load_state_dict`.
 
         Args:
-            tensors: by the model's names.
-            strict: False passes over names that are missing or not the model's.
+            tensors: tensors by the names of the model.
+            strict: whether missing and unexpected names are errors.
 
         Returns:
-            Those names, as `missing_keys` and `unexpected_keys`, of the whole model on every rank.
+            The missing and unexpected names of the whole model, on every rank.
 
         Raises:
-            SettingError: a tensor has another shape; or, with `strict`, is missing or not the
-            model's.
+            SettingError: a tensor has another shape; or, with `strict`, a name is missing or
+                unexpected.
         """
         self._world.calls.enter("load_state_dict")
         self._mark_stale()
         if self._stream is not None:
             self._stream.begin_anew()
-        found = state.load(self._made.placed, tensors, strict=strict)
+        incompatible_keys = state.load(self._made.placed, tensors, strict=strict)
         if self._stream is not None:
             self._made.let_read()
-        return found
+        return incompatible_keys
 
     def save(self, folder: str | Path, *, allow_nonfinite: bool = False) -> None:
-        """Write weights, optimizers, schedulers, scaler and step into `folder`: one file per stage,
-        readable under any other plan.
+        """Write weights, optimizers, schedulers, scaler and step to `folder`.
+
+        There is one file per stage, which can be loaded under any other plan.
 
         Args:
-            folder: where to; with ranks on several hosts, on a disk that all of them share.
-            allow_nonfinite: write NaN values in parameters and optimizer state too.
+            folder: the folder; with ranks on several hosts, on a file system that all share.
+            allow_nonfinite: allow NaN values in parameters and optimizer state.
 
         Raises:
-            FileError: the folder cannot be written, or rank 0 does not see what another rank wrote.
-            The checkpoint that was there
-                before is still whole.
-            SettingError: gradients wait for their step, there are NaN values, or an optimizer keeps
-            something that no file can hold.
+            FileError: the folder cannot be written, or rank 0 does not see the files of another
+                rank. A previous checkpoint there remains complete.
+            SettingError: there are accumulated gradients or NaN values, or the state of an
+                optimizer cannot be written.
         """
         self._enter("save")
-        self._persistence.save(folder, self._step, self._gathered, nonfinite=allow_nonfinite)
+        self._persistence.save(folder, self._step, self._accumulated, nonfinite=allow_nonfinite)
 
     def load(
         self, folder: str | Path, *, skip: str | Collection[str] = (), allow_nonfinite: bool = False
     ) -> None:
-        """Go on from what `save` wrote, under this or any other plan for the same model.
+        """Load a checkpoint of `save`, under this or any other plan for the same model.
 
         Args:
-            folder: where `save` wrote.
-            skip: what to leave as it is: any of "optimizer" (its state and options, and the other
-            three), "schedulers", "scaler" and
-                "weight_rule". An optimizer that is skipped begins anew.
-            allow_nonfinite: take NaN values in parameters and optimizer state too.
+            folder: the folder of the checkpoint.
+            skip: parts not to load: any of "optimizer" (its state and options, and the other
+                three), "schedulers", "scaler" and "weight_rule". A skipped optimizer is reset.
+            allow_nonfinite: allow NaN values in parameters and optimizer state.
 
         Raises:
-            FileError: there is no whole checkpoint, a file is damaged or of another checkpoint, or
-            something does not fit this
-                pipeline: its model, the classes of its optimizer and schedulers, its parameter
-                groups. On every rank, then, and nothing has changed on any.
+            FileError: the checkpoint is incomplete, a file is damaged or belongs to another
+                checkpoint, or the model, the classes of optimizer or schedulers, or the parameter
+                groups differ from this pipeline's. It is then raised on every rank, and no rank
+                has changed.
         """
         self._world.calls.enter("load")
         self._mark_stale()
         self._step = self._persistence.load(folder, skip=skip, nonfinite=allow_nonfinite)
-        self._gathered = 0
+        self._accumulated = 0
 
     @property
     def _local_stages(self) -> list[Stage]:
         return self._made.stages
 
     def close(self) -> None:
-        """Let go of links and threads."""
+        """Close links and end threads."""
         self._release_guard()
         self._world.close()

@@ -1,5 +1,6 @@
-"""One rank per process over torch.distributed: started by torchrun, by `launch`, or by the user's
-own init_process_group.
+"""One rank per process, over torch.distributed.
+
+The processes are started by torchrun or `launch`, or call init_process_group themselves.
 """
 
 from __future__ import annotations
@@ -41,25 +42,34 @@ __all__ = ["DistributedWorld", "join", "started"]
 
 T = TypeVar("T")
 
-#: What is told outside programs goes by this name.
-_TOLD = Message(Kind.U, (1 << 20) - 1, 0)
+#: Why a link is closed if no rank has reported a failure.
+_UNKNOWN_END = "a rank has ended without a message"
 
-#: Seconds for which a rank whose stage has failed waits for the others' calls, which boards tell of
-#: twice in a second.
-_PATIENCE_S = 1.2
+#: Name of messages outside of programs (`tell`): a stage number that no schedule uses.
+_TELL_MESSAGE = Message(Kind.U, (1 << 20) - 1, 0)
 
-# Every world of a process has its own corner of the store; all processes make their worlds in the
-# same order.
+#: Seconds for which a rank whose stage has failed waits for the calls of other ranks, which boards
+#: publish every half second.
+_COMPARE_CALLS_S = 1.2
+
+#: Number of the next world, which is its prefix in the store. All processes make their worlds in
+#: the same order.
 _WORLDS = itertools.count()
 
 
 class DistributedWorld:
-    """See `World`.
+    """A `World` with one rank per process.
 
-    Where every rank has a GPU of its own, messages between stages and between copies go over NCCL,
-    one communicator for each direction of a link, which the constructor makes. Everything else,
-    such as losses, norms and checkpoints, goes over gloo. Under NCCL a failure may leave weights
-    that were updated with garbage: the batch raises, and training goes on from a checkpoint.
+    If every rank has its own GPU, messages between stages and between replicas use NCCL, with one
+    communicator per direction of a link, made by the constructor. All other messages, such as
+    losses, norms and checkpoints, use gloo. Under NCCL a failure may leave weights that were
+    updated with garbage: the batch raises, and training must continue from a checkpoint.
+
+    Args:
+        device: device of this rank, None to choose.
+        deadline_s: seconds for which a rank waits for another.
+        links: links between stages.
+        copies: links between replicas of a stage.
     """
 
     def __init__(
@@ -89,8 +99,10 @@ class DistributedWorld:
         late = self._late if groups else None
         self._board = StoreBoard(store, self._rank, self.size, self._stop, late)
         self.calls: Calls = ComparedCalls(store, self._board, self._rank, self.size, deadline_s)
+        # What the device has waited for longer than the deadline, if anything.
         self._overdue: str | None = None
-        self._told: deque[tuple[dist.Work, Tensor]] = deque()
+        # Sends of `tell` that may not have left, with their buffers.
+        self._pending_tells: deque[tuple[dist.Work, Tensor]] = deque()
         atexit.register(self.close)
 
     def device(self, rank: int) -> torch.device:
@@ -99,7 +111,7 @@ class DistributedWorld:
         return self._device
 
     def _late(self) -> str | None:
-        """Why the run has to end: the device has waited for a message for longer than the deadline."""
+        """Return why the run must end, if the device has waited too long for a message."""
         awaited = self._wire.late()
         if awaited is None or self._wire.lost:
             return None
@@ -109,11 +121,10 @@ class DistributedWorld:
         )
 
     def _check_links(self) -> None:
-        """Refuse to go on after the links were closed: under NCCL what has been received since then
-        is garbage.
+        """Raise if the links were closed: under NCCL, data received since then is garbage.
 
         Raises:
-            RanksDiffer, DeadlineExceeded, PeerFailed: why they were.
+            RanksDiffer, DeadlineExceeded, PeerFailed: why the links were closed.
         """
         if not self._wire.lost:
             return
@@ -126,7 +137,7 @@ class DistributedWorld:
         """Raise if this rank has ended the run because its device waited too long.
 
         Raises:
-            DeadlineExceeded: it has.
+            DeadlineExceeded: the device waited too long.
         """
         if self._overdue is not None:
             raise DeadlineExceeded(
@@ -154,13 +165,14 @@ class DistributedWorld:
             try:
                 results = {self._rank: job(self._rank)}
             except TransportLost as error:
-                reason = self._board.failure(patience_s=2.0) or "a rank is gone without a word"
+                reason = self._board.failure(patience_s=2.0) or _UNKNOWN_END
                 raise PeerFailed(self._rank, "its message to leave", reason) from error
             if self.receives_on_device:
                 self._check_links()
         except BaseException as error:
             if isinstance(error, (StageFailed, DeadlineExceeded)):
-                self._board.compare_calls(_PATIENCE_S)  # other batches may be the reason
+                # The reason may be that ranks have called different methods or have other batches.
+                self._board.compare_calls(_COMPARE_CALLS_S)
             self.abandon(error)
             try:
                 self._board.check_difference()
@@ -176,7 +188,7 @@ class DistributedWorld:
         self._stop()
 
     def broadcast(self, value: Any, source: int, form: TensorForm | None = None) -> Any:
-        """See `World.broadcast`: an unknown form goes first, as JSON, then the tensors."""
+        """See `World.broadcast`. If the form is unknown, it is sent first, as JSON."""
 
         def job(rank: int) -> Any:
             payload = Payload.of(value) if rank == source else None
@@ -184,11 +196,12 @@ class DistributedWorld:
                 Header("", (form,)) if form is not None else self._share_header(payload, source)
             )
             if payload is None:
-                tensors = [known.empty() for known in header.forms]
+                tensors = [tensor_form.empty() for tensor_form in header.forms]
             else:
-                packed = zip(header.forms, payload.tensors, strict=True)
+                pairs = zip(header.forms, payload.tensors, strict=True)
                 tensors = [
-                    known.packed(tensor.detach().cpu()).contiguous() for known, tensor in packed
+                    tensor_form.packed(tensor.detach().cpu()).contiguous()
+                    for tensor_form, tensor in pairs
                 ]
             for tensor in tensors:
                 self._share(tensor, source)
@@ -197,6 +210,7 @@ class DistributedWorld:
         return self.run(job)[self._rank]
 
     def _share_header(self, payload: Payload | None, source: int) -> Header:
+        """Return the header of the payload of rank `source` on every rank."""
         text = b"" if payload is None else payload.header().encode()
         length = torch.tensor([len(text)])
         self._share(length, source)
@@ -214,19 +228,18 @@ class DistributedWorld:
         """See `World.gather`."""
 
         def job(rank: int) -> dict[int, list[Tensor]]:
-            own = [tensor.detach().cpu().contiguous() for tensor in local.get(rank, [])]
+            tensors = [tensor.detach().cpu().contiguous() for tensor in local.get(rank, [])]
             if rank != 0:
-                for tensor in own:
+                for tensor in tensors:
                     self._wait(dist.isend(tensor, 0, group=self._wire.shared, tag=0), "rank 0")
                 return {}
-            gathered = {0: [tensor.clone() for tensor in own]}
-            for other in range(1, self.size):
-                gathered[other] = [
-                    form.empty() for form in forms.get(other, [])
-                ]  # a rank may hold nothing
-                for tensor in gathered[other]:
+            gathered = {0: [tensor.clone() for tensor in tensors]}
+            for peer in range(1, self.size):
+                # A rank may have no tensors.
+                gathered[peer] = [form.empty() for form in forms.get(peer, [])]
+                for tensor in gathered[peer]:
                     self._wait(
-                        dist.irecv(tensor, other, group=self._wire.shared, tag=0), f"rank {other}"
+                        dist.irecv(tensor, peer, group=self._wire.shared, tag=0), f"rank {peer}"
                     )
             return gathered
 
@@ -236,36 +249,44 @@ class DistributedWorld:
         """See `World.tell`."""
         if not numbers.is_cpu or numbers.dtype != torch.float64:
             numbers = numbers.detach().to("cpu", torch.float64)  # gloo reads host memory
-        for other in range(self.size):
-            if other in self._near.reachable:
-                self._near.send(other, _TOLD, Payload("", (numbers,), (False,)), "")
-            elif other != self._rank:
-                try:
-                    work = dist.isend(numbers, other, group=self._wire.shared, tag=TOLD_TAG)
-                except RuntimeError as error:
-                    if not self._wire.lost and not is_lost(error):
-                        raise
-                    raise TransportLost(str(error)) from error
-                if work is not None:
-                    self._told.append((work, numbers))
-        while len(self._told) > MOST_UNDER_WAY * self.size:
-            self._wire.wait(self._told.popleft()[0])
+        for peer in range(self.size):
+            if peer in self._near.reachable:
+                self._near.send(peer, _TELL_MESSAGE, Payload("", (numbers,), (False,)), "")
+            elif peer != self._rank:
+                self._start_send(numbers, peer)
+        while len(self._pending_tells) > MOST_UNDER_WAY * self.size:
+            self._wire.wait(self._pending_tells.popleft()[0])
+
+    def _start_send(self, numbers: Tensor, peer: int) -> None:
+        """Start to send doubles to another rank over gloo.
+
+        Raises:
+            TransportLost: the links are closed.
+        """
+        try:
+            work = dist.isend(numbers, peer, group=self._wire.shared, tag=TOLD_TAG)
+        except RuntimeError as error:
+            if not self._wire.lost and not is_lost(error):
+                raise
+            raise TransportLost(str(error)) from error
+        if work is not None:
+            self._pending_tells.append((work, numbers))
 
     def hear(self, source: int, count: int) -> Callable[[], Tensor]:
         """See `World.hear`."""
         if source in self._near.reachable:
-            arrival = self._near.post(source, _TOLD, "")
-            return lambda: self.run(lambda _: self._taken(arrival, source))[self._rank]
+            arrival = self._near.post(source, _TELL_MESSAGE, "")
+            return lambda: self.run(lambda _: self._wait_for_arrival(arrival, source))[self._rank]
         numbers = torch.empty(count, dtype=torch.float64)
         work = self.run(
             lambda _: dist.irecv(numbers, source, group=self._wire.shared, tag=TOLD_TAG)
         )[self._rank]
 
-        def heard() -> Tensor:
+        def wait_for_numbers() -> Tensor:
             self.run(lambda _: self._wait(work, f"rank {source}"))
             return numbers
 
-        return heard
+        return wait_for_numbers
 
     def barrier(self) -> None:
         """See `World.barrier`."""
@@ -283,19 +304,26 @@ class DistributedWorld:
         self._near.close()
 
     def _share(self, tensor: Tensor, source: int) -> None:
+        """Broadcast a tensor from rank `source` in place."""
         self._wait(
             dist.broadcast(tensor, source, group=self._wire.shared, async_op=True), f"rank {source}"
         )
 
-    def _taken(self, arrival: Arrival, source: int) -> Tensor:
-        tensor: Tensor = self._waited(arrival.wait, f"rank {source}").leaves[0]
+    def _wait_for_arrival(self, arrival: Arrival, source: int) -> Tensor:
+        tensor: Tensor = self._call_waiting(arrival.wait, f"rank {source}").leaves[0]
         return tensor.cpu()
 
     def _wait(self, work: dist.Work | None, waited_for: str) -> None:
         if work is not None:
-            self._waited(lambda: self._wire.wait(work), waited_for)
+            self._call_waiting(lambda: self._wire.wait(work), waited_for)
 
-    def _waited(self, action: Callable[[], T], waited_for: str) -> T:
+    def _call_waiting(self, action: Callable[[], T], waited_for: str) -> T:
+        """Call `action`, which waits for others; convert errors of the transport.
+
+        Raises:
+            DeadlineExceeded: it waited for longer than the deadline.
+            PeerFailed: another rank has failed.
+        """
         self._board.doing(f"waits for {waited_for}")
         try:
             return action()
@@ -304,5 +332,5 @@ class DistributedWorld:
                 self._rank, waited_for, self._wire.deadline_s, self._board.elsewhere()
             ) from error
         except TransportLost as error:
-            reason = self._board.failure(patience_s=2.0) or "a rank is gone without a word"
+            reason = self._board.failure(patience_s=2.0) or _UNKNOWN_END
             raise PeerFailed(self._rank, waited_for, reason) from error

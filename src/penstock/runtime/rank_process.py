@@ -43,23 +43,25 @@ def main(job: Path, result: Path) -> int:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"penstock-rank{rank}".encode()[:15])
     try:
         fn, args = cloudpickle.loads(job.read_bytes())
-        record = {"value": _value(fn, args)}
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must hear of it
-        record = _error(rank, error)
+        record = {"value": _call(fn, args)}
+    except BaseException as error:  # noqa: BLE001 - reported to the launcher, which raises it
+        record = _error_record(rank, error)
     try:
         content = cloudpickle.dumps(record)
     except Exception as error:  # noqa: BLE001 - pickling runs the value's own code
-        what = f"rank {rank}: the {type(record['value']).__name__} that it returned cannot be sent back: {error}"
-        record = {**_error(rank, error), "error": what}
+        type_name = type(record["value"]).__name__
+        message = f"rank {rank}: the {type_name} that it returned cannot be sent back: {error}"
+        record = {**_error_record(rank, error), "error": message}
         content = cloudpickle.dumps(record)
+    # Renamed when complete: the launcher may look for the file at any time.
     partial = result.with_suffix(".partial")
     partial.write_bytes(content)
     partial.rename(result)
     return int("error" in record)
 
 
-def _value(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What `fn` returns; None if it ends the program as one ends a program that went well."""
+def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return the result of `fn(*args)`; None if it calls `sys.exit` with status 0."""
     try:
         return fn(*args)
     except SystemExit as error:
@@ -68,8 +70,8 @@ def _value(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         raise
 
 
-def _error(rank: int, error: BaseException) -> dict[str, Any]:
-    """What the launcher must know of an error."""
+def _error_record(rank: int, error: BaseException) -> dict[str, Any]:
+    """Return the description of an error for the launcher."""
     from penstock.errors import PeerFailed, PenstockError
 
     text = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime import state
-from penstock.runtime.assembly import Training
+from penstock.runtime.stage_builder import Training
 from penstock.tracing.chain import TracedChain
 from penstock.tracing.hooks import copy_tensor_hooks, copy_weight_hooks
 from penstock.tracing.materialise import materialise

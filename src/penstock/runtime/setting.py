@@ -1,4 +1,4 @@
-"""What a run does, from a plan or from the caller's own words."""
+"""The configuration of a run, from a plan or from the arguments of `Pipeline`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,18 @@ from penstock.weights.choice import rule_of, schedule_for
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run does, whether a plan or the caller said it.
+    """The configuration of a run.
 
-    `devices`: of the cluster that a plan was made for, the device that each rank must be; empty
-    where nothing is said, which is that rank r is device r.
+    Attributes:
+        lengths: number of layers of each stage.
+        schedule: the schedule.
+        recompute: which micro-batches are recomputed: "never", "except_last" or "always"; or
+            "selective" for the layers in `recomputed`.
+        weights: name of the weight rule.
+        weights_options: options of the weight rule.
+        recomputed: indices of recomputed layers.
+        segment_starts: indices of recomputed layers that start a new segment.
+        devices: by rank, its device in the cluster of the plan; empty if rank r is device r.
     """
 
     lengths: tuple[int, ...]
@@ -36,12 +44,14 @@ class Setting:
 
     @classmethod
     def of_plan(cls, plan: Plan, traced: TracedChain) -> Setting:
-        """What the plan says, once it fits the model. Rank r of the run is the r-th of the plan's
-        devices, ascending, and plays the program that the plan has for that device.
+        """Return the configuration of a plan.
+
+        Rank r of the run is the r-th of the plan's devices in ascending order, and runs the program
+        that the plan has for that device.
 
         Raises:
-            PlanError: the plan is for another model, or names a device twice, or one that its
-            cluster does not have.
+            PlanError: the plan is for another model, or names a device twice or one that its
+                cluster does not have.
         """
         plan.check_fits(traced.fingerprint, plan.ranks, torch.__version__)
         return cls(
@@ -57,25 +67,29 @@ class Setting:
 
 
 def _on_devices(plan: Plan) -> Schedule:
-    """The plan's schedule by the ranks of a run, which stand on the plan's devices in ascending
-    order.
+    """Return the plan's schedule, renumbered so that ranks are in ascending order of devices.
+
+    Raises:
+        PlanError: the plan's devices are not distinct devices of its cluster.
     """
     devices = plan.devices
     if not devices:
         return plan.schedule
-    there = set(range(plan.cluster_ranks))
-    if len(devices) != plan.ranks or len(set(devices)) != plan.ranks or not set(devices) <= there:
+    cluster_devices = set(range(plan.cluster_ranks))
+    distinct = set(devices)
+    if len(devices) != plan.ranks or len(distinct) != plan.ranks or not distinct <= cluster_devices:
         raise PlanError(
-            f"the plan puts its {plan.ranks} ranks on devices {list(devices)}; they must be {plan.ranks} different ones of the "
-            f"{plan.cluster_ranks} of {plan.cluster}, numbered from 0: plan anew"
+            f"the plan puts its {plan.ranks} ranks on devices {list(devices)}; they must be "
+            f"{plan.ranks} different ones of the {plan.cluster_ranks} of {plan.cluster}, numbered "
+            "from 0: make the plan again"
         )
     rank_of = {device: rank for rank, device in enumerate(sorted(devices))}
     return plan.schedule.on_ranks([rank_of[device] for device in devices])
 
 
 @dataclass(frozen=True)
-class Words:
-    """What a caller may say instead of giving a plan."""
+class Overrides:
+    """Arguments of `Pipeline` that replace a plan; see there."""
 
     balance: Sequence[int] | None = None
     schedule: str | Schedule | None = None
@@ -85,90 +99,131 @@ class Words:
     weights_options: Mapping[str, float] | None = None
 
 
-def setting_of(traced: TracedChain, plan: Plan | None, words: Words) -> Setting:
-    """What to do, from a plan or from the caller's own words, never from a mix of both. Where
-    nothing is said of the schedule, it is the one made for the weight rule; where nothing is said
-    of the rule, it is the one that the schedule is made for.
+def setting_of(traced: TracedChain, plan: Plan | None, overrides: Overrides) -> Setting:
+    """Return the configuration of a plan or of the arguments that replace one.
+
+    The default schedule is that of the weight rule; the default weight rule that of the schedule.
+
+    Args:
+        traced: the model.
+        plan: the plan, if any.
+        overrides: arguments that replace a plan.
 
     Raises:
-        SettingError: both are given, or neither.
+        SettingError: both or neither are given, or an argument is invalid.
         PlanError: the plan is for another model.
     """
     if plan is not None:
-        doubled = [name for name, value in vars(words).items() if value is not None]
-        if doubled:
+        duplicates = [name for name, value in vars(overrides).items() if value is not None]
+        if duplicates:
             raise SettingError(
-                f"the plan already says {', '.join(doubled)}: give a plan, or these, not both"
+                f"the plan already says {', '.join(duplicates)}: give a plan, or these, not both"
             )
         return Setting.of_plan(plan, traced)
-    if words.balance is None:
+    if overrides.balance is None:
         raise SettingError(
             "a Pipeline needs a plan (ps.plan), or balance=[layers of each stage, …]"
         )
-    lengths = tuple(int(length) for length in words.balance)
-    schedule, micro_batches = words.schedule, words.micro_batches
+    lengths = tuple(int(length) for length in overrides.balance)
+    schedule = _make_schedule(overrides, len(lengths))
+    weights = overrides.weights
+    if not weights:
+        weights = "flush" if schedule.stream is None else schedule.stream.weights
+    recompute, recomputed = _parse_recompute(traced, overrides.recompute)
+    options = dict(overrides.weights_options or {})
+    return Setting(lengths, schedule, recompute, weights, options, recomputed)
+
+
+def _make_schedule(overrides: Overrides, stages: int) -> Schedule:
+    """Return the schedule of the arguments, made by name if necessary.
+
+    Raises:
+        SettingError: `micro_batches` differs from that of the schedule.
+    """
+    schedule, micro_batches = overrides.schedule, overrides.micro_batches
     if not isinstance(schedule, Schedule):
-        name = schedule or schedule_for(words.weights or "flush")
-        schedule = make_schedule(name, len(lengths), 1 if micro_batches is None else micro_batches)
-    elif micro_batches not in (None, schedule.micro_batches):
+        name = schedule or schedule_for(overrides.weights or "flush")
+        return make_schedule(name, stages, 1 if micro_batches is None else micro_batches)
+    if micro_batches not in (None, schedule.micro_batches):
         raise SettingError(
-            f"the schedule has {schedule.micro_batches} micro-batches, micro_batches={micro_batches} says otherwise"
+            f"the schedule has {schedule.micro_batches} micro-batches, which differs from "
+            f"micro_batches={micro_batches}"
         )
-    weights = words.weights or ("flush" if schedule.stream is None else schedule.stream.weights)
-    recompute, recomputed = _recompute(traced, words.recompute)
-    return Setting(
-        lengths, schedule, recompute, weights, dict(words.weights_options or {}), recomputed
-    )
+    return schedule
 
 
-def _recompute(
-    traced: TracedChain, wish: str | Collection[int | str] | None
+def _parse_recompute(
+    traced: TracedChain, recompute: str | Collection[int | str] | None
 ) -> tuple[str, frozenset[int]]:
-    """When micro-batches run again, or, of layers by name or place, that these do."""
-    if wish == "selective":
+    """Return the recompute mode, and the indices of recomputed layers for "selective".
+
+    Args:
+        traced: the model.
+        recompute: a mode, or names or indices of layers, or None for "never".
+
+    Raises:
+        SettingError: the model has no layer of that name or index, or no layers are named.
+    """
+    if recompute == "selective":
         raise SettingError(
-            'which layers run again? Name them: recompute=["blocks.0", …], or let ps.plan(recompute="selective") choose'
+            'recompute="selective" needs the layers: name them, recompute=["blocks.0", …], or use '
+            'ps.plan(recompute="selective"), which chooses them'
         )
-    if wish is None or isinstance(wish, str):
-        return wish or "never", frozenset()
-    places = {layer.name: index for index, layer in enumerate(traced.layers)}
-    for layer in wish:
-        if layer not in places and layer not in places.values():
+    if recompute is None or isinstance(recompute, str):
+        return recompute or "never", frozenset()
+    indices = {layer.name: index for index, layer in enumerate(traced.layers)}
+    for layer in recompute:
+        if layer not in indices and layer not in indices.values():
             raise SettingError(
-                f"recompute names layer {layer!r}, which the model has not: it has {len(traced)} layers, numbered from 0, such "
-                f"as {', '.join(map(repr, list(places)[:4]))}"
+                f"recompute names layer {layer!r}, which the model does not have: it has "
+                f"{len(traced)} layers, numbered from 0, such as "
+                f"{', '.join(map(repr, list(indices)[:4]))}"
             )
-    return "selective", frozenset(places.get(layer, layer) for layer in wish)  # type: ignore[arg-type]
+    layers = frozenset(indices.get(layer, layer) for layer in recompute)  # type: ignore[arg-type]
+    return "selective", layers
 
 
 def check(setting: Setting) -> None:
-    """Refuse what cannot run, before anything starts.
+    """Reject a configuration that cannot run, before ranks are started.
 
     Raises:
-        ScheduleError, SettingError, PlanError: the schedule is not sound, or does not go with the
-        rest.
+        ScheduleError, SettingError, PlanError: the schedule is invalid, or does not match the rest
+            of the configuration.
     """
     schedule = setting.schedule
     if not schedule.synchronous and schedule.stream is None:
         raise ScheduleError(
-            f"{schedule.name} is asynchronous and does not say how it goes on from batch to batch: give it a stream, "
-            "such as Schedule(programs, synchronous=False, stream=Stream(batches=8))"
+            f"{schedule.name} is asynchronous and does not say how it continues from batch to "
+            "batch: give it a stream, such as "
+            "Schedule(programs, synchronous=False, stream=Stream(batches=8))"
         )
-    if schedule.stream is not None and (
-        schedule.slicing is not None or any(op.kind in HANDING for op in schedule.ops)
-    ):
-        raise ScheduleError(
-            f"{schedule.name} cuts micro-batches or hands them to other ranks, which streams cannot do yet"
-        )
+    if schedule.stream is not None:
+        _check_stream(schedule)
     rule_of(schedule, setting.weights, setting.weights_options)
     verify(schedule) if schedule.stream is None else verify(schedule, weights=setting.weights)
     recomputes(setting.recompute, 0, 1)
     if setting.recomputed and schedule.slicing is not None and schedule.slicing.along == "tokens":
         raise SettingError(
-            f"{schedule.name} cuts sequences, and single layers cannot run again then, since slices hand on to each other "
-            "what they have found: recompute whole micro-batches (always, except_last), or none"
+            f"{schedule.name} cuts sequences, and single layers cannot be recomputed then, because "
+            "slices pass state to each other: recompute whole micro-batches (always, except_last), "
+            "or none"
         )
     if schedule.stages != len(setting.lengths):
         raise PlanError(
-            f"the schedule has {schedule.stages} stages, the balance {list(setting.lengths)} has {len(setting.lengths)}"
+            f"the schedule has {schedule.stages} stages, the balance {list(setting.lengths)} has "
+            f"{len(setting.lengths)}"
+        )
+
+
+def _check_stream(schedule: Schedule) -> None:
+    """Reject slices and evictions in a schedule with a stream.
+
+    Raises:
+        ScheduleError: the schedule has one of them.
+    """
+    moves_activations = any(op.kind in HANDING for op in schedule.ops)
+    if schedule.slicing is not None or moves_activations:
+        raise ScheduleError(
+            f"{schedule.name} slices micro-batches or moves activations to other ranks, which "
+            "streams do not support yet"
         )

@@ -53,7 +53,7 @@ class Streaming:
         longest = prolonged(self.schedule, 2 * self.schedule.batches + period_batches)
         self._most_marks = {rank: len(longest.programs[rank]) for rank in self.interpreters}
         for interpreter in self.interpreters.values():
-            interpreter.told = self._losses.tell
+            interpreter.on_loss = self._losses.tell
 
     def feed(self, batch: Batch) -> None:
         """Feed a batch to the ranks, and run the ops that become possible with it.
@@ -178,7 +178,7 @@ class Streaming:
         interpreter.go_on(self.portions.remainder(rank, self._fed), self._under_way)
         for weights in interpreter.weights.values():
             weights.drain()
-        for copies in self.assembly.apart[rank].values():
+        for copies in self.assembly.wave_replicas[rank].values():
             copies.share_weights()
         interpreter.finish()
 

@@ -1,6 +1,4 @@
-"""All ranks in this process: threads and a dictionary. For tests and debugging in milliseconds, and
-for one rank alone.
-"""
+"""All ranks as threads of this process: for tests and debugging, and for a single rank."""
 
 from __future__ import annotations
 
@@ -23,21 +21,22 @@ from penstock.transport.payload import TensorForm
 
 T = TypeVar("T")
 
+#: Seconds for which ranks may go on after another one has failed.
 _GRACE_S = 3.0
-_Jobs = SimpleQueue[Callable[[], None] | None]
+_JobQueue = SimpleQueue[Callable[[], None] | None]
 
 
 class ThreadWorld:
-    """See `World`. One rank runs in the caller's own thread.
+    """A `World` whose ranks are threads. A single rank runs in the caller's thread.
 
-    A thread cannot be stopped from outside: a rank that is stuck in an op when the others have
-    failed is given up, and the world with it.
+    A thread cannot be stopped from outside. If a rank is stuck in an op after the others have
+    failed, the world is unusable from then on.
 
     Args:
         size: number of ranks.
-        device: where all ranks compute; not the CPU only with its index.
+        device: where all ranks compute; with an index, unless it is the CPU.
         deadline_s: seconds for which a rank waits for another.
-        enter_device: makes the device the current one of the thread that calls it.
+        enter_device: makes the device the current one of the calling thread.
     """
 
     def __init__(
@@ -55,8 +54,9 @@ class ThreadWorld:
         self._deadline_s = deadline_s
         self._board = SharedBoard(size)
         self._exchange = Exchange()
-        self._queues: list[_Jobs] = []
-        self._given_up: str | None = None
+        self._queues: list[_JobQueue] = []
+        #: Why the world is unusable, if it is.
+        self._unusable: str | None = None
         self.calls = Calls()
 
     def device(self, rank: int) -> torch.device:
@@ -76,59 +76,62 @@ class ThreadWorld:
         """See `World.run`.
 
         Raises:
-            DeadlineExceeded: no rank has moved for longer than the deadline.
-            RunError: a rank was given up in an earlier run.
+            DeadlineExceeded: no rank has made progress for longer than the deadline.
+            RunError: a rank got stuck in an earlier run.
         """
         if self.size == 1:
             return {0: job(0)}
-        if self._given_up is not None:
+        if self._unusable is not None:
             raise RunError(
-                f"this pipeline cannot go on after a batch that failed: {self._given_up}. Make a new Pipeline"
+                f"this pipeline cannot go on after a batch that failed: {self._unusable}. Make a "
+                "new Pipeline"
             )
         self._board.reset()
         errors: list[BaseException] = []
-        kind = self._device.type
-        mixed = (
-            torch.is_autocast_enabled(kind),
-            torch.get_autocast_dtype(kind),
-        )  # the caller's, who sees no threads
+        device_type = self._device.type
+        # Autocast is thread-local: pass the caller's on to the ranks.
+        enabled = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type)
 
-        def mixed_job(rank: int) -> T:
-            with torch.autocast(kind, enabled=mixed[0], dtype=mixed[1]):
+        def autocast_job(rank: int) -> T:
+            with torch.autocast(device_type, enabled=enabled, dtype=dtype):
                 return job(rank)
 
-        futures = {rank: self._start(mixed_job, rank, errors) for rank in self.local_ranks}
+        futures = {rank: self._start(autocast_job, rank, errors) for rank in self.local_ranks}
         try:
             self._watch(list(futures.values()))
-        except BaseException as error:  # noqa: BLE001 - Ctrl-C, or nobody moves any more; raised below
+        except BaseException as error:  # noqa: BLE001 - Ctrl-C or a deadline; raised below
             self._stop(reason_of(error))
             errors.insert(0, error)
         if errors:
-            self._let_go(futures)
+            self._wait_after_failure(futures)
             raise next((error for error in errors if not isinstance(error, PeerFailed)), errors[0])
         return {rank: future.result() for rank, future in futures.items()}
 
     def _start(self, job: Callable[[int], T], rank: int, errors: list[BaseException]) -> Future[T]:
-        """Let the rank's thread do `job`; if it fails, all stop. Errors are noted in the order in
-        which they come.
+        """Run `job` in the thread of a rank. If it fails, all ranks are stopped.
+
+        Args:
+            job: the function, which is called with the rank.
+            rank: the rank.
+            errors: receives exceptions in the order in which they occur.
         """
         if not self._queues:
             self._queues = [SimpleQueue() for _ in self.local_ranks]
             for number, queue in enumerate(self._queues):
-                # Daemons, so that one that is stuck does not keep the process from ending.
+                # Daemon threads: one that is stuck must not keep the process from ending.
                 threading.Thread(
                     target=_serve, args=(queue,), name=f"penstock-rank-{number}", daemon=True
                 ).start()
-            weakref.finalize(self, _end, self._queues)
+            weakref.finalize(self, _end_threads, self._queues)
         future: Future[T] = Future()
 
         def guarded() -> None:
             try:
-                # CUDA's current device is of a thread, and 0 in a fresh one, whatever the caller's
-                # is.
+                # CUDA's current device is thread-local, and 0 in a new thread.
                 self._enter_device(self._device)
                 future.set_result(job(rank))
-            except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+            except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
                 errors.append(error)
                 self._stop(reason_of(error, rank))
                 future.set_exception(error)
@@ -141,37 +144,41 @@ class ThreadWorld:
         self._exchange.close(reason)
 
     def _watch(self, futures: list[Future[T]]) -> None:
-        """Until all are done or one has failed.
+        """Wait until all jobs are done or one has failed.
 
-        Transports keep the deadline themselves; but layers that draw random numbers also wait for
-        each other, unseen.
+        Transports enforce the deadline for messages. This is for layers that draw random numbers,
+        which wait for each other without a message.
+
+        Raises:
+            DeadlineExceeded: no rank has made progress for longer than the deadline.
         """
-        patience_s = self._deadline_s * 1.1 + 0.5
-        left_s = patience_s
-        while wait(futures, left_s, FIRST_EXCEPTION).not_done:
+        # Longer than the deadline, so that a transport, which knows more, reports first.
+        limit_s = self._deadline_s * 1.1 + 0.5
+        remaining_s = limit_s
+        while wait(futures, remaining_s, FIRST_EXCEPTION).not_done:
             if any(future.done() and future.exception() for future in futures):
                 return
-            rank, what, idle_s = self._board.latest()
-            left_s = patience_s - idle_s
-            if left_s <= 0:
+            rank, status, idle_s = self._board.latest()
+            remaining_s = limit_s - idle_s
+            if remaining_s <= 0:
                 raise DeadlineExceeded(
-                    rank, f"an end to where it {what}", idle_s, self.board(rank).elsewhere()
+                    rank, f"an end to where it {status}", idle_s, self.board(rank).elsewhere()
                 )
 
-    def _let_go(self, futures: Mapping[int, Future[T]]) -> None:
-        """Wait a little for those who have not heard of the failure yet."""
-        # if this is not the last word, an interrupt has come in between
-        self._given_up = "it was interrupted twice"
+    def _wait_after_failure(self, futures: Mapping[int, Future[T]]) -> None:
+        """Wait for ranks to stop after a failure; mark the world unusable if one does not."""
+        # This stays only if a second interrupt ends the wait below.
+        self._unusable = "it was interrupted twice"
         wait(futures.values(), _GRACE_S)
         stuck = [rank for rank, future in futures.items() if not future.done()]
         if stuck:
-            self._given_up = "; ".join(self._board.line(rank) for rank in stuck)
+            self._unusable = "; ".join(self._board.line(rank) for rank in stuck)
         else:
-            self._given_up = None
+            self._unusable = None
             self._exchange.reopen()
 
     def broadcast(self, value: Any, source: int, form: TensorForm | None = None) -> Any:
-        """See `World.broadcast`: it is here already."""
+        """See `World.broadcast`: all ranks share the memory of this process."""
         del source, form
         return value
 
@@ -180,10 +187,10 @@ class ThreadWorld:
     ) -> dict[int, list[Tensor]]:
         """See `World.gather`."""
         del forms
-        return {
-            rank: [tensor.detach().cpu().clone() for tensor in tensors]
-            for rank, tensors in local.items()
-        }
+        gathered: dict[int, list[Tensor]] = {}
+        for rank, tensors in local.items():
+            gathered[rank] = [tensor.detach().cpu().clone() for tensor in tensors]
+        return gathered
 
     def tell(self, numbers: Tensor) -> None:
         """See `World.tell`: there is no other process."""
@@ -193,28 +200,28 @@ class ThreadWorld:
         raise NotImplementedError
 
     def barrier(self) -> None:
-        """See `World.barrier`: one process is always together."""
+        """See `World.barrier`: there is no other process."""
 
     def abandon(self, error: BaseException) -> None:
         """See `World.abandon`: nothing runs outside `run`."""
 
     def close(self) -> None:
         """See `World.close`."""
-        _end(self._queues)
+        _end_threads(self._queues)
         self._queues = []
 
 
-def _serve(jobs: _Jobs) -> None:
-    """A rank's thread."""
-    # A fresh thread takes up torch's number of threads only when it asks, and kernels split their
-    # sums by that number:
-    # without this, ranks would differ in the last bits from the caller's own thread.
+def _serve(jobs: _JobQueue) -> None:
+    """Run the jobs of a rank, in its thread, until the queue has None."""
+    # A new thread adopts torch's number of threads only on this call. Kernels split their sums by
+    # that number: without the call, results would differ from the caller's in the last bits.
     torch.get_num_threads()
     while (job := jobs.get()) is not None:
         job()
-        del job  # it holds the batch
+        del job  # it refers to the batch
 
 
-def _end(queues: list[_Jobs]) -> None:
+def _end_threads(queues: list[_JobQueue]) -> None:
+    """Let the threads of all ranks end."""
     for queue in queues:
         queue.put(None)

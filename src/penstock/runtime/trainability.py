@@ -150,7 +150,7 @@ class Trainability:
         for stage in self.made.stages:
             stage.update.refresh()
         for rank, interpreter in self.made.interpreters.items():
-            for copies in (*interpreter.copies.values(), *self.made.apart[rank].values()):
+            for copies in (*interpreter.copies.values(), *self.made.wave_replicas[rank].values()):
                 copies.refresh()
             if rank in self.made.tied:
                 self.made.tied[rank].refresh()

@@ -1,4 +1,4 @@
-"""The batches that a rank's ops are about, found by the numbers that these have."""
+"""Batches in flight, looked up by the micro-batch numbers of ops."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from penstock.runtime.batch import Batch
 
 
 class UnderWay:
-    """Batches of `size` numbers each, of which a stream has several under way: batch t has the
-    numbers from t * size on.
+    """The batches in flight; a stream has several.
 
-    The last batch may have fewer. Its missing numbers belong to no batch.
+    Batch t has the numbers from t * size on. A batch may have fewer micro-batches than `size`; its
+    missing numbers belong to no batch.
+
+    Args:
+        size: numbers per batch.
     """
 
     def __init__(self, size: int) -> None:
@@ -18,38 +21,40 @@ class UnderWay:
 
     @staticmethod
     def alone(batch: Batch) -> UnderWay:
-        """One batch."""
-        return _Alone(batch)
+        """Return the container for a single batch."""
+        return _SingleBatch(batch)
 
     def add(self, index: int, batch: Batch) -> None:
-        """One more."""
+        """Add a batch."""
         self._batches[index] = batch
 
     def take(self, index: int) -> Batch:
-        """One that is done."""
+        """Remove a batch that is done, and return it."""
         return self._batches.pop(index)
 
     def clear(self) -> None:
-        """None any more."""
+        """Remove all batches."""
         self._batches.clear()
 
     def find(self, number: int) -> tuple[Batch, int] | None:
-        """The batch of a number, and its number in there; nothing if the batch is a small one
-        without it.
+        """Return the batch of a number and the number in that batch.
+
+        Returns:
+            None if the batch is small and has no micro-batch of that number.
         """
-        index, own = divmod(number, self.size)
+        index, number_in_batch = divmod(number, self.size)
         batch = self._batches[index]
-        return (batch, own) if own < len(batch.inputs) else None
+        return (batch, number_in_batch) if number_in_batch < len(batch.inputs) else None
 
 
-class _Alone(UnderWay):
-    """One batch, whose numbers are those of its micro-batches. Every op asks for it several times."""
+class _SingleBatch(UnderWay):
+    """A single batch. Its entries are precomputed: every op looks them up several times."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(max(1, len(batch.inputs)))
         self.add(0, batch)
-        self._places = [(batch, number) for number in range(len(batch.inputs))]
+        self._entries = [(batch, number) for number in range(len(batch.inputs))]
 
     def find(self, number: int) -> tuple[Batch, int] | None:
         """See `UnderWay.find`."""
-        return self._places[number] if number < len(self._places) else None
+        return self._entries[number] if number < len(self._entries) else None

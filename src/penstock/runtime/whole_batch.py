@@ -1,6 +1,4 @@
-"""The undivided batch in the self-check: what differs from it, by how much, and what may be the
-reason.
-"""
+"""Comparison with the undivided batch in the self-check: differences and their possible causes."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from penstock.tracing.hooks import hooked
 from penstock.tracing.ops import op_name
 from penstock.tracing.traced import TracedLayer
 
-#: Differences from the undivided batch up to here are rounding, by the precision that layers
-#: compute in.
+#: Relative differences from the undivided batch up to this are rounding: in full precision, and
+#: with layers in 16 bits.
 TOLERANCE, COARSE_TOLERANCE = 2e-3, 0.1
 
-#: A difference is held against the largest value of the tensor itself, and where that is next to
-#: nothing, as the gradients of biases
-#: that change nothing are, against this share of the largest of its kind.
+#: A difference is relative to the largest absolute value of its tensor, but at least to this share
+#: of the largest of all gradients: some gradients, such as those of biases before a normalisation,
+#: are zero up to rounding.
 NEXT_TO_NOTHING = 1e-3
 
 DRAWS = "layers draw random numbers, such as dropout, and draw others for each micro-batch"
@@ -29,15 +27,14 @@ SIDES = "side losses are computed for each micro-batch"
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """Largest absolute differences between the pipeline and one device that takes the batch
-    undivided.
+    """Differences between the pipeline and one device that runs the undivided batch.
 
     Attributes:
-        gradients: by name.
-        loss: of the losses of the batch.
-        scale: by name, and for "loss", the largest absolute value on the one device.
-        causes: what is known to make micro-batches differ from the undivided batch by design.
-        tolerance: differences in proportion up to this are rounding.
+        gradients: by parameter name, the largest absolute difference of the gradient.
+        loss: the absolute difference of the loss.
+        scale: by parameter name, and for "loss", the largest absolute value on the one device.
+        causes: known reasons why micro-batches differ from the undivided batch by design.
+        tolerance: relative differences up to this are rounding.
     """
 
     gradients: Mapping[str, float] = field(default_factory=dict)
@@ -47,18 +44,18 @@ class WholeBatch:
     tolerance: float = TOLERANCE
 
     def ratios(self) -> dict[str, float]:
-        """Differences in proportion to what they are of, by name; of the loss under "loss"."""
-        sizes = [self.scale.get(name, 0.0) for name in self.gradients]
-        least = NEXT_TO_NOTHING * max(sizes, default=0.0)
-        found = {
-            name: ratio(error, max(self.scale.get(name, 0.0), least))
+        """Return the relative differences, by parameter name; that of the loss as "loss"."""
+        scales = [self.scale.get(name, 0.0) for name in self.gradients]
+        smallest_scale = NEXT_TO_NOTHING * max(scales, default=0.0)
+        ratios = {
+            name: ratio(error, max(self.scale.get(name, 0.0), smallest_scale))
             for name, error in self.gradients.items()
         }
-        return {**found, "loss": ratio(self.loss, self.scale.get("loss", 0.0))}
+        return {**ratios, "loss": ratio(self.loss, self.scale.get("loss", 0.0))}
 
     @property
     def relative(self) -> float:
-        """The largest difference in proportion to what it is of."""
+        """The largest relative difference."""
         return max(self.ratios().values())
 
     @property
@@ -68,42 +65,44 @@ class WholeBatch:
 
     def __str__(self) -> str:
         ratios = self.ratios()
-        first = f"pipeline against one device with the undivided batch: largest difference {self.relative:.2g} of what it is of"
+        first = (
+            "pipeline against one device with the undivided batch: largest relative difference "
+            f"{self.relative:.2g}"
+        )
         if self.agrees:
             return first
-        gradients = {name: each for name, each in ratios.items() if name != "loss"}
-        lines = [first, f"  loss      differs by {self.loss:.2e}, {ratios['loss']:.1e} of it"]
+        gradients = {name: value for name, value in ratios.items() if name != "loss"}
+        lines = [first, f"  loss      differs by {self.loss:.2e}, relative {ratios['loss']:.1e}"]
         if gradients:
             worst = max(gradients, key=lambda name: gradients[name])
             lines.append(
-                f"  gradient  {worst} differs by {self.gradients[worst]:.2e}, {gradients[worst]:.1e} of it"
+                f"  gradient  {worst} differs by {self.gradients[worst]:.2e}, relative "
+                f"{gradients[worst]:.1e}"
             )
         if self.causes:
-            lines += [
-                "  this may be, as a batch in micro-batches is not the same computation here:"
-            ]
+            lines += ["  this is expected, if it is due to a difference by design:"]
             lines += [f"  - {cause}" for cause in self.causes]
         else:
             lines.append(
-                "  nothing is known in this model that makes micro-batches differ from the undivided batch: either samples see each other in "
-                "it, or the loss counts other than it is weighed (see loss_weight= and loss_on= of Pipeline)"
+                "  no reason is known for this model: either a layer mixes samples, or the loss is "
+                "weighted otherwise than it is computed (see loss_weight= and loss_on= of Pipeline)"
             )
         return "\n".join(lines)
 
 
 def causes_in(modules: Iterable[nn.Module]) -> list[str]:
-    """What in a model's layers makes micro-batches differ from the undivided batch."""
+    """Return known reasons why micro-batches of these layers differ from the undivided batch."""
     layers = list(modules)
-    found = []
-    if any(_normalises(part) for layer in layers for part in layer.modules()):
-        found.append("batch normalisation takes its statistics from each micro-batch")
+    causes = []
+    if any(_has_batch_statistics(part) for layer in layers for part in layer.modules()):
+        causes.append("batch normalisation takes its statistics from each micro-batch")
     if names := hooked(layers):
-        found.append(f"hooks on weights run once for each micro-batch: {', '.join(names[:3])}")
-    return found
+        causes.append(f"hooks on weights run once for each micro-batch: {', '.join(names[:3])}")
+    return causes
 
 
-def _normalises(part: nn.Module) -> bool:
-    """Whether a module takes statistics over samples."""
+def _has_batch_statistics(part: nn.Module) -> bool:
+    """Return whether a module computes statistics over samples."""
     if isinstance(part, nn.modules.batchnorm._BatchNorm):
         return part.training or part.running_mean is None
     if not isinstance(part, TracedLayer):
@@ -113,13 +112,13 @@ def _normalises(part: nn.Module) -> bool:
 
 
 def ratio(error: float, size: float) -> float:
-    """An error in proportion to what it is of; infinite where that is 0, or the error is no number."""
+    """Return the relative error; infinite if `size` is 0 or the error is not finite."""
     if error == 0.0:
         return 0.0
     return error / size if size > 0 and abs(error) < float("inf") else float("inf")
 
 
 def coarse(dtypes: Iterable[torch.dtype], autocast: torch.dtype | None) -> float:
-    """The tolerance for a model with parameters of these types."""
+    """Return the tolerance for parameters of these types and this autocast type."""
     low = {torch.bfloat16, torch.float16}
     return COARSE_TOLERANCE if autocast is not None or low & set(dtypes) else TOLERANCE

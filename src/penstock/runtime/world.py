@@ -1,6 +1,4 @@
-"""World: the ranks of a run, those that live in this process, and what they say to each other
-outside programs.
-"""
+"""World: all ranks of a run, the local ones, and communication outside of programs."""
 
 from __future__ import annotations
 
@@ -19,8 +17,14 @@ T = TypeVar("T")
 
 
 class World(Protocol):
-    """All ranks of a run. Methods without a rank are called by every process of the run, in the
-    same order.
+    """All ranks of a run.
+
+    Methods without an argument `rank` must be called by every process, in the same order.
+
+    Attributes:
+        size: number of ranks.
+        local_ranks: ranks of this process.
+        calls: compares the calls of all processes.
     """
 
     size: int
@@ -29,46 +33,56 @@ class World(Protocol):
 
     @property
     def receives_on_device(self) -> bool:
-        """Whether a posted receive occupies the device until its message comes, as NCCL's kernels
-        do.
-        """
+        """Whether a posted receive occupies the device until its message arrives, as with NCCL."""
         ...
 
     def device(self, rank: int) -> torch.device:
-        """Where a local rank computes."""
+        """Return the device of a local rank."""
         ...
 
     def transport(self, rank: int) -> Transport:
-        """A local rank's end of its links."""
+        """Return a local rank's end of its links."""
         ...
 
     def board(self, rank: int) -> Board:
-        """A local rank's view of the board."""
+        """Return a local rank's view of the status board."""
         ...
 
     def run(self, job: Callable[[int], T]) -> dict[int, T]:
-        """Run `job` for every local rank at once. If one fails, all ranks everywhere are stopped
-        and the first error raised.
+        """Run `job(rank)` concurrently for every local rank.
+
+        If one fails, all ranks of all processes are stopped and the first error is raised.
         """
         ...
 
     def broadcast(self, value: Any, source: int, form: TensorForm | None = None) -> Any:
-        """What rank `source` holds, a nested value of tensors, on every rank. `form` is given when
-        it is one known tensor.
+        """Return the value of rank `source` on every rank.
+
+        Args:
+            value: on the source, a nested value of tensors.
+            source: the rank.
+            form: shape and type, if the value is a single tensor whose form all ranks know.
         """
         ...
 
     def gather(
         self, local: Mapping[int, Sequence[Tensor]], forms: Mapping[int, Sequence[TensorForm]]
     ) -> dict[int, list[Tensor]]:
-        """The tensors of all ranks on rank 0's process, on the CPU; elsewhere nothing. `forms`
-        describes all ranks' tensors.
+        """Gather the tensors of all ranks in the process of rank 0, on the CPU.
+
+        Args:
+            local: by local rank, its tensors.
+            forms: by rank, the shapes and types of its tensors.
+
+        Returns:
+            By rank, its tensors; empty in other processes.
         """
         ...
 
     def tell(self, numbers: Tensor) -> None:
-        """Called by one rank: let all other processes `hear` some doubles, in the order of telling,
-        and go on at once.
+        """Send some doubles to all other processes without waiting. Called by one rank only.
+
+        The others receive them by `hear`, in the order in which they were sent.
 
         Raises:
             TransportLost: the links are closed.
@@ -76,19 +90,21 @@ class World(Protocol):
         ...
 
     def hear(self, source: int, count: int) -> Callable[[], Tensor]:
-        """Expect that many doubles from rank `source` of another process; what is returned waits
-        for them.
+        """Post a receive of `count` doubles that rank `source` of another process will `tell`.
+
+        Returns:
+            A function that waits for them and returns them.
         """
         ...
 
     def barrier(self) -> None:
-        """Go on when all have come here."""
+        """Wait until all processes have called this."""
         ...
 
     def abandon(self, error: BaseException) -> None:
-        """Stop all ranks everywhere because of an error outside `run`."""
+        """Stop all ranks of all processes because of an error outside of `run`."""
         ...
 
     def close(self) -> None:
-        """Let go of threads and links."""
+        """End threads and close links."""
         ...
