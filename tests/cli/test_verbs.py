@@ -151,7 +151,7 @@ def test_plan_explains_itself_and_writes_what_it_found(penstock, profile_file, t
     target = tmp_path / "plan.json"
     ran = penstock("plan", profile_file, "--cluster", "local:2", "--batch", 8, "--out", target)
     assert ran.status == 0
-    assert "weighed, best first" in ran.out
+    assert "candidates, best first" in ran.out
     assert json.loads(target.read_text())["batch"] == 8
 
 
