@@ -49,7 +49,8 @@ def test_megatron_takes_all_in_equal_groups_or_the_first_of_every_stage(
 def test_megatron_refuses_all_others(plan_of, recomputed, starts):
     """The embedding, a block in the middle, more in one stage, two together of several."""
     with pytest.raises(
-        PlanError, match=r"layers [\d -]+ are recomputed, but Megatron recomputes all decoder layers in groups"
+        PlanError,
+        match=r"layers [\d -]+ are recomputed, but Megatron recomputes all decoder layers in groups",
     ):
         exported(selective(plan_of, recomputed, starts), "megatron")
 
@@ -59,7 +60,8 @@ def test_deepspeed_takes_all_layers_every_n_of_a_stage(plan_of):
     found = exported(selective(plan_of, tuple(range(15)), (3, 7, 11, 14)), "deepspeed")
     assert "recomputation (selective): activation_checkpoint_interval=3" in found.left_out
     with pytest.raises(
-        PlanError, match="layers 0-2 4-7 8-14 are recomputed, but activation_checkpoint_interval=n recomputes all"
+        PlanError,
+        match="layers 0-2 4-7 8-14 are recomputed, but activation_checkpoint_interval=n recomputes all",
     ):
         exported(selective(plan_of, (*range(3), *range(4, 15)), (8,)), "deepspeed")
 

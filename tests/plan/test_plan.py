@@ -187,10 +187,10 @@ def test_another_model_or_number_of_ranks_is_refused_with_all_that_differs():
         PlanError, match="for a chain of 3 layers with fingerprint abc, but this one's is xyz"
     ) as caught:
         plan().check_fits("xyz", 4)
-    assert "it uses 2 ranks, and there are 4" in str(caught.value)
+    assert "it uses 2 ranks, but there are 4" in str(caught.value)
     with pytest.raises(
         PlanError,
-        match="it uses 2 ranks, and there are 1: start 2 ranks, or plan for a cluster of 1",
+        match="it uses 2 ranks, but there are 1: start 2 ranks, or plan for a cluster of 1",
     ):
         plan().check_fits("abc", 1)
 
@@ -322,7 +322,7 @@ def test_an_asynchronous_plan_says_how_stale_gradients_are_and_which_were_asynch
     ]
     text = str(stream_plan(weights="pipemare", weights_options=(("decay", 0.25),)))
     assert (
-        "asynchronous: weights pipemare, decay 0.25, staleness at most 1, 1 version and 2 more of their size"
+        "asynchronous: weights pipemare, decay 0.25, staleness at most 1, 1 version and extra state of 2 times the weights"
         in text
     )
 
@@ -358,7 +358,7 @@ def test_all_that_a_planner_tells_is_printed():
         "1.80 times one device and 1.20 times data parallelism",
         "lower bound over the search space: 400.0 ms (gap 25.0%)",
         "on devices 3, 1",
-        "memory of a rank at its fullest (optimizer not named, 1 number for each parameter, as SGD with momentum):",
+        "peak memory of a rank (optimizer not named, 1 number per parameter, as SGD with momentum):",
         "traffic of a step, both ways: 0↔1 3.0 KiB",
         "twice the bandwidth  400.0 ms  -20.0%",
     ):
@@ -390,5 +390,5 @@ def test_another_torch_is_refused_with_both_versions():
         PlanError, match=r"made with torch 2\.13\.0\+cpu, but this is torch 2\.9\.1"
     ) as caught:
         told().check_fits("xyz", 1, "2.9.1")
-    assert "it uses 2 ranks, and there are 1" in str(caught.value)
+    assert "it uses 2 ranks, but there are 1" in str(caught.value)
     assert "this one's is xyz" in str(caught.value)
