@@ -82,12 +82,12 @@ def test_torch_gets_a_folder(penstock, plan_file, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "say for which library: --as csv, --as deepspeed"),
+        ((), "name the library: --as csv, --as deepspeed"),
         (("--as", "pipedream"), "pipedream cannot run this plan"),
         (("--as", "torchpipe"), "Did you mean 'torchgpipe'"),
         (
             ("--as", "csv", "--schedule", "1f1b"),
-            "has the whole schedule: leave out the flags that make one",
+            "contains its schedule: leave out --communication",
         ),
     ],
 )
@@ -102,4 +102,4 @@ def test_a_schedule_alone_has_no_layers(penstock):
     """All forms but the CSV are of layers."""
     ran = penstock("export", "--schedule", "1f1b", "--stages", 2, "--as", "torchgpipe")
     assert ran.status == 2
-    assert "--as torchgpipe needs a plan, which has layers" in ran.err
+    assert "--as torchgpipe needs a plan, because its format names layers" in ran.err

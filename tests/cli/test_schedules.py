@@ -122,7 +122,7 @@ def test_json_has_the_rows_and_the_refusals(penstock):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--sort", "size"), "--sort is one of bubble, span"),
+        (("--sort", "size"), "--sort must be one of bubble, span"),
         (("--stages", 0), "at least 1"),
         (("--micro-batches", 0), "at least 1"),
     ],
