@@ -65,7 +65,7 @@ def test_what_is_left_out_is_told_once_it_is_written(penstock, plan_file, tmp_pa
         == "use: GPipe(model, balance=[2, 3], devices=[0, 1], chunks=4, checkpoint='always')"
     )
     assert lines[2].startswith(
-        "left out: the schedule: GPipe is played, and instead of this plan's 1f1b"
+        "left out: the schedule: the library runs GPipe instead of this plan's 1f1b"
     )
     assert (tmp_path / "balance.txt").read_text() == "[2, 3]"
 
