@@ -90,7 +90,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
             '{"schema": 3, "parts": [{"seconds": [1e999]}]}',
             "is not JSON: 1e999 is not a finite number",
         ),
-        ("[]", r"is no thing of schema 3: its schema is None\. Make it anew with this version"),
+        ("[]", r"is no thing of schema 3: its schema is None\. Create it again with this version"),
         ("3", r"is no thing of schema 3: its schema is None"),
         ('{"name": "a", "count": 1}', r"its schema is None"),
         ('{"name": "a", "count": 1, "schema": 2}', r"is no thing of schema 3: its schema is 2"),

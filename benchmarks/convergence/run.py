@@ -14,12 +14,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from penstock.study.question import Question
+from penstock.study.experiment import Experiment
 from penstock.study.report import page, text
 from penstock.study.study import Study
 
 HERE = Path(__file__).parent
-QUESTION = Question(tasks=("digits", "gpt"), depths=(2, 4, 8), seeds=3)
+EXPERIMENT = Experiment(tasks=("digits", "gpt"), depths=(2, 4, 8), seeds=3)
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     def say(line: object) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    results = Study(QUESTION, given.folder, given.jobs).run(
+    results = Study(EXPERIMENT, given.folder, given.jobs).run(
         lambda _: lambda ended: say(ended.case), say
     )
     print(text(results))

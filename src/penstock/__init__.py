@@ -1,7 +1,7 @@
 """Penstock: pipeline-parallel training for PyTorch.
 
-Measures a model, works out how to cut and schedule it on the cluster at hand, proves the schedule
-sound, predicts its time and memory, draws it, and trains with it.
+Profiles a model, plans its partition and schedule for a cluster, verifies the schedule, predicts
+its time and memory, draws its timeline, and trains with it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+#: Module of each public name, below `penstock`; imported when the name is first used.
+_MODULES = {
     "chain": "tracing.chain",
     "profile": "measure.profile",
     "analytic": "measure.analytic",
@@ -79,13 +80,12 @@ _HOMES = {
     "ScheduleError": "errors",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605 - one table serves both
+__all__ = sorted(_MODULES)  # noqa: PLE0605 - one table serves both
 
-# Rooms and functions share their names: `penstock.schedule` is the function, `penstock.schedule.op`
-# a module. Python binds a
-# sub-package to its parent when it is first loaded, so the (empty) rooms are loaded first, and
-# their names given back.
-for _room in (
+# Some packages and functions have the same name: `penstock.schedule` is the function,
+# `penstock.schedule.op` a module. Python binds a sub-package to its parent when it is first
+# imported, so these (empty) packages are imported here, and their names removed again.
+for _package in (
     "profile",
     "cluster",
     "plan",
@@ -96,27 +96,29 @@ for _room in (
     "partition",
     "export",
 ):
-    importlib.import_module(f"penstock.{_room}")
-    del globals()[_room]
+    importlib.import_module(f"penstock.{_package}")
+    del globals()[_package]
 
 
-def _picture(value: object) -> str | None:
-    shown: str | None = importlib.import_module("penstock.draw.draw").picture(value)
-    return shown
+def _draw_svg(value: object) -> str | None:
+    """Draw a value for a notebook; imports `penstock.draw` only now."""
+    svg: str | None = importlib.import_module("penstock.draw.draw").picture(value)
+    return svg
 
 
-Shown.drawn_by = staticmethod(
-    _picture
-)  # whoever imports anything of the package has come through here
+# Set here because every import of a module of the package runs this file first.
+Shown.drawn_by = staticmethod(_draw_svg)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    """Import a public name when it is first used."""
+    if name not in _MODULES:
         raise AttributeError(f"penstock has no {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(f"penstock.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"penstock.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
+    """List the public names."""
     return [*__all__, "__version__"]

@@ -1,8 +1,8 @@
-"""How values show themselves in notebooks. They stand above the room that draws and may not name
-it: it is handed to them.
+"""Display values as SVG in Jupyter notebooks.
 
-The front door, which stands below both, does so (`Shown.drawn_by`), and loads the drawing room when
-the first picture is asked for.
+Layering: the packages of the values (`event`, `schedule`) must not import `penstock.draw`, which
+imports them. So `penstock/__init__.py`, which may import both, sets `Shown.drawn_by`, and imports
+`penstock.draw` when the first picture is drawn.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 
 
 class Shown:
-    """A value that has a picture. Jupyter asks for `_repr_svg_` and shows the value's text where
-    that is None.
+    """Base class of values with a picture.
+
+    Jupyter calls `_repr_svg_`, and displays the value's `repr` if that returns None.
     """
 
     drawn_by: ClassVar[Callable[[Any], str | None]] = staticmethod(lambda _: None)
 
     def _repr_svg_(self) -> str | None:
-        """The picture as SVG; None if there is none, or it would be too large."""
+        """Return the picture as SVG; None if there is none, or it would be too large."""
         return type(self).drawn_by(self)

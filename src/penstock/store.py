@@ -1,4 +1,4 @@
-"""Plain data to JSON and back: parsed, never executed, and refused with the place that is wrong."""
+"""Write dataclasses of plain data as JSON, and read them back with strict validation."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ T = TypeVar("T")
 
 
 def to_json(value: object) -> str:
-    """A frozen dataclass of plain data as indented JSON."""
-    from pydantic import TypeAdapter  # loaded here: most of what plans never touches a file
+    """Serialise a frozen dataclass of plain data as indented JSON."""
+    from pydantic import TypeAdapter  # imported late: most uses of a plan never touch a file
 
     return TypeAdapter(type(value)).dump_json(value, indent=1).decode()
 
 
 def write_json(path: str | Path, value: object, *, durable: bool = False) -> None:
-    """Write `value` to `path` whole or not at all.
+    """Write `value` to `path` atomically: the file is complete or unchanged.
 
     Args:
         path: the file.
         value: a frozen dataclass of plain data.
-        durable: wait until the disk has it, so that it outlasts a loss of power.
+        durable: wait until the file is on disk, so that it survives a power failure.
 
     Raises:
         FileError: the file cannot be written.
@@ -48,7 +48,7 @@ def write_json(path: str | Path, value: object, *, durable: bool = False) -> Non
 
 
 def sync_file(path: Path) -> None:
-    """Wait until the disk has the content of a file."""
+    """Wait until the content of a file is on disk."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -57,7 +57,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the disk has the names in a folder, where the file system can say so."""
+    """Wait until the names in a folder are on disk, if the file system supports that."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -67,40 +67,51 @@ def sync_folder(path: Path) -> None:
 
 
 def read_json(path: str | Path, kind: type[T], schema: int | Collection[int]) -> T:
-    """Read a value of type `kind` whose `schema` field is `schema`, or one of several.
+    """Read a value of type `kind` and validate it.
+
+    Args:
+        path: the file.
+        kind: a dataclass with a field `schema`.
+        schema: supported version, or versions, of the format.
 
     Raises:
-        FileError: no such file, no JSON, another schema version, or fields that are missing,
-        unknown or of the wrong type.
+        FileError: the file cannot be read, is no JSON, has another schema version, or has fields
+            that are missing, unknown or of the wrong type.
     """
     from pydantic import TypeAdapter, ValidationError
 
-    what = kind.__name__.lower()
+    type_name = kind.__name__.lower()
     try:
         text = Path(path).read_text(encoding="utf-8")
-        found: Any = json.loads(text, parse_float=_finite, parse_constant=_finite)
+        content: Any = json.loads(text, parse_float=_parse_finite, parse_constant=_parse_finite)
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(
-            f"cannot read the {what} {path}: {getattr(error, 'strerror', None) or error}"
+            f"cannot read the {type_name} {path}: {getattr(error, 'strerror', None) or error}"
         ) from error
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is not JSON: {error}") from error
-    version = found.get("schema") if isinstance(found, dict) else None
-    known = (schema,) if isinstance(schema, int) else schema
-    if version not in known or isinstance(version, bool):
+    version = content.get("schema") if isinstance(content, dict) else None
+    supported = (schema,) if isinstance(schema, int) else schema
+    # True == 1 in Python, but true is no version.
+    if version not in supported or isinstance(version, bool):
         raise FileError(
-            f"{path} is no {what} of schema {' or '.join(map(str, known))}: its schema is {version!r}. Make it anew with this version"
+            f"{path} is no {type_name} of schema {' or '.join(map(str, supported))}: "
+            f"its schema is {version!r}. Create it again with this version of penstock"
         )
     try:
         return TypeAdapter(kind).validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the top"
-        raise FileError(f"{path} is no {what}: at {where}: {first['msg']}") from error
+        location = ".".join(map(str, first["loc"])) or "the top"
+        raise FileError(f"{path} is no {type_name}: at {location}: {first['msg']}") from error
 
 
-def _finite(text: str) -> float:
-    """A number of JSON's own grammar: Python would also take NaN and Infinity, and 1e999 for one."""
+def _parse_finite(text: str) -> float:
+    """Parse a finite number. Python's parser also accepts NaN, Infinity and 1e999.
+
+    Raises:
+        ValueError: the number is not finite.
+    """
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is not a finite number")

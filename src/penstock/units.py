@@ -1,4 +1,4 @@
-"""Seconds and bytes, parsed from and printed for people."""
+"""Parse and format seconds and bytes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,23 @@ _QUANTITY = re.compile(
 
 
 def _parse(text: str | float, units: dict[str, float] | dict[str, int], default: str) -> float:
-    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
-    by_lower = {unit.lower(): factor for unit, factor in units.items()}
-    unit = (match[2] if match and match[2] else default).lower()
-    if isinstance(text, str):
-        value = float(match[1]) * by_lower[unit] if match and unit in by_lower else math.nan
-    else:
+    """Parse a quantity and convert it to the base unit.
+
+    Args:
+        text: number with an optional unit in any case, or a number.
+        units: factor to the base unit by unit.
+        default: unit of a text without one.
+
+    Raises:
+        SettingError: the text is no quantity, or negative, or not finite.
+    """
+    value = math.nan
+    if not isinstance(text, str):
         value = float(text)
+    elif match := _QUANTITY.fullmatch(text):
+        factors = {unit.lower(): factor for unit, factor in units.items()}
+        unit = (match[2] or default).lower()
+        value = float(match[1]) * factors.get(unit, math.nan)
     if not 0 <= value < math.inf:
         raise SettingError(
             f"{text!r} is not a quantity in {', '.join(units)}; write for example '80 {default}'"
@@ -31,7 +41,7 @@ def _parse(text: str | float, units: dict[str, float] | dict[str, int], default:
 
 
 def parse_bytes(text: str | float) -> int:
-    """Bytes from `"80 GiB"`, `"16 GB"`, `"512"` or a number.
+    """Parse bytes: `"80 GiB"`, `"16 GB"`, `"512"` or a number.
 
     >>> parse_bytes("1.5 KiB")
     1536
@@ -40,7 +50,7 @@ def parse_bytes(text: str | float) -> int:
 
 
 def parse_seconds(text: str | float) -> float:
-    """Seconds from `"3 ms"`, `"2 min"`, `"0.5"` or a number.
+    """Parse seconds: `"3 ms"`, `"2 min"`, `"0.5"` or a number.
 
     >>> parse_seconds("250 ms")
     0.25
@@ -49,7 +59,7 @@ def parse_seconds(text: str | float) -> float:
 
 
 def format_bytes(count: float) -> str:
-    """`1536` as `1.5 KiB`.
+    """Write bytes with a binary unit: `1536` as `1.5 KiB`.
 
     >>> format_bytes(3 * 2**30), format_bytes(12)
     ('3.0 GiB', '12 B')
@@ -61,7 +71,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.0123` as `12.3 ms`.
+    """Write seconds with a unit: `0.0123` as `12.3 ms`.
 
     >>> format_seconds(0.0123), format_seconds(75), format_seconds(0)
     ('12.3 ms', '75.0 s', '0 s')

@@ -52,8 +52,8 @@ def test_a_profile_on_the_cpu_says_so(penstock):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--on", "V100"), "--device says where to measure, and --on measures nothing"),
-        (("--cluster", "local:2"), "--device: that is of a model's profile"),
+        (("--on", "V100"), "--device says where to measure, but --on does not measure"),
+        (("--cluster", "local:2"), "--device: for a model's profile"),
     ],
 )
 def test_a_device_beside_what_it_does_not_apply_to_is_refused(penstock, words, message):

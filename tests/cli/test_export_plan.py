@@ -64,7 +64,9 @@ def test_what_is_left_out_is_told_once_it_is_written(penstock, plan_file, tmp_pa
         lines[1]
         == "use: GPipe(model, balance=[2, 3], devices=[0, 1], chunks=4, checkpoint='always')"
     )
-    assert lines[2].startswith("left out: the schedule: GPipe is played, and not this plan's 1f1b")
+    assert lines[2].startswith(
+        "left out: the schedule: the library runs GPipe instead of this plan's 1f1b"
+    )
     assert (tmp_path / "balance.txt").read_text() == "[2, 3]"
 
 
@@ -80,12 +82,12 @@ def test_torch_gets_a_folder(penstock, plan_file, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "say for which library: --as csv, --as deepspeed"),
+        ((), "name the library: --as csv, --as deepspeed"),
         (("--as", "pipedream"), "pipedream cannot run this plan"),
         (("--as", "torchpipe"), "Did you mean 'torchgpipe'"),
         (
             ("--as", "csv", "--schedule", "1f1b"),
-            "has the whole schedule: leave out the flags that make one",
+            "contains its schedule: leave out --communication",
         ),
     ],
 )
@@ -100,4 +102,4 @@ def test_a_schedule_alone_has_no_layers(penstock):
     """All forms but the CSV are of layers."""
     ran = penstock("export", "--schedule", "1f1b", "--stages", 2, "--as", "torchgpipe")
     assert ran.status == 2
-    assert "--as torchgpipe needs a plan, which has layers" in ran.err
+    assert "--as torchgpipe needs a plan, because its format names layers" in ran.err

@@ -97,7 +97,7 @@ def test_compare_and_a_planner_contradict_each_other(penstock, profile_file):
     ran = penstock("plan", profile_file, "--compare", "--planner", "gpipe")
     assert (ran.status, ran.err) == (
         2,
-        "error: --compare asks every planner: leave out --planner gpipe\n",
+        "error: --compare runs every planner: leave out --planner gpipe\n",
     )
 
 
@@ -186,7 +186,7 @@ def test_two_profiles_of_one_device_or_of_none_are_refused(penstock, mixed, prof
     )
     ran = penstock("plan", quick, profile_file, "--cluster", where)
     assert ran.status == 2
-    assert f"{profile_file} does not say which device it is of" in ran.err
+    assert f"{profile_file} does not name its device" in ran.err
     ran = penstock("plan", quick, slow, "--cluster", "2xV100-NVLink")
     assert (ran.status, ran.err) == (
         2,

@@ -85,18 +85,18 @@ def test_one_process_is_measured_from_start_to_end(penstock, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("local",), "--cluster local: what can be measured is local:N"),
+        (("local",), "--cluster local: must be local:N"),
         (
             ("8xH100-NVLink",),
-            "what can be measured is local:N, N processes on this host, or `here`",
+            "must be local:N (N processes on this host) or `here`",
         ),
         (("local:0",), "1 to 64 processes can be measured on a host"),
-        (("local:99999999",), "what can be measured is local:N"),
-        (("here",), "this process is alone: start it with torchrun"),
+        (("local:99999999",), "must be local:N"),
+        (("here",), "torchrun did not start this process: use torchrun"),
         (("local:2", "--repeats", "0"), "threads 1 and repeats 0 must be 1 or more"),
         (
             ("local:2", "--model", "mlp", "--batch", "8"),
-            "--model, --batch: that is of a model's profile",
+            "--model, --batch: for a model's profile",
         ),
         (
             ("local:2", "--out", "/nowhere/x.yaml"),

@@ -17,7 +17,7 @@ def test_a_preset_s_device_gives_a_profile_that_plan_takes(penstock, tmp_path):
     )
     assert ran.status == 0, ran.err
     assert (
-        "vgg16 on gpu: V100, by a roofline at float32, reckoned; times for 1024 samples" in ran.out
+        "vgg16 on gpu: V100, by a roofline at float32, estimated; times for 1024 samples" in ran.out
     )
     assert "features.conv1_1" in ran.out
     found = Profile.load(out)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.comparison import compare, fitted
+from penstock.cli.comparison import compare, schedule_for_ranks
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedules
 from penstock.search.schedules import schedules as all_schedules
@@ -64,7 +64,9 @@ def test_every_row_has_the_same_work_on_every_rank():
     """Else a bubble ratio of one is compared with another model's of the other."""
     for each in compare(4, 8)[0]:
         # Of a stream all batches are drawn; of virtual workers each has every other of them.
-        batches = 1 if schedules()[each.name].synchronous else fitted(each.name, 4, 8).batches
+        batches = (
+            1 if schedules()[each.name].synchronous else schedule_for_ranks(each.name, 4, 8).batches
+        )
         assert each.timeline.busy == pytest.approx([24.0 * batches] * 4), each.name
 
 
@@ -120,7 +122,7 @@ def test_json_has_the_rows_and_the_refusals(penstock):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--sort", "size"), "--sort is one of bubble, span"),
+        (("--sort", "size"), "--sort must be one of bubble, span"),
         (("--stages", 0), "at least 1"),
         (("--micro-batches", 0), "at least 1"),
     ],
@@ -133,14 +135,16 @@ def test_wrong_words_are_said(penstock, words, message):
 
 def test_a_schedule_is_put_on_the_ranks_with_as_many_stages_as_it_takes():
     """Whoever compares has so many devices, not so many stages."""
-    assert [fitted(name, 4, 8).stages for name in ("1f1b", "zb-v", "interleaved", "chimera")] == [
+    assert [
+        schedule_for_ranks(name, 4, 8).stages for name in ("1f1b", "zb-v", "interleaved", "chimera")
+    ] == [
         4,
         8,
         8,
         4,
     ]
     with pytest.raises(ScheduleError, match="of 8 stages takes 8 micro-batches or more and got 3"):
-        fitted("dualpipe-v", 4, 3)
+        schedule_for_ranks("dualpipe-v", 4, 3)
 
 
 def test_the_committed_gallery_is_what_the_command_draws(penstock, tmp_path):

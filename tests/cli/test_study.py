@@ -51,13 +51,16 @@ def test_a_quick_study_of_two_rules_writes_everything_and_is_not_run_twice(penst
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("speed",), "there is no study called 'speed': there is convergence"),
+        (("speed",), "there is no study 'speed'; available: convergence"),
         (("convergence", "--rules", "stach"), "Did you mean 'stash'?"),
-        (("convergence", "--depths", "0"), "depth 0: there is at least 1"),
+        (("convergence", "--depths", "0"), "depth 0: must be at least 1"),
         (("convergence", "--depths", "two"), "--depths two: write numbers of stages with commas"),
         (("convergence", "--tasks", "mnist"), "no study task called 'mnist'"),
-        (("convergence", "--jobs", "0"), "--jobs 0: there is at least 1"),
-        (("convergence", "--micro-batches", "4"), "micro-batches is 'least' or 'stages', not '4'"),
+        (("convergence", "--jobs", "0"), "--jobs 0: must be at least 1"),
+        (
+            ("convergence", "--micro-batches", "4"),
+            "micro-batches must be 'least' or 'stages', not '4'",
+        ),
     ],
 )
 def test_wrong_words_are_refused_before_anything_runs(penstock, tmp_path, words, message):
@@ -73,4 +76,4 @@ def test_a_folder_that_cannot_be_written_is_said_at_once(penstock, tmp_path):
     (tmp_path / "file").write_text("")
     ran = penstock("study", "convergence", "--quick", "--out", tmp_path / "file")
     assert ran.status == 2
-    assert "cannot keep records in" in ran.err
+    assert "cannot store records in" in ran.err

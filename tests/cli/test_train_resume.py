@@ -170,7 +170,7 @@ def test_folders_that_hold_nothing_to_go_on_with_are_named(penstock, folder, tmp
     ran = penstock("train", folder, "--out", tmp_path / "other", "--resume")
     assert "which run is to go on, that in" in ran.err
     ran = penstock("train", folder)
-    assert "is a folder: to go on with the run in it, add --resume" in ran.err
+    assert "is a folder: add --resume to resume the run in it" in ran.err
     shutil.rmtree(folder / "checkpoint")
     ran = penstock("train", folder, "--resume")
     assert "holds no checkpoint to go on from: there is no checkpoint/checkpoint.json" in ran.err
@@ -196,7 +196,7 @@ def test_a_new_learning_rate_is_applied_and_said_and_the_old_settings_are_kept(p
     ran = penstock("train", folder, "--resume", *words)
     assert ran.status == 0, ran.err
     changed = "limit_steps: 4 -> 6, micro_batches: 2 -> 4, lr: 0.05 -> 0.01, momentum: 0.9 -> 0.5"
-    assert f"going on with {folder} with other settings: {changed}" in ran.out.replace("\n", " ")
+    assert f"resuming {folder} with changed settings: {changed}" in ran.out.replace("\n", " ")
     checkpoint = json.loads((folder / "checkpoint" / "checkpoint.json").read_text())
     assert checkpoint["step"] == 6
     with safe_open(folder / "checkpoint" / checkpoint["files"][0], framework="pt") as content:

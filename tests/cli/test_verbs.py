@@ -151,7 +151,7 @@ def test_plan_explains_itself_and_writes_what_it_found(penstock, profile_file, t
     target = tmp_path / "plan.json"
     ran = penstock("plan", profile_file, "--cluster", "local:2", "--batch", 8, "--out", target)
     assert ran.status == 0
-    assert "weighed, best first" in ran.out
+    assert "candidates, best first" in ran.out
     assert json.loads(target.read_text())["batch"] == 8
 
 
@@ -170,8 +170,8 @@ def test_profile_measures_and_writes(penstock, tmp_path):
     ("words", "message"),
     [
         (("simulate", "--schedule", "1f1c", "--stages", 2), "Did you mean '1f1b'"),
-        (("simulate",), "say which schedule"),
-        (("simulate", "--schedule", "1f1b"), "say which schedule"),
+        (("simulate",), "name a schedule"),
+        (("simulate", "--schedule", "1f1b"), "name a schedule"),
         (("simulate", *SMALL, "--forward", "1,2"), "forward has 2 entries, the schedule needs 4"),
         (("simulate", *SMALL, "--forward", "fast"), "--forward fast"),
         (("simulate", *SMALL, "--forward", "1", "--backward", "-1"), "--backward"),
@@ -195,7 +195,7 @@ def test_profile_measures_and_writes(penstock, tmp_path):
         (("simulate", "--csv", "x.csv", "--stages", 2), "--csv holds the whole schedule"),
         (("draw", *SMALL, "out.bmp"), "no drawing format"),
         (("draw", *SMALL, "no/such/folder/out.svg"), "no folder"),
-        (("partition",), "say which profile"),
+        (("partition",), "name a profile"),
         (("partition", "nowhere.json", "--stages", 2), "cannot read the profile nowhere.json"),
         (("plan", "nowhere.json"), "cannot read the profile nowhere.json"),
         (("profile", "--model", "vgg12"), "no model called 'vgg12'"),
@@ -228,11 +228,11 @@ def test_profile_measures_and_writes(penstock, tmp_path):
         ),
         (
             ("simulate", "--batches", 3, *SMALL),
-            "1f1b is synchronous, every batch of it is the same",
+            "1f1b is synchronous, so all its batches are alike",
         ),
         (
             ("simulate", "--batches", 0, "--schedule", "pipedream", "--stages", 2),
-            "--batches 0: there is at least 1",
+            "--batches 0: must be at least 1",
         ),
         (("draw", "--batches", 3, *SMALL), "1f1b is synchronous"),
         (
@@ -370,8 +370,8 @@ def test_simulate_says_what_a_stream_takes_once_it_is_full(penstock):
         [4, 3, 2, 1],
     )
     out = penstock("simulate", *STREAM).out
-    assert "1 micro-batch a batch, 8 batches shown" in out
-    assert "once full       3 s a batch (3.0 s), bubble ratio 0.00%" in out
+    assert "1 micro-batch per batch, 8 batches shown" in out
+    assert "steady state    3 s per batch (3.0 s), bubble ratio 0.00%" in out
     assert "staleness     at most 3 2 1 0 updates" in out
     assert "versions      4 3 2 1\n" in out
 
@@ -389,7 +389,7 @@ def test_simulate_says_the_same_of_a_synchronous_schedule_to_scripts(penstock):
         [0] * 4,
         [1] * 4,
     )
-    assert "once full" not in penstock("simulate", *SMALL).out
+    assert "steady state" not in penstock("simulate", *SMALL).out
 
 
 def test_simulate_shows_as_many_batches_as_asked_for(penstock):
@@ -416,7 +416,7 @@ def test_simulate_takes_a_weight_rule_alone_or_beside_a_schedule(penstock):
     assert json.loads(penstock(*words, "--batches", 2).out)["peak_memory"] == [400, 300, 200, 100]
     assert json.loads(penstock(*words, "--weights", "none").out)["peak_memory"] == [100] * 4
     assert (
-        "versions      1 1 1 1, and 2 more of their size"
+        "versions      1 1 1 1, plus extra state of 2 times the weights"
         in penstock("simulate", *STREAM, "--weights", "pipemare").out
     )
 

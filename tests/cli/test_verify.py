@@ -12,8 +12,8 @@ def test_staleness_and_versions_per_stage_are_shown(penstock):
     ran = penstock(*PIPEDREAM)
     assert ran.status == 0
     assert ran.out.splitlines() == [
-        "pipedream is sound: 4 stages on 4 ranks, 1 micro-batch a batch, 8 batches shown",
-        "staleness per stage       max 3 2 1 0, mean 3 2 1 0, by weights stash",
+        "pipedream is sound: 4 stages on 4 ranks, 1 micro-batch per batch, 8 batches shown",
+        "staleness per stage       max 3 2 1 0, mean 3 2 1 0, weight rule stash",
         "weight versions per stage 4 3 2 1",
         "peak in flight per stage  4 3 2 1, per rank 4 3 2 1",
         "channel depth             1 (messages a blocking channel must buffer)",
@@ -34,7 +34,7 @@ def test_another_rule_may_be_named(penstock):
 def test_what_other_copies_have_learned_and_a_batch_lacks_is_shown(penstock):
     """HetPipe's second bound."""
     words = ("verify", "--schedule", "hetpipe", "--stages", 3, "--option", "distance=1")
-    assert "lacking of other copies   7 6 5 batches at most" in penstock(*words).out
+    assert "staleness to replicas     at most 7 6 5 batches" in penstock(*words).out
     assert json.loads(penstock(*words, "--json").out)["staleness_across"] == [7, 6, 5]
 
 

@@ -87,7 +87,7 @@ def test_a_plan_is_checked_as_it_is(penstock, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--tolerance", 0), "--tolerance is above 0, not 0.0"),
+        (("--tolerance", 0), "--tolerance must be above 0, not 0.0"),
         (("--train", "mlpp"), "no model called 'mlpp'. Did you mean 'mlp'?"),
         (("--autocast", "float8"), "autocast: Input should be 'bfloat16' or 'float16'"),
     ],

@@ -58,15 +58,15 @@ def test_pipelines_side_by_side_have_one_csv(plan_of):
         (schedule("1f1b", 4, 4, replicas=(2, 1, 1, 1)), "its stages have 2, 1, 1, 1 ranks"),
         (
             schedule("chimera", 4, 4),
-            "chimera has 2 copies of every stage that are no equal pipelines",
+            "chimera has 2 replicas of every stage that are not identical pipelines",
         ),
         (
             schedule("pipedream", 4, 1),
-            "pipedream is asynchronous: there are no versions of weights there",
+            "pipedream is asynchronous, but the library has no weight versions",
         ),
         (
             schedule("1f1b", 4, 5, replicas=2),
-            "1f1b has 2 copies of every stage that are no equal pipelines",
+            "1f1b has 2 replicas of every stage that are not identical pipelines",
         ),
     ],
     ids=["copies", "two ways", "asynchronous", "unequal pipelines"],
@@ -93,7 +93,7 @@ def test_what_is_left_out_is_told(plan_of):
     made = plan_of(schedule("zb-h1", 4, 8), LINEAR, devices=(8, 9, 10, 3))
     for library in ("torchgpipe", "deepspeed", "megatron"):
         notes = "\n".join(exported(made, library).left_out)
-        assert "not this plan's zb-h1" in notes
+        assert "instead of this plan's zb-h1" in notes
         assert "rank r belongs on device [8, 9, 10, 3] of 4xA" in notes
     assert exported(plan_of(schedule("1f1b", 4, 8), LINEAR), "deepspeed").left_out == ()
 
@@ -106,7 +106,7 @@ def test_slices_are_a_matter_of_the_schedule_and_left_out_with_it(plan_of, name,
     """
     made = plan_of(schedule(name, 4, 8, replicas=replicas), LINEAR)
     for library in ("torchgpipe", "deepspeed", "megatron"):
-        assert f"not this plan's {name}" in exported(made, library).left_out[0]
+        assert f"instead of this plan's {name}" in exported(made, library).left_out[0]
     for library in ("torch", "torchtitan"):
         with pytest.raises(PlanError, match=rf"{name} cuts micro-batches along"):
             export(made, library)

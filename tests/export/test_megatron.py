@@ -98,7 +98,7 @@ def test_several_stages_on_a_rank_stand_in_a_loop(plan_of):
     assert exported(made, "megatron").use.startswith("--pipeline-model-parallel-size 4 ")
     check(parsed(export(made, "megatron")), 4, 12)
     with pytest.raises(
-        PlanError, match=r"zb-v has stages \(0, 7\), .* there stage k is on rank k mod 4"
+        PlanError, match=r"zb-v has stages \(0, 7\), .* Megatron has stage k on rank k mod 4"
     ):
         export(plan_of(schedule("zb-v", 8, 8), lengths), "megatron")
 
@@ -122,26 +122,26 @@ def test_parts_of_blocks_count_as_their_block(plan_of):
 @pytest.mark.parametrize(
     ("lengths", "names", "message"),
     [
-        ((2, 2), ("a", "b", "c", "d"), "none of its layers is one of a numbered list"),
+        ((2, 2), ("a", "b", "c", "d"), "it has no numbered list of layers"),
         (
             (2, 2),
             ("layers.0", "layers.1", "layers.2", "head"),
-            r"no layer stands before layers\.0 to layers\.2",
+            r"no layer before layers\.0 to layers\.2",
         ),
         (
             (2, 2),
             ("stem", "layers.0", "layers.1", "layers.2"),
-            r"no layer stands after layers\.0 to layers\.2",
+            r"no layer after layers\.0 to layers\.2",
         ),
         (
             (1, 4),
             ("token", "position", "layers.0", "layers.1", "head"),
-            "stage 0 parts the layers before the decoder layers",
+            "stage 0 splits the layers before the decoder layers",
         ),
         (
             (4, 1),
             ("token", "layers.0", "layers.1", "norm", "head"),
-            "stage 1 parts the layers after the decoder layers",
+            "stage 1 splits the layers after the decoder layers",
         ),
     ],
 )

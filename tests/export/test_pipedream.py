@@ -45,7 +45,9 @@ def test_how_updates_differ_is_told_where_they_do(plan_of):
     (note,) = exported(
         plan_of(schedule("pipedream", 2, 3, replicas=(3, 1)), (8, 7)), "pipedream"
     ).left_out
-    assert "there a stage on k ranks is after every k minibatches (copies [3, 1])" in note
+    assert (
+        "PipeDream updates a stage on k ranks after every k minibatches (replicas [3, 1])" in note
+    )
 
 
 def test_synchronous_plans_and_other_weights_are_refused(plan_of):

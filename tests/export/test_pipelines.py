@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.export.pipelines import pipelines_of, row, why_not_pipelines
+from penstock.export.pipelines import compact_list, pipelines_of, why_not_pipelines
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
 
@@ -110,5 +110,5 @@ def test_other_copies_are_no_pipelines_side_by_side(plan_of, made):
 
 def test_long_rows_of_devices_are_shortened():
     """A thousand devices in a message are read by nobody."""
-    assert row(tuple(range(1000))) == "[0-999]"
-    assert row((0, 2, 4, 5, 6, 7, 8, 1)) == "[0, 2, 4-8, 1]"
+    assert compact_list(tuple(range(1000))) == "[0-999]"
+    assert compact_list((0, 2, 4, 5, 6, 7, 8, 1)) == "[0, 2, 4-8, 1]"

@@ -49,7 +49,8 @@ def test_megatron_takes_all_in_equal_groups_or_the_first_of_every_stage(
 def test_megatron_refuses_all_others(plan_of, recomputed, starts):
     """The embedding, a block in the middle, more in one stage, two together of several."""
     with pytest.raises(
-        PlanError, match=r"layers [\d -]+ run again: there it is all decoder layers in groups"
+        PlanError,
+        match=r"layers [\d -]+ are recomputed, but Megatron recomputes all decoder layers in groups",
     ):
         exported(selective(plan_of, recomputed, starts), "megatron")
 
@@ -59,7 +60,8 @@ def test_deepspeed_takes_all_layers_every_n_of_a_stage(plan_of):
     found = exported(selective(plan_of, tuple(range(15)), (3, 7, 11, 14)), "deepspeed")
     assert "recomputation (selective): activation_checkpoint_interval=3" in found.left_out
     with pytest.raises(
-        PlanError, match="layers 0-2 4-7 8-14 run again: activation_checkpoint_interval=n runs all"
+        PlanError,
+        match="layers 0-2 4-7 8-14 are recomputed, but activation_checkpoint_interval=n recomputes all",
     ):
         exported(selective(plan_of, (*range(3), *range(4, 15)), (8,)), "deepspeed")
 
@@ -67,7 +69,7 @@ def test_deepspeed_takes_all_layers_every_n_of_a_stage(plan_of):
 @pytest.mark.parametrize("library", ["torchgpipe", "torchtitan"])
 def test_who_cannot_choose_layers_refuses(plan_of, library):
     """A plan that needs less memory than what would run there would not fit."""
-    with pytest.raises(PlanError, match="layers 1-2 5 6 run again: there"):
+    with pytest.raises(PlanError, match="layers 1-2 5 6 are recomputed, but"):
         exported(selective(plan_of, (1, 2, 5, 6), (6,)), library)
 
 

@@ -39,7 +39,7 @@ def test_pipelines_side_by_side_are_a_process_each(plan_of):
     """
     found = exported(plan_of(schedule("gpipe", 4, 8, replicas=2), LINEAR), "torchgpipe")
     assert "devices=[0, 1, 2, 3], chunks=4" in found.use
-    assert any(note.startswith("2 pipelines: a process for each") for note in found.left_out)
+    assert any(note.startswith("2 pipelines: one process for each") for note in found.left_out)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.errors import PlanError
 from penstock.export.catalogue import export, exported
-from penstock.export.torchtitan import ITS_OWN
+from penstock.export.torchtitan import TORCH_SCHEDULES
 from penstock.schedule.catalogue import schedule
 from penstock.tracing.chain import chain
 from penstock.zoo.catalogue import model
@@ -57,7 +57,7 @@ def test_torch_has_every_schedule_by_the_name_that_is_given():
     """Names are torch's own table's, in the version that is installed."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    for name in ITS_OWN.values():
+    for name in TORCH_SCHEDULES.values():
         assert get_schedule_class(name)
 
 
@@ -124,7 +124,9 @@ def test_torchtitan_itself_places_stages_where_the_plan_has_them(plan_of, name, 
     made = plan_of(schedule(name, stages, 8), [15 - stages + 1, *[1] * (stages - 1)])
     parts = json.loads(export(made, "torchtitan"))
     placed = [
-        theirs._get_pp_rank_to_stage_indices_mapping(rank, made.ranks, ITS_OWN[name], len(parts))
+        theirs._get_pp_rank_to_stage_indices_mapping(
+            rank, made.ranks, TORCH_SCHEDULES[name], len(parts)
+        )
         for rank in range(made.ranks)
     ]
     assert tuple(placed) == made.schedule.stages_of_rank

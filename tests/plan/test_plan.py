@@ -109,7 +109,7 @@ def test_the_schedule_is_read_back_whole():
         ({"recompute": "sometimes"}, "is no plan: at recompute"),
         (
             {"recomputed": [0]},
-            'recomputed and segment_starts say which layers recompute="selective" runs again, and recompute is .never',
+            'recomputed and segment_starts are for recompute="selective", but recompute is .never',
         ),
         (
             {"recompute": "selective", "recomputed": [1, 0]},
@@ -184,13 +184,13 @@ def test_a_plan_fits_the_model_and_ranks_that_it_was_made_for():
 def test_another_model_or_number_of_ranks_is_refused_with_all_that_differs():
     """Both at once: nobody wants to find the second one after repairing the first."""
     with pytest.raises(
-        PlanError, match="for a chain of 3 layers with fingerprint abc, and this one's is xyz"
+        PlanError, match="for a chain of 3 layers with fingerprint abc, but this one's is xyz"
     ) as caught:
         plan().check_fits("xyz", 4)
-    assert "it uses 2 ranks, and there are 4" in str(caught.value)
+    assert "it uses 2 ranks, but there are 4" in str(caught.value)
     with pytest.raises(
         PlanError,
-        match="it uses 2 ranks, and there are 1: start 2 ranks, or plan for a cluster of 1",
+        match="it uses 2 ranks, but there are 1: start 2 ranks, or plan for a cluster of 1",
     ):
         plan().check_fits("abc", 1)
 
@@ -203,7 +203,7 @@ def test_a_plan_prints_its_cuts_its_prediction_and_why_the_others_lost():
         "    stage  rank  layers  from  to    peak memory of rank",
         "    0      0     2       stem  body  1000 B",
         "    1      1     1       head  head  2.0 KiB",
-        "  weighed, best first:",
+        "  candidates, best first:",
         "    schedule  stages  M  recompute  step              peak memory  why",
         "    1f1b      2       4  never      500.0 ms          2.0 KiB      compute of stage 1",
         "    gpipe     2       4  never      500.1 ms  equal   3.9 KiB      bubble",
@@ -216,17 +216,17 @@ def test_a_plan_prints_its_cuts_its_prediction_and_why_the_others_lost():
     [
         (
             {"recompute": "selective", "recomputed": (0, 1), "segment_starts": (1,)},
-            "runs 2 of 3 layers again in 2 segments: 3.2% more",
+            "recomputes 2 of 3 layers in 2 segments: 3.2% more",
         ),
         (
             {"recompute": "selective", "recomputed": (1, 2)},
-            "runs 2 of 3 layers again in 2 segments: 3.2% more",
+            "recomputes 2 of 3 layers in 2 segments: 3.2% more",
         ),
-        ({"recompute": "selective"}, "runs 0 of 3 layers again: 3.2% more"),
-        ({"recompute": "always"}, "runs all 3 layers again: 3.2% more"),
+        ({"recompute": "selective"}, "recomputes 0 of 3 layers: 3.2% more"),
+        ({"recompute": "always"}, "recomputes all 3 layers: 3.2% more"),
         (
             {"recompute": "except_last"},
-            "runs all 3 layers again but of the last micro-batch: 3.2% more",
+            "recomputes all 3 layers except in the last micro-batch: 3.2% more",
         ),
     ],
 )
@@ -236,7 +236,7 @@ def test_a_plan_prints_what_runs_again_and_what_that_is_good_for(changes, line):
     told = str(
         replace(made, predicted=replace(made.predicted, more_work=0.032, less_kept=0.41), **changes)
     )
-    assert f"  {line} work, 41% less activations kept for a backward" in told.splitlines()
+    assert f"  {line} work, 41% fewer activations saved for the backward" in told.splitlines()
 
 
 def test_a_plan_of_nothing_prints_too():
@@ -312,7 +312,7 @@ def test_an_asynchronous_plan_says_how_stale_gradients_are_and_which_were_asynch
     lines = str(stream_plan(candidates=rows)).splitlines()
     assert lines[:3] == [
         "pipedream on 2 of 4 ranks of local:2: 2 stages, batch 16 in 1 micro-batch, recompute never, weights stash",
-        "  predicted: 500.0 ms a batch once it is full, 32 samples/s, 1.80 times one device, bubble 20%",
+        "  predicted: 500.0 ms a batch in the steady state, 32 samples/s, 1.80 times one device, bubble 20%",
         "  asynchronous: weights stash, staleness at most 1, up to 2 versions",
     ]
     assert lines[-3:] == [
@@ -322,7 +322,7 @@ def test_an_asynchronous_plan_says_how_stale_gradients_are_and_which_were_asynch
     ]
     text = str(stream_plan(weights="pipemare", weights_options=(("decay", 0.25),)))
     assert (
-        "asynchronous: weights pipemare, decay 0.25, staleness at most 1, 1 version and 2 more of their size"
+        "asynchronous: weights pipemare, decay 0.25, staleness at most 1, 1 version and extra state of 2 times the weights"
         in text
     )
 
@@ -354,11 +354,11 @@ def test_all_that_a_planner_tells_is_printed():
     """
     text = str(told())
     for line in (
-        "by planner dapple, which makes least its pipeline latency 450.0 ms",
+        "by planner dapple, which minimises its pipeline latency 450.0 ms",
         "1.80 times one device and 1.20 times data parallelism",
-        "lower bound: nothing of what was weighed can take less than 400.0 ms; the gap is 25.0%",
+        "lower bound over the search space: 400.0 ms (gap 25.0%)",
         "on devices 3, 1",
-        "memory of a rank at its fullest (optimizer not named, 1 number for each parameter, as SGD with momentum):",
+        "peak memory of a rank (optimizer not named, 1 number per parameter, as SGD with momentum):",
         "traffic of a step, both ways: 0↔1 3.0 KiB",
         "twice the bandwidth  400.0 ms  -20.0%",
     ):
@@ -387,8 +387,8 @@ def test_a_torch_of_the_same_two_numbers_will_do(here):
 def test_another_torch_is_refused_with_both_versions():
     """With all else that differs."""
     with pytest.raises(
-        PlanError, match=r"made with torch 2\.13\.0\+cpu, and this is torch 2\.9\.1"
+        PlanError, match=r"made with torch 2\.13\.0\+cpu, but this is torch 2\.9\.1"
     ) as caught:
         told().check_fits("xyz", 1, "2.9.1")
-    assert "it uses 2 ranks, and there are 1" in str(caught.value)
+    assert "it uses 2 ranks, but there are 1" in str(caught.value)
     assert "this one's is xyz" in str(caught.value)

@@ -160,7 +160,7 @@ def _set(path, value):
     [
         (
             _set(["schema"], 99),
-            r"is no profile of schema 1: its schema is 99\. Make it anew with this version",
+            r"is no profile of schema 1: its schema is 99\. Create it again with this version of penstock",
         ),
         (_set(["colour"], "red"), r"is no profile: at colour: "),
         (_set(["layers", 0, "colour"], "red"), r"is no profile: at layers\.0\.colour: "),

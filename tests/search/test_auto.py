@@ -173,7 +173,7 @@ def test_where_all_had_to_run_again_only_what_must_does_now(profile_of):
     )
     assert 0 < len(some.recomputed) < 8
     assert some.predicted.more_work == pytest.approx(len(some.recomputed) / 24)
-    assert f"runs {len(some.recomputed)} of 8 layers again in" in str(some)
+    assert f"recomputes {len(some.recomputed)} of 8 layers in" in str(some)
 
 
 def test_all_synchronous_schedules_are_weighed_unless_some_are_named(profile_of):

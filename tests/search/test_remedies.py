@@ -160,5 +160,5 @@ def test_a_plan_carries_its_remedies_best_first(profile_of):
     assert steps == sorted(steps)
     assert all(step < found.predicted.step_s for step in steps)
     text = str(found)
-    assert "what would help:" in text
+    assert "suggestions:" in text
     assert all(each.change in text for each in found.remedies)

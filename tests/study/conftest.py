@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.study.pace import Pace
-from penstock.study.question import Case, Question
-from penstock.study.record import Record
+from penstock.study.experiment import Case, Experiment
+from penstock.study.records import Record
 from penstock.study.results import Results
+from penstock.study.throughput import Throughput
 
 BATCHES = 40
 
@@ -76,15 +76,15 @@ def results(runs, run):
         run("none", stages=4, given_up="loss no number at batch 10"),
         *(run("none", stages=4, seed=seed, accuracy=0.95) for seed in (1, 2)),
     ]
-    paces = {}
+    throughputs = {}
     fastest = {
         record.case.group: record.case.group._replace(rule="flush", micro_batches=2)
         for record in records
     }
     for group in [*fastest, *fastest.values()]:
         flush = group.rule == "flush"
-        paces[group] = Pace(
+        throughputs[group] = Throughput(
             "1f1b" if flush else "pipedream", group.stages, (1, 0), (2, 1), 0.2 if flush else 0.1
         )
-    question = Question(tasks=("digits",), rules=("stash", "none"), depths=(2, 4))
-    return Results(question, tuple(records), paces, fastest, (), (), {"device": "made up"})
+    question = Experiment(tasks=("digits",), rules=("stash", "none"), depths=(2, 4))
+    return Results(question, tuple(records), throughputs, fastest, (), (), {"device": "made up"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.study.question import Refused
+from penstock.study.experiment import Refused
 from penstock.study.report import HEAD, aligned, markdown, page, rows, text
 
 
@@ -13,14 +13,14 @@ def test_a_row_has_what_was_run_what_came_of_it_and_the_verdict(results):
     found = {(row[0], row[1]): dict(zip(HEAD, row, strict=True)) for row in rows(results, "digits")}
     row = found["stash", "4"]
     assert row["test"] == "91.0 %"
-    assert row["least to most"] == "90.0 % to 92.0 %"
+    assert row["range"] == "90.0 % to 92.0 %"
     assert row["to flush"] == "\N{MINUS SIGN}6.0"
     assert row["simulated"] == "100.0 ms"
-    assert row["to its loss"] == "2.00 x"
-    assert row["verdict"] == "loses"
-    assert found["none", "4"]["verdict"] == "1 of 3 runs failed"
-    assert found["none", "4"]["to its loss"] == "never"
-    assert found["flush", "2"]["verdict"] == "what all are held against"
+    assert row["speed-up"] == "2.00 x"
+    assert row["conclusion"] == "loses"
+    assert found["none", "4"]["conclusion"] == "1 of 3 runs failed"
+    assert found["none", "4"]["speed-up"] == "never"
+    assert found["flush", "2"]["conclusion"] == "the baseline"
 
 
 def test_flush_comes_first_and_rules_in_the_order_asked_for(results):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.study.question import Group
+from penstock.study.experiment import Group
 
 
 def test_sentences_say_which_rules_lose_and_at_which_depths(results):
@@ -37,9 +37,9 @@ def test_rules_are_held_against_flush_with_the_same_optimizer(results, runs):
     both = replace(
         results,
         records=records,
-        question=replace(results.question, rules=("stash", "none", "xpipe")),
+        experiment=replace(results.experiment, rules=("stash", "none", "xpipe")),
     )
-    verdict = both.verdicts[Group("digits", "adam", "xpipe", 2, 1)]
+    verdict = both.conclusions[Group("digits", "adam", "xpipe", 2, 1)]
     assert verdict.standing.value == "holds"
 
 
@@ -57,8 +57,11 @@ def test_flush_is_timed_at_its_fastest(results):
     group = Group("digits", "sgd", "stash", 2, 1)
     fastest = results.fastest[group]
     assert fastest == Group("digits", "sgd", "flush", 2, 2)
-    slower = {**results.paces, fastest: replace(results.paces[fastest], simulated_s=0.4)}
-    assert replace(results, paces=slower).speed_up(group) == pytest.approx(4.0)
+    slower = {
+        **results.throughputs,
+        fastest: replace(results.throughputs[fastest], simulated_s=0.4),
+    }
+    assert replace(results, throughputs=slower).speed_up(group) == pytest.approx(4.0)
 
 
 def test_a_rule_of_which_one_run_never_arrives_has_no_speed_up(results):
@@ -81,6 +84,6 @@ def test_the_json_has_every_loss_or_means_where_it_is_to_be_small(results):
 
 def test_the_odds_of_luck_are_said(results):
     """Twenty comparisons of three seeds have one that is luck."""
-    assert "less than once in 20 comparisons each way; there are 4 here" in results.luck()
-    alone = replace(results, question=replace(results.question, seeds=1))
-    assert "nothing is said" in alone.luck()
+    assert "less than once in 20 comparisons each way; there are 4 here" in results.significance()
+    alone = replace(results, experiment=replace(results.experiment, seeds=1))
+    assert "no conclusions are drawn" in alone.significance()

@@ -1,10 +1,9 @@
-"""All schedules for the same model on the same ranks, so that their figures can be held against
-each other.
+"""Figures of all schedules for the same model on the same ranks, to compare them.
 
-A rank has F = 1, B = 2, I = W = 1 for a micro-batch, whatever share of the model it holds: where a
-schedule puts v stages on each of S ranks there are v S stages, and each costs a v-th. What is in
-flight is counted likewise, in micro-batches through all that a rank holds. Transfers and updates
-are free. An asynchronous schedule is held against the others by one batch once it is full.
+A rank takes F = 1, B = 2, I = W = 1 for a micro-batch, whatever share of the model it holds: where
+a schedule puts v stages on each of S ranks there are v S stages, and each costs 1 / v. Micro-batches
+in flight are counted likewise, through all stages that a rank holds. Transfers and updates take no
+time. An asynchronous schedule is represented by one batch of its steady state.
 """
 
 from __future__ import annotations
@@ -19,15 +18,22 @@ if TYPE_CHECKING:
     from penstock.schedule.catalogue import ScheduleFacts
     from penstock.schedule.op import Schedule
 
-#: No schedule is tried with more stages per rank than this.
-_MOST_PER_RANK = 4
+#: Most stages per rank that are tried for a schedule.
+_MOST_STAGES_PER_RANK = 4
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One schedule's figures. `in_flight`: micro-batches on the fullest rank. `weights`: copies of
-    the model on all ranks, in all versions. `makespan` is of one batch; of an asynchronous schedule
-    that and the bubble are those of the steady state.
+class ScheduleFigures:
+    """Figures of one schedule.
+
+    Attributes:
+        name, ranks, stages, splits_backward, source: facts of the schedule.
+        makespan: time of one batch; in the steady state for an asynchronous schedule.
+        bubble_ratio: idle share of all ranks' time; in the steady state likewise.
+        span_bubble_ratio: idle share of the longest time from a rank's first op to its last.
+        in_flight: micro-batches in flight on the fullest rank.
+        weights: copies of the model on all ranks, in all versions.
+        timeline: the simulated timeline.
     """
 
     name: str
@@ -43,93 +49,102 @@ class Compared:
     timeline: Timeline
 
     def facts(self) -> dict[str, object]:
-        """All but the timeline, as JSON has it."""
+        """Return all fields but the timeline, for JSON."""
         return {name: value for name, value in self.__dict__.items() if name != "timeline"}
 
 
-def fitted(name: str, ranks: int, micro_batches: int) -> Schedule:
-    """The schedule called `name` on so many ranks, with as many stages on each as it takes; or with
-    as many copies of each stage.
+def schedule_for_ranks(name: str, ranks: int, micro_batches: int) -> Schedule:
+    """Make a schedule by name for a number of ranks.
+
+    Tries 1 to 4 stages per rank, then fewer stages than ranks with several replicas of each stage.
 
     Raises:
         UnknownName: no schedule has that name.
-        ScheduleError: it does not take these numbers.
+        ScheduleError: the schedule does not support these numbers.
     """
-    from penstock.schedule.catalogue import schedule
-
-    def tried(stages: int, count: int) -> Schedule | ScheduleError:
-        try:
-            return schedule(name, stages, count)
-        except ScheduleError as error:
-            return error
-
-    numbers = [per_rank * ranks for per_rank in range(1, _MOST_PER_RANK + 1)]
-    numbers += [ranks // copies for copies in range(2, ranks + 1) if ranks % copies == 0]
-    found = [tried(stages, micro_batches) for stages in numbers]
-    for made in found:
-        if not isinstance(made, ScheduleError) and made.ranks == ranks:
-            return made
-    # Of the refusals that counts which would fit these ranks, if there were more micro-batches.
-    for stages, refusal in zip(numbers, found, strict=True):
-        more = tried(stages, 8 * ranks)
-        if (
-            isinstance(refusal, ScheduleError)
-            and not isinstance(more, ScheduleError)
-            and more.ranks == ranks
-        ):
-            raise refusal
+    stage_counts = [per_rank * ranks for per_rank in range(1, _MOST_STAGES_PER_RANK + 1)]
+    stage_counts += [ranks // replicas for replicas in range(2, ranks + 1) if ranks % replicas == 0]
+    errors: dict[int, ScheduleError] = {}
+    for stages in stage_counts:
+        attempt = _try_schedule(name, stages, micro_batches)
+        if isinstance(attempt, ScheduleError):
+            errors[stages] = attempt
+        elif attempt.ranks == ranks:
+            return attempt
+    # Prefer the error of a number of stages that would fit these ranks with more micro-batches:
+    # it says how many micro-batches the schedule needs.
+    for stages, error in errors.items():
+        attempt = _try_schedule(name, stages, 8 * ranks)
+        if not isinstance(attempt, ScheduleError) and attempt.ranks == ranks:
+            raise error
     raise next(
-        (each for each in found if isinstance(each, ScheduleError)),
+        iter(errors.values()),
         ScheduleError(
-            f"{name} cannot be put on {ranks} ranks with 1 to {_MOST_PER_RANK} stages each"
+            f"{name} cannot be put on {ranks} ranks with 1 to {_MOST_STAGES_PER_RANK} stages each"
         ),
     )
 
 
-def compare(ranks: int, micro_batches: int) -> tuple[list[Compared], dict[str, str]]:
-    """Every schedule of the zoo, and why those are left out that do not take these numbers or need
-    costs to be made.
+def _try_schedule(name: str, stages: int, micro_batches: int) -> Schedule | ScheduleError:
+    """Make a schedule, or return the error that says why it cannot be made."""
+    from penstock.schedule.catalogue import schedule
+
+    try:
+        return schedule(name, stages, micro_batches)
+    except ScheduleError as error:
+        return error
+
+
+def compare(ranks: int, micro_batches: int) -> tuple[list[ScheduleFigures], dict[str, str]]:
+    """Simulate every schedule of the catalogue on the same ranks.
+
+    Returns:
+        The figures of the schedules that support these numbers; and for each of the others the
+        reason why it is left out.
     """
     from penstock.search.schedules import schedules
 
-    found, refused = [], {}
+    figures = []
+    left_out = {}
     for name, facts in schedules().items():
         if facts.needs_costs:
-            refused[name] = "made to measure, for given costs"
+            left_out[name] = "made to measure, for given costs"
             continue
         try:
-            found.append(_compared(facts, fitted(name, ranks, micro_batches), ranks))
+            figures.append(_simulate_figures(facts, schedule_for_ranks(name, ranks, micro_batches)))
         except ScheduleError as error:
-            refused[name] = " ".join(str(error).removeprefix(f"{name} ").split())
-    return found, refused
+            left_out[name] = " ".join(str(error).removeprefix(f"{name} ").split())
+    return figures, left_out
 
 
-def _compared(facts: ScheduleFacts, made: Schedule, ranks: int) -> Compared:
+def _simulate_figures(facts: ScheduleFacts, schedule: Schedule) -> ScheduleFigures:
+    """Verify and simulate a schedule, with the costs that the module's docstring names."""
     from penstock.simulate.costs import Costs
     from penstock.simulate.simulate import simulate_schedule
     from penstock.simulate.steady import steady
     from penstock.simulate.versions import versions_held
     from penstock.verify.verify import verify
 
-    verify(made)
-    share = ranks / made.stages
+    verify(schedule)
+    share = schedule.ranks / schedule.stages
     costs = Costs(forward=share, backward=2 * share, input_grad=share, weight_grad=share)
-    found, timeline = steady(made, costs), simulate_schedule(made, costs)
-    held = versions_held(made)
-    return Compared(
+    steady_state = steady(schedule, costs)
+    timeline = simulate_schedule(schedule, costs)
+    span_bubble_ratio = timeline.span_bubble_ratio
+    if schedule.stream:
+        span_bubble_ratio = steady_state.bubble_ratio
+    versions = versions_held(schedule)
+    weight_copies = sum(versions[stage] for stages in schedule.stages_of_rank for stage in stages)
+    return ScheduleFigures(
         name=facts.name,
-        ranks=made.ranks,
-        stages=made.stages,
-        makespan=round(found.seconds_per_batch, 9),
-        bubble_ratio=round(found.bubble_ratio, 9),
-        span_bubble_ratio=round(
-            found.bubble_ratio if made.stream else timeline.span_bubble_ratio, 9
-        ),
+        ranks=schedule.ranks,
+        stages=schedule.stages,
+        makespan=round(steady_state.seconds_per_batch, 9),
+        bubble_ratio=round(steady_state.bubble_ratio, 9),
+        span_bubble_ratio=round(span_bubble_ratio, 9),
         in_flight=round(share * max(timeline.peak_on_rank), 9),
-        weights=round(
-            sum(held[stage] for stages in made.stages_of_rank for stage in stages) / made.stages, 9
-        ),
-        splits_backward=made.splits_backward,
+        weights=round(weight_copies / schedule.stages, 9),
+        splits_backward=schedule.splits_backward,
         source=facts.source,
         timeline=timeline,
     )

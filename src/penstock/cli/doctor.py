@@ -1,4 +1,4 @@
-"""`penstock doctor`: what is here, and does it work?"""
+"""`penstock doctor`: report the installation and check that devices and processes work."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def doctor(json: Json = False) -> None:
-    """Report Python, torch, backends, devices, optional parts, whether each card runs a kernel, and
-    whether two processes can talk (exit status 1 if not).
+    """Report versions, backends, devices and optional packages, and test each GPU and a message
+    between two processes. The exit status is 1 if a test fails.
 
     Example: penstock doctor
     """
@@ -46,10 +46,10 @@ def doctor(json: Json = False) -> None:
 
 
 def machine_facts(report: CardsReport) -> dict[str, object]:
-    """What is here.
+    """Collect the facts that `penstock doctor` reports, by name.
 
     Args:
-        report: of the cards, which have been checked.
+        report: result of the check of the GPUs.
     """
     import torch
     import torch.distributed as dist
@@ -68,7 +68,7 @@ def machine_facts(report: CardsReport) -> dict[str, object]:
         "torch": torch.__version__,
         "cores": len(os.sched_getaffinity(0)),
         "torch threads": torch.get_num_threads(),
-        "backends": [name for name, there in backends.items() if there],
+        "backends": [name for name, available in backends.items() if available],
         "gpus": [card.name or card.device for card in report.cards],
         "cards": [{**asdict(card), "sound": card.sound} for card in report.cards],
         "cards not listed": report.problem,
@@ -82,15 +82,15 @@ def machine_facts(report: CardsReport) -> dict[str, object]:
 
 
 def table(facts: Mapping[str, object], report: CardsReport) -> str:
-    """The facts as lines for people: one for each card, and one in all where there is none."""
+    """Write the facts as text, one per line; each GPU has a line of its own."""
     rows: list[tuple[str, str]] = []
     for name, value in facts.items():
         if name in ("cards", "cards not listed"):
-            continue
+            continue  # the rows of "gpus" say it all
         if name == "gpus":
             rows += _card_rows(report)
         elif name != "nccl":
-            rows.append((name, _words(value)))
+            rows.append((name, _fact_text(value)))
         elif report.cards:
             rows.append((name, str(value) or "none"))
     width = max(len(name) for name, _ in rows)
@@ -98,7 +98,7 @@ def table(facts: Mapping[str, object], report: CardsReport) -> str:
 
 
 def _card_rows(report: CardsReport) -> list[tuple[str, str]]:
-    """A row for each card."""
+    """Return name and state of each GPU."""
     if report.problem:
         return [("gpus", f"cannot be listed: {report.problem}")]
     if not report.cards:
@@ -106,8 +106,8 @@ def _card_rows(report: CardsReport) -> list[tuple[str, str]]:
     return [(card.device, str(card)) for card in report.cards]
 
 
-def _words(value: object) -> str:
-    """A fact as text."""
+def _fact_text(value: object) -> str:
+    """Write a fact as text."""
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return str(value)

@@ -1,4 +1,4 @@
-"""`penstock draw`: a picture of a schedule, or of several."""
+"""`penstock draw`: draw the timeline of one schedule, or of several."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from penstock.schedule.op import Schedule
     from penstock.simulate.costs import Costs
 
-#: Costs of a stage as a whole: what v stages in its place share.
-_OF_A_STAGE = (
+#: Fields of `Costs` that are per stage: v stages in the place of one take a v-th each.
+_COSTS_PER_STAGE = (
     "forward",
     "backward",
     "input_grad",
@@ -41,8 +41,8 @@ _OF_A_STAGE = (
 Against = Annotated[
     list[str] | None,
     typer.Option(
-        help="Another schedule below it, for the same model on as many ranks: where it puts v stages on one, each costs "
-        "a v-th. Again for more."
+        help="Draw another schedule below, for the same model on the same number of ranks: "
+        "with v stages per rank, each costs 1/v. Repeatable."
     ),
 ]
 
@@ -51,7 +51,7 @@ def draw(
     out: Annotated[
         Path | None,
         typer.Argument(
-            help="Where to: .svg, .png, .html, .txt or .json (Perfetto). Without: here."
+            help="Output file: .svg, .png, .html, .txt or .json (Perfetto); default: the terminal."
         ),
     ] = None,
     schedule: ScheduleName = None,
@@ -72,11 +72,12 @@ def draw(
     weight_bytes: Bytes = None,
     recompute: Recompute = "never",
 ) -> None:
-    """Draw a schedule as it runs with given times; with bytes, also what the ranks hold.
+    """Draw the simulated timeline of a schedule with the given costs; with bytes, also the memory
+    of each rank.
 
     Example: penstock draw --schedule 1f1b --stages 4 --micro-batches 8 --against zb-h1 out.html
     """
-    from penstock.cli.comparison import fitted
+    from penstock.cli.comparison import schedule_for_ranks
     from penstock.draw.draw import draw as draw_timelines
     from penstock.simulate.simulate import simulate_schedule
     from penstock.simulate.versions import with_versions
@@ -93,19 +94,25 @@ def draw(
         "activation_bytes": activation_bytes,
         "weight_bytes": weight_bytes,
     }
-    costs = options.costs_given(flags, "duplex")
-    name = options.for_weights(schedule, csv, weights)
-    made = options.the_schedule(name, stages, micro_batches, csv, option, costs)
-    all_made = [made, *(fitted(name, made.ranks, made.micro_batches) for name in against or ())]
-    if not any(each.stream for each in all_made):
-        options.shown(made, batches)  # refuses the number
+    costs = options.parse_costs(flags, "duplex")
+    name = options.schedule_name_for_weights(schedule, csv, weights)
+    first = options.resolve_schedule(name, stages, micro_batches, csv, option, costs)
+    # --weights holds for the first schedule alone: the others have rules of their own.
+    schedules: list[tuple[Schedule, str | None]] = [(first, weights)]
+    for other_name in against or ():
+        other = schedule_for_ranks(other_name, first.ranks, first.micro_batches)
+        schedules.append((other, None))
+    if not any(candidate.stream for candidate, _ in schedules):
+        options.with_batches(first, batches)  # raises SettingError if --batches is set
     timelines = []
-    for each, asked in zip(all_made, [weights, *[None] * len(all_made)], strict=False):
-        verify(each, weights=asked)
-        # Of the whole schedule: how many versions a stream keeps shows only where it is full.
-        own = with_versions(_shared(costs, made, each), each, rule_of(each, asked))
-        cut = options.shown(each, batches) if each.stream else each
-        timelines.append(simulate_schedule(cut, own, recompute=recompute))
+    for candidate, rule_name in schedules:
+        verify(candidate, weights=rule_name)
+        # Count weight versions in the whole schedule: a cut one may end before the pipeline is
+        # full, and would show too few.
+        stage_costs = _costs_for_stages(costs, first.stages, candidate.stages)
+        stage_costs = with_versions(stage_costs, candidate, rule_of(candidate, rule_name))
+        simulated = options.with_batches(candidate, batches) if candidate.stream else candidate
+        timelines.append(simulate_schedule(simulated, stage_costs, recompute=recompute))
     if out is None:
         print(draw_timelines(timelines, width=options.columns(), colour=options.colour()))
         return
@@ -113,14 +120,17 @@ def draw(
     typer.echo(f"wrote {out}", err=True)
 
 
-def _shared(costs: Costs, first: Schedule, other: Schedule) -> Costs:
-    """The first schedule's costs for the same model in another number of stages; those given per
-    stage cannot be shared out.
+def _costs_for_stages(costs: Costs, stages: int, other_stages: int) -> Costs:
+    """Scale costs for `stages` stages to the same model in `other_stages` stages.
+
+    Costs that are given stage by stage stay as they are: there is no way to divide them.
     """
-    share = first.stages / other.stages
-    parts: dict[str, Any] = {
-        name: share * value
-        for name in _OF_A_STAGE
-        if isinstance(value := getattr(costs, name), int | float)
-    }
-    return replace(costs, **parts) if share != 1 else costs
+    if stages == other_stages:
+        return costs
+    share = stages / other_stages
+    scaled: dict[str, Any] = {}
+    for name in _COSTS_PER_STAGE:
+        value = getattr(costs, name)
+        if isinstance(value, int | float):
+            scaled[name] = share * value
+    return replace(costs, **scaled)

@@ -1,9 +1,9 @@
-"""`penstock export`: a plan or a schedule for another library."""
+"""`penstock export`: write a plan or a schedule in the format of another library."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,19 +11,23 @@ from penstock.cli import options
 from penstock.cli.options import CsvFile, MicroBatches, ScheduleName, ScheduleOption, Stages
 from penstock.errors import RunError, SettingError
 
+if TYPE_CHECKING:
+    from penstock.schedule.op import Schedule
+
 
 def export(
     plan: Annotated[
         Path | None,
         typer.Argument(
-            help="A plan from `penstock plan --out`; without it, a schedule by its flags."
+            help="A plan from `penstock plan --out`; without it, the schedule that the flags name."
         ),
     ] = None,
     library: Annotated[
         str | None,
         typer.Option(
             "--as",
-            help="torchgpipe, fairscale, deepspeed, megatron, torchtitan, torch, pipedream, or csv: the schedule alone.",
+            help="Target library: torchgpipe, fairscale, deepspeed, megatron, torchtitan, torch, "
+            "pipedream, or csv (the schedule alone).",
         ),
     ] = None,
     schedule: ScheduleName = None,
@@ -33,18 +37,20 @@ def export(
     option: ScheduleOption = None,
     to: Annotated[
         Path | None,
-        typer.Option(help="File to write; for torch without a suffix a folder. Without: here."),
+        typer.Option(
+            help="Output file, or for torch, without a suffix, a folder; default: the terminal."
+        ),
     ] = None,
     communication: Annotated[
         bool,
         typer.Option(
             "--communication",
-            help="With transfers: torch's 'compute_comms' instead of 'compute_only'.",
+            help="Include transfers: torch's 'compute_comms' format instead of 'compute_only'.",
         ),
     ] = False,
 ) -> None:
-    """Write a plan for another library, or a schedule for torch.distributed.pipelining; or say why
-    it cannot run it.
+    """Write a plan for another library, or a schedule for torch.distributed.pipelining. If the
+    library cannot run it, report all reasons.
 
     Example: penstock export plan.json --as megatron
 
@@ -53,20 +59,33 @@ def export(
     if plan is not None:
         if schedule or stages or micro_batches or csv or option or communication:
             raise SettingError(
-                f"{plan} has the whole schedule: leave out the flags that make one, and --communication"
+                f"{plan} contains its schedule: "
+                "leave out --communication and the flags that name a schedule"
             )
         _export_plan(plan, library, to)
         return
     if library not in (None, "csv"):
         raise SettingError(
-            f"--as {library} needs a plan, which has layers: penstock export plan.json --as {library}"
+            f"--as {library} needs a plan, because its format names layers: "
+            f"penstock export plan.json --as {library}"
         )
+    _export_schedule(
+        options.resolve_schedule(schedule, stages, micro_batches, csv, option), to, communication
+    )
+
+
+def _export_schedule(schedule: Schedule, to: Path | None, communication: bool) -> None:
+    """Verify a schedule and print or write it as torch's CSV.
+
+    Raises:
+        ScheduleError: the schedule is unsound, or torch's CSV cannot express it.
+        RunError: the file cannot be written.
+    """
     from penstock.schedule.csv import to_csv
     from penstock.verify.verify import verify
 
-    made = options.the_schedule(schedule, stages, micro_batches, csv, option)
-    verify(made)
-    text = to_csv(made, communication)
+    verify(schedule)
+    text = to_csv(schedule, communication)
     if to is None:
         print(text, end="")
         return
@@ -74,36 +93,36 @@ def export(
         to.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"cannot write {to}: {error.strerror or error}") from error
-    form = "compute_comms" if communication else "compute_only"
-    typer.echo(
-        f"wrote {to}: load it with _PipelineScheduleRuntime._load_csv({str(to)!r}, format={form!r})",
-        err=True,
-    )
-    for rank, held in enumerate(made.stages_of_rank):
-        typer.echo(
-            f"  rank {rank} holds stage{'s' * (len(held) != 1)} {' '.join(map(str, held))}",
-            err=True,
-        )
+    csv_format = "compute_comms" if communication else "compute_only"
+    load_call = f"_PipelineScheduleRuntime._load_csv({str(to)!r}, format={csv_format!r})"
+    typer.echo(f"wrote {to}: load it with {load_call}", err=True)
+    for rank, stages in enumerate(schedule.stages_of_rank):
+        plural = "" if len(stages) == 1 else "s"
+        typer.echo(f"  rank {rank} holds stage{plural} {' '.join(map(str, stages))}", err=True)
 
 
 def _export_plan(path: Path, library: str | None, to: Path | None) -> None:
-    """Print or write the plan in the library's form; how it is used, and what it leaves out, goes
-    to standard error.
+    """Print or write a plan in the library's format; how to use it, and what it leaves out, goes to
+    standard error.
+
+    Raises:
+        SettingError: no library is named.
+        PenstockError: the plan cannot be read or exported; see `Plan.load` and `exported`.
     """
     from penstock.export.catalogue import EXPORTERS, exported
     from penstock.plan.plan import Plan
     from penstock.verify.verify import verify
 
     if library is None:
-        raise SettingError(f"say for which library: --as {', --as '.join(EXPORTERS.entries())}")
-    made = Plan.load(path)
-    verify(made.schedule)
-    found = exported(made, library)
+        raise SettingError(f"name the library: --as {', --as '.join(EXPORTERS.entries())}")
+    plan = Plan.load(path)
+    verify(plan.schedule)
+    result = exported(plan, library)
     if to is None:
-        print(found.text.rstrip("\n"))
+        print(result.text.rstrip("\n"))
     else:
-        found.write(to)
+        result.write(to)
         typer.echo(f"wrote {to}", err=True)
-    typer.echo(f"use: {found.use}", err=True)
-    for note in found.left_out:
+    typer.echo(f"use: {result.use}", err=True)
+    for note in result.left_out:
         typer.echo(f"left out: {note}", err=True)

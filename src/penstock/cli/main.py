@@ -1,4 +1,4 @@
-"""The `penstock` command."""
+"""The `penstock` command line: its commands, error messages and exit statuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from penstock.errors import PenstockError, RunError
 
 app = typer.Typer(
     name="penstock",
-    help="Pipeline-parallel training for PyTorch: measure, cut, schedule, prove, predict, draw, train.",
+    help="Pipeline-parallel training for PyTorch: "
+    "profile, partition, schedule, verify, simulate, draw, train.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -31,15 +32,16 @@ app = typer.Typer(
 )
 
 
-def _spoken(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb with its errors said in one message, and an exit status that tells wrong words (2)
-    from failed work (1).
+def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a command so that it prints an error as one message and exits.
+
+    The exit status is 1 if the work failed, 2 if the input was wrong, 130 after Ctrl-C.
     """
 
-    @functools.wraps(verb)
+    @functools.wraps(command)
     def run(*args: object, **kwargs: object) -> None:
         try:
-            verb(*args, **kwargs)
+            command(*args, **kwargs)
         except PenstockError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1 if isinstance(error, RunError) else 2) from error
@@ -50,7 +52,7 @@ def _spoken(verb: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _verb in (
+for _command in (
     train,
     profile,
     partition,
@@ -63,12 +65,13 @@ for _verb in (
     study,
     doctor,
 ):
-    app.command()(_spoken(_verb))
+    app.command()(_report_errors(_command))
 
 
 def status(arguments: list[str]) -> int:
-    """Run one command and return its exit status: 0, 1 when the work failed, 2 when the words are
-    off, 130 after Ctrl-C.
+    """Run one command and return its exit status.
+
+    0: success; 1: the work failed; 2: the input was wrong; 130: Ctrl-C.
     """
     try:
         app(arguments)
@@ -78,5 +81,5 @@ def status(arguments: list[str]) -> int:
 
 
 def run() -> None:
-    """Run the command line."""
+    """Run the command line with the arguments of this process, and exit."""
     sys.exit(status(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Flags that several verbs share, and what they turn into."""
+"""Flags that several commands share, and the values that are made of them."""
 
 from __future__ import annotations
 
@@ -26,66 +26,69 @@ ScheduleName = Annotated[
 ]
 Stages = Annotated[int | None, typer.Option("--stages", help="Number of stages.")]
 MicroBatches = Annotated[
-    int | None, typer.Option("--micro-batches", help="Parts that a batch is cut into.")
+    int | None, typer.Option("--micro-batches", help="Number of micro-batches per batch.")
 ]
 CsvFile = Annotated[
     Path | None,
     typer.Option(
-        "--csv", help="A schedule in torch.distributed.pipelining's CSV instead of a named one."
+        "--csv", help="Read the schedule from a CSV file of torch.distributed.pipelining."
     ),
 ]
 ModelOption = Annotated[
-    list[str] | None, typer.Option(help="An option of the model, such as layers=6; again for more.")
+    list[str] | None, typer.Option(help="Option of the model, such as layers=6; repeatable.")
 ]
 ScheduleOption = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
-        help="An option of the schedule, such as slices=4 or replicas=2; again for more.",
+        help="Option of the schedule, such as slices=4 or replicas=2; repeatable.",
     ),
 ]
 Weights = Annotated[
     str | None,
     typer.Option(
-        "--weights", help="A weight rule instead of the schedule's own, such as stash or none."
+        "--weights", help="Weight rule, such as stash or none; default: the schedule's own rule."
     ),
 ]
 WeightsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--weights-option",
-        help="A number that the weight rule takes, such as decay=0.2; again for more.",
+        help="Numeric option of the weight rule, such as decay=0.2; repeatable.",
     ),
 ]
 Batches = Annotated[
     int | None,
-    typer.Option("--batches", help="Of an asynchronous schedule: how many batches to show."),
+    typer.Option("--batches", help="Number of batches to show; asynchronous schedules only."),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="auto, cpu or cuda; auto takes CUDA where a card is visible, else the CPU."),
+    typer.Option(help="auto, cpu or cuda. auto: CUDA if a GPU is visible, else the CPU."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Seconds = Annotated[
-    str | None, typer.Option(help="One number for all stages, or one per stage: 1,2,1.5 or 3ms.")
+    str | None,
+    typer.Option(help="Seconds: one value for all stages, or one per stage: 1,2,1.5 or 3ms."),
 ]
 Boundary = Annotated[
-    str | None, typer.Option(help="One number for all boundaries, or one per boundary.")
+    str | None,
+    typer.Option(help="Seconds: one value for all stage boundaries, or one per boundary."),
 ]
 Bytes = Annotated[
     str | None,
-    typer.Option(help="Bytes, one number for all or one per stage or boundary: 64MiB or 1GB,2GB."),
+    typer.Option(help="Bytes: one value for all, or one per stage or boundary: 64MiB or 1GB,2GB."),
 ]
 Recompute = Annotated[
-    str, typer.Option("--recompute", help="never, except_last, always or selective.")
+    str,
+    typer.Option("--recompute", help="Recompute policy: never, except_last, always or selective."),
 ]
 
 
-#: Longer rows of numbers are cut in the middle.
-_LONG = 32
+#: Longer rows of numbers are shortened in the middle.
+_LONGEST_ROW = 32
 
 
-def the_schedule(
+def resolve_schedule(
     name: str | None,
     stages: int | None,
     micro_batches: int | None,
@@ -93,37 +96,60 @@ def the_schedule(
     option: list[str] | None = None,
     costs: Costs | None = None,
 ) -> Schedule:
-    """The schedule that the flags name; `costs` are for schedules that are made to measure.
+    """Make the schedule that the flags name, or read it from the CSV file.
+
+    Args:
+        name: name of a schedule.
+        stages: number of stages; None where a schedule made for `costs` takes it from them.
+        micro_batches: per batch; 1 by default.
+        csv: file to read instead.
+        option: texts `name=value`.
+        costs: for schedules that are optimised for given costs.
 
     Raises:
         SettingError: both or neither of a name and a file are given, or the number of stages is
-        missing. ScheduleError: the schedule does not take these numbers or options.
+            missing.
+        ScheduleError: the schedule does not support these numbers or options.
     """
     if csv is not None:
         if name or stages or micro_batches or option:
             raise SettingError(
-                "--csv holds the whole schedule: leave out --schedule, --stages, --micro-batches and --option"
+                "--csv holds the whole schedule: "
+                "leave out --schedule, --stages, --micro-batches and --option"
             )
         from penstock.schedule.csv import read_csv
 
         return read_csv(csv)
-    from penstock.search.schedules import schedule, schedules
-
-    measured = name is not None and name in (known := schedules()) and known[name].needs_costs
-    if name is None or (stages is None and not measured):
+    needs_costs = name is not None and _needs_costs(name)
+    if name is None or (stages is None and not needs_costs):
         raise SettingError(
-            "say which schedule: --schedule 1f1b --stages 4 --micro-batches 8, or --csv FILE"
+            "name a schedule: --schedule 1f1b --stages 4 --micro-batches 8, or --csv FILE"
         )
-    if measured and costs is None:
+    if needs_costs and costs is None:
         raise SettingError(
-            f"{name} is made for costs: `penstock simulate` and `penstock draw` take them, --forward 1,2,1"
+            f"{name} is optimised for given costs: use `penstock simulate` or `penstock draw`, "
+            "which take them as --forward 1,2,1"
         )
-    chosen = named_values("option", option) | ({"costs": costs} if measured else {})
-    return schedule(name, stages, 1 if micro_batches is None else micro_batches, **chosen)
+    from penstock.search.schedules import schedule
+
+    schedule_options = named_values("option", option)
+    if needs_costs:
+        schedule_options["costs"] = costs
+    return schedule(name, stages, 1 if micro_batches is None else micro_batches, **schedule_options)
 
 
-def for_weights(name: str | None, csv: Path | None, weights: str | None) -> str | None:
-    """The schedule's name, or where only a weight rule is named, that of the schedule it runs with.
+def _needs_costs(name: str) -> bool:
+    """Whether a schedule is optimised for given costs; False for unknown names."""
+    from penstock.search.schedules import schedules
+
+    facts = schedules().get(name)
+    return facts is not None and facts.needs_costs
+
+
+def schedule_name_for_weights(
+    name: str | None, csv: Path | None, weights: str | None
+) -> str | None:
+    """Return the schedule's name; where only a weight rule is named, that of its usual schedule.
 
     Raises:
         UnknownName: there is no such rule.
@@ -135,45 +161,68 @@ def for_weights(name: str | None, csv: Path | None, weights: str | None) -> str 
     return schedule_for(weights)
 
 
-def shown(made: Schedule, batches: int | None) -> Schedule:
-    """The schedule with so many batches, if it goes on from batch to batch.
+def with_batches(schedule: Schedule, batches: int | None) -> Schedule:
+    """Extend or shorten an asynchronous schedule to a number of batches; None leaves it as it is.
 
     Raises:
-        SettingError: it does not, or there is no batch.
+        SettingError: the schedule is synchronous, or `batches` is below 1.
     """
     if batches is None:
-        return made
-    if made.stream is None:
+        return schedule
+    if schedule.stream is None:
         raise SettingError(
-            f"--batches {batches}: {made.name} is synchronous, every batch of it is the same. Leave --batches out"
+            f"--batches {batches}: {schedule.name} is synchronous, so all its batches are alike. "
+            "Leave --batches out"
         )
     if batches < 1:
-        raise SettingError(f"--batches {batches}: there is at least 1")
+        raise SettingError(f"--batches {batches}: must be at least 1")
     from penstock.schedule.period import prolonged
 
-    return prolonged(made, batches)
+    return prolonged(schedule, batches)
 
 
-def numbers_named(flag: str, texts: list[str] | None) -> dict[str, float]:
-    """`["decay=0.2"]` as `{"decay": 0.2}`.
+def schedule_summary(schedule: Schedule, after_name: str) -> str:
+    """Write a schedule's size in one line: `1f1b: 4 stages on 4 ranks, 8 micro-batches`.
+
+    Args:
+        schedule: to describe.
+        after_name: text between its name and its numbers.
+    """
+    plural = "" if schedule.micro_batches == 1 else "es"
+    text = (
+        f"{schedule.name}{after_name}{schedule.stages} stages on {schedule.ranks} ranks, "
+        f"{schedule.micro_batches} micro-batch{plural}"
+    )
+    if schedule.stream is not None:
+        text += f" per batch, {schedule.batches} batches shown"
+    return text
+
+
+def named_numbers(flag: str, texts: list[str] | None) -> dict[str, float]:
+    """Parse `["decay=0.2"]` to `{"decay": 0.2}`.
 
     Raises:
         SettingError: a text has no name, or its value is no number.
     """
-    found = named_values(flag, texts)
-    for name, value in found.items():
+    values = named_values(flag, texts)
+    for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise SettingError(f"--{flag} {name}={value}: write a number, such as {name}=0.5")
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in values.items()}
 
 
 def numbers(
     flag: str, text: str | None, parse: Callable[[str], float] = parse_seconds
 ) -> float | list[float] | None:
-    """Seconds from `1`, `2ms` or `1,2,3`; or what else `parse` reads.
+    """Parse one value, or several separated by commas: `1`, `2ms` or `1,2,3`.
+
+    Args:
+        flag: for the error message.
+        text: what the flag was set to, if it was.
+        parse: reads one value; seconds by default.
 
     Raises:
-        SettingError: something among them is no such quantity.
+        SettingError: a value cannot be parsed.
     """
     if text is None:
         return None
@@ -184,51 +233,55 @@ def numbers(
     return values[0] if len(values) == 1 else values
 
 
-def costs_given(flags: Mapping[str, str | None], links: str) -> Costs:
-    """The costs that the flags give, by the names of Costs' fields; those that end in `_bytes`, and
-    bandwidth, are in bytes.
+def parse_costs(flags: Mapping[str, str | None], links: str) -> Costs:
+    """Make `Costs` of flags, named as its fields.
+
+    Fields that end in `_bytes` are in bytes, `bandwidth` in bytes per second, all others in
+    seconds.
 
     Raises:
-        SettingError: a text is no quantity, or the flags do not go together.
+        SettingError: a text cannot be parsed, or the flags contradict each other.
     """
     from penstock.simulate.costs import Costs
 
-    def bytes_per_second(word: str) -> float:
-        return parse_bytes(word.strip().removesuffix("/s"))
-
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, text in flags.items():
-        parse = (
-            parse_bytes
-            if name.endswith("_bytes")
-            else bytes_per_second
-            if name == "bandwidth"
-            else parse_seconds
-        )
+        parse: Callable[[str], float] = parse_seconds
+        if name.endswith("_bytes"):
+            parse = parse_bytes
+        elif name == "bandwidth":
+            parse = _parse_bandwidth
         if text is not None:
-            given[name] = numbers(name.replace("_", "-"), text, parse)
-    return Costs(**given, links=links)
+            fields[name] = numbers(name.replace("_", "-"), text, parse)
+    return Costs(**fields, links=links)
+
+
+def _parse_bandwidth(word: str) -> float:
+    """Parse bytes per second: `10GB` or `10GB/s`."""
+    return parse_bytes(word.strip().removesuffix("/s"))
 
 
 def named_values(flag: str, texts: list[str] | None) -> dict[str, Any]:
-    """`["layers=6"]` as `{"layers": 6}`; values are read as YAML reads them.
+    """Parse `["layers=6"]` to `{"layers": 6}`; values are read as YAML.
 
     Raises:
         SettingError: a text has no name or no value.
     """
     import yaml
 
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise SettingError(f"--{flag} {text}: write name=value, such as layers=6")
-        found[name.strip().replace("-", "_")] = yaml.safe_load(value)
-    return found
+        values[name.strip().replace("-", "_")] = yaml.safe_load(value)
+    return values
 
 
 def timeline_facts(timeline: Timeline) -> dict[str, object]:
-    """What a simulation says, as JSON has it."""
+    """Return the figures of a simulated timeline, for JSON."""
+    peak_memory = timeline.peak_memory
+    memory_holders = timeline.memory_holders
     return {
         "schedule": timeline.title,
         "ranks": timeline.ranks,
@@ -239,69 +292,66 @@ def timeline_facts(timeline: Timeline) -> dict[str, object]:
         "busy": list(timeline.busy),
         "peak_in_flight": list(timeline.peak_in_flight),
         "peak_on_rank": list(timeline.peak_on_rank),
-        "peak_memory": None if timeline.peak_memory is None else list(timeline.peak_memory),
-        "memory_holders": None
-        if timeline.memory_holders is None
-        else list(timeline.memory_holders),
+        "peak_memory": None if peak_memory is None else list(peak_memory),
+        "memory_holders": None if memory_holders is None else list(memory_holders),
     }
 
 
 def stream_facts(
-    made: Schedule, rule: WeightRule, costs: Costs, recompute: str, overlap: bool
+    schedule: Schedule, rule: WeightRule, costs: Costs, recompute: str, overlap: bool
 ) -> dict[str, object]:
-    """What a schedule takes for a batch once it is full, and what that does to the weights, as JSON
-    has it.
+    """Return the steady-state time per batch and the weight versions of a schedule, for JSON.
 
-    `seconds_per_batch` and `steady_bubble_ratio` of a synchronous schedule are those of its one
-    batch; of a stream that does not repeat itself they are None.
+    For a synchronous schedule, `seconds_per_batch` and `steady_bubble_ratio` are those of its one
+    batch; for a stream that is not periodic they are None.
     """
     from penstock.errors import ScheduleError
     from penstock.simulate.steady import steady
     from penstock.weights.uses import readings
 
     try:
-        found = steady(made, costs, recompute, overlap=overlap)
+        steady_state = steady(schedule, costs, recompute, overlap=overlap)
     except ScheduleError:
-        found = None
-    read = readings(made, rule)
+        steady_state = None
+    weight_uses = readings(schedule, rule)
     return {
-        "seconds_per_batch": None if found is None else found.seconds_per_batch,
-        "steady_bubble_ratio": None if found is None else found.bubble_ratio,
+        "seconds_per_batch": None if steady_state is None else steady_state.seconds_per_batch,
+        "steady_bubble_ratio": None if steady_state is None else steady_state.bubble_ratio,
         "weights": rule.name,
-        "staleness_max": [max(ages, default=0) for ages in read.ages],
-        "versions": list(read.versions),
+        "staleness_max": [max(ages, default=0) for ages in weight_uses.ages],
+        "versions": list(weight_uses.versions),
         "more_weights": rule.extra,
     }
 
 
 def print_json(value: object) -> None:
-    """One JSON value on standard output."""
+    """Print one JSON value on standard output."""
     print(json.dumps(value, indent=1))
 
 
 def colour() -> bool:
-    """Whether standard output shows colours."""
+    """Whether to print colours: on a terminal, unless NO_COLOR is set or TERM is "dumb"."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 def columns() -> int:
-    """Columns of the terminal, or 100 where there is none."""
+    """Return the width of the terminal in columns, at least 20; 100 without a terminal."""
     return max(20, shutil.get_terminal_size((100, 24)).columns)
 
 
-def row(values: Iterable[object], between: str = " ") -> str:
-    """Values in a line; of many, the first and the last."""
+def row(values: Iterable[object], separator: str = " ") -> str:
+    """Write values in one line; of more than 32 only the first 6 and the last 3."""
     words = list(map(str, values))
-    return between.join(
-        words if len(words) <= _LONG else [*words[:6], f"… {len(words) - 9} more …", *words[-3:]]
-    )
+    if len(words) > _LONGEST_ROW:
+        words = [*words[:6], f"… {len(words) - 9} more …", *words[-3:]]
+    return separator.join(words)
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns of text under a head."""
+    """Write a table with left-aligned columns under a head."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    ]
+    lines = []
+    for cells in (head, *rows):
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)

@@ -1,9 +1,9 @@
-"""`penstock partition`: where to cut."""
+"""`penstock partition`: cut a profiled model into stages."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from penstock.cli.options import Json
 from penstock.errors import SettingError
 from penstock.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from penstock.profile.profile import Profile
+
 
 def partition(
     profile: Annotated[
@@ -19,49 +22,74 @@ def partition(
     ] = None,
     stages: Annotated[int | None, typer.Option(help="Number of stages.")] = None,
     by: Annotated[
-        str, typer.Option(help="A method, type:REGEX, or layers per stage: 5,6,4.")
+        str,
+        typer.Option(help="Partition method, type:REGEX, or the layers per stage: 5,6,4."),
     ] = "bottleneck",
-    methods: Annotated[bool, typer.Option("--list", help="List the methods.")] = False,
+    methods: Annotated[
+        bool, typer.Option("--list", help="List the partition methods and their sources.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Cut a profiled model into stages.
 
     Example: penstock partition profile.json --stages 4 --by time
     """
-    from penstock.partition.catalogue import PARTITIONERS
     from penstock.partition.catalogue import partition as cut
     from penstock.profile.profile import Profile
 
     if methods:
-        facts = {
-            name: str(entry.facts.get("source", ""))
-            for name, entry in PARTITIONERS.entries().items()
-        }
-        if json:
-            options.print_json(facts)
-        else:
-            print(options.table(("method", "source"), list(facts.items())))
+        _list_methods(json)
         return
     if profile is None:
-        raise SettingError("say which profile to cut: penstock partition profile.json --stages 4")
+        raise SettingError("name a profile: penstock partition profile.json --stages 4")
     costs = Profile.load(profile)
     words = by.split(",")
-    lengths = cut(
-        costs,
-        stages,
-        [int(word) for word in words] if all(word.strip().isdigit() for word in words) else by,
-    )
+    method: str | list[int] = by
+    if all(word.strip().isdigit() for word in words):
+        method = [int(word) for word in words]
+    lengths = cut(costs, stages, method)
     if json:
         options.print_json(lengths)
         return
-    seconds, rows, first = costs.step_seconds(costs.sizes[-1]), [], 0
-    for stage, length in enumerate(lengths):
-        layers = costs.layers[first : first + length]
-        weights = sum(layer.parameter_bytes for layer in layers)
-        time = format_seconds(sum(seconds[first : first + length]))
-        rows.append(
-            (str(stage), str(length), layers[0].name, layers[-1].name, time, format_bytes(weights))
-        )
-        first += length
     print(f"{lengths}  by {by}; F + B for {costs.sizes[-1]} samples")
-    print(options.table(("stage", "layers", "from", "to", "F + B", "weights"), rows))
+    print(
+        options.table(
+            ("stage", "layers", "from", "to", "F + B", "weights"), _stage_rows(costs, lengths)
+        )
+    )
+
+
+def _list_methods(json: bool) -> None:
+    """Print the partition methods and their sources."""
+    from penstock.partition.catalogue import PARTITIONERS
+
+    sources = {
+        name: str(entry.facts.get("source", "")) for name, entry in PARTITIONERS.entries().items()
+    }
+    if json:
+        options.print_json(sources)
+    else:
+        print(options.table(("method", "source"), list(sources.items())))
+
+
+def _stage_rows(profile: Profile, lengths: list[int]) -> list[tuple[str, ...]]:
+    """Return a row of the table per stage: layers, time for the largest batch, bytes of weights."""
+    layer_seconds = profile.step_seconds(profile.sizes[-1])
+    rows = []
+    first = 0
+    for stage, length in enumerate(lengths):
+        end = first + length
+        layers = profile.layers[first:end]
+        weight_bytes = sum(layer.parameter_bytes for layer in layers)
+        rows.append(
+            (
+                str(stage),
+                str(length),
+                layers[0].name,
+                layers[-1].name,
+                format_seconds(sum(layer_seconds[first:end])),
+                format_bytes(weight_bytes),
+            )
+        )
+        first = end
+    return rows

@@ -1,4 +1,4 @@
-"""`penstock plan`: the best pipeline for a profiled model on a cluster."""
+"""`penstock plan`: search the best pipeline for a profiled model on a cluster."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from penstock.cli.options import Json, MicroBatches, ScheduleName, Stages, Weigh
 from penstock.errors import SettingError
 
 if TYPE_CHECKING:
+    from penstock.plan.plan import Plan
     from penstock.profile.paced import Profiles
     from penstock.search.compare import Compared
 
@@ -20,46 +21,50 @@ def plan(
     profile: Annotated[
         list[Path],
         typer.Argument(
-            help="A profile from `penstock profile`; of a mixed cluster one for every kind of device."
+            help="A profile from `penstock profile`; for a mixed cluster, one per kind of device."
         ),
     ],
     cluster: Annotated[
         str, typer.Option(help="local:N, a preset such as 4xV100-10GbE, or a YAML file.")
     ] = "local:2",
     batch: Annotated[
-        int | None, typer.Option(help="Samples in a batch; by default the profile's.")
+        int | None, typer.Option(help="Samples per batch; default: the profile's.")
     ] = None,
     planner: Annotated[
-        str, typer.Option(help="auto, or one of the literature's: pipedream, dapple, bapipe, …")
+        str, typer.Option(help="auto, or a published planner: pipedream, dapple, bapipe, …")
     ] = "auto",
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Ask every planner, and score all by the same simulator."),
+        typer.Option("--compare", help="Run every planner and score all with one simulator."),
     ] = False,
     schedule: ScheduleName = None,
     stages: Stages = None,
     micro_batches: MicroBatches = None,
     max_replicas: Annotated[
-        int | None, typer.Option(help="Most copies of a stage; 1 for none.")
+        int | None, typer.Option(help="Most replicas of a stage; 1: no data parallelism.")
     ] = None,
     recompute: Annotated[
-        str, typer.Option(help="auto, never, except_last, always, or selective: some layers.")
+        str,
+        typer.Option(
+            help="Recompute policy: auto, never, except_last, always, or selective (some layers)."
+        ),
     ] = "auto",
     memory_limit: Annotated[
-        str | None, typer.Option(help="Bytes that a rank may hold, such as '2 GiB'.")
+        str | None, typer.Option(help="Memory limit per rank, such as '2 GiB'.")
     ] = None,
     asynchronous: Annotated[
-        bool, typer.Option("--asynchronous", help="Weigh schedules without a flush too.")
+        bool, typer.Option("--asynchronous", help="Search schedules without a flush as well.")
     ] = False,
     weights: Weights = None,
     weights_option: WeightsOption = None,
     budget: Annotated[
-        float, typer.Option(help="Seconds after which the search ends with the best so far.")
+        float, typer.Option(help="Time limit of the search in seconds; then the best plan so far.")
     ] = 10.0,
-    out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     json: Json = False,
 ) -> None:
-    """Find the fastest plan that fits, and say why it won. Layer times are those of the profile.
+    """Search the fastest plan that fits into memory, and compare it with the other candidates.
+    Layer times are those of the profile.
 
     Example: penstock plan profile.json --cluster local:4 --batch 128
     """
@@ -67,20 +72,20 @@ def plan(
     from penstock.draw.draw import draw
     from penstock.search.catalogue import PLANNERS
     from penstock.search.catalogue import plan as search
-    from penstock.search.compare import compare as ask_all
+    from penstock.search.compare import compare as run_all_planners
     from penstock.simulate.plan_costs import simulate_plan
     from penstock.store import to_json
 
     if compare and planner != "auto":
-        raise SettingError(f"--compare asks every planner: leave out --planner {planner}")
+        raise SettingError(f"--compare runs every planner: leave out --planner {planner}")
     if recompute not in ("auto", "never", "except_last", "always", "selective"):
         raise SettingError(
-            f"--recompute is auto, never, except_last, always or selective, not {recompute!r}"
+            f"--recompute must be auto, never, except_last, always or selective, not {recompute!r}"
         )
     PLANNERS.find(planner)
-    costs, samples = _profiles(profile)
+    costs, profile_batch = _load_profiles(profile)
     target = describe(cluster)
-    asked: dict[str, Any] = {
+    constraints: dict[str, Any] = {
         "schedules": None if schedule is None else [schedule],
         "stages": stages,
         "micro_batches": micro_batches,
@@ -89,103 +94,92 @@ def plan(
         "recompute": recompute,
         "asynchronous": asynchronous,
         "weights": weights,
-        "weights_options": options.numbers_named("weights-option", weights_option),
+        "weights_options": options.named_numbers("weights-option", weights_option),
         "budget_s": budget,
     }
-    size = samples if batch is None else batch
-    every = ask_all(costs, target, size, **asked) if compare else ()
-    found = _best(every) if compare else search(costs, target, size, planner=planner, **asked)
+    samples = profile_batch if batch is None else batch
+    comparison: tuple[Compared, ...] = ()
+    if compare:
+        comparison = run_all_planners(costs, target, samples, **constraints)
+        best = _best_plan(comparison)
+    else:
+        best = search(costs, target, samples, planner=planner, **constraints)
     if out is not None:
-        found.save(out)
+        best.save(out)
         typer.echo(f"wrote {out}", err=True)
     if json:
-        print(to_json(list(every)) if compare else to_json(found))
+        print(to_json(list(comparison)) if compare else to_json(best))
         return
     if compare:
-        print(_table(every))
+        print(_comparison_table(comparison))
         print()
-    print(found)
-    print(
-        draw(simulate_plan(found, costs, target), width=options.columns(), colour=options.colour())
-    )
+    print(best)
+    timeline = simulate_plan(best, costs, target)
+    print(draw(timeline, width=options.columns(), colour=options.colour()))
 
 
-def _profiles(paths: list[Path]) -> tuple[Profiles, int]:
-    """One profile, or several by the name of their device; and the samples of the first one's
-    batch.
+def _load_profiles(paths: list[Path]) -> tuple[Profiles, int]:
+    """Load one profile, or several by the name of their device.
+
+    Returns:
+        The profile, or profiles; and the batch size of the first one, in samples.
+
+    Raises:
+        FileError: a profile cannot be read.
+        SettingError: several profiles do not have a device name each.
     """
     from penstock.profile.profile import Profile
 
-    found = [Profile.load(path) for path in paths]
-    if len(found) == 1:
-        return found[0], found[0].batch
-    nameless = [str(path) for path, each in zip(paths, found, strict=True) if not each.device]
-    if nameless:
-        raise SettingError(
-            f"{nameless[0]} does not say which device it is of: profile that model anew, or give one profile alone"
-        )
-    names = [each.device for each in found]
-    if len(set(names)) < len(names):
-        raise SettingError(f"two of the profiles are of the same device: {', '.join(names)}")
-    return dict(zip(names, found, strict=True)), found[0].batch
+    profiles = [Profile.load(path) for path in paths]
+    batch = profiles[0].batch
+    if len(profiles) == 1:
+        return profiles[0], batch
+    for path, profile in zip(paths, profiles, strict=True):
+        if not profile.device:
+            raise SettingError(
+                f"{path} does not name its device: "
+                "measure that profile again, or use one profile alone"
+            )
+    devices = [profile.device for profile in profiles]
+    if len(set(devices)) < len(devices):
+        raise SettingError(f"two profiles are of the same device: {', '.join(devices)}")
+    return dict(zip(devices, profiles, strict=True)), batch
 
 
-def _best(every: tuple[Compared, ...]) -> Any:
-    """The plan of the fastest.
+def _best_plan(comparison: tuple[Compared, ...]) -> Plan:
+    """Return the plan of the first, fastest planner.
 
     Raises:
-        PlanError: no planner has one.
+        PlanError: no planner has a plan.
     """
     from penstock.errors import PlanError
 
-    if every[0].plan is None:
-        reason = next((each.refusal for each in every if each.planner == "auto"), every[0].refusal)
+    best = comparison[0]
+    if best.plan is None:
+        refusals = {result.planner: result.refusal for result in comparison}
+        reason = refusals.get("auto", best.refusal)
         raise PlanError(f"no planner has a plan. auto says: {reason}")
-    return every[0].plan
+    return best.plan
 
 
-def _table(every: tuple[Compared, ...]) -> str:
-    """A row for each planner."""
-    from penstock.units import format_bytes, format_seconds
+def _comparison_table(comparison: tuple[Compared, ...]) -> str:
+    """Write the table of `--compare`, a row per planner."""
+    from penstock.units import format_seconds
 
-    best = every[0].step_s
+    best_step_s = comparison[0].step_s
     rows = []
-    for each in every:
-        made = each.plan
-        if made is None:
-            rows.append(
-                (
-                    each.planner,
-                    *("",) * 8,
-                    format_seconds(each.seconds),
-                    each.refusal.splitlines()[0],
-                )
-            )
-            continue
-        own = made.candidates[0]
-        copies = (
-            str(own.replicas) if isinstance(own.replicas, int) else ",".join(map(str, own.replicas))
-        )
-        rows.append(
-            (
-                each.planner,
-                made.schedule_name,
-                str(made.stages),
-                copies,
-                str(made.micro_batches),
-                made.recompute,
-                format_seconds(made.predicted.step_s),
-                f"{made.predicted.step_s / best:.2f}x" if best else "",
-                format_bytes(max(made.predicted.peak_memory)),
-                format_seconds(each.seconds),
-                own.why if made.objective is None else f"{own.why}; {made.objective}",
-            )
-        )
+    for result in comparison:
+        planned_in = format_seconds(result.seconds)
+        if result.plan is None:
+            refusal = result.refusal.splitlines()[0]
+            rows.append((result.planner, *("",) * 8, planned_in, refusal))
+        else:
+            rows.append(_planner_row(result.planner, result.plan, best_step_s, planned_in))
     head = (
         "planner",
         "schedule",
         "stages",
-        "copies",
+        "replicas",
         "M",
         "recompute",
         "step",
@@ -195,3 +189,28 @@ def _table(every: tuple[Compared, ...]) -> str:
         "bound by; own objective",
     )
     return options.table(head, rows)
+
+
+def _planner_row(planner: str, plan: Plan, best_step_s: float, planned_in: str) -> tuple[str, ...]:
+    """Return the table row of a planner that has a plan."""
+    from penstock.units import format_bytes, format_seconds
+
+    candidate = plan.candidates[0]
+    replicas = candidate.replicas
+    step_s = plan.predicted.step_s
+    remarks = candidate.why
+    if plan.objective is not None:
+        remarks = f"{remarks}; {plan.objective}"
+    return (
+        planner,
+        plan.schedule_name,
+        str(plan.stages),
+        str(replicas) if isinstance(replicas, int) else ",".join(map(str, replicas)),
+        str(plan.micro_batches),
+        plan.recompute,
+        format_seconds(step_s),
+        f"{step_s / best_step_s:.2f}x" if best_step_s else "",
+        format_bytes(max(plan.predicted.peak_memory)),
+        planned_in,
+        remarks,
+    )

@@ -1,4 +1,4 @@
-"""`penstock profile`: measure a model here."""
+"""`penstock profile`: measure the layers of a model, or a cluster."""
 
 from __future__ import annotations
 
@@ -24,46 +24,53 @@ def profile(
     model: Annotated[str, typer.Option(help="A model of the zoo.")] = "vgg11_bn",
     data: Annotated[
         str | None,
-        typer.Option(help="Data whose shapes it gets: digits, text (GPT), reversed (GNMT)."),
+        typer.Option(help="Data set that sets the input's shape: digits, text or reversed."),
     ] = None,
-    image: Annotated[int, typer.Option(help="Pixels a side.")] = 32,
+    image: Annotated[int, typer.Option(help="Side length of an image in pixels.")] = 32,
     channels: Annotated[int, typer.Option(help="Channels of an image.")] = 3,
-    tokens: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Sequence length in tokens.")] = 64,
     model_option: ModelOption = None,
-    batch: Annotated[int, typer.Option(help="Samples in a batch.")] = 64,
+    batch: Annotated[int, typer.Option(help="Samples per batch.")] = 64,
     sizes: Annotated[
         str | None,
-        typer.Option(help="Micro-batch sizes: 4,16,64. By default batch / 16, / 4 and / 1."),
+        typer.Option(
+            help="Micro-batch sizes to measure: 4,16,64; default: batch / 16, batch / 4 and batch."
+        ),
     ] = None,
-    threads: Annotated[int, typer.Option(help="Threads that a rank will have.")] = 1,
+    threads: Annotated[int, typer.Option(help="Threads per rank.")] = 1,
     repeats: Annotated[int, typer.Option(help="Timed runs of each phase.")] = 5,
     device: options.Device = None,
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="Measure machines, not a model: local:N processes here, or `here` under torchrun."
+            help="Measure a cluster, not a model: local:N (N processes on this host), or `here` "
+            "under torchrun."
         ),
     ] = None,
     on: Annotated[
         str | None,
         typer.Option(
-            help="Measure nothing: reckon for this device, such as V100, or the first of a cluster's file."
+            help="Estimate analytically for this device (such as V100) instead of measuring; "
+            "for a cluster file, its first device."
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="With --on: float32, tf32, bfloat16, float16, ...")
+        str, typer.Option(help="With --on: data type: float32, tf32, bfloat16, float16, ...")
     ] = "float32",
     calibrate: Annotated[
         Path | None,
-        typer.Option(help="With --on: a profile measured there, of the same model, to fit to."),
+        typer.Option(
+            help="With --on: a profile of the same model, measured on that device, to fit to."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write the profile here, as JSON; the cluster, as YAML.")
+        Path | None,
+        typer.Option(help="Write the profile to this JSON file; a cluster to this YAML file."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Time every layer of a model and count its bytes; or reckon for a device that is not here; or
-    time a cluster.
+    """Measure the time and memory of every layer of a model; or estimate them for another device;
+    or measure a cluster.
 
     Example: penstock profile --model vgg11_bn --batch 64 --out profile.json
 
@@ -79,12 +86,7 @@ def profile(
     from penstock.training.config import TrainConfig
     from penstock.training.task import fitting_data
 
-    try:
-        wanted = None if sizes is None else [int(size) for size in sizes.split(",")]
-    except ValueError as error:
-        raise SettingError(
-            f"--sizes {sizes}: write whole numbers with commas, such as 4,16,64"
-        ) from error
+    sample_counts = None if sizes is None else _parse_sizes(sizes)
     config = TrainConfig(
         model=model,
         model_options=named_values("model-option", model_option),
@@ -97,28 +99,43 @@ def profile(
     if on is not None:
         if device is not None:
             raise SettingError(
-                "--device says where to measure, and --on measures nothing: leave one of them out"
+                "--device says where to measure, but --on does not measure: leave one of them out"
             )
-        from penstock.cli.profile_on import Wanted, profile_on
+        from penstock.cli.profile_on import EstimateRequest, estimate_profile
 
-        found, how = profile_on(Wanted(config, data, on, dtype, calibrate, wanted)), "reckoned"
+        request = EstimateRequest(config, data, on, dtype, calibrate, sample_counts)
+        result, how = estimate_profile(request), "estimated"
     elif dtype != "float32" or calibrate is not None:
         raise SettingError(
-            "--dtype and --calibrate say how to reckon for a device that is not here: name it with --on"
+            "--dtype and --calibrate belong to an analytic estimate: name its device with --on"
         )
     else:
-        found = _measured(config, wanted, threads, repeats, device)
+        result = _measure_profile(config, sample_counts, threads, repeats, device)
         how = f"{threads} thread(s)"
     if out is not None:
-        found.save(out)
+        result.save(out)
         typer.echo(f"wrote {out}", err=True)
-    _show(found, f"{model} on {found.machine.get('device', '?')}, {how}", json=json)
+    _print_profile(result, f"{model} on {result.machine.get('device', '?')}, {how}", json=json)
 
 
-def _measured(
+def _parse_sizes(text: str) -> list[int]:
+    """Parse micro-batch sizes: `4,16,64`.
+
+    Raises:
+        SettingError: one of them is no whole number.
+    """
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError as error:
+        raise SettingError(
+            f"--sizes {text}: write whole numbers with commas, such as 4,16,64"
+        ) from error
+
+
+def _measure_profile(
     config: TrainConfig, sizes: list[int] | None, threads: int, repeats: int, device: str | None
 ) -> Profile:
-    """Time the layers, with a bar that says how far it is."""
+    """Time the layers of a model, with a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -127,14 +144,16 @@ def _measured(
     from penstock.tracing.chain import chain
     from penstock.training.task import make_task
 
-    place = choose_device_type(device or "auto", count_cards())
+    device_type = choose_device_type(device or "auto", count_cards())
     task = make_task(config)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        line = bar.add_task("measuring", total=None)
+        progress_task = bar.add_task("measuring", total=None)
 
-        def show(done: int, total: int, name: str) -> None:
-            bar.update(line, completed=done, total=total, description=f"measuring {name}")
+        def show_progress(completed: int, total: int, name: str) -> None:
+            bar.update(
+                progress_task, completed=completed, total=total, description=f"measuring {name}"
+            )
 
         return measure(
             chain(task.model),
@@ -143,34 +162,34 @@ def _measured(
             sizes=sizes,
             repeats=repeats,
             threads=threads,
-            device=place,
-            progress=show,
+            device=device_type,
+            progress=show_progress,
         )
 
 
-def _show(found: Profile, title: str, *, json: bool) -> None:
+def _print_profile(profile: Profile, title: str, *, json: bool) -> None:
+    """Print a profile as JSON, or as a table with a row per layer."""
     if json:
         from penstock.store import to_json
 
-        print(to_json(found))
+        print(to_json(profile))
         return
-    size = found.sizes[-1]
-    rows = [
-        (
-            layer.name,
-            layer.kind,
-            *(format_seconds(layer.seconds(phase, size)) for phase in PHASES),
-            format_seconds(layer.forward.fixed_s + layer.backward.fixed_s),
-            format_bytes(layer.parameter_bytes),
-            format_bytes(layer.activation_bytes_per_sample),
-            format_bytes(layer.output_bytes_per_sample),
+    size = profile.sizes[-1]
+    rows = []
+    for layer in profile:
+        phase_times = [format_seconds(layer.seconds(phase, size)) for phase in PHASES]
+        rows.append(
+            (
+                layer.name,
+                layer.kind,
+                *phase_times,
+                format_seconds(layer.forward.fixed_s + layer.backward.fixed_s),
+                format_bytes(layer.parameter_bytes),
+                format_bytes(layer.activation_bytes_per_sample),
+                format_bytes(layer.output_bytes_per_sample),
+            )
         )
-        for layer in found
-    ]
+    head = ("layer", "kind", "F", "B", "I", "W", "fixed F + B", "weights", "saved", "output")
     print(f"{title}; times for {size} samples, bytes for one")
-    print(
-        options.table(
-            ("layer", "kind", "F", "B", "I", "W", "fixed F + B", "weights", "kept", "output"), rows
-        )
-    )
-    print(f"whole step: {format_seconds(sum(found.step_seconds(size)))}")
+    print(options.table(head, rows))
+    print(f"whole step: {format_seconds(sum(profile.step_seconds(size)))}")

@@ -1,4 +1,4 @@
-"""`penstock profile --cluster`: measure the machines instead of a model."""
+"""`penstock profile --cluster`: measure devices and links instead of a model."""
 
 from __future__ import annotations
 
@@ -21,118 +21,135 @@ if TYPE_CHECKING:
 
     from penstock.measure.cluster import ClusterFound, Progress
 
-#: Flags of `penstock profile` that say something about a cluster; the others are about a model.
-_OURS = {"cluster", "threads", "repeats", "out", "json"}
+#: Flags of `penstock profile` that a cluster's measurement uses; the others are about a model.
+_CLUSTER_FLAGS = {"cluster", "threads", "repeats", "out", "json"}
 
-#: More processes than this on one host are a slip of the finger.
-_MOST = 64
+#: Most processes on one host: a larger number is taken for a typing error.
+_MOST_PROCESSES = 64
 
-#: Bytes of the messages whose times are printed; --json has all.
-_SHOWN = (64, 2**16, 2**20, 2**24, 2**26)
+#: Sizes in bytes of the messages whose times are printed; --json has all.
+_PRINTED_SIZES = (64, 2**16, 2**20, 2**24, 2**26)
 
 
 def profile_cluster(
     context: typer.Context, spec: str, threads: int, repeats: int, out: Path | None, *, json: bool
 ) -> None:
-    """Measure `local:N` in processes started for it, or `here`, from within ranks that torchrun
-    started; print and write it.
+    """Measure a cluster, print the result and write it to a file.
+
+    Args:
+        context: of the command, to see which flags were set.
+        spec: `local:N` to start N processes on this host, or `here` for the ranks that torchrun
+            started.
+        threads: per rank.
+        repeats: timed runs of each measurement.
+        out: YAML file to write the cluster to.
+        json: print JSON instead of tables.
 
     Raises:
-        SettingError: the words are neither, or flags of a model's profile stand with them.
-        FileError: the description cannot be written.
-        RunError: the ranks cannot be started, or cannot talk.
+        SettingError: `spec` is neither of the two, or a flag for a model's profile is set.
+        FileError: the cluster's file cannot be written.
+        RunError: the ranks cannot be started or cannot communicate.
     """
-    _of_a_model(context)
-    ranks = _ranks(spec)
+    _refuse_model_flags(context)
+    ranks = _process_count(spec)
     if threads < 1 or repeats < 1:
         raise SettingError(f"threads {threads} and repeats {repeats} must be 1 or more")
+    # Checked now, because measuring takes minutes.
     if out is not None and not out.parent.is_dir():
-        raise SettingError(
-            f"--out {out}: there is no folder {out.parent}"
-        )  # known before minutes of measuring, not after
+        raise SettingError(f"--out {out}: there is no folder {out.parent}")
     if ranks is None:
         import torch.distributed as dist
 
-        found = _measure(spec, repeats, threads)
+        measurement = _measure(spec, repeats, threads)
         if dist.get_rank() != 0:
             return
     else:
         from penstock.runtime.launch import launch
 
-        if warning := _busy():
+        if warning := _load_warning():
             typer.echo(warning, err=True)
         try:
-            found = launch(_measure, ranks, spec, repeats, threads, threads=threads)[0]
+            measurement = launch(_measure, ranks, spec, repeats, threads, threads=threads)[0]
         finally:
-            _terminal().show_cursor()  # a rank that was ended has left it hidden, behind its bar
+            # A rank that was terminated may have left the cursor hidden by its progress bar.
+            _stderr_console().show_cursor()
     if out is not None:
-        found.cluster.save(out)
+        measurement.cluster.save(out)
         typer.echo(
             f"wrote {out}; plan for it with: penstock plan PROFILE --cluster {out}", err=True
         )
     if json:
         from penstock.store import to_json
 
-        print(to_json(found))
+        print(to_json(measurement))
     else:
-        _show(found)
+        _print_measurement(measurement)
 
 
-def _of_a_model(context: typer.Context) -> None:
-    """Refuse flags that would be passed over."""
-    given = [
-        name
-        for name in context.params
-        if str(context.get_parameter_source(name)).endswith("COMMANDLINE")
-    ]
-    other = [f"--{name.replace('_', '-')}" for name in given if name not in _OURS]
-    if other:
+def _refuse_model_flags(context: typer.Context) -> None:
+    """Refuse flags for a model's profile, which would be ignored.
+
+    Raises:
+        SettingError: one of them is set on the command line.
+    """
+    model_flags = []
+    for name in context.params:
+        source = str(context.get_parameter_source(name))
+        if source.endswith("COMMANDLINE") and name not in _CLUSTER_FLAGS:
+            model_flags.append(f"--{name.replace('_', '-')}")
+    if model_flags:
         raise SettingError(
-            f"{', '.join(other)}: that is of a model's profile, and --cluster measures machines. Run `penstock profile` "
-            "once with each"
+            f"{', '.join(model_flags)}: for a model's profile, while --cluster measures machines. "
+            "Run `penstock profile` once for each"
         )
 
 
-def _busy() -> str | None:
-    """A word of warning where other programs keep the host's processors busy."""
+def _load_warning() -> str | None:
+    """Return a warning if other programs use at least half of the host's cores, else None."""
     try:
         load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     except OSError:
         return None
     if load < cores / 2:
         return None
-    return f"this host is busy: {load:.1f} programs were running in the last minute, on {cores} cores. What is measured now is of a host so busy"
+    return (
+        f"this host is busy: {load:.1f} programs were running in the last minute, on {cores} cores. "
+        "The measurement will include that load"
+    )
 
 
-def _ranks(spec: str) -> int | None:
-    """How many processes to start here; None if they are there already.
+def _process_count(spec: str) -> int | None:
+    """Return how many processes to start; None if torchrun has started them.
 
     Raises:
-        SettingError: the words are not understood, or there are no ranks.
+        SettingError: `spec` is neither `local:N` nor `here`, N is not 1 to 64, or torchrun has not
+            started this process.
     """
     if spec == "here":
         from penstock.runtime.processes import started
 
         if not started():
             raise SettingError(
-                "--cluster here measures the ranks that torchrun started, and this process is alone: start it with "
-                "torchrun --nproc-per-node N -m penstock profile --cluster here, or measure local:N"
+                "--cluster here measures the ranks that torchrun started, but torchrun did not "
+                "start this process: use torchrun --nproc-per-node N -m penstock profile "
+                "--cluster here, or measure local:N"
             )
         return None
     match = re.fullmatch(r"local:(\d{1,6})", spec)
     if match is None:
         raise SettingError(
-            f"--cluster {spec}: what can be measured is local:N, N processes on this host, or `here`, the ranks that "
-            "torchrun started. A cluster that is not here is described, in a word or a file, for `penstock plan --cluster`; a "
-            "model is profiled for its devices by --on"
+            f"--cluster {spec}: must be local:N (N processes on this host) or `here` (the ranks "
+            "that torchrun started). For a cluster that is not here, use `penstock plan --cluster` "
+            "with a preset or a file; --on estimates a model's profile for its devices"
         )
-    if not 1 <= int(match[1]) <= _MOST:
-        raise SettingError(f"--cluster {spec}: 1 to {_MOST} processes can be measured on a host")
-    return int(match[1])
+    count = int(match[1])
+    if not 1 <= count <= _MOST_PROCESSES:
+        raise SettingError(f"--cluster {spec}: N must be 1 to {_MOST_PROCESSES}")
+    return count
 
 
 def _measure(spec: str, repeats: int, threads: int) -> ClusterFound:
-    """What every rank runs."""
+    """Measure the cluster together with the other ranks; every rank runs this."""
     import torch
     import torch.distributed as dist
 
@@ -142,7 +159,7 @@ def _measure(spec: str, repeats: int, threads: int) -> ClusterFound:
 
     join()
     torch.set_num_threads(threads)
-    with _bar(dist.get_rank() == 0) as progress:
+    with _progress_bar(visible=dist.get_rank() == 0) as progress:
         device = torch.device(assign_device().device)
         return measure_cluster(
             spec.replace("here", "measured"), device, repeats=repeats, progress=progress
@@ -150,112 +167,113 @@ def _measure(spec: str, repeats: int, threads: int) -> ClusterFound:
 
 
 @contextmanager
-def _bar(first: bool) -> Iterator[Progress]:
-    """A progress bar on the terminal, if this is the rank that shows it."""
+def _progress_bar(visible: bool) -> Iterator[Progress]:
+    """Show a progress bar on the terminal, on the one rank where it is visible."""
     from rich.progress import Progress as Bar
 
-    console = _terminal()
-    # Drawn at each step only: a thread that redraws it would be measured, too.
+    console = _stderr_console()
+    # Redrawn at each step only: a thread that redraws it would distort the measurement.
     with Bar(
         console=console,
         transient=True,
-        disable=not (first and console.is_terminal),
+        disable=not (visible and console.is_terminal),
         auto_refresh=False,
     ) as bar:
-        line = bar.add_task("measuring", total=None)
+        progress_task = bar.add_task("measuring", total=None)
 
-        def show(done: int, total: int, what: str) -> None:
+        def show_progress(completed: int, total: int, subject: str) -> None:
             bar.update(
-                line, completed=done, total=total, description=f"measuring {what}", refresh=True
+                progress_task,
+                completed=completed,
+                total=total,
+                description=f"measuring {subject}",
+                refresh=True,
             )
 
-        yield show
+        yield show_progress
 
 
-def _terminal() -> Console:
+def _stderr_console() -> Console:
+    """Return a console on standard error."""
     from rich.console import Console
 
     return Console(stderr=True)
 
 
-def _show(found: ClusterFound) -> None:
-    """What was found, as tables."""
-    print(found.cluster)
-    print(f"  {found.cluster.source}\n")
-    print(_devices(found))
-    if found.pairs:
-        print(f"\n{_links(found)}")
-    if found.at_once > 1:
-        print(f"several pairs at once take {found.at_once:.2f} times as long as one")
+def _print_measurement(measurement: ClusterFound) -> None:
+    """Print the cluster and the tables of its devices and links."""
+    print(measurement.cluster)
+    print(f"  {measurement.cluster.source}\n")
+    print(_device_table(measurement))
+    if measurement.pairs:
+        print(f"\n{_link_table(measurement)}")
+    if measurement.at_once > 1:
+        print(f"several pairs at once take {measurement.at_once:.2f} times as long as one")
 
 
-def _devices(found: ClusterFound) -> str:
-    """One line for each thing that was measured of the devices."""
+def _device_table(measurement: ClusterFound) -> str:
+    """Write the devices' figures: spread over ranks, and slowdown while all ranks compute."""
+    devices = [rank.device for rank in measurement.ranks]
 
-    def row(
-        name: str, load: str, values: Sequence[float], text: Callable[[float], str]
-    ) -> tuple[str, ...]:
-        spread = (min(values), statistics.median(values), max(values))
-        return (
-            name,
-            *map(text, spread),
-            f"x {statistics.median(dict(one.busy)[load] for one in found.ranks):.2f}",
-        )
+    def slowdown(load: str) -> str:
+        """Write the median over ranks of busy time / idle time for a kind of load."""
+        return f"x {statistics.median(dict(rank.busy)[load] for rank in measurement.ranks):.2f}"
 
-    devices = [one.device for one in found.ranks]
-    rows = [
-        row(
-            f"matmul {dtype}",
-            f"matmul {dtype}",
-            [dict(device.flops)[dtype] for device in devices],
-            lambda x: f"{x / 1e9:.4g} GFLOP/s",
-        )
-        for dtype, _ in devices[0].flops
-    ]
+    def spread(values: Sequence[float], text: Callable[[float], str]) -> list[str]:
+        """Write minimum, median and maximum of one value per rank."""
+        return [text(min(values)), text(statistics.median(values)), text(max(values))]
+
+    rows: list[tuple[str, ...]] = []
+    for dtype, _ in devices[0].flops:
+        name = f"matmul {dtype}"
+        flops = [dict(device.flops)[dtype] for device in devices]
+        rows.append((name, *spread(flops, lambda x: f"{x / 1e9:.4g} GFLOP/s"), slowdown(name)))
     rates = [device.memory_bytes_per_s or 0.0 for device in devices]
-    rows.append(row("memory", "memory", rates, lambda x: f"{x / 1e9:.3g} GB/s"))
-    rows.append(row("an op, eager", "ops", [device.launch_s for device in devices], format_seconds))
-    convolution = statistics.median(dict(one.busy)["conv"] for one in found.ranks)
-    rows.append(("convolution", "", "", "", f"x {convolution:.2f}"))
-    free = [device.memory_bytes for device in devices]
+    rows.append(("memory", *spread(rates, lambda x: f"{x / 1e9:.3g} GB/s"), slowdown("memory")))
+    launch_times = [device.launch_s for device in devices]
+    rows.append(("an op, eager", *spread(launch_times, format_seconds), slowdown("ops")))
+    rows.append(("convolution", "", "", "", slowdown("conv")))
     rows.append(
-        ("memory to use", *map(format_bytes, (min(free), statistics.median(free), max(free))), "")
+        ("memory to use", *spread([device.memory_bytes for device in devices], format_bytes), "")
     )
-    together = ", ".join(
-        f"{device.together:.3g}" for device in dict.fromkeys(found.cluster.devices)
-    )
-    table = options.table(("one rank", "least", "median", "most", "all ranks busy"), rows)
-    return f"{table}\nall ranks busy: seconds then over seconds alone; plans take {together}, the mean of float32 and convolution"
-
-
-def _links(found: ClusterFound) -> str:
-    """One line for each pair of ranks, and one for messages in used memory."""
-    sizes = found.pairs[0].times.sizes
-    shown = [i for i, size in enumerate(sizes) if size in _SHOWN]
-    head = (
-        "ranks",
-        *(format_bytes(sizes[i]) for i in shown),
-        "latency",
-        "GB/s",
-        "off by",
-        "at most",
-        "both ways",
-    )
-    rows = [
-        (
-            f"{pair.a}-{pair.b}",
-            *(format_seconds(pair.times.fresh_s[i]) for i in shown),
-            format_seconds(pair.fit.latency_s),
-            f"{pair.fit.bandwidth_bytes_per_s / 1e9:.3g}",
-            f"{pair.fit.mean_error:.0%}",
-            f"{pair.fit.worst_error:.0%}",
-            f"x {pair.times.both_ways:.2f}",
-        )
-        for pair in found.pairs
-    ]
-    used = [statistics.median(pair.times.used_s[i] for pair in found.pairs) for i in shown]
-    rows.append(("used", *map(format_seconds, used), *[""] * 5))
+    distinct_devices = dict.fromkeys(measurement.cluster.devices)
+    factors = ", ".join(f"{device.together:.3g}" for device in distinct_devices)
+    table = options.table(("one rank", "min", "median", "max", "all ranks busy"), rows)
     return (
-        f"{options.table(head, rows)}\none way, in memory just allocated, as the runtime's messages are; used: in memory used before, "
-        "the median\noff by: mean error of latency + bytes / bandwidth; both ways: seconds in both directions at once over one"
+        f"{table}\nall ranks busy: time relative to one rank alone; "
+        f"plans use {factors}, the mean of float32 and convolution"
+    )
+
+
+def _link_table(measurement: ClusterFound) -> str:
+    """Write message times and the fitted link of each pair of ranks."""
+    sizes = measurement.pairs[0].times.sizes
+    columns = [index for index, size in enumerate(sizes) if size in _PRINTED_SIZES]
+    size_names = [format_bytes(sizes[index]) for index in columns]
+    head = ("ranks", *size_names, "latency", "GB/s", "fit error", "max error", "both ways")
+    rows = []
+    for pair in measurement.pairs:
+        message_times = [format_seconds(pair.times.fresh_s[index]) for index in columns]
+        rows.append(
+            (
+                f"{pair.a}-{pair.b}",
+                *message_times,
+                format_seconds(pair.fit.latency_s),
+                f"{pair.fit.bandwidth_bytes_per_s / 1e9:.3g}",
+                f"{pair.fit.mean_error:.0%}",
+                f"{pair.fit.worst_error:.0%}",
+                f"x {pair.times.both_ways:.2f}",
+            )
+        )
+    reused_times = []
+    for index in columns:
+        median = statistics.median(pair.times.used_s[index] for pair in measurement.pairs)
+        reused_times.append(format_seconds(median))
+    rows.append(("reused", *reused_times, *[""] * 5))
+    return (
+        f"{options.table(head, rows)}\n"
+        "one way, in newly allocated memory, as the runtime sends; "
+        "reused: in memory used before, median of all pairs\n"
+        "fit error: mean error of latency + bytes / bandwidth; "
+        "both ways: time in both directions at once over time in one"
     )

@@ -1,4 +1,4 @@
-"""`penstock profile --on DEVICE`: what a model would cost on hardware that is not here."""
+"""`penstock profile --on DEVICE`: estimate a model's costs on hardware that is not here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A model and the device to reckon for. `data`: the data set whose shapes the model gets; None:
-    `--image` or `--tokens` alone.
+class EstimateRequest:
+    """A model and the device to estimate its costs for.
+
+    Attributes:
+        config: names the model and the sizes of its input.
+        data: data set that sets the input's shape; None: `--image` or `--tokens` alone.
+        device: name of a preset's device or of a cluster, or a cluster's file.
+        dtype: data type of weights and activations.
+        calibrate: profile of the same model, measured on that device, to fit the estimate to.
+        sizes: micro-batch sizes; None: those of a measured profile.
     """
 
     config: TrainConfig
@@ -30,33 +37,34 @@ class Wanted:
     sizes: list[int] | None = None
 
 
-def profile_on(wanted: Wanted) -> Profile:
-    """The profile by operation counts and a roofline; nothing is timed.
+def estimate_profile(request: EstimateRequest) -> Profile:
+    """Estimate a profile from operation counts and a roofline, without timing anything.
 
     Raises:
-        UnknownName, SettingError, FileError, ClusterError: model, device or the profile to
-        calibrate with cannot be had.
+        UnknownName: there is no such model, data set, device or cluster.
+        SettingError, FileError, ClusterError: an option, the cluster's file or the profile to
+            calibrate with cannot be used.
     """
     from penstock.measure.analytic import analytic
 
-    made, example = _model(wanted)
+    model, example = _model_and_example(request)
     return analytic(
-        made,
+        model,
         example,
-        device_called(wanted.device),
-        batch=wanted.config.batch,
-        sizes=wanted.sizes,
-        dtype=wanted.dtype,
-        calibrate=wanted.calibrate,
+        find_device(request.device),
+        batch=request.config.batch,
+        sizes=request.sizes,
+        dtype=request.dtype,
+        calibrate=request.calibrate,
     )
 
 
-def device_called(name: str) -> Device:
-    """A preset's device, or the first of a cluster: a preset's, or a description's in a file.
+def find_device(name: str) -> Device:
+    """Return a preset device by name, or the first device of a preset cluster or cluster file.
 
     Raises:
-        UnknownName: there is no such device, nor cluster.
-        ClusterError, FileError: the description cannot be read.
+        UnknownName: there is no such device or cluster.
+        ClusterError, FileError: the cluster's file cannot be read.
     """
     from penstock.cluster.cluster import cluster
     from penstock.cluster.presets import Presets
@@ -65,46 +73,48 @@ def device_called(name: str) -> Device:
     try:
         return presets.device(name)
     except UnknownName:
-        if Path(name).suffix or name.lower() in {known.lower() for known in presets.clusters}:
+        cluster_names = {cluster_name.lower() for cluster_name in presets.clusters}
+        if Path(name).suffix or name.lower() in cluster_names:
             return cluster(name).devices[0]
         raise
 
 
-def _model(wanted: Wanted) -> tuple[nn.Module, Tensor]:
-    """The model and one sample of its input, both on the meta device unless a data set is named."""
+def _model_and_example(request: EstimateRequest) -> tuple[nn.Module, Tensor]:
+    """Make the model and one sample of its input, on the meta device unless a data set is named."""
     import torch
 
     from penstock.training.task import make_task
     from penstock.zoo.catalogue import model, models
 
-    config = wanted.config
-    if wanted.data is not None:
+    config = request.config
+    if request.data is not None:
         task = make_task(config)
         return task.model, task.example()
-    known = models()
-    if config.model not in known:
-        model(config.model)  # says what there is
-    facts = known[config.model]
-    fitting: dict[str, object] = {
+    catalogue = models()
+    if config.model not in catalogue:
+        model(config.model)  # raises UnknownName with the names of all models
+    facts = catalogue[config.model]
+    input_sizes: dict[str, object] = {
         "image": config.image,
         "channels": config.channels,
         "tokens": config.tokens,
     }
-    options = {
-        name: value for name, value in fitting.items() if name in facts.options
-    } | config.model_options
-    made = model(config.model, device="meta", **options)
-    chosen = facts.options | options
+    options = {name: value for name, value in input_sizes.items() if name in facts.options}
+    options |= config.model_options
+    meta_model = model(config.model, device="meta", **options)
+    all_options = facts.options | options
     if facts.task == "classify":
-        whole = ("features",) if "features" in chosen else ("channels", "image", "image")
-        shape = [_count(name, chosen[name]) for name in whole]
-        return made, torch.empty(1, *shape, device="meta")
-    tokens = _count("tokens", chosen.get("tokens", config.tokens))
+        dimensions = ("features",) if "features" in all_options else ("channels", "image", "image")
+        shape = [_whole_number(name, all_options[name]) for name in dimensions]
+        return meta_model, torch.empty(1, *shape, device="meta")
+    tokens = _whole_number("tokens", all_options.get("tokens", config.tokens))
+    # A translation model takes source and target as two rows of one sample.
     rows = (2,) if facts.task == "translate" else ()
-    return made, torch.empty(1, *rows, tokens, dtype=torch.int64, device="meta")
+    return meta_model, torch.empty(1, *rows, tokens, dtype=torch.int64, device="meta")
 
 
-def _count(name: str, value: object) -> int:
+def _whole_number(name: str, value: object) -> int:
+    """Return an option's value as an integer, or raise SettingError."""
     if not isinstance(value, int):
         raise SettingError(f"{name}={value!r} must be a whole number")
     return value

@@ -1,4 +1,4 @@
-"""`penstock schedules`: what there is, and how it compares."""
+"""`penstock schedules`: list the schedules, compare them, and draw a gallery of them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ from penstock.cli.options import Json, print_json, table
 from penstock.errors import SettingError
 
 if TYPE_CHECKING:
-    from penstock.cli.comparison import Compared
+    from penstock.cli.comparison import ScheduleFigures
 
-#: What the table can be sorted by; equals stay in the order of their names.
-SORTS: dict[str, Callable[[Compared], float | str]] = {
-    "bubble": lambda each: each.bubble_ratio,
-    "span": lambda each: each.span_bubble_ratio,
-    "makespan": lambda each: each.makespan,
-    "in-flight": lambda each: each.in_flight,
-    "weights": lambda each: each.weights,
-    "name": lambda each: each.name,
+#: Sort keys of the table by name; ties stay in the order of the schedules' names.
+SORTS: dict[str, Callable[[ScheduleFigures], float | str]] = {
+    "bubble": lambda figures: figures.bubble_ratio,
+    "span": lambda figures: figures.span_bubble_ratio,
+    "makespan": lambda figures: figures.makespan,
+    "in-flight": lambda figures: figures.in_flight,
+    "weights": lambda figures: figures.weights,
+    "name": lambda figures: figures.name,
 }
+#: Stages and micro-batches of the comparison where the flags do not set them.
+_STAGES, _MICRO_BATCHES = 4, 8
 HEAD = (
     "stages",
     "bubble ratio",
     "by span",
     "makespan",
     "in flight",
-    "weights held",
+    "weight copies",
     "splits backward",
 )
-_EXPLAINED = (
-    "A rank's share of the model costs F = 1, B = 2, I = W = 1 for a micro-batch, be it one stage or several; transfers and updates are "
-    "free. Bubble ratio: idle time of all ranks / (ranks x makespan); by span: idle share of the longest time from a rank's first op to its "
-    "last, as the zero-bubble papers count. In flight: micro-batches on the fullest rank. Weights held: copies of the model on all ranks, in "
-    "all versions. Asynchronous schedules do not drain between batches: bubble ratio and makespan are those of one batch once they are full."
+_EXPLANATION = (
+    "A rank's share of the model takes F = 1, B = 2, I = W = 1 for a micro-batch, in one stage or "
+    "several; transfers and updates take no time. Bubble ratio: idle time of all ranks / (ranks x "
+    "makespan); by span: idle share of the longest time from a rank's first op to its last, as in "
+    "the zero-bubble papers. In flight: micro-batches on the fullest rank. Weight copies: copies of "
+    "the model on all ranks, in all versions. Asynchronous schedules do not drain between batches: "
+    "their bubble ratio and makespan are those of one batch in the steady state."
 )
 
 
@@ -45,119 +49,148 @@ def schedules(
     stages: Annotated[
         int | None,
         typer.Option(
-            help="Compare all on so many ranks, of one stage each or more; 4 if not said."
+            help="Compare all schedules on this number of ranks, with one stage or more on each; "
+            "default: 4."
         ),
     ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(help="Parts that a batch is cut into; 8 if not said.")
+        int | None, typer.Option(help="Number of micro-batches per batch; default: 8.")
     ] = None,
     sort: Annotated[
-        str | None, typer.Option(help="bubble, span, makespan, in-flight, weights or name.")
+        str | None,
+        typer.Option(
+            help="Sort the comparison by bubble, span, makespan, in-flight, weights or name."
+        ),
     ] = None,
     gallery: Annotated[
-        Path | None, typer.Option(help="Draw all into this folder, with a page that shows them.")
+        Path | None,
+        typer.Option(help="Draw all schedules into this folder, with a page that shows them."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """List all schedules with their sources; with numbers, compare them.
+    """List all schedules with their sources; or, with any other flag, compare them by simulation.
 
     Example: penstock schedules --stages 4 --micro-batches 8 --sort in-flight
     """
     if stages is None and micro_batches is None and sort is None and gallery is None:
-        _sources(json)
+        _list_schedules(json)
         return
     if sort is not None and sort not in SORTS:
-        raise SettingError(f"--sort is one of {', '.join(SORTS)}, not {sort!r}")
+        raise SettingError(f"--sort must be one of {', '.join(SORTS)}, not {sort!r}")
+    _compare_schedules(
+        _STAGES if stages is None else stages,
+        _MICRO_BATCHES if micro_batches is None else micro_batches,
+        sort or "bubble",
+        gallery,
+        json,
+    )
+
+
+def _compare_schedules(
+    ranks: int, micro_batches: int, sort: str, gallery: Path | None, json: bool
+) -> None:
+    """Simulate all schedules; draw them into the folder `gallery`, or print a table or JSON.
+
+    Raises:
+        SettingError: a number is below 1.
+        FileError: the gallery cannot be written.
+    """
     from penstock.cli.comparison import compare
 
-    ranks, parts = 4 if stages is None else stages, 8 if micro_batches is None else micro_batches
-    for flag, number in (("stages", ranks), ("micro-batches", parts)):
+    for flag, number in (("stages", ranks), ("micro-batches", micro_batches)):
         if number < 1:
-            raise SettingError(f"--{flag} {number}: there is at least 1")
-    found, refused = compare(ranks, parts)
-    found.sort(key=SORTS[sort or "bubble"])
+            raise SettingError(f"--{flag} {number}: must be at least 1")
+    comparison, left_out = compare(ranks, micro_batches)
+    comparison.sort(key=SORTS[sort])
     if gallery is not None:
-        _draw(gallery, ranks, parts, found, refused)
+        _draw_gallery(gallery, ranks, micro_batches, comparison, left_out)
     if json:
         print_json(
             {
                 "ranks": ranks,
-                "micro_batches": parts,
-                "schedules": [each.facts() for each in found],
-                "refused": refused,
+                "micro_batches": micro_batches,
+                "schedules": [figures.facts() for figures in comparison],
+                "refused": left_out,
             }
         )
     elif gallery is None:
-        print(table(("schedule", *HEAD), [(each.name, *_cells(each)) for each in found]))
-        for line in _left_out(refused):
+        rows = [(figures.name, *_cells(figures)) for figures in comparison]
+        print(table(("schedule", *HEAD), rows))
+        for line in _left_out_lines(left_out):
             print(line)
 
 
-def _cells(each: Compared) -> tuple[str, ...]:
+def _cells(figures: ScheduleFigures) -> tuple[str, ...]:
+    """Return the cells of a schedule's table row, in the order of `HEAD`."""
     return (
-        str(each.stages),
-        f"{each.bubble_ratio:.1%}".replace("%", " %"),
-        f"{each.span_bubble_ratio:.1%}".replace("%", " %"),
-        f"{each.makespan:.2f}".rstrip("0").rstrip("."),
-        f"{each.in_flight:.2f}".rstrip("0").rstrip("."),
-        f"{each.weights:.2f}".rstrip("0").rstrip("."),
-        "yes" if each.splits_backward else "no",
+        str(figures.stages),
+        f"{figures.bubble_ratio:.1%}".replace("%", " %"),
+        f"{figures.span_bubble_ratio:.1%}".replace("%", " %"),
+        f"{figures.makespan:.2f}".rstrip("0").rstrip("."),
+        f"{figures.in_flight:.2f}".rstrip("0").rstrip("."),
+        f"{figures.weights:.2f}".rstrip("0").rstrip("."),
+        "yes" if figures.splits_backward else "no",
     )
 
 
-def _left_out(refused: dict[str, str]) -> list[str]:
-    """A line for every reason, with the names it holds for."""
-    names: dict[str, list[str]] = {}
-    for name, reason in refused.items():
-        names.setdefault(reason, []).append(name)
-    return [f"{', '.join(each)}: {reason}" for reason, each in names.items()]
+def _left_out_lines(left_out: dict[str, str]) -> list[str]:
+    """Write one line per reason, with the names of the schedules that it excludes."""
+    names_of_reason: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        names_of_reason.setdefault(reason, []).append(name)
+    return [f"{', '.join(names)}: {reason}" for reason, names in names_of_reason.items()]
 
 
-def _draw(
-    folder: Path, ranks: int, micro_batches: int, found: list[Compared], refused: dict[str, str]
+def _draw_gallery(
+    folder: Path,
+    ranks: int,
+    micro_batches: int,
+    comparison: list[ScheduleFigures],
+    left_out: dict[str, str],
 ) -> None:
+    """Draw all schedules into a folder, with a page that shows them."""
     from penstock.draw.gallery import Exhibit, Show, gallery
 
-    left_out = _left_out(refused)
-    before = (
-        f"Every schedule of Penstock on {ranks} ranks with {micro_batches} micro-batches, simulated. {_EXPLAINED}",
-        f"Made by: penstock schedules --stages {ranks} --micro-batches {micro_batches} --gallery {folder.name}",
+    command = (
+        f"penstock schedules --stages {ranks} --micro-batches {micro_batches} "
+        f"--gallery {folder.name}"
     )
-    show = Show(
-        f"Schedules on {ranks} ranks",
-        before,
-        HEAD,
-        tuple(f"Not shown: {each}." for each in left_out),
+    introduction = (
+        f"Every schedule of Penstock on {ranks} ranks with {micro_batches} micro-batches, "
+        f"simulated. {_EXPLANATION}"
     )
-    exhibits = [Exhibit(each.name, each.source, each.timeline, _cells(each)) for each in found]
-    written = gallery(folder, show, exhibits)
-    typer.echo(f"wrote {len(written)} files, see {folder / 'index.html'}", err=True)
-
-
-def _sources(json: bool) -> None:
-    from penstock.search.schedules import schedules as known
-
-    facts = known()
-    if json:
-        print_json({name: asdict(each) for name, each in facts.items()})
-        return
-    rows = [
-        (
-            name,
-            "yes" if each.synchronous else "no",
-            each.weights,
-            each.stages_per_rank,
-            "yes" if each.splits_backward else "no",
-            each.source,
-        )
-        for name, each in facts.items()
+    after = tuple(f"Not shown: {line}." for line in _left_out_lines(left_out))
+    show = Show(f"Schedules on {ranks} ranks", (introduction, f"Made by: {command}"), HEAD, after)
+    exhibits = [
+        Exhibit(figures.name, figures.source, figures.timeline, _cells(figures))
+        for figures in comparison
     ]
-    print(
-        table(
-            ("schedule", "synchronous", "weights", "stages per rank", "splits backward", "source"),
-            rows,
+    paths = gallery(folder, show, exhibits)
+    typer.echo(f"wrote {len(paths)} files, see {folder / 'index.html'}", err=True)
+
+
+def _list_schedules(json: bool) -> None:
+    """Print all schedules with their properties and sources."""
+    from penstock.search.schedules import schedules as list_schedules
+
+    catalogue = list_schedules()
+    if json:
+        print_json({name: asdict(facts) for name, facts in catalogue.items()})
+        return
+    rows = []
+    for name, facts in catalogue.items():
+        rows.append(
+            (
+                name,
+                "yes" if facts.synchronous else "no",
+                facts.weights,
+                facts.stages_per_rank,
+                "yes" if facts.splits_backward else "no",
+                facts.source,
+            )
         )
-    )
-    for name, each in facts.items():
-        if each.aliases:
-            print(f"{', '.join(each.aliases)}: other names of {name}")
+    head = ("schedule", "synchronous", "weights", "stages per rank", "splits backward", "source")
+    print(table(head, rows))
+    for name, facts in catalogue.items():
+        if facts.aliases:
+            print(f"{', '.join(facts.aliases)}: other names of {name}")

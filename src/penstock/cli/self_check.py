@@ -1,4 +1,4 @@
-"""What `penstock verify --train` does."""
+"""`penstock verify --train`: train a batch on ranks and on one device, and compare."""
 
 from __future__ import annotations
 
@@ -15,58 +15,67 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """How near is near enough, where the ranks live, and how the answer is printed."""
+class CheckOptions:
+    """How to compare and report.
+
+    Attributes:
+        tolerance: largest relative difference that counts as equal.
+        threads: run the ranks as threads of this process instead of processes.
+        json: print the report as JSON.
+    """
 
     tolerance: float
     threads: bool
     json: bool
 
 
-def held_against_one_device(
-    made: Schedule | None,
+def compare_with_one_device(
+    schedule: Schedule | None,
     plan: Path | None,
     settings: Mapping[str, Any],
-    words: Mapping[str, Any],
-    wanted: Wanted,
+    pipeline_options: Mapping[str, Any],
+    check: CheckOptions,
 ) -> bool:
-    """Run a batch of a model on ranks and on one device, print how they differ, and say whether
-    they agree.
+    """Run one batch of a model on ranks and on one device, print the differences, and return
+    whether they are within the tolerance.
 
     Args:
-        made: the schedule, unless there is a plan.
-        plan: a plan's file.
-        settings: of `TrainConfig`, without data, which follows the model.
-        words: keywords of `Pipeline`; None is left out.
-        wanted: what for.
+        schedule: what to run, unless there is a plan.
+        plan: file of a plan to run.
+        settings: fields of `TrainConfig`; the data set is chosen to suit the model.
+        pipeline_options: keyword arguments of `Pipeline`; those that are None are left out.
+        check: how to compare and report.
 
     Raises:
-        PenstockError: it cannot be done.
+        PenstockError: a setting is wrong, or a run failed.
     """
-    if not wanted.tolerance > 0:
-        raise SettingError(f"--tolerance is above 0, not {wanted.tolerance}")
+    if not check.tolerance > 0:
+        raise SettingError(f"--tolerance must be above 0, not {check.tolerance}")
     from penstock.plan.plan import Plan
     from penstock.training.config import load
     from penstock.training.self_check import SelfCheck
     from penstock.training.task import fitting_data
 
     config = load(None, {**settings, "data": fitting_data(settings["model"])})
-    said = {name: value for name, value in words.items() if value is not None}
-    asked = SelfCheck(config, made, None if plan is None else Plan.load(plan), said)
-    found = asked.run(threads=wanted.threads)
-    agrees = found.relative <= wanted.tolerance
-    if wanted.json:
+    keywords = {name: value for name, value in pipeline_options.items() if value is not None}
+    self_check = SelfCheck(config, schedule, None if plan is None else Plan.load(plan), keywords)
+    differences = self_check.run(threads=check.threads)
+    agrees = differences.relative <= check.tolerance
+    if check.json:
         options.print_json(
             {
                 "agrees": agrees,
-                "relative": found.relative,
-                "tolerance": wanted.tolerance,
-                "ranks": asked.ranks,
-                **asdict(found),
+                "relative": differences.relative,
+                "tolerance": check.tolerance,
+                "ranks": self_check.ranks,
+                **asdict(differences),
             }
         )
         return agrees
-    print(found)
-    verdict = "as one device does" if agrees else "NOT as one device does"
-    print(f"{config.model} on {asked.ranks} ranks trains {verdict}: tolerance {wanted.tolerance:g}")
+    print(differences)
+    conclusion = "as one device does" if agrees else "NOT as one device does"
+    print(
+        f"{config.model} on {self_check.ranks} ranks trains {conclusion}: "
+        f"tolerance {check.tolerance:g}"
+    )
     return agrees

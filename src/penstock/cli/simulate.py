@@ -1,4 +1,4 @@
-"""`penstock simulate`: what a schedule would cost."""
+"""`penstock simulate`: simulate a schedule and print its time and memory."""
 
 from __future__ import annotations
 
@@ -28,32 +28,34 @@ if TYPE_CHECKING:
 Bandwidth = Annotated[
     str | None,
     typer.Option(
-        help="Bytes per second of the links, with --boundary-bytes: 10GB, or per boundary."
+        help="Bytes per second of the links, with --boundary-bytes: 10GB, or one value per boundary."
     ),
 ]
 Links = Annotated[
     str,
     typer.Option(
-        help="duplex: a link each way between two ranks; half-duplex: one for both ways; shared: one for all."
+        help="duplex: one link per direction between two ranks; half-duplex: one for both "
+        "directions; shared: one for all ranks."
     ),
 ]
 
 Again = Annotated[
     str | None,
     typer.Option(
-        help="With --recompute selective: seconds of the forwards that run again. All, if not given."
+        help="With --recompute selective: seconds of the recomputed forwards; default: all forwards."
     ),
 ]
 KeptBytes = Annotated[
     str | None,
     typer.Option(
-        help="With --recompute selective: of the activation bytes, those that are kept. The input, if not given."
+        help="With --recompute selective: activation bytes saved for the backward; "
+        "default: the stage's input."
     ),
 ]
 AgainBytes = Annotated[
     str | None,
     typer.Option(
-        help="With --recompute selective: the most that comes back at once. All, if not given."
+        help="With --recompute selective: largest number of bytes recomputed at once; default: all."
     ),
 ]
 
@@ -87,15 +89,16 @@ def simulate(
     again_bytes: AgainBytes = None,
     overlap: Annotated[
         bool,
-        typer.Option(help="Transfers run beside compute, or a rank stands still while it sends."),
+        typer.Option(help="Overlap transfers with compute, or block the rank while it sends."),
     ] = True,
     recompute: Recompute = "never",
-    draw: Annotated[bool, typer.Option("--draw", help="Draw the timeline too.")] = False,
+    draw: Annotated[
+        bool, typer.Option("--draw", help="Draw the timeline instead of printing figures.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Simulate a schedule: makespan, bubble, busy shares, micro-batches in flight, memory. Of one
-    that goes on from batch to batch, also what a batch takes once it is full, and which versions of
-    the weights it keeps.
+    """Simulate a schedule: makespan, bubble ratio, busy time, micro-batches in flight, memory. For
+    an asynchronous schedule, also the steady-state time per batch and the weight versions it keeps.
 
     Example: penstock simulate --schedule 1f1b --stages 4 --micro-batches 8 --forward 1 --backward 2
     --json
@@ -125,66 +128,71 @@ def simulate(
         "kept_bytes": kept_bytes,
         "again_bytes": again_bytes,
     }
-    costs = options.costs_given(flags, links)
-    name = options.for_weights(schedule, csv, weights)
-    whole = options.the_schedule(name, stages, micro_batches, csv, option, costs)
-    if csv is not None:  # what the catalogue makes is sound
+    costs = options.parse_costs(flags, links)
+    name = options.schedule_name_for_weights(schedule, csv, weights)
+    whole = options.resolve_schedule(name, stages, micro_batches, csv, option, costs)
+    if csv is not None:  # schedules of the catalogue are sound by construction
         verify(whole)
-    made, rule = options.shown(whole, batches), rule_of(whole, weights)
+    simulated = options.with_batches(whole, batches)
+    # Weight versions and the steady state are those of the whole schedule: one cut to --batches
+    # may end before the pipeline is full.
+    rule = rule_of(whole, weights)
     costs = with_versions(costs, whole, rule)
-    timeline = simulate_schedule(made, costs, overlap=overlap, recompute=recompute)
+    timeline = simulate_schedule(simulated, costs, overlap=overlap, recompute=recompute)
     stream = options.stream_facts(whole, rule, costs, recompute, overlap)
     if json:
-        options.print_json({**options.timeline_facts(timeline), "batches": made.batches, **stream})
+        facts = options.timeline_facts(timeline)
+        options.print_json({**facts, "batches": simulated.batches, **stream})
         return
     if draw:
         from penstock.draw.draw import draw as draw_timeline
 
         print(draw_timeline(timeline, width=options.columns(), colour=options.colour()))
         return
-    parts = f"{made.micro_batches} micro-batch{'es' * (made.micro_batches != 1)}"
-    print(
-        f"{made.name}: {made.stages} stages on {made.ranks} ranks, {parts}"
-        + (f" a batch, {made.batches} batches shown" if made.stream else "")
-    )
+    print(options.schedule_summary(simulated, ": "))
     _print_figures(timeline)
-    if made.stream:
+    if simulated.stream:
         _print_stream(stream)
 
 
 def _print_figures(timeline: Timeline) -> None:
-    """The figures, for people."""
+    """Print the figures of a simulated timeline."""
     from penstock.units import format_bytes, format_seconds
 
-    whole = timeline.makespan or 1.0
+    makespan = timeline.makespan or 1.0
     print(f"makespan        {timeline.makespan:g} s ({format_seconds(timeline.makespan)})")
     print(
-        f"bubble ratio    {timeline.bubble_ratio:.2%} of all ranks' time; by stage span {timeline.span_bubble_ratio:.2%}"
+        f"bubble ratio    {timeline.bubble_ratio:.2%} of all ranks' time; "
+        f"by stage span {timeline.span_bubble_ratio:.2%}"
     )
-    print(f"busy per rank   {options.row([f'{seconds / whole:.0%}' for seconds in timeline.busy])}")
+    busy_shares = [f"{seconds / makespan:.0%}" for seconds in timeline.busy]
+    print(f"busy per rank   {options.row(busy_shares)}")
     print(f"peak in flight  {options.row(timeline.peak_in_flight)}")
     if timeline.peak_on_rank != timeline.peak_in_flight:
         print(f"  on each rank  {options.row(timeline.peak_on_rank)}")
     if timeline.peak_memory is not None and timeline.memory_holders is not None:
         print(f"peak memory     {options.row(map(format_bytes, timeline.peak_memory), ', ')}")
         fullest = max(range(timeline.ranks), key=timeline.peak_memory.__getitem__)
-        held = sorted(timeline.memory_holders[fullest].items(), key=lambda item: -item[1])
-        words = " + ".join(f"{name} {format_bytes(count)}" for name, count in held if count)
-        print(f"  of rank {fullest}     {words}")
+        holders = timeline.memory_holders[fullest]
+        largest_first = sorted(holders.items(), key=lambda item: -item[1])
+        parts = [f"{name} {format_bytes(count)}" for name, count in largest_first if count]
+        print(f"  of rank {fullest}     {' + '.join(parts)}")
 
 
 def _print_stream(facts: dict[str, Any]) -> None:
-    """What a stream does in the long run, for people."""
+    """Print the steady state and the weight versions of an asynchronous schedule."""
     from penstock.units import format_seconds
 
     seconds = facts["seconds_per_batch"]
     if seconds is None:
-        print("once full       not known: the schedule does not repeat itself from batch to batch")
+        print("steady state    unknown: the schedule is not periodic")
     else:
         print(
-            f"once full       {seconds:g} s a batch ({format_seconds(seconds)}), bubble ratio {facts['steady_bubble_ratio']:.2%}"
+            f"steady state    {seconds:g} s per batch ({format_seconds(seconds)}), "
+            f"bubble ratio {facts['steady_bubble_ratio']:.2%}"
         )
     print(f"weights         rule {facts['weights']}, per stage")
     print(f"  staleness     at most {options.row(facts['staleness_max'])} updates")
-    more = f", and {facts['more_weights']:g} more of their size" if facts["more_weights"] else ""
-    print(f"  versions      {options.row(facts['versions'])}{more}")
+    extra = facts["more_weights"]
+    extra_text = f", plus extra state of {extra:g} times the weights" if extra else ""
+    print(f"  versions      {options.row(facts['versions'])}{extra_text}")

@@ -1,4 +1,4 @@
-"""`penstock train`: measure, plan, train, and compare with the prediction."""
+"""`penstock train`: profile, plan and train a model, and compare with the prediction."""
 
 from __future__ import annotations
 
@@ -22,130 +22,150 @@ def train(
     config: Annotated[
         Path | None,
         typer.Argument(
-            help="A YAML file; flags change what it says. With --resume, or the run's folder."
+            help="YAML file of settings, which flags override. With --resume also the run's folder."
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="A model of the zoo.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of a built-in model.")] = None,
     data: Annotated[
-        str | None, typer.Option(help="digits, cifar100:PATH, text[:PATH] or reversed[:PATH].")
+        str | None,
+        typer.Option(help="Data set: digits, cifar100:PATH, text[:PATH] or reversed[:PATH]."),
     ] = None,
-    image: Annotated[int | None, typer.Option(help="Pixels a side.")] = None,
+    image: Annotated[int | None, typer.Option(help="Side length of an image in pixels.")] = None,
     channels: Annotated[int | None, typer.Option(help="Channels of an image.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-    model_option: Annotated[
-        list[str] | None,
-        typer.Option(help="An option of the model, such as layers=6; again for more."),
-    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Sequence length in tokens.")] = None,
+    model_option: options.ModelOption = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Processes; by default one per stage, or per core.")
+        int | None, typer.Option(help="Number of processes; default: one per stage, or per core.")
     ] = None,
     stages: Annotated[
-        str | None, typer.Option(help="Number of stages, or cores; else the planner's choice.")
+        str | None,
+        typer.Option(help="Number of stages, or cores; default: the planner chooses."),
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(help="See `penstock schedules`; else the planner's choice.")
+        str | None,
+        typer.Option(
+            help="Name of a schedule, see `penstock schedules`; default: the planner chooses."
+        ),
     ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(help="Parts of a batch; else the planner's choice.")
+        int | None,
+        typer.Option(help="Number of micro-batches per batch; default: the planner chooses."),
     ] = None,
     partition: Annotated[
-        str | None, typer.Option(help="A method, type:REGEX, or layers per stage: 5,6,4.")
+        str | None,
+        typer.Option(help="Partition method, type:REGEX, or the layers per stage: 5,6,4."),
     ] = None,
     recompute: Annotated[
-        str | None, typer.Option(help="auto, never, except_last, always or selective.")
+        str | None,
+        typer.Option(help="Recompute policy: auto, never, except_last, always or selective."),
     ] = None,
     weights: options.Weights = None,
     weights_option: options.WeightsOption = None,
     asynchronous: Annotated[
         bool | None,
         typer.Option(
-            "--asynchronous", help="Let the planner choose schedules without a flush too."
+            "--asynchronous", help="Let the planner choose schedules without a flush as well."
         ),
     ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option(help="Bytes that a rank may hold, such as '2 GiB'.")
+        str | None, typer.Option(help="Memory limit per rank, such as '2 GiB'.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples in a batch.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Times through the data.")] = None,
-    limit_steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples per batch.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes through the data.")] = None,
+    limit_steps: Annotated[int | None, typer.Option(help="Stop after this many steps.")] = None,
     target_accuracy: Annotated[
-        float | None, typer.Option(help="Stop after the epoch that reaches it.")
+        float | None, typer.Option(help="Stop after the epoch that reaches this test accuracy.")
     ] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Of sgd.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Momentum of sgd.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Weight decay.")] = None,
     clip_grad_norm: Annotated[
-        float | None, typer.Option(help="How long the gradients of all stages may be together.")
+        float | None, typer.Option(help="Maximum norm of the gradients of all stages together.")
     ] = None,
     autocast: Annotated[
-        str | None, typer.Option(help="Mixed precision: bfloat16, or float16 with a scaled loss.")
+        str | None,
+        typer.Option(help="Mixed precision: bfloat16, or float16 with loss scaling."),
     ] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Batches for each step.")] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(help="Batches whose gradients are accumulated for each step.")
+    ] = None,
     compile: Annotated[  # noqa: A002
-        bool | None, typer.Option("--compile", help="torch.compile for every stage.")
+        bool | None, typer.Option("--compile", help="Compile every stage with torch.compile.")
     ] = None,
     device: options.Device = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of weights, dropout and the order of the data.")
+        int | None, typer.Option(help="Seed of weights, dropout and the order of the data.")
     ] = None,
     out: Annotated[
-        str | None, typer.Option(help="The run's folder; by default a new one in runs/.")
+        str | None, typer.Option(help="Folder of the run; default: a new one in runs/.")
     ] = None,
     resume: Annotated[
         bool | None,
         typer.Option(
             "--resume",
-            help="Go on with the run in --out from its checkpoint, with its own settings and those said here.",
+            help="Resume the run in --out from its checkpoint, with its settings and the flags set "
+            "here.",
         ),
     ] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(help="When to write one: epoch, end or never.")
+        str | None, typer.Option(help="When to write a checkpoint: epoch, end or never.")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="A profile to use instead of measuring.")
+        str | None, typer.Option(help="Profile to use instead of measuring the model.")
     ] = None,
     profile_repeats: Annotated[int | None, typer.Option(help="Timed runs of each layer.")] = None,
     baseline_steps: Annotated[
-        int | None, typer.Option(help="Steps of plain training to compare with; 0: none.")
+        int | None,
+        typer.Option(help="Steps of plain training to time for comparison; 0: none."),
     ] = None,
     deadline_s: Annotated[
-        float | None, typer.Option(help="Seconds that a rank waits for another.")
+        float | None, typer.Option(help="Longest time in seconds that a rank waits for another.")
     ] = None,
     self_check: Annotated[
         bool | None,
         typer.Option(
             "--self-check/--no-self-check",
-            help="Hold a new run's first batch against plain training, in micro-batches and undivided, and refuse to train where "
-            "they differ; on by default. Costs about four steps of plain training in one process.",
+            help="Compare the first batch of a new run with plain training, in micro-batches and "
+            "undivided, and refuse to train if they differ; on by default. Takes about four steps "
+            "of plain training in one process.",
         ),
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Train a model through a pipeline on this machine: measured, planned, drawn, and compared with
-    the prediction.
+    """Train a model through a pipeline on this machine: profile, plan, draw and train it, and
+    compare the measured time and memory with the prediction.
 
     Example: penstock train --model vgg11_bn --data digits --stages 2 --schedule 1f1b
     --micro-batches 4 --epochs 3
     """
-    flags = {
-        name: value
-        for name, value in locals().items()
-        if name not in ("config", "json", "model_option", "weights_option")
-    }
+    flags = dict(locals())
+    for name in ("config", "json", "model_option", "weights_option"):
+        del flags[name]
     changes = {name: value for name, value in flags.items() if value is not None}
     if stages is not None and stages.isdigit():
         changes["stages"] = int(stages)
     if model_option:
         changes["model_options"] = options.named_values("model-option", model_option)
     if weights_option:
-        changes["weights_options"] = options.numbers_named("weights-option", weights_option)
+        changes["weights_options"] = options.named_numbers("weights-option", weights_option)
     if "RANK" in os.environ:
         raise SettingError(
-            "penstock train starts its own ranks: call it without torchrun. For several hosts, write a script "
-            "with ps.Pipeline and start that with torchrun"
+            "penstock train starts its own ranks: call it without torchrun. For several hosts, "
+            "write a script with ps.Pipeline and start that with torchrun"
         )
-    settings, changed = _settings(config, changes)
+    settings, changed = _load_settings(config, changes)
+    _run(settings, changed, json)
+
+
+def _run(settings: TrainConfig, changed: list[str], json: bool) -> None:
+    """Train with these settings and print the plan, the timelines and the comparison.
+
+    Args:
+        settings: of the run.
+        changed: names of a resumed run's settings that have new values.
+        json: print the outcome as JSON, and all messages on standard error.
+    """
     from penstock.draw.compare import draw_pair
     from penstock.draw.draw import draw
     from penstock.training.job import prepare, run
@@ -153,10 +173,11 @@ def train(
     width, colour = options.columns(), options.colour()
 
     def say(text: str) -> None:
+        """Print a message."""
         print(text, file=sys.stderr if json else sys.stdout, flush=True)
 
     if changed:
-        say(f"going on with {settings.out} with other settings: {', '.join(changed)}")
+        say(f"resuming {settings.out} with changed settings: {', '.join(changed)}")
     prepared = prepare(settings, say)
     say(str(prepared.plan))
     say(draw(prepared.predicted, width=width, colour=colour and not json))
@@ -167,42 +188,60 @@ def train(
         options.print_json({**asdict(outcome), "speed_up": outcome.speed_up})
         return
     say(draw_pair(prepared.predicted, measured, width=width, colour=colour))
-    say(options.table(("", "predicted", "measured"), _held_against_each_other(outcome)))
+    say(options.table(("", "predicted", "measured"), _comparison_rows(outcome)))
     say(
         f"{outcome.steps} steps, loss {outcome.loss:.4f}, test accuracy {outcome.test_accuracy:.2%}"
     )
     if outcome.one_thread_step_s is not None:
-        plain = "with one thread" if outcome.device == "cpu" else f"on {outcome.device}"
+        baseline = "with one thread" if outcome.device == "cpu" else f"on {outcome.device}"
+        baseline_step = format_seconds(outcome.one_thread_step_s)
         say(
-            f"{outcome.speed_up:.2f} times as fast as one process {plain} "
-            f"({format_seconds(outcome.one_thread_step_s)} a step, median of {settings.baseline_steps})"
+            f"{outcome.speed_up:.2f} times as fast as one process {baseline} "
+            f"({baseline_step} a step, median of {settings.baseline_steps})"
         )
-    say(f"everything is in {outcome.folder}")
+    say(f"results are in {outcome.folder}")
 
 
-def _settings(config: Path | None, changes: dict[str, Any]) -> tuple[TrainConfig, list[str]]:
-    """What to do; of a run that goes on, also which of its settings are other ones now."""
+def _load_settings(config: Path | None, changes: dict[str, Any]) -> tuple[TrainConfig, list[str]]:
+    """Load the settings of a new or a resumed run.
+
+    Args:
+        config: YAML file, or with --resume the run's folder.
+        changes: settings from flags, which override the file.
+
+    Returns:
+        The settings; and for a resumed run the names of those that have new values.
+
+    Raises:
+        SettingError: a setting is wrong, or `config` is a folder without --resume.
+        FileError: a file cannot be read.
+    """
     from penstock.training.config import load, read_settings
     from penstock.training.resume import resume_settings
 
-    folder = config is not None and config.is_dir()
-    if changes.get("resume") or (
-        config is not None and not folder and read_settings(config).get("resume") is True
-    ):
+    is_folder = config is not None and config.is_dir()
+    resume = bool(changes.get("resume"))
+    if not resume and config is not None and not is_folder:
+        resume = read_settings(config).get("resume") is True
+    if resume:
         return resume_settings(config, changes)
-    if folder:
+    if is_folder:
         raise SettingError(
-            f"{config} is a folder: to go on with the run in it, add --resume; a new run takes a YAML file"
+            f"{config} is a folder: add --resume to resume the run in it; "
+            "a new run takes a YAML file"
         )
     return load(config, changes), []
 
 
-def _held_against_each_other(outcome: Outcome) -> list[tuple[str, str, str]]:
-    """What was predicted beside what was measured, in words."""
-    stream = not outcome.synchronous
-    steps = format_seconds(outcome.predicted_step_s), format_seconds(outcome.measured_step_s)
+def _comparison_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
+    """Return the rows of the table of predicted and measured values."""
+    asynchronous = not outcome.synchronous
     rows = [
-        ("a batch, once full" if stream else "step", *steps),
+        (
+            "batch, steady state" if asynchronous else "step",
+            format_seconds(outcome.predicted_step_s),
+            format_seconds(outcome.measured_step_s),
+        ),
         (
             "bubble ratio",
             f"{outcome.predicted_bubble_ratio:.1%}",
@@ -210,24 +249,28 @@ def _held_against_each_other(outcome: Outcome) -> list[tuple[str, str, str]]:
         ),
     ]
     rows += _memory_rows(outcome)
-    if stream:
-        kept = outcome.predicted_weight_versions, outcome.measured_weight_versions
-        rows.append(("weight versions by stage", options.row(kept[0]), options.row(kept[1])))
+    if asynchronous:
+        predicted = options.row(outcome.predicted_weight_versions)
+        measured = options.row(outcome.measured_weight_versions)
+        rows.append(("weight versions by stage", predicted, measured))
     return rows
 
 
 def _memory_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
-    """Memory by rank; of ranks that share a process, what the process has in a row of its own."""
-    sums, processes = outcome.measured_peak_memory, outcome.measured_peak_rss
-    several = len(processes) == len(outcome.predicted_peak_memory)
+    """Return the table's memory rows: one per rank, one for a process that all ranks share, one per
+    GPU.
+    """
+    tensor_peaks = outcome.measured_peak_memory
+    process_peaks = outcome.measured_peak_rss
+    process_per_rank = len(process_peaks) == len(outcome.predicted_peak_memory)
     rows = []
-    for rank, expected in enumerate(outcome.predicted_peak_memory):
-        parts = [] if sums is None else [format_bytes(sums[rank])]
-        if several:
-            parts.append(f"{format_bytes(processes[rank])} (whole process)")
-        rows.append((f"memory of rank {rank}", format_bytes(expected), " of ".join(parts)))
-    if not several:
-        rows.append(("memory of the process", "", format_bytes(processes[0])))
+    for rank, predicted in enumerate(outcome.predicted_peak_memory):
+        parts = [] if tensor_peaks is None else [format_bytes(tensor_peaks[rank])]
+        if process_per_rank:
+            parts.append(f"{format_bytes(process_peaks[rank])} (whole process)")
+        rows.append((f"memory of rank {rank}", format_bytes(predicted), " of ".join(parts)))
+    if not process_per_rank:
+        rows.append(("memory of the process", "", format_bytes(process_peaks[0])))
     for number, peak in enumerate(outcome.measured_peak_allocated or ()):
-        rows.append((f"allocated on card {number}", "", format_bytes(peak)))
+        rows.append((f"allocated on GPU {number}", "", format_bytes(peak)))
     return rows

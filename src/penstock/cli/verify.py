@@ -1,10 +1,10 @@
-"""`penstock verify`: is a schedule sound, and does a pipeline under it train as one device does?"""
+"""`penstock verify`: check that a schedule is sound, and that it trains as one device does."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,8 +18,13 @@ from penstock.cli.options import (
     ScheduleOption,
     Stages,
 )
-from penstock.cli.self_check import Wanted, held_against_one_device
+from penstock.cli.self_check import CheckOptions, compare_with_one_device
 from penstock.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from penstock.schedule.lower import LoweredSchedule
+    from penstock.schedule.op import Schedule
+    from penstock.verify.verify import Report
 
 
 def verify(
@@ -29,14 +34,14 @@ def verify(
     csv: CsvFile = None,
     option: ScheduleOption = None,
     weights: Annotated[
-        str | None, typer.Option(help="Weight rule; else the one that the schedule is made for.")
+        str | None, typer.Option(help="Weight rule; default: the schedule's own rule.")
     ] = None,
     in_flight_limit: Annotated[
-        int | None, typer.Option(help="Most micro-batches that a rank may hold.")
+        int | None, typer.Option(help="Most micro-batches in flight that a rank may hold.")
     ] = None,
     train: Annotated[
         str | None,
-        typer.Option(help="A model of the zoo: run a batch of it on ranks and on one device."),
+        typer.Option(help="Also run one batch of this model on ranks and on one device."),
     ] = None,
     model_option: ModelOption = None,
     plan: Annotated[
@@ -44,85 +49,125 @@ def verify(
     ] = None,
     batch: Annotated[int, typer.Option(help="With --train: samples in the batch.")] = 16,
     recompute: Annotated[
-        str | None, typer.Option(help="With --train: never, except_last or always.")
+        str | None,
+        typer.Option(help="With --train: recompute policy: never, except_last or always."),
     ] = None,
-    autocast: Annotated[str | None, typer.Option(help="With --train: bfloat16 or float16.")] = None,
+    autocast: Annotated[
+        str | None, typer.Option(help="With --train: mixed precision: bfloat16 or float16.")
+    ] = None,
     tolerance: Annotated[
-        float, typer.Option(help="With --train: largest difference, as a share of what it is of.")
+        float, typer.Option(help="With --train: largest relative difference that passes.")
     ] = 1e-3,
     threads: Annotated[
-        bool, typer.Option("--threads", help="With --train: ranks as threads, not processes.")
+        bool,
+        typer.Option("--threads", help="With --train: run the ranks as threads, not processes."),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Prove a schedule sound, or say all that is wrong with it (exit status 1).
+    """Verify that a schedule is sound, or report all findings (exit status 1).
 
-    With --train, run a batch of a model under it too, and hold gradients, buffers, outputs and loss
-    against plain training.
+    With --train, instead run one batch of a model under it, and compare gradients, buffers, outputs
+    and loss with plain training.
 
     Example: penstock verify --csv my_schedule.csv
 
     Example: penstock verify --train gpt --schedule zb-h1 --stages 2 --micro-batches 4
     """
     if train is not None:
-        if plan is None:
-            made = options.the_schedule(
-                schedule or (None if csv else "1f1b"),
-                stages or (None if csv else 2),
-                micro_batches or (None if csv else 4),
-                csv,
-                option,
-            )
-        else:
-            made = None
         settings = {
             "model": train,
             "model_options": options.named_values("model-option", model_option),
             "batch": batch,
             "autocast": autocast,
         }
-        words = {"recompute": recompute, "weights": weights}
-        agrees = held_against_one_device(
-            made, plan, settings, words, Wanted(tolerance, threads, json)
+        trained_schedule = None
+        if plan is None:
+            trained_schedule = _schedule_to_train(schedule, stages, micro_batches, csv, option)
+        agrees = compare_with_one_device(
+            trained_schedule,
+            plan,
+            settings,
+            {"recompute": recompute, "weights": weights},
+            CheckOptions(tolerance, threads, json),
         )
         raise typer.Exit(0 if agrees else 1)
     from penstock.schedule.csv import load_csv
-    from penstock.verify.lowered import verify_lowered
-    from penstock.verify.verify import verify as prove
 
     if csv is None or schedule or stages or micro_batches or option:
-        made, lowered = options.the_schedule(schedule, stages, micro_batches, csv, option), None
+        # With --csv and another flag, this refuses the combination.
+        checked = options.resolve_schedule(schedule, stages, micro_batches, csv, option)
+        lowered = None
     else:
-        made, lowered = load_csv(csv)
+        checked, lowered = load_csv(csv)
+    _check(checked, lowered, in_flight_limit, weights, json)
+
+
+def _schedule_to_train(
+    name: str | None,
+    stages: int | None,
+    micro_batches: int | None,
+    csv: Path | None,
+    option: list[str] | None,
+) -> Schedule:
+    """Make the schedule of `--train`: without --csv, 1f1b with 2 stages and 4 micro-batches is the
+    default.
+    """
+    if csv is None:
+        name = name or "1f1b"
+        stages = stages or 2
+        micro_batches = micro_batches or 4
+    return options.resolve_schedule(name, stages, micro_batches, csv, option)
+
+
+def _check(
+    schedule: Schedule,
+    lowered: LoweredSchedule | None,
+    in_flight_limit: int | None,
+    weights: str | None,
+    json: bool,
+) -> None:
+    """Verify a schedule, or its lowered form with transfers, and print the report.
+
+    Raises:
+        typer.Exit: the schedule is unsound; all findings have been printed.
+    """
+    from penstock.verify.lowered import verify_lowered
+    from penstock.verify.verify import verify as verify_schedule
+
     try:
         if lowered is None:
-            report = prove(made, in_flight_limit, weights)
+            report = verify_schedule(schedule, in_flight_limit, weights)
         else:
-            report = verify_lowered(lowered, in_flight_limit, made, weights)
+            report = verify_lowered(lowered, in_flight_limit, schedule, weights)
     except ScheduleError as error:
         if json:
-            options.print_json(
-                {"sound": False, "findings": [asdict(finding) for finding in error.findings]}
-            )
+            findings = [asdict(finding) for finding in error.findings]
+            options.print_json({"sound": False, "findings": findings})
         else:
             typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
     if json:
         options.print_json({"sound": True, **asdict(report)})
-        return
-    batches = "" if made.stream is None else f" a batch, {made.batches} batches shown"
-    parts = f"{made.micro_batches} micro-batch{'' if made.micro_batches == 1 else 'es'}"
-    print(f"{made.name} is sound: {made.stages} stages on {made.ranks} ranks, {parts}{batches}")
-    means = (f"{mean:.4g}" for mean in report.staleness_mean)
+    else:
+        print(options.schedule_summary(schedule, " is sound: "))
+        _print_report(report)
+
+
+def _print_report(report: Report) -> None:
+    """Print staleness, weight versions and micro-batches in flight of a sound schedule."""
+    staleness_max = options.row(report.staleness_max)
+    staleness_mean = options.row(f"{mean:.4g}" for mean in report.staleness_mean)
     print(
-        f"staleness per stage       max {options.row(report.staleness_max)}, mean {options.row(means)}, by weights {report.weights}"
+        f"staleness per stage       max {staleness_max}, mean {staleness_mean}, "
+        f"weight rule {report.weights}"
     )
     if any(report.staleness_across):
-        print(f"lacking of other copies   {options.row(report.staleness_across)} batches at most")
+        across = options.row(report.staleness_across)
+        print(f"staleness to replicas     at most {across} batches")
     print(f"weight versions per stage {options.row(report.versions)}")
+    in_flight = options.row(report.peak_in_flight)
+    print(f"peak in flight per stage  {in_flight}, per rank {options.row(report.peak_on_rank)}")
     print(
-        f"peak in flight per stage  {options.row(report.peak_in_flight)}, per rank {options.row(report.peak_on_rank)}"
-    )
-    print(
-        f"channel depth             {report.channel_depth} (messages a blocking channel must buffer)"
+        f"channel depth             {report.channel_depth} "
+        "(messages a blocking channel must buffer)"
     )

@@ -1,4 +1,4 @@
-"""All libraries that a plan can be exported to, by name, and `export`."""
+"""Export a plan or a schedule to another library, chosen by name."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from penstock.schedule.op import Schedule
 @final
 @dataclass(frozen=True)
 class Exported:
-    """A plan as another library takes it.
+    """A plan in the format of another library.
 
     Attributes:
-        text: its form there.
-        use: what is done with it there, in a line.
-        left_out: what the form does not say and the plan does: to be set there by hand, or decided
-        there by itself. files: name and text of every file, where the form is a folder of several.
+        text: the plan in that format.
+        use: how to use it there, in one line.
+        left_out: properties of the plan that the format cannot express, to be set by hand.
+        files: name and text of each file, for a format of several files.
     """
 
     text: str
@@ -31,11 +31,11 @@ class Exported:
     files: tuple[tuple[str, str], ...] = ()
 
     def write(self, path: str | Path) -> None:
-        """Write it to a file, or what is several files, where `path` has no suffix, to a folder of
-        that name.
+        """Write the text to a file; or, for a format of several files and a path without suffix,
+        the files to a folder.
 
         Raises:
-            RunError: it cannot be written there.
+            RunError: the file or folder cannot be written.
         """
         target = Path(path)
         try:
@@ -56,32 +56,33 @@ register = EXPORTERS.register
 
 
 def export(made: Plan | Schedule, to: str, path: str | Path | None = None) -> str:
-    """A plan in another library's form, or a schedule as torch's CSV.
+    """Write a plan in the format of another library, or a schedule as torch's CSV.
 
     Args:
-        made: what to export. Only "csv" takes a schedule: the others need the layers, which only a
-        plan has. to: name of a library: "torchgpipe" (or "fairscale"), "deepspeed", "megatron",
-        "torchtitan", "torch", "pipedream", or "csv". path: where to write it, too. "torch" writes a
-        folder of two files to a path without suffix.
+        made: plan or schedule to export. Only "csv" accepts a schedule; the other formats name
+            layers, which a schedule does not have.
+        to: name of the library: "torchgpipe" (or "fairscale"), "deepspeed", "megatron",
+            "torchtitan", "torch", "pipedream", or "csv".
+        path: file to write as well. For "torch", a path without suffix is a folder of two files.
 
     Returns:
-        The form as a text; `exported` has with it what to do with it there, and what it leaves out.
+        The text in that format; `exported` also returns how to use it and what it leaves out.
 
     Raises:
         UnknownName: no library has that name.
-        PlanError: the library cannot run such a plan; the message has every reason.
-        ScheduleError: the same, where a schedule alone is the reason.
-        SettingError: a schedule is given to a library that needs a plan.
-        RunError: it cannot be written.
+        PlanError: the library cannot run this plan; the message has all reasons.
+        ScheduleError: the library cannot run this schedule.
+        SettingError: the library needs a plan, not a schedule.
+        RunError: the file cannot be written.
     """
-    found = exported(made, to)
+    result = exported(made, to)
     if path is not None:
-        found.write(path)
-    return found.text
+        result.write(path)
+    return result.text
 
 
 def exported(made: Plan | Schedule, to: str) -> Exported:
-    """As `export`, with how the text is used and what it leaves out.
+    """Export as `export` does, and return also how to use the text and what it leaves out.
 
     Raises:
         UnknownName, PlanError, ScheduleError, SettingError: see `export`.
@@ -89,12 +90,12 @@ def exported(made: Plan | Schedule, to: str) -> Exported:
     entry = EXPORTERS.find(to)
     if isinstance(made, Plan):
         return entry.make(made)
-    of_schedule = entry.facts.get("of_schedule")
-    if not callable(of_schedule):
+    export_schedule = entry.facts.get("of_schedule")
+    if not callable(export_schedule):
         raise SettingError(
-            f"{entry.name} needs a plan, for its form names layers, and a schedule has none: give the plan, or export "
-            "the schedule to 'csv'"
+            f"{entry.name} needs a plan, because its format names layers and a schedule has none: "
+            "export the plan, or export the schedule to 'csv'"
         )
-    found = of_schedule(made)
-    assert isinstance(found, Exported)
-    return found
+    result = export_schedule(made)
+    assert isinstance(result, Exported)
+    return result

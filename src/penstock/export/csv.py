@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining's CSV: the schedule alone."""
+"""Export the schedule alone as the CSV of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from penstock.schedule.csv import to_csv
 from penstock.schedule.op import Schedule
 
 
-def of_schedule(made: Schedule) -> Exported:
-    """The CSV of a schedule, of the form "compute_only".
+def export_schedule(schedule: Schedule) -> Exported:
+    """Export a schedule as CSV in the format "compute_only".
 
     Raises:
-        ScheduleError: torch cannot express it.
+        ScheduleError: torch's CSV cannot express it.
     """
-    held = ", ".join(
+    placement = ", ".join(
         f"rank {rank}: {' '.join(map(str, stages))}"
-        for rank, stages in enumerate(made.stages_of_rank)
+        for rank, stages in enumerate(schedule.stages_of_rank)
     )
     return Exported(
-        to_csv(made),
-        f"_PipelineScheduleRuntime(stages, n_microbatches={made.micro_batches}, …)._load_csv(path); stages of "
-        f"{held}",
+        to_csv(schedule),
+        f"_PipelineScheduleRuntime(stages, n_microbatches={schedule.micro_batches}, …)"
+        f"._load_csv(path); stages of {placement}",
     )
 
 
 @register(
     "csv",
-    of_schedule=of_schedule,
+    of_schedule=export_schedule,
     source="torch 2.13, distributed/pipelining/schedules.py, _PipelineScheduleRuntime._load_csv",
 )
 def csv(plan: Plan) -> Exported:
-    """One row of ops for every rank. Of pipelines side by side, those of one: all have the same,
-    and each its own process group.
+    """Export the schedule as a row of ops per rank.
+
+    Of several identical pipelines one is exported; each has a process group of its own.
 
     Raises:
-        ScheduleError: torch cannot express it: stages with copies of their own, an asynchronous
-        schedule, slices, activations handed
-            over, or others that `schedule.csv_export` lists.
+        ScheduleError: torch's CSV cannot express the schedule: single stages with replicas, an
+            asynchronous schedule, slices, activations moved between ranks, or what else
+            `schedule.csv_export` lists.
     """
-    found = pipelines_of(plan)
-    return of_schedule(plan.schedule if found is None else found.schedule)
+    pipelines = pipelines_of(plan)
+    return export_schedule(plan.schedule if pipelines is None else pipelines.schedule)

@@ -1,11 +1,10 @@
-"""Megatron-Core's `--pipeline-model-parallel-layout`: one letter for every layer, a bar after every
-stage.
+"""Export to Megatron-Core: `--pipeline-model-parallel-layout`, a letter per layer and a bar between
+stages.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from itertools import groupby
 
 from penstock.export.catalogue import Exported, register
@@ -14,177 +13,197 @@ from penstock.export.pipelines import (
     pipelines_of,
     refuse,
     selective_layers,
-    told,
     uneven_batch,
+    unsupported_notes,
     why_not_pipelines,
 )
 from penstock.plan.plan import Plan
 
-#: A layer of a list of blocks, `decoder.layers.3`, or a part of one, `decoder.layers.3.mlp`.
+#: Name of a layer in a list of blocks, `decoder.layers.3`, or of a part, `decoder.layers.3.mlp`.
 _NUMBERED = re.compile(r"(?P<list>.+?)\.(?P<number>\d+)(\..+)?")
 
-#: Letters or stages that come at least so often in a row are written once, with a number.
-_REPEATED = 3
+#: From this number of repetitions on, letters and stages are written once, with a factor.
+_MIN_REPETITIONS = 3
 
 
 @register("megatron", source="Megatron-Core 0.16.1, transformer/pipeline_parallel_layer_layout.py")
 def megatron(plan: Plan) -> Exported:
-    """A layout such as `Et*3|(t*4|)*6ttL`: E the embedding, t a decoder layer, L what comes after
-    them (norm, output layer, loss).
+    """Export as a layout such as `Et*3|(t*4|)*6ttL`: E is the embedding, t a decoder layer, L the
+    output layers (norm, output layer, loss).
 
     The decoder layers are the longest list of numbered layers, such as `blocks.0`, `blocks.1`, …;
-    what comes before is E, what comes after is L. Stage k stands on pipeline rank k mod p. Megatron
-    plays 1F1B, or its interleaved form where ranks have several stages.
+    the layers before it are E, those after it L. Stage k is on pipeline rank k mod p. Megatron runs
+    1F1B, or interleaved 1F1B if ranks have several stages.
 
     Raises:
-        PlanError: there is no such list, a cut lies in a decoder layer, among the layers before or
-        among those after; stages stand on
-            other ranks; the plan has stages with copies of their own, or micro-batches of several
-            sizes, is asynchronous, or runs other layers again than Megatron's flags can say.
+        PlanError: there is no list of decoder layers; a stage ends within a decoder layer, or among
+            the layers before or after them; the stages are on other ranks; single stages have
+            replicas; micro-batches have several sizes; the plan is asynchronous; or Megatron's
+            flags cannot recompute the same layers.
     """
-    found = pipelines_of(plan)
-    reasons = [] if found is not None else [why_not_pipelines(plan)]
-    if found is not None and not found.loop:
+    pipelines = pipelines_of(plan)
+    reasons = [] if pipelines is not None else [why_not_pipelines(plan)]
+    if pipelines is not None and not pipelines.loop:
         reasons.append(
-            f"{plan.schedule_name} has stages {', '.join(map(str, found.placement))} on its ranks: there stage k is on rank "
-            f"k mod {len(found.placement)}"
+            f"{plan.schedule_name} has stages {', '.join(map(str, pipelines.placement))} on its "
+            f"ranks, but Megatron has stage k on rank k mod {len(pipelines.placement)}"
         )
     if (uneven := uneven_batch(plan)) is not None:
         reasons.append(uneven)
-    letters, wrong = _letters(plan)
-    if plan.recomputed and not wrong and _recompute_flags(plan) is None:
+    layout_reasons = _layout_reasons(plan)
+    if plan.recomputed and not layout_reasons and _recompute_flags(plan) is None:
         reasons.append(
-            f"layers {selective_layers(plan)} run again: there it is all decoder layers in groups of one size (uniform), or the "
-            "first n of every stage one by one (block), and nothing else"
+            f"layers {selective_layers(plan)} are recomputed, but Megatron recomputes all decoder "
+            "layers in groups of one size (uniform), or the first n of every stage one by one "
+            "(block)"
         )
-    refuse("megatron", [*reasons, *wrong])
-    assert found is not None
-    text = _written(letters)
-    return Exported(
-        text, _use(plan, found, text, "".join(letters).count("t")), tuple(_notes(plan, found))
+    refuse("megatron", [*reasons, *layout_reasons])
+    assert pipelines is not None
+    stage_letters = _stage_letters(plan)
+    layout = _compress(stage_letters)
+    decoders = "".join(stage_letters).count("t")
+    use = (
+        f"--pipeline-model-parallel-size {len(pipelines.placement)} "
+        f"--pipeline-model-parallel-layout '{layout}' --num-layers {decoders} "
+        f"--micro-batch-size {plan.batch // plan.micro_batches} --global-batch-size {plan.batch}"
     )
+    return Exported(layout, use, tuple(_notes(plan, pipelines)))
 
 
-def _letters(plan: Plan) -> tuple[list[str], list[str]]:
-    """One letter for every layer, all of a stage in one word; or what has no letter."""
-    blocks = _blocks(plan)
+def _layout_reasons(plan: Plan) -> list[str]:
+    """Return the reasons why a layout cannot express the plan's stages."""
+    blocks = _decoder_layers(plan)
     if not blocks:
-        return [], [
-            "none of its layers is one of a numbered list, such as blocks.0: which are decoder layers is not known"
+        return [
+            (
+                "it has no numbered list of layers, such as blocks.0: "
+                "the decoder layers cannot be identified"
+            )
         ]
     first, last = blocks[0], blocks[-1]
-    wrong = []
+    reasons = []
     if first == 0 or last == plan.layers - 1:
-        where = "before" if first == 0 else "after"
-        wrong.append(
-            f"no layer stands {where} {plan.layer_names[first]} to {plan.layer_names[last]}: a layout has an embedding and an "
-            "output layer"
+        side = "before" if first == 0 else "after"
+        reasons.append(
+            f"there is no layer {side} {plan.layer_names[first]} to {plan.layer_names[last]}, "
+            "but a layout needs an embedding and an output layer"
         )
+    for stage, (start, end) in enumerate(plan.bounds):
+        end_name = plan.layer_names[end - 1]
+        ends_in_blocks = first < end <= last
+        if ends_in_blocks and _block_number(end_name) == _block_number(plan.layer_names[end]):
+            reasons.append(
+                f"stage {stage} ends within a decoder layer, after {end_name}, "
+                "but t is a whole decoder layer"
+            )
+        if end < first or start > last + 1:
+            side, letter = ("before", "E") if end < first else ("after", "L")
+            reasons.append(
+                f"stage {stage} splits the layers {side} the decoder layers, "
+                f"but {letter} stands for all of them"
+            )
+    return reasons
+
+
+def _stage_letters(plan: Plan) -> list[str]:
+    """Return the letters of each stage's layers."""
+    blocks = _decoder_layers(plan)
     words = []
     for stage, (start, end) in enumerate(plan.bounds):
-        own = [i for i in range(start, end) if first <= i <= last]
-        cut = end - 1
-        if (
-            own
-            and cut < last
-            and own[-1] == cut
-            and _number(plan.layer_names[cut]) == _number(plan.layer_names[cut + 1])
-        ):
-            wrong.append(
-                f"stage {stage} ends within a decoder layer, after {plan.layer_names[cut]}: t is a whole one"
-            )
-        if end <= first or start > last + 1:
-            side, letter = ("before", "E") if end <= first else ("after", "L")
-            if end < first or start > last + 1:
-                wrong.append(
-                    f"stage {stage} parts the layers {side} the decoder layers: {letter} is one letter"
-                )
-        decoders = len({_number(plan.layer_names[i]) for i in own})
-        words.append("E" * (stage == 0) + "t" * decoders + "L" * (stage == plan.stages - 1))
-    return words, wrong
+        numbers = {
+            _block_number(plan.layer_names[layer]) for layer in blocks if start <= layer < end
+        }
+        embedding = "E" if stage == 0 else ""
+        output = "L" if stage == plan.stages - 1 else ""
+        words.append(embedding + "t" * len(numbers) + output)
+    return words
 
 
-def _blocks(plan: Plan) -> list[int]:
-    """The layers that are decoder layers, or parts of them."""
-    lists = [
-        None if (match := _NUMBERED.fullmatch(name)) is None else match["list"]
-        for name in plan.layer_names
-    ]
-    runs = [
-        list(run)
-        for name, run in groupby(range(plan.layers), lambda layer: lists[layer])
-        if name is not None
-    ]
-    return max(runs, key=lambda run: len({_number(plan.layer_names[i]) for i in run}), default=[])
+def _decoder_layers(plan: Plan) -> list[int]:
+    """Return the consecutive layers that are decoder layers, or parts of them."""
+    list_names = []
+    for name in plan.layer_names:
+        match = _NUMBERED.fullmatch(name)
+        list_names.append(None if match is None else match["list"])
+    longest: list[int] = []
+    most_blocks = 0
+    for list_name, run in groupby(range(plan.layers), key=list_names.__getitem__):
+        if list_name is None:
+            continue
+        layers = list(run)
+        blocks = len({_block_number(plan.layer_names[layer]) for layer in layers})
+        if blocks > most_blocks:
+            longest, most_blocks = layers, blocks
+    return longest
 
 
 def _recompute_flags(plan: Plan) -> str | None:
-    """Megatron's flags for the layers that run again; None where it has none that do the same."""
-    first, last = _blocks(plan)[0], _blocks(plan)[-1]
-    numbers = [_number(plan.layer_names[layer]) for layer in range(first, last + 1)]
-    if len(set(numbers)) < len(numbers):  # a layer there is several here
+    """Return Megatron's flags for the recomputed layers; None if it cannot recompute the same."""
+    blocks = _decoder_layers(plan)
+    first, last = blocks[0], blocks[-1]
+    numbers = [_block_number(plan.layer_names[layer]) for layer in range(first, last + 1)]
+    if len(set(numbers)) < len(numbers):  # a decoder layer is several layers of the plan
         return None
-    decoders = [(max(a, first), min(b, last + 1)) for a, b in plan.bounds]
-    found = [plan.selection.of_stage(*each) for each in plan.bounds]
-    size = max(b - a for of_stage in found for a, b in of_stage)
-    together = [[(at, min(at + size, b)) for at in range(a, b, size)] for a, b in decoders]
-    if found == together:
-        return (
-            f"--recompute-granularity full --recompute-method uniform --recompute-num-layers {size}"
-        )
-    count = max(map(len, found))
-    one_by_one = [[(at, at + 1) for at in range(a, min(a + count, b))] for a, b in decoders]
-    if found == one_by_one:
-        return (
-            f"--recompute-granularity full --recompute-method block --recompute-num-layers {count}"
-        )
-    return None
+    stage_segments = [plan.selection.of_stage(start, end) for start, end in plan.bounds]
+    size = 0
+    for segments in stage_segments:
+        size = max([size, *(end - start for start, end in segments)])
+    count = max(map(len, stage_segments))
+    uniform = []
+    block = []
+    for stage_start, stage_end in plan.bounds:
+        start, end = max(stage_start, first), min(stage_end, last + 1)
+        uniform.append([(at, min(at + size, end)) for at in range(start, end, size)])
+        block.append([(at, at + 1) for at in range(start, min(start + count, end))])
+    if stage_segments == uniform:
+        method = f"--recompute-method uniform --recompute-num-layers {size}"
+    elif stage_segments == block:
+        method = f"--recompute-method block --recompute-num-layers {count}"
+    else:
+        return None
+    return f"--recompute-granularity full {method}"
 
 
-def _number(name: str) -> int:
+def _block_number(name: str) -> int:
+    """Return the number of the decoder layer in a layer's name."""
     match = _NUMBERED.fullmatch(name)
     assert match is not None
     return int(match["number"])
 
 
-def _written(words: list[str]) -> str:
-    """The stages with bars between them, repetitions shortened.
+def _compress(words: list[str]) -> str:
+    """Join the stages with bars, and shorten repetitions.
 
-    >>> _written(["Ett", "tttt", "tttt", "tttt", "tL"]), _written(["E", "t", "t", "L"])
+    >>> _compress(["Ett", "tttt", "tttt", "tttt", "tL"]), _compress(["E", "t", "t", "L"])
     ('Ett|(t*4|)*3tL', 'E|t|t|L')
     """
-    short = [
-        _with_numbers((letter, len(list(run))) for letter, run in groupby(word)) for word in words
-    ]
+    stages = [_compress_letters(word) for word in words]
     parts = []
-    for word, run in groupby(short[:-1]):
+    for stage, run in groupby(stages[:-1]):
         count = len(list(run))
-        parts.append(f"({word}|)*{count}" if count >= _REPEATED else f"{word}|" * count)
-    return "".join(parts) + short[-1]
+        parts.append(f"({stage}|)*{count}" if count >= _MIN_REPETITIONS else f"{stage}|" * count)
+    return "".join(parts) + stages[-1]
 
 
-def _with_numbers(runs: Iterable[tuple[str, int]]) -> str:
-    return "".join(
-        f"{letter}*{count}" if count >= _REPEATED else letter * count for letter, count in runs
-    )
+def _compress_letters(word: str) -> str:
+    """Shorten repetitions of a letter: `Etttt` to `Et*4`."""
+    parts = []
+    for letter, run in groupby(word):
+        count = len(list(run))
+        parts.append(f"{letter}*{count}" if count >= _MIN_REPETITIONS else letter * count)
+    return "".join(parts)
 
 
-def _use(plan: Plan, found: Pipelines, text: str, decoders: int) -> str:
-    return (
-        f"--pipeline-model-parallel-size {len(found.placement)} --pipeline-model-parallel-layout '{text}' --num-layers {decoders} "
-        f"--micro-batch-size {plan.batch // plan.micro_batches} --global-batch-size {plan.batch}"
-    )
-
-
-def _notes(plan: Plan, found: Pipelines) -> list[str]:
-    several = found.schedule.stages > len(found.placement)
-    notes = told(
-        plan, "interleaved" if several else "1f1b", "interleaved 1F1B" if several else "1F1B"
-    )
-    if found.count > 1:
+def _notes(plan: Plan, pipelines: Pipelines) -> list[str]:
+    """Return notes on what is to be set by hand."""
+    if pipelines.schedule.stages > len(pipelines.placement):
+        notes = unsupported_notes(plan, "interleaved", "interleaved 1F1B")
+    else:
+        notes = unsupported_notes(plan, "1f1b", "1F1B")
+    if pipelines.count > 1:
         notes.append(
-            f"{found.count} pipelines: start {plan.ranks} ranks; Megatron numbers them stage by stage, the plan pipeline by "
-            "pipeline"
+            f"{pipelines.count} pipelines: start {plan.ranks} ranks; Megatron numbers them stage "
+            "by stage, the plan pipeline by pipeline"
         )
     if plan.recomputed:
         notes.append(f"recomputation (selective): {_recompute_flags(plan)}")

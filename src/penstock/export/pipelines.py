@@ -1,6 +1,4 @@
-"""What a plan is in the words that other libraries share: equal pipelines side by side, each of
-ranks that hold stages.
-"""
+"""Describe a plan as identical data-parallel pipelines, the model that other libraries share."""
 
 from __future__ import annotations
 
@@ -17,10 +15,12 @@ from penstock.schedule.slicing import Slicing
 @final
 @dataclass(frozen=True)
 class Pipelines:
-    """`count` times one pipeline; `ranks[j]` are those of the j-th, in the order of the ranks of
-    `schedule`, which is one's own.
+    """Identical data-parallel pipelines.
 
-    Its micro-batches are numbered from 0, whatever their numbers in the plan.
+    Attributes:
+        count: number of pipelines.
+        ranks: per pipeline its ranks in the plan, in the order of the ranks of `schedule`.
+        schedule: of one pipeline, with micro-batches numbered from 0.
     """
 
     count: int
@@ -29,17 +29,17 @@ class Pipelines:
 
     @property
     def placement(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of every rank of one pipeline."""
+        """The stages of each rank of one pipeline."""
         return self.schedule.stages_of_rank
 
     @property
     def linear(self) -> bool:
-        """Stage s alone on rank s."""
+        """Whether rank r has stage r alone."""
         return all(stages == (rank,) for rank, stages in enumerate(self.placement))
 
     @property
     def loop(self) -> bool:
-        """Stage s on rank s mod ranks, on every rank equally many."""
+        """Whether stage s is on rank s mod p, with equally many stages on all p ranks."""
         width = len(self.placement)
         return self.schedule.stages % width == 0 and all(
             stages == tuple(range(rank, self.schedule.stages, width))
@@ -48,7 +48,7 @@ class Pipelines:
 
     @property
     def vee(self) -> bool:
-        """Rank r of p has stages r and 2p - 1 - r."""
+        """Whether rank r of p has stages r and 2p - 1 - r."""
         width = len(self.placement)
         return all(
             stages == (rank, 2 * width - 1 - rank) for rank, stages in enumerate(self.placement)
@@ -56,141 +56,176 @@ class Pipelines:
 
 
 def pipelines_of(plan: Plan) -> Pipelines | None:
-    """The plan as equal pipelines; None if it is not that: stages with copies of their own,
-    pipelines in both directions, a stream, or pipelines of different numbers of micro-batches.
+    """Split a plan into identical pipelines.
+
+    Returns:
+        The pipelines; None if single stages have replicas, pipelines run in both directions, the
+        schedule is asynchronous, or pipelines have different numbers of micro-batches.
     """
-    made = plan.schedule
-    count = len(made.ranks_of_stage[0])
-    if made.stream is not None or any(len(ranks) != count for ranks in made.ranks_of_stage):
+    schedule = plan.schedule
+    count = len(schedule.ranks_of_stage[0])
+    has_uneven_replicas = any(len(ranks) != count for ranks in schedule.ranks_of_stage)
+    if schedule.stream is not None or has_uneven_replicas:
         return None
     if count == 1:
-        used = tuple(rank for rank, stages in enumerate(made.stages_of_rank) if stages)
-        return Pipelines(
-            1, (used,), replace(made, programs=tuple(made.programs[rank] for rank in used))
-        )
-    ranks = [tuple(sorted({of_stage[j] for of_stage in made.ranks_of_stage})) for j in range(count)]
-    if sum(map(len, ranks)) != len(set().union(*ranks)):
+        used_ranks = tuple(rank for rank, stages in enumerate(schedule.stages_of_rank) if stages)
+        programs = tuple(schedule.programs[rank] for rank in used_ranks)
+        return Pipelines(1, (used_ranks,), replace(schedule, programs=programs))
+    pipeline_ranks = []
+    for replica in range(count):
+        ranks = {stage_ranks[replica] for stage_ranks in schedule.ranks_of_stage}
+        pipeline_ranks.append(tuple(sorted(ranks)))
+    if sum(map(len, pipeline_ranks)) != len(set().union(*pipeline_ranks)):
+        return None  # pipelines share ranks, as in both directions
+    schedules = [_schedule_of_ranks(schedule, ranks) for ranks in pipeline_ranks]
+    first = schedules[0]
+    if first is None or any(other != first for other in schedules):
         return None
-    found = [_alone(made, own) for own in ranks]
-    if found[0] is None or any(each != found[0] for each in found):
-        return None
-    return Pipelines(count, tuple(ranks), found[0])
+    return Pipelines(count, tuple(pipeline_ranks), first)
 
 
-def _alone(made: Schedule, ranks: tuple[int, ...]) -> Schedule | None:
-    """What these ranks do, with numbers from 0; None if its stages have different micro-batches."""
-    carried = [
-        {op.micro_batch for op in made.programs[rank] if op.kind is Kind.F and op.stage == stage}
-        for rank in ranks
-        for stage in made.stages_of_rank[rank]
+def _schedule_of_ranks(schedule: Schedule, ranks: tuple[int, ...]) -> Schedule | None:
+    """Extract the schedule of some ranks, with micro-batches numbered from 0; None if their stages
+    have different micro-batches.
+    """
+    micro_batches = _common_micro_batches(schedule, ranks)
+    if micro_batches is None:
+        return None
+    new_numbers = {number: index for index, number in enumerate(sorted(micro_batches))}
+    programs = []
+    ops = set()
+    for rank in ranks:
+        ops.update(schedule.programs[rank])
+        programs.append(tuple(_renumber(op, new_numbers) for op in schedule.programs[rank]))
+    pairs = [
+        (_renumber(first, new_numbers), _renumber(second, new_numbers))
+        for first, second in schedule.pairs
+        if first in ops and second in ops
     ]
-    if any(each != carried[0] for each in carried):
-        return None
-    numbers = {number: new for new, number in enumerate(sorted(carried[0]))}
-    slicing = made.slicing
+    slicing = schedule.slicing
     if slicing is not None:
-        own = dict.fromkeys(slicing.micro_batch_of[number] for number in numbers)
-        slicing = Slicing(slicing.along, tuple(slicing.shares[micro_batch] for micro_batch in own))
-    held = {op for rank in ranks for op in made.programs[rank]}
-    return replace(
-        made,
-        programs=tuple(
-            tuple(_renumbered(op, numbers) for op in made.programs[rank]) for rank in ranks
-        ),
-        pairs=frozenset(
-            (_renumbered(a, numbers), _renumbered(b, numbers))
-            for a, b in made.pairs
-            if a in held and b in held
-        ),
-        slicing=slicing,
-    )
+        whole = dict.fromkeys(slicing.micro_batch_of[number] for number in new_numbers)
+        slicing = Slicing(slicing.along, tuple(slicing.shares[number] for number in whole))
+    return replace(schedule, programs=tuple(programs), pairs=frozenset(pairs), slicing=slicing)
 
 
-def _renumbered(op: Op, numbers: dict[int, int]) -> Op:
-    return op if op.kind is Kind.U else op._replace(micro_batch=numbers[op.micro_batch])
+def _common_micro_batches(schedule: Schedule, ranks: tuple[int, ...]) -> set[int] | None:
+    """Return the micro-batches of these ranks; None if their stages have different ones."""
+    micro_batches: dict[int, set[int]] = {}
+    for rank in ranks:
+        for stage in schedule.stages_of_rank[rank]:
+            micro_batches.setdefault(stage, set())
+        for op in schedule.programs[rank]:
+            if op.kind is Kind.F:
+                micro_batches[op.stage].add(op.micro_batch)
+    first, *others = micro_batches.values()
+    return first if all(other == first for other in others) else None
+
+
+def _renumber(op: Op, new_numbers: dict[int, int]) -> Op:
+    """Replace the micro-batch of an op; an update has none."""
+    return op if op.kind is Kind.U else op._replace(micro_batch=new_numbers[op.micro_batch])
 
 
 def why_not_pipelines(plan: Plan) -> str:
-    """Why `pipelines_of` finds none, in words."""
-    made = plan.schedule
-    if made.stream is not None:
-        return f"{plan.schedule_name} is asynchronous: there are no versions of weights there, and every batch ends in a flush"
-    copies = [len(ranks) for ranks in made.ranks_of_stage]
-    if len(set(copies)) > 1:
+    """Explain why `pipelines_of` returns None for a plan."""
+    schedule = plan.schedule
+    if schedule.stream is not None:
         return (
-            f"its stages have {', '.join(map(str, copies))} ranks: copies are of whole pipelines there, and single stages have "
-            "none of their own"
+            f"{plan.schedule_name} is asynchronous, but the library has no weight versions and "
+            "ends every batch with a flush"
+        )
+    replicas = [len(ranks) for ranks in schedule.ranks_of_stage]
+    if len(set(replicas)) > 1:
+        return (
+            f"its stages have {', '.join(map(str, replicas))} ranks, but the library replicates "
+            "whole pipelines, not single stages"
         )
     return (
-        f"{plan.schedule_name} has {copies[0]} copies of every stage that are no equal pipelines side by side: that is all it has "
-        "of copies"
+        f"{plan.schedule_name} has {replicas[0]} replicas of every stage that are not identical "
+        "pipelines, the only replicas that the library supports"
     )
 
 
 def refuse(library: str, reasons: list[str]) -> None:
-    """Pass, if there is no reason.
+    """Raise PlanError if there are reasons why the library cannot run a plan.
 
     Raises:
-        PlanError: there is; the message has every one.
+        PlanError: there are; the message lists all of them.
     """
     if reasons:
         raise PlanError("\n  ".join([f"{library} cannot run this plan", *reasons]))
 
 
 def stage_names(plan: Plan) -> list[list[str]]:
-    """The layers' names, stage by stage."""
+    """Return the names of the layers of each stage."""
     return [list(plan.layer_names[start:end]) for start, end in plan.bounds]
 
 
 def uneven_batch(plan: Plan) -> str | None:
-    """Why micro-batches of one size are too few words for this plan, if they are."""
-    if plan.batch % plan.micro_batches == 0:
+    """Return the reason why a library with micro-batches of one size cannot run a plan; None if the
+    batch divides evenly.
+    """
+    smaller, remainder = divmod(plan.batch, plan.micro_batches)
+    if remainder == 0:
         return None
     return (
-        f"a batch of {plan.batch} in {plan.micro_batches} micro-batches has some of {plan.batch // plan.micro_batches} and some of "
-        f"{-(-plan.batch // plan.micro_batches)} samples: all have one size there"
+        f"a batch of {plan.batch} in {plan.micro_batches} micro-batches has some of {smaller} and "
+        f"some of {smaller + 1} samples, but the library needs equal sizes"
     )
 
 
-def told(plan: Plan, own: str, plays: str) -> list[str]:
-    """What is left out everywhere: the schedule, if the library plays another, and the devices.
-    `own` is the name here of what it plays, `plays` its name there.
+def unsupported_notes(plan: Plan, schedule_name: str, library_name: str) -> list[str]:
+    """Return notes on what the export cannot express: another schedule, and the devices.
+
+    Args:
+        plan: to export.
+        schedule_name: Penstock's name of the only schedule that the library runs.
+        library_name: the library's name of it.
     """
     notes = []
-    if plan.schedule_name != own or plan.slicing is not None:
+    if plan.schedule_name != schedule_name or plan.slicing is not None:
         notes.append(
-            f"the schedule: {plays} is played, and not this plan's {plan.schedule_name}, so its time and memory are not those "
-            "predicted"
+            f"the schedule: the library runs {library_name} instead of this plan's "
+            f"{plan.schedule_name}, so time and memory differ from the prediction"
         )
-    if plan.devices and plan.devices != tuple(range(plan.ranks)):
-        notes.append(f"the devices: rank r belongs on device {row(plan.devices)} of {plan.cluster}")
-    return notes
+    return notes + device_notes(plan)
+
+
+def device_notes(plan: Plan) -> list[str]:
+    """Return a note on the ranks' devices, unless rank r is on device r."""
+    if not plan.devices or plan.devices == tuple(range(plan.ranks)):
+        return []
+    return [f"the devices: rank r belongs on device {compact_list(plan.devices)} of {plan.cluster}"]
 
 
 def segment_lengths(plan: Plan) -> list[list[tuple[int, int]]]:
-    """Of every stage, the segments that run again, counted from its first layer: first, and one
-    past the last.
+    """Return the recomputed segments of each stage, each as its first layer and the layer after its
+    last one, counted from the stage's first layer.
     """
-    return [
-        [(a - first, b - first) for a, b in plan.selection.of_stage(first, end)]
-        for first, end in plan.bounds
-    ]
+    stages = []
+    for first, end in plan.bounds:
+        segments = plan.selection.of_stage(first, end)
+        stages.append([(start - first, stop - first) for start, stop in segments])
+    return stages
 
 
 def selective_layers(plan: Plan) -> str:
-    """The layers that run again, for a note: `3-5 6-8 11`, a dash within a segment."""
-    found = [
-        segment
-        for of_stage, (first, _) in zip(segment_lengths(plan), plan.bounds, strict=True)
-        for segment in ((a + first, b + first) for a, b in of_stage)
-    ]
-    return " ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in found) or "none"
-
-
-def row(numbers: tuple[int, ...]) -> str:
-    """Numbers in a list, runs of more than three as `0-7`."""
+    """Write the recomputed layers, one word per segment: `3-5 6-8 11`."""
     words = []
-    for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0]):
-        found = [number for _, number in run]
-        words += [f"{found[0]}-{found[-1]}"] if len(found) > 3 else list(map(str, found))
+    for first, end in plan.bounds:
+        for start, stop in plan.selection.of_stage(first, end):
+            words.append(str(start) if stop == start + 1 else f"{start}-{stop - 1}")
+    return " ".join(words) or "none"
+
+
+def compact_list(numbers: tuple[int, ...]) -> str:
+    """Write a list of numbers, with runs of more than three as `0-7`."""
+    words = []
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        if len(members) > 3:
+            words.append(f"{members[0]}-{members[-1]}")
+        else:
+            words += map(str, members)
     return f"[{', '.join(words)}]"

@@ -1,6 +1,4 @@
-"""torch.distributed.pipelining: where to split the model, which stages each rank has, and the
-schedule.
-"""
+"""Export to torch.distributed.pipelining: split points, stages of each rank, and the schedule."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import json
 
 from penstock.export.catalogue import Exported, register
 from penstock.export.pipelines import (
+    Pipelines,
     pipelines_of,
     refuse,
     stage_names,
@@ -18,7 +17,7 @@ from penstock.plan.plan import Plan
 from penstock.schedule.csv import to_csv
 from penstock.schedule.csv_export import why_not
 
-#: The file of the schedule, where the form is a folder.
+#: Name of the schedule's file in a folder.
 SCHEDULE = "schedule.csv"
 
 
@@ -28,76 +27,83 @@ SCHEDULE = "schedule.csv"
     source="torch 2.13, distributed/pipelining: _IR.pipeline, split_spec; schedules, _load_csv",
 )
 def torch(plan: Plan) -> Exported:
-    """JSON, or a folder of `stages.json` and `schedule.csv`.
+    """Export as JSON, or as a folder of `stages.json` and `schedule.csv`.
 
         split_spec          layer at which a stage begins: "BEGINNING"; for pipeline(model,
                             split_spec=…) its text becomes a SplitPoint
-        modules_of_stage    names of the modules of every stage, for whoever builds PipelineStage by
-                            hand
-        stages_of_rank      what `_PipelineScheduleRuntime` is given on every rank, ascending
+        modules_of_stage    names of the modules of each stage, to build PipelineStage by hand
+        stages_of_rank      stages of each rank for `_PipelineScheduleRuntime`, ascending
         micro_batches       its n_microbatches
-        pipelines           copies of the whole; each is a process group of its own, and gradients
-                            are averaged over them
-        schedule            the CSV of one pipeline, "compute_only"; in a folder, the name of its
-                            file
+        pipelines           ranks of each data-parallel pipeline; each pipeline is a process group
+                            of its own, and gradients are averaged over them
+        schedule            the CSV of one pipeline, "compute_only"; in a folder, its file name
         recompute, batch, devices, fingerprint      of the plan
-        recomputed          of selective recomputation: by stage, the names of the modules of every
-                            segment that runs again
+        recomputed          for selective recomputation: by stage, the names of the modules of each
+                            recomputed segment
 
     Raises:
-        PlanError: the plan has stages with copies of their own, micro-batches of several sizes, or
-        a schedule that the CSV cannot say;
-            or it is asynchronous.
+        PlanError: single stages have replicas, micro-batches have several sizes, the CSV cannot
+            express the schedule, or the plan is asynchronous.
     """
-    found = pipelines_of(plan)
-    reasons = [] if found is not None else [why_not_pipelines(plan)]
-    if found is not None and (reason := why_not(found.schedule)) is not None:
+    pipelines = pipelines_of(plan)
+    reasons = [] if pipelines is not None else [why_not_pipelines(plan)]
+    if pipelines is not None and (reason := why_not(pipelines.schedule)) is not None:
         reasons.append(reason)
     if (uneven := uneven_batch(plan)) is not None:
         reasons.append(uneven)
     refuse("torch.distributed.pipelining", reasons)
-    assert found is not None
-    schedule = to_csv(found.schedule)
+    assert pipelines is not None
+    micro_batches = pipelines.schedule.micro_batches
     facts: dict[str, object] = {
         "split_spec": {plan.layer_names[start]: "BEGINNING" for start, _ in plan.bounds[1:]},
         "modules_of_stage": stage_names(plan),
-        "stages_of_rank": [list(stages) for stages in found.placement],
-        "micro_batches": found.schedule.micro_batches,
-        "pipelines": [list(ranks) for ranks in found.ranks],
+        "stages_of_rank": [list(stages) for stages in pipelines.placement],
+        "micro_batches": micro_batches,
+        "pipelines": [list(ranks) for ranks in pipelines.ranks],
         "batch": plan.batch,
         "recompute": plan.recompute,
-        **({"recomputed": _segments(plan)} if plan.recomputed else {}),
-        "devices": list(plan.devices),
-        "fingerprint": plan.fingerprint,
     }
+    if plan.recomputed:
+        facts["recomputed"] = _segment_names(plan)
+    facts["devices"] = list(plan.devices)
+    facts["fingerprint"] = plan.fingerprint
+    schedule = to_csv(pipelines.schedule)
+    use = (
+        "pipeline(model, mb_args, split_spec) or PipelineStage by hand, then "
+        f"_PipelineScheduleRuntime(stages, n_microbatches={micro_batches})._load_csv({SCHEDULE!r})"
+    )
+    files = (
+        ("stages.json", json.dumps({**facts, "schedule": SCHEDULE}, indent=1) + "\n"),
+        (SCHEDULE, schedule),
+    )
+    text = json.dumps({**facts, "schedule": schedule}, indent=1) + "\n"
+    return Exported(text, use, tuple(_notes(plan, pipelines)), files)
+
+
+def _notes(plan: Plan, pipelines: Pipelines) -> list[str]:
+    """Return notes on what is to be done by hand."""
     notes = []
     if plan.recomputed:
         notes.append(
-            "recomputation (selective): wrap each list of modules under recomputed in torch.utils.checkpoint yourself"
+            "recomputation (selective): wrap each list of modules under recomputed in "
+            "torch.utils.checkpoint yourself"
         )
     elif plan.recompute in ("except_last", "always"):
         notes.append(
             f"recomputation ({plan.recompute}): wrap the layers in torch.utils.checkpoint yourself"
         )
-    if found.schedule.splits_backward:
+    if pipelines.schedule.splits_backward:
         notes.append(
-            "frozen layers: I and W of a stage whose input needs no gradient leave it without gradients in torch 2.13; replace "
-            "them by B there"
+            "frozen layers: in torch 2.13, I and W of a stage whose input needs no gradient leave "
+            "it without gradients; replace them by B there"
         )
-    return Exported(
-        json.dumps({**facts, "schedule": schedule}, indent=1) + "\n",
-        "pipeline(model, mb_args, split_spec) or PipelineStage by hand, then _PipelineScheduleRuntime(stages, n_microbatches="
-        f"{found.schedule.micro_batches})._load_csv({SCHEDULE!r})",
-        tuple(notes),
-        (
-            ("stages.json", json.dumps({**facts, "schedule": SCHEDULE}, indent=1) + "\n"),
-            (SCHEDULE, schedule),
-        ),
-    )
+    return notes
 
 
-def _segments(plan: Plan) -> list[list[list[str]]]:
-    return [
-        [list(plan.layer_names[a:b]) for a, b in plan.selection.of_stage(first, end)]
-        for first, end in plan.bounds
-    ]
+def _segment_names(plan: Plan) -> list[list[list[str]]]:
+    """Return by stage the names of the modules of each recomputed segment."""
+    stages = []
+    for first, end in plan.bounds:
+        segments = plan.selection.of_stage(first, end)
+        stages.append([list(plan.layer_names[start:stop]) for start, stop in segments])
+    return stages

@@ -1,4 +1,4 @@
-"""torchtitan's `module_fqns_per_model_part`: the names of the modules of every stage."""
+"""Export to torchtitan: `module_fqns_per_model_part`, the names of the modules of each stage."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from penstock.export.catalogue import Exported, register
 from penstock.export.pipelines import (
     Pipelines,
+    device_notes,
     pipelines_of,
     refuse,
     selective_layers,
@@ -17,8 +18,8 @@ from penstock.export.pipelines import (
 from penstock.plan.plan import Plan
 from penstock.schedule.csv_export import why_not
 
-#: Schedules that torch has itself, by their names here.
-ITS_OWN = {
+#: Torch's names of the schedules that it implements, by Penstock's names.
+TORCH_SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved": "Interleaved1F1B",
@@ -33,61 +34,66 @@ ITS_OWN = {
     source="torchtitan 0.3.0, distributed/pipeline_parallel.py; config parallelism.module_fqns_per_model_part",
 )
 def torchtitan(plan: Plan) -> Exported:
-    """A list of lists of names, which is JSON, TOML and Python: one list for every stage, in the
-    model's order.
+    """Export as a list of lists of names, valid in JSON, TOML and Python: one list per stage, in
+    the order of the model.
 
-    torchtitan places stage k on rank k mod p, or as a V where the schedule is called ZBVZeroBubble
-    or DualPipeV. Of a schedule that torch does not have, "csv" makes the file that
+    torchtitan puts stage k on rank k mod p, or in V shape for the schedules ZBVZeroBubble and
+    DualPipeV. For a schedule that torch does not have, "csv" exports the file that
     `pipeline_parallel_schedule_csv` reads.
 
     Raises:
-        PlanError: stages stand on other ranks; the plan has stages with copies of their own, or
-        micro-batches of several sizes, or is
-            asynchronous, or runs some layers again and not others; or its schedule is neither
-            torch's own nor can be said in its CSV.
+        PlanError: stages are on other ranks, single stages have replicas, micro-batches have
+            several sizes, the plan is asynchronous or recomputes only some layers, or the schedule
+            is neither one of torch's nor can its CSV express it.
     """
-    found = pipelines_of(plan)
-    reasons = [] if found is not None else [why_not_pipelines(plan)]
-    if found is not None:
-        reasons += _why_not(plan, found)
+    pipelines = pipelines_of(plan)
+    reasons = [] if pipelines is not None else [why_not_pipelines(plan)]
+    if pipelines is not None:
+        reasons += _schedule_reasons(plan, pipelines)
     if (uneven := uneven_batch(plan)) is not None:
         reasons.append(uneven)
     if plan.recomputed:
         reasons.append(
-            f"layers {selective_layers(plan)} run again: there activation_checkpoint chooses by op, or every n-th block, and "
-            "cannot be told which layers"
+            f"layers {selective_layers(plan)} are recomputed, but activation_checkpoint selects "
+            "ops, or every n-th block, not given layers"
         )
     refuse("torchtitan", reasons)
-    assert found is not None
+    assert pipelines is not None
     text = json.dumps(stage_names(plan))
-    own = ITS_OWN.get(plan.schedule_name)
-    schedule = f'pipeline_parallel_schedule = "{own or "PipelineScheduleMulti"}"'
-    if own is None:
+    torch_name = TORCH_SCHEDULES.get(plan.schedule_name)
+    schedule = f'pipeline_parallel_schedule = "{torch_name or "PipelineScheduleMulti"}"'
+    if torch_name is None:
         schedule += ', pipeline_parallel_schedule_csv = "…" (the same plan, exported to csv)'
     use = (
-        f"module_fqns_per_model_part = {text if plan.layers < 8 else '…'}, pipeline_parallel_degree = {len(found.placement)}, "
+        f"module_fqns_per_model_part = {text if plan.layers < 8 else '…'}, "
+        f"pipeline_parallel_degree = {len(pipelines.placement)}, "
         f"pipeline_parallel_microbatch_size = {plan.batch // plan.micro_batches}, {schedule}"
     )
-    notes = []
-    if plan.devices and plan.devices != tuple(range(plan.ranks)):
+    return Exported(text, use, tuple(_notes(plan, pipelines)))
+
+
+def _notes(plan: Plan, pipelines: Pipelines) -> list[str]:
+    """Return notes on what is to be set by hand."""
+    notes = device_notes(plan)
+    if pipelines.count > 1:
         notes.append(
-            f"the devices: rank r belongs on device {list(plan.devices)} of {plan.cluster}"
+            f"{pipelines.count} pipelines: data_parallel_replicate_degree = {pipelines.count}"
         )
-    if found.count > 1:
-        notes.append(f"{found.count} pipelines: data_parallel_replicate_degree = {found.count}")
     if plan.recompute in ("except_last", "always"):
         notes.append(f'recomputation ({plan.recompute}): activation_checkpoint.mode = "full"')
-    return Exported(text, use, tuple(notes))
+    return notes
 
 
-def _why_not(plan: Plan, found: Pipelines) -> list[str]:
+def _schedule_reasons(plan: Plan, pipelines: Pipelines) -> list[str]:
+    """Return the reasons why torchtitan cannot run the schedule with its placement."""
     reasons = []
-    placed_as_vee = ITS_OWN.get(plan.schedule_name) in ("ZBVZeroBubble", "DualPipeV")
-    if not (found.vee if placed_as_vee else found.loop):
+    is_v_shaped = TORCH_SCHEDULES.get(plan.schedule_name) in ("ZBVZeroBubble", "DualPipeV")
+    if not (pipelines.vee if is_v_shaped else pipelines.loop):
+        placement = ", ".join(map(str, pipelines.placement))
         reasons.append(
-            f"{plan.schedule_name} has stages {', '.join(map(str, found.placement))} on its ranks: there stage k is on rank "
-            f"k mod {len(found.placement)}"
+            f"{plan.schedule_name} has stages {placement} on its ranks, "
+            f"but torchtitan has stage k on rank k mod {len(pipelines.placement)}"
         )
-    if (reason := why_not(found.schedule)) is not None:
+    if (reason := why_not(pipelines.schedule)) is not None:
         reasons.append(reason)
     return reasons

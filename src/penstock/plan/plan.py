@@ -1,11 +1,10 @@
-"""Plan: where to cut, which schedule, how many micro-batches, and what is expected of it, in one
-value.
-"""
+"""A plan: partition, schedule, micro-batches, recompute, devices, and predicted time and memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, final
 
@@ -22,15 +21,19 @@ SCHEMA = 3
 
 Recompute = Literal["never", "except_last", "always", "selective"]
 
-#: What an option of a schedule may be: plain, so that a plan is JSON.
+#: Types of a schedule's options: plain values, because a plan is stored as JSON.
 Option = bool | int | float | str | tuple[int, ...] | None
 
 
 @final
 @dataclass(frozen=True)
 class Objective:
-    """What a planner's own paper makes least: its name there, its value by the paper's formula, and
-    the unit: `"s"`, `"bytes"` or `"1"`.
+    """The objective that a planner's paper minimises, with the name and value it has there.
+
+    Attributes:
+        name: as in the paper.
+        value: by the paper's formula.
+        unit: `"s"`, `"bytes"` or `"1"`.
     """
 
     name: str
@@ -38,21 +41,20 @@ class Objective:
     unit: str
 
     def __str__(self) -> str:
-        value = (
-            format_seconds(self.value)
-            if self.unit == "s"
-            else format_bytes(self.value)
-            if self.unit == "bytes"
-            else f"{self.value:.4g}"
-        )
-        return f"{self.name} {value}"
+        if self.unit == "s":
+            return f"{self.name} {format_seconds(self.value)}"
+        if self.unit == "bytes":
+            return f"{self.name} {format_bytes(self.value)}"
+        return f"{self.name} {self.value:.4g}"
 
 
 @final
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that go from one rank to another in a step (of an asynchronous plan, in a batch);
-    activations and gradients of activations, not the gradients that copies of a stage add up.
+    """Bytes sent from one rank to another per step, or per batch of an asynchronous plan.
+
+    Counts activations and their gradients, but not the all-reduce of weight gradients between the
+    replicas of a stage.
     """
 
     from_rank: int
@@ -63,7 +65,7 @@ class Traffic:
 @final
 @dataclass(frozen=True)
 class Remedy:
-    """What would help: a change to the cluster or the plan, and a step's seconds with it."""
+    """A suggested change to the cluster or the plan, and the seconds of a step with it."""
 
     change: str
     step_s: float
@@ -72,25 +74,27 @@ class Remedy:
 @final
 @dataclass(frozen=True)
 class Prediction:
-    """What simulation says of a plan. Seconds are of one step, bytes of the fullest moment of every
-    rank.
+    """Simulated time and memory of a plan.
 
     A step of an asynchronous plan is one batch in the steady state, between filling and draining;
-    so is its bubble.
+    its bubble ratio is that of the steady state as well.
 
     Attributes:
-        step_s, bubble_ratio, samples_per_s: of a step.
-        peak_memory: bytes of every rank at its fullest.
-        one_device_s: a step of plain training, the whole batch at once on one device that has room
-        for it. data_parallel_s: a step of data parallelism on as many devices as the cluster has,
-        memory not asked; None where the batch has
-            fewer samples than that, or there is one device.
-        lower_bound_s: no way that the planner could choose is faster; 0 where it does not know.
-        memory_parts: per rank, what `peak_memory` is for: (holder, bytes).
-        traffic: bytes from rank to rank, where there are any.
-        more_work: seconds of forwards that run again, over those of all work without.
-        less_kept: share of a micro-batch's activations, of all stages, that recompute does not keep
-        between forward and backward.
+        step_s: seconds of a step.
+        bubble_ratio: idle share of all ranks' time in a step.
+        peak_memory: largest memory of each rank, in bytes.
+        samples_per_s: throughput.
+        one_device_s: seconds of a step of plain training, with the whole batch at once on one
+            device that is large enough for it.
+        data_parallel_s: seconds of a step of data parallelism on all devices of the cluster,
+            ignoring memory; None if the batch has fewer samples than the cluster has devices, or
+            for one device.
+        lower_bound_s: lower bound of a step over the planner's search space; 0 if unknown.
+        memory_parts: per rank, what `peak_memory` consists of: (holder, bytes).
+        traffic: bytes sent between ranks, where there are any.
+        more_work: seconds of recomputed forwards / seconds of all work without recompute.
+        less_kept: share of a micro-batch's activations, over all stages, that recompute does not
+            save between forward and backward.
     """
 
     step_s: float
@@ -107,25 +111,28 @@ class Prediction:
 
     @property
     def speed_up(self) -> float:
-        """How many times faster than plain training on one device."""
+        """Time of plain training on one device / time of a step."""
         return self.one_device_s / self.step_s if self.step_s else 1.0
 
     @property
     def gap(self) -> float | None:
-        """By how much, at most, another way is faster: step / lower bound - 1; None where no bound
-        is known.
-        """
+        """Relative gap to the lower bound, step / lower bound - 1; None if no bound is known."""
         return self.step_s / self.lower_bound_s - 1 if self.lower_bound_s else None
 
 
 @final
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run that the planner weighed. `why` is what bounds its time, or what it lacks;
-    `peak_bytes` is of the fullest rank.
+    """A configuration that the planner evaluated.
 
-    `step_s` is as `Prediction` has it, `weights` the name of the weight rule, `replicas` the number
-    of whole pipelines, or of ranks for every stage.
+    Attributes:
+        schedule, stages, micro_batches, recompute: of the configuration.
+        lengths: layers per stage.
+        step_s: seconds of a step, as in `Prediction`.
+        peak_bytes: memory of the fullest rank.
+        why: what bounds its time, or why it is infeasible.
+        weights: name of the weight rule.
+        replicas: number of replicas of the whole pipeline, or of each stage.
     """
 
     schedule: str
@@ -143,34 +150,40 @@ class Candidate:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """All that a run needs to know but the model and the data.
+    """All that a run needs apart from the model and the data.
 
     Attributes:
-        fingerprint: of the chain that this plan is for.
-        layer_names: its layers, in order.
-        lengths: layers in every stage.
-        schedule_name, schedule_options, synchronous: how the schedule was made, for people.
-        programs, slicing: the schedule itself, one line of ops for every rank: what runs; and how
-        its micro-batches are cut
-            further, if they are.
-        stream: of an asynchronous schedule, how it goes on: the programs are then a stretch of it,
-        which repeats itself. micro_batches, batch: parts of a batch, and samples in a batch.
+        fingerprint: of the chain of layers that this plan is for.
+        layer_names: of the chain, in order.
+        lengths: layers per stage.
+        schedule_name: of the schedule, to print.
+        programs: the schedule itself: one line of ops per rank.
+        micro_batches: per batch.
+        batch: samples per batch.
+        cluster, cluster_ranks: name and number of devices of the cluster it was made for.
+        predicted: time and memory.
+        schedule_options: options that the schedule was made with, to print.
+        synchronous: whether the pipeline drains before each update.
+        slicing: how micro-batches are cut into slices, if they are.
+        stream: how an asynchronous schedule continues after `programs`, which are periodic.
         recompute: "never", "except_last", "always" or "selective" (see `simulate_schedule`).
-        recomputed: if that is "selective", the layers that run again before their backward, by
-        their place in the whole chain. segment_starts: consecutive ones of a stage run again
-        together, as one segment, of which only the input is kept; those that
-            begin another one all the same.
-        weights, weights_options: name of the weight rule, and what it is given besides its
-        defaults. cluster, cluster_ranks: name and size of the cluster it was made for. devices: per
-        rank, which device of the cluster it is on; empty: rank r is on device r. torch_version: of
-        the profile; empty where no torch was measured. planner, objective: who made it, and what
-        its own paper makes least, where that is not the simulated step. predicted: time and memory.
-        candidates: what was weighed, one for each schedule and number of stages, best first; the
-        first is this plan. remedies: what would help most, best first. optimizer, optimizer_states:
-        the optimizer that memory was planned for, empty where none was named, and the numbers that
-        it
-            keeps for each parameter.
-        memory_limits: bytes that every rank may hold; empty where a plan does not say.
+        weights: name of the weight rule.
+        weights_options: its options that differ from the defaults.
+        candidates: evaluated configurations, one per schedule and number of stages, best first;
+            the first is this plan.
+        devices: per rank, the index of its device in the cluster; empty: rank r is on device r.
+        torch_version: of the profile; empty if it was not measured with torch.
+        planner: that made it.
+        objective: that the planner's paper minimises, unless it is the simulated step.
+        remedies: suggested changes, best first.
+        recomputed: for "selective", the indices in the chain of the layers to recompute before
+            their backward.
+        segment_starts: consecutive recomputed layers of a stage form one segment, of which only
+            the input is saved; these layers begin a new segment nevertheless.
+        optimizer: that memory was planned for; empty if none was named.
+        optimizer_states: numbers that it stores per parameter.
+        memory_limits: bytes that each rank may hold; empty if there are no limits.
+        schema: version of the file format.
     """
 
     fingerprint: str
@@ -220,149 +233,179 @@ class Plan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The schedule, read back from its text.
+        """The schedule, parsed from `programs`.
 
         Raises:
             ScheduleError: a program has a word that is not an op.
         """
         text = "\n".join(f"rank {rank} | {ops}" for rank, ops in enumerate(self.programs))
-        made = Schedule.parse(text, self.schedule_name, self.synchronous)
+        schedule = Schedule.parse(text, self.schedule_name, self.synchronous)
         return replace(
-            made, options=self.schedule_options, slicing=self.slicing, stream=self.stream
+            schedule, options=self.schedule_options, slicing=self.slicing, stream=self.stream
         )
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """First layer and one past the last layer of every stage."""
-        ends = [sum(self.lengths[: stage + 1]) for stage in range(self.stages)]
+        """Index of the first layer and of the layer after the last one, per stage."""
+        ends = list(accumulate(self.lengths))
         return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
     @property
     def selection(self) -> Selection:
-        """The layers that selective recompute runs again."""
+        """The layers that selective recompute runs again, and their segments."""
         return Selection(self.recomputed, self.segment_starts)
 
     def check(self) -> None:
-        """Refuse a plan whose parts do not fit each other; whether its schedule is sound, `verify`
-        says.
+        """Check that the fields agree with each other. `verify` checks whether the schedule is sound.
 
         Raises:
-            PlanError: it is so; the message names the part.
-            ScheduleError: a program has a word that is not an op, or the weight rule cannot go with
-            the programs. UnknownName: there is no such weight rule. SettingError: the weight rule
-            has no such option.
+            PlanError: fields contradict each other; the message names them.
+            ScheduleError: a program has a word that is not an op, or the weight rule does not
+                support the programs.
+            UnknownName: there is no such weight rule.
+            SettingError: the weight rule has no such option.
         """
+        self._check_sizes()
+        self._check_memory()
+        self._check_devices()
+        self._check_recomputed()
+        self._check_stream()
+        rule_of(self.schedule, self.weights, dict(self.weights_options))
+
+    def _check_sizes(self) -> None:
+        """Check that layers, stages, micro-batches and batch agree with the programs."""
         if any(length < 1 for length in self.lengths) or sum(self.lengths) != self.layers:
             raise PlanError(
-                f"stage lengths {list(self.lengths)} must be positive and sum to the {self.layers} layers"
+                f"stage lengths {list(self.lengths)} must be positive and sum to the {self.layers} "
+                "layers"
             )
-        found = self.schedule
-        if found.stages != self.stages:
-            raise PlanError(f"the programs have {found.stages} stages, the lengths {self.stages}")
-        if found.micro_batches != self.micro_batches:
+        schedule = self.schedule
+        if schedule.stages != self.stages:
             raise PlanError(
-                f"the programs have {found.micro_batches} micro-batches, not {self.micro_batches}"
+                f"the programs have {schedule.stages} stages, the lengths {self.stages}"
+            )
+        if schedule.micro_batches != self.micro_batches:
+            raise PlanError(
+                f"the programs have {schedule.micro_batches} micro-batches, "
+                f"not {self.micro_batches}"
             )
         if self.batch < self.micro_batches:
             raise PlanError(
                 f"a batch of {self.batch} cannot be cut into {self.micro_batches} micro-batches"
             )
+
+    def _check_memory(self) -> None:
+        """Check the predicted memory, the limits and the optimizer states."""
         if len(self.predicted.peak_memory) != self.ranks:
             raise PlanError(
-                f"memory is predicted for {len(self.predicted.peak_memory)} ranks, the programs are for {self.ranks}"
+                f"memory is predicted for {len(self.predicted.peak_memory)} ranks, "
+                f"the programs are for {self.ranks}"
             )
         if len(self.memory_limits) not in (0, self.ranks) or not self.optimizer_states >= 0:
             raise PlanError(
-                f"memory limits for {len(self.memory_limits)} ranks and {self.optimizer_states} optimizer states do not go with "
-                f"programs for {self.ranks} ranks: one limit for each, and 0 states or more"
+                f"memory limits for {len(self.memory_limits)} ranks and {self.optimizer_states} "
+                f"optimizer states do not go with programs for {self.ranks} ranks: "
+                "set one limit for each rank, and 0 states or more"
             )
-        if self.devices and (
-            len(self.devices) != self.ranks
-            or len(set(self.devices)) != self.ranks
-            or not set(self.devices) <= set(range(self.cluster_ranks))
+
+    def _check_devices(self) -> None:
+        """Check that each rank has a device of its own in the cluster."""
+        distinct = set(self.devices)
+        if self.devices and not (
+            len(self.devices) == len(distinct) == self.ranks
+            and distinct <= set(range(self.cluster_ranks))
         ):
             raise PlanError(
-                f"devices {list(self.devices)} must be {self.ranks} different ones of the cluster's {self.cluster_ranks}"
+                f"devices {list(self.devices)} must be {self.ranks} different ones "
+                f"of the cluster's {self.cluster_ranks}"
             )
-        self._check_recomputed()
+
+    def _check_recomputed(self) -> None:
+        """Check the layers and segments of selective recompute."""
+        if self.recompute != "selective" and (self.recomputed or self.segment_starts):
+            raise PlanError(
+                'recomputed and segment_starts are for recompute="selective", '
+                f"but recompute is {self.recompute!r}"
+            )
+        if list(self.recomputed) != sorted(set(self.recomputed) & set(range(self.layers))):
+            raise PlanError(
+                f"recomputed {list(self.recomputed)} must be different ones "
+                f"of the {self.layers} layers, ascending"
+            )
+        if list(self.segment_starts) != sorted(set(self.segment_starts) & set(self.recomputed)):
+            raise PlanError(
+                f"segment_starts {list(self.segment_starts)} must be different ones of recomputed, "
+                "ascending"
+            )
+
+    def _check_stream(self) -> None:
+        """Check that exactly an asynchronous plan has a stream, of all its micro-batches."""
         if self.synchronous is not (self.stream is None):
             raise PlanError(
                 "a synchronous plan has no stream, an asynchronous one has: synchronous is "
                 f"{self.synchronous}, stream is {self.stream}"
             )
-        if self.stream is not None and found.slices != found.batches * found.micro_batches:
+        schedule = self.schedule
+        if self.stream is not None and schedule.slices != schedule.batches * schedule.micro_batches:
             raise PlanError(
-                f"{found.batches} batches of {found.micro_batches} are not the {found.slices} micro-batches of the programs"
-            )
-        rule_of(found, self.weights, dict(self.weights_options))
-
-    def _check_recomputed(self) -> None:
-        if self.recompute != "selective" and (self.recomputed or self.segment_starts):
-            raise PlanError(
-                f'recomputed and segment_starts say which layers recompute="selective" runs again, and recompute is '
-                f"{self.recompute!r}"
-            )
-        if list(self.recomputed) != sorted(set(self.recomputed) & set(range(self.layers))):
-            raise PlanError(
-                f"recomputed {list(self.recomputed)} must be different ones of the {self.layers} layers, ascending"
-            )
-        if list(self.segment_starts) != sorted(set(self.segment_starts) & set(self.recomputed)):
-            raise PlanError(
-                f"segment_starts {list(self.segment_starts)} must be different ones of recomputed, ascending"
+                f"{schedule.batches} batches of {schedule.micro_batches} are not "
+                f"the {schedule.slices} micro-batches of the programs"
             )
 
     def check_fits(self, chain_fingerprint: str, ranks: int, torch_version: str = "") -> None:
-        """Refuse a model, a number of ranks or a torch that this plan was not made for.
+        """Check that this plan was made for a model, a number of ranks and a version of torch.
 
-        Of versions the first two numbers count: 2.13.0+cpu is as good as 2.13.1.
+        Only the first two numbers of the version matter: 2.13.0+cpu is equal to 2.13.1.
 
         Raises:
-            PlanError: it is another one; the message has all that differs.
+            PlanError: it was not; the message has all differences.
         """
         findings = []
         if chain_fingerprint != self.fingerprint:
             findings.append(
-                f"it was made for a chain of {self.layers} layers with fingerprint {self.fingerprint}, "
-                f"and this one's is {chain_fingerprint}: profile this model and plan anew"
+                f"it was made for a chain of {self.layers} layers with fingerprint "
+                f"{self.fingerprint}, but this one's is {chain_fingerprint}: "
+                "profile this model and plan again"
             )
         if ranks != self.ranks:
             findings.append(
-                f"it uses {self.ranks} ranks, and there are {ranks}: "
+                f"it uses {self.ranks} ranks, but there are {ranks}: "
                 f"start {self.ranks} ranks, or plan for a cluster of {ranks}"
             )
-        planned, here = (version.split(".")[:2] for version in (self.torch_version, torch_version))
-        if self.torch_version and torch_version and planned != here:
+        planned_release = self.torch_version.split(".")[:2]
+        current_release = torch_version.split(".")[:2]
+        if self.torch_version and torch_version and planned_release != current_release:
             findings.append(
-                f"it was made with torch {self.torch_version}, and this is torch {torch_version}, "
-                "whose times may be others: profile and plan anew"
+                f"it was made with torch {self.torch_version}, but this is torch {torch_version}, "
+                "whose times may differ: profile and plan again"
             )
         if findings:
             raise PlanError("\n  ".join(["the plan does not fit this run", *findings]))
 
     def save(self, path: str | Path) -> None:
-        """Write JSON with a schema version.
+        """Write the plan as JSON with a schema version.
 
         Raises:
-            FileError: it cannot be written.
+            FileError: the file cannot be written.
         """
         write_json(path, self)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read what `save` wrote, trusting nothing.
+        """Read a plan that `save` wrote, and check it.
 
         Raises:
-            FileError: the file is missing, is no plan, has another schema version, or its parts do
-            not fit each other.
+            FileError: the file is missing, is no plan, has another schema version, or its fields
+                contradict each other.
         """
         plan = read_json(path, cls, SCHEMA)
         try:
             plan.check()
         except PenstockError as error:
-            raise FileError(f"{path} is no plan that can run: {error}") from error
+            raise FileError(f"{path} is no valid plan: {error}") from error
         return plan
 
     def __str__(self) -> str:
-        from penstock.plan.text import describe  # it needs what stands here
+        from penstock.plan.description import describe  # imports this module
 
         return describe(self)

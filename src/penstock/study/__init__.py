@@ -1,3 +1,3 @@
-"""What was asked, what came of it, and what that says: questions, records, statistics, verdicts,
+"""What was asked, what came of it, and what that says: questions, records, statistics, conclusions,
 figures.
 """

@@ -1,14 +1,14 @@
-"""Report: tables and sentences, for a terminal and as Markdown."""
+"""Write the results of a study as tables and sentences, for a terminal and as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.study.question import BASELINE, Group
+from penstock.study.conclusion import Standing
+from penstock.study.experiment import BASELINE, Group
 from penstock.study.results import SHARE, Results
-from penstock.study.statistics import Spread, ends_at
+from penstock.study.statistics import Spread, final_loss
 from penstock.study.tasks import StudyTask, study_task
-from penstock.study.verdict import Standing
 from penstock.units import format_seconds
 from penstock.weights.catalogue import weight_rule
 
@@ -20,112 +20,132 @@ HEAD = (
     "stale",
     "versions",
     "test",
-    "least to most",
+    "range",
     "to flush",
     "train loss",
     "simulated",
     "measured",
-    "to its loss",
-    "verdict",
+    "speed-up",
+    "conclusion",
 )
-_LEFT = (0, 13)
+#: Columns that are aligned to the left: the rule and the conclusion.
+_LEFT_ALIGNED = (0, 13)
 
 
 def rows(results: Results, task: str) -> list[tuple[str, ...]]:
-    """A row for each rule and depth of a task."""
+    """Return a table row for each rule and depth of a task."""
     return [_row(results, group) for group in results.of_task(task)]
 
 
 def _row(results: Results, group: Group) -> tuple[str, ...]:
-    optimizer, rule = group.optimizer, group.rule
-    metric, verdict, pace = (
-        study_task(group.task).metric,
-        results.verdicts[group],
-        results.paces.get(group),
-    )
-    runs = results.groups[group]
-    values, ends = (
-        verdict.values,
-        Spread(tuple(ends_at(run.losses) for run in runs if run.losses) or (float("nan"),)),
-    )
-    # Their mean says nothing where some have not trained.
-    difference = (
-        ""
-        if verdict.difference is None or rule == BASELINE
-        else metric.difference(0.0, verdict.difference).split()[0]
-    )
-    sooner = results.speed_up(group)
+    """Return the table row of a rule at one depth."""
+    metric = study_task(group.task).metric
+    conclusion = results.conclusions[group]
+    values = conclusion.values
+    difference = ""
+    if conclusion.difference is not None and group.rule != BASELINE:
+        difference = metric.difference(0.0, conclusion.difference).split()[0]
+    final_losses = [final_loss(run.losses) for run in results.groups[group] if run.losses]
+    mean_final_loss = Spread(tuple(final_losses)).mean if final_losses else float("nan")
+    ranks, staleness, versions, simulated, measured = _throughput_cells(results, group)
     return (
-        rule if optimizer == results.question.optimizer else f"{rule} ({optimizer})",
+        rule_name(results, group.optimizer, group.rule),
         str(group.stages),
         str(group.micro_batches),
-        str(pace.ranks) if pace else "",
-        f"{max(pace.staleness)}{f' ({pace.across})' * bool(pace.across)}" if pace else "",
-        str(max(pace.versions)) if pace else "",
+        ranks,
+        staleness,
+        versions,
         metric.text(values.mean) if values else "none",
         f"{metric.text(values.low)} to {metric.text(values.high)}" if values else "",
         difference,
-        f"{ends.mean:.3f}",
-        format_seconds(pace.simulated_s) if pace else "",
-        format_seconds(pace.measured_s) if pace and pace.measured_s else "",
-        f"{sooner:.2f} x" if sooner else "never" if results.baseline(group) else "",
-        _verdict(results, group),
+        f"{mean_final_loss:.3f}",
+        simulated,
+        measured,
+        _speed_up_cell(results, group),
+        _conclusion_cell(results, group),
     )
 
 
-def _verdict(results: Results, group: Group) -> str:
-    verdict = results.verdicts[group]
-    if group.rule == BASELINE and not verdict.failures:
-        return "what all are held against"
-    if verdict.standing in (Standing.FAILS, Standing.OPEN):
-        count = len(verdict.failures)
-        return (
-            f"{count} of {len(results.groups[group])} runs failed"
-            if count
-            else str(verdict.standing.value)
-        )
-    return str(verdict.standing.value)
+def rule_name(results: Results, optimizer: str, rule: str) -> str:
+    """Return a rule's name, with its optimizer where that is not the experiment's own."""
+    return rule if optimizer == results.experiment.optimizer else f"{rule} ({optimizer})"
+
+
+def _throughput_cells(results: Results, group: Group) -> tuple[str, str, str, str, str]:
+    """Return the cells ranks, stale, versions, simulated and measured."""
+    throughput = results.throughputs.get(group)
+    if throughput is None:
+        return "", "", "", "", ""
+    staleness = str(max(throughput.staleness))
+    if throughput.across:
+        staleness += f" ({throughput.across})"
+    return (
+        str(throughput.ranks),
+        staleness,
+        str(max(throughput.versions)),
+        format_seconds(throughput.simulated_s),
+        format_seconds(throughput.measured_s) if throughput.measured_s else "",
+    )
+
+
+def _speed_up_cell(results: Results, group: Group) -> str:
+    """Return how many times sooner than flush the group reaches the target loss."""
+    speed_up = results.speed_up(group)
+    if speed_up:
+        return f"{speed_up:.2f} x"
+    return "never" if results.baseline(group) else ""
+
+
+def _conclusion_cell(results: Results, group: Group) -> str:
+    """Return the conclusion in a few words."""
+    conclusion = results.conclusions[group]
+    failures = len(conclusion.failures)
+    if group.rule == BASELINE and not failures:
+        return "the baseline"
+    if failures and conclusion.standing in (Standing.NOT_TRAINING, Standing.UNDECIDED):
+        return f"{failures} of {len(results.groups[group])} runs failed"
+    return str(conclusion.standing.value)
 
 
 def aligned(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Columns of text."""
+    """Write a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     lines = []
     for row in (head, *body):
-        cells = [
-            cell.ljust(width) if i in _LEFT else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = []
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.ljust(width) if column in _LEFT_ALIGNED else cell.rjust(width))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """The same as a Markdown table."""
-    marks = ["---" if i in _LEFT else "--:" for i in range(len(head))]
+    """Write a table in Markdown."""
+    marks = ["---" if column in _LEFT_ALIGNED else "--:" for column in range(len(head))]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, marks, *body))
 
 
 def text(results: Results) -> str:
-    """For a terminal."""
-    parts = [
-        part
-        for task in results.question.tasks
-        if results.of_task(task)
-        for part in (
-            _title(results, study_task(task)),
-            aligned(HEAD, rows(results, task)),
-            *results.sentences(task),
-            "",
-        )
-    ]
-    return "\n".join([*parts, *_explained(results)])
+    """Write the report for a terminal."""
+    lines = []
+    for task in results.experiment.tasks:
+        if results.of_task(task):
+            lines.append(_title(results, study_task(task)))
+            lines.append(aligned(HEAD, rows(results, task)))
+            lines += results.sentences(task)
+            lines.append("")
+    return "\n".join([*lines, *_notes(results)])
 
 
 def page(results: Results, figures: Sequence[str] = ()) -> str:
-    """As a page of Markdown. `figures` are files beside it."""
+    """Write the report as a page of Markdown.
+
+    Args:
+        results: to report.
+        figures: file names of figures in the same folder.
+    """
     parts = ["# Which weight rules lose accuracy, and when?"]
-    for task in results.question.tasks:
+    for task in results.experiment.tasks:
         if not results.of_task(task):
             continue
         parts += [f"## {task}", _title(results, study_task(task))]
@@ -134,83 +154,118 @@ def page(results: Results, figures: Sequence[str] = ()) -> str:
             markdown(HEAD, rows(results, task)),
             "\n".join(f"- {line}" for line in results.sentences(task)),
         ]
-    parts += ["## How to read this", "\n".join(f"- {line}" for line in _explained(results))]
+    parts += ["## How to read this", "\n".join(f"- {line}" for line in _notes(results))]
     return "\n\n".join(parts) + "\n"
 
 
 def _title(results: Results, task: StudyTask) -> str:
-    """What was trained, and for how long."""
-    settings, case = task.settings, results.groups[results.of_task(task.name)[0]][0].case
+    """Describe what was trained: model, data, batches, learning rates and seeds."""
+    settings = task.settings
+    groups = results.of_task(task.name)
+    batches = results.groups[groups[0]][0].case.batches
     options = ", ".join(f"{name} {value}" for name, value in settings.model_options.items())
-    size = (
-        f"{settings.image} x {settings.image} pixels"
-        if task.metric.higher
-        else f"{settings.tokens} tokens"
-    )
-    rates = {
-        group.optimizer: results.groups[group][0].case.lr for group in results.of_task(task.name)
-    }
-    said = ", ".join(
-        f"{name} lr {lr:g}" + f" momentum {settings.momentum:g}" * (name == "sgd")
-        for name, lr in rates.items()
-    )
+    size = f"{settings.tokens} tokens"
+    if task.metric.higher:
+        size = f"{settings.image} x {settings.image} pixels"
+    learning_rates = {group.optimizer: results.groups[group][0].case.lr for group in groups}
+    rates = []
+    for name, lr in learning_rates.items():
+        momentum = f" momentum {settings.momentum:g}" if name == "sgd" else ""
+        rates.append(f"{name} lr {lr:g}{momentum}")
     return (
-        f"{task.name}: {settings.model} ({options}) on {settings.data}, {size}, {case.batches} batches of {settings.batch} samples, "
-        f"{said}, {results.question.seeds} seeds"
+        f"{task.name}: {settings.model} ({options}) on {settings.data}, {size}, "
+        f"{batches} batches of {settings.batch} samples, "
+        f"{', '.join(rates)}, {results.experiment.seeds} seeds"
     )
 
 
-def _explained(results: Results) -> list[str]:
-    """What the columns mean, and under what conditions they hold."""
-    names = dict.fromkeys(
-        (run.case.rule, run.case.schedule, run.case.options) for run in results.records
-    )
-    used = ", ".join(
-        f"{rule} by {family}" + "".join(f" with {name} {value:g}" for name, value in options)
-        for rule, family, options in names
-    )
-    given = dict.fromkeys((run.case.rule, run.case.options) for run in results.records)
-    defaults = [
-        f"{rule}: "
-        + ", ".join(
-            f"{name} {value:g}"
-            for name, value in weight_rule(rule).with_defaults(dict(options)).items()
+def _notes(results: Results) -> list[str]:
+    """Explain the columns, the conditions of the runs, and what is missing."""
+    lines = [*_column_notes(results), f"Schedules: {_schedules_note(results)}."]
+    if options := _options_note(results):
+        lines.append(f"Options of the rules: {options}.")
+    if results.experiment.most_batches:
+        lines.append(
+            f"Stopped after {results.experiment.most_batches} batches, as a smoke test: "
+            "too short to conclude anything about the rules."
         )
-        for rule, options in given
-        if weight_rule(rule).options
-    ]
-    parts = dict.fromkeys(
-        (group.task, group.stages, group.micro_batches) for group in results.fastest.values()
-    )
-    fastest = ", ".join(f"M={count} for {task} at S={stages}" for task, stages, count in parts)
-    fixed = f"""\
-S: stages. M: micro-batches of a batch. A batch has the same samples, in the same order, whatever the rule; so has every update. Stages \
-are cut alike. Learning rates are those at which flush trains well, and are not tuned for any other rule. Each rule is held against flush \
-with the same optimizer, stages and micro-batches: batch norm sees one micro-batch at a time.
-stale: the most updates by which a gradient is old, on any stage; versions: the most versions of its weights that a stage keeps. Both \
-are counted in the programs that ran. In brackets: the most batches of another virtual worker that are not in the weights yet.
-test: the mean over the seeds whose runs trained, after the last batch, the pipeline drained. train loss: the mean of the last tenth of \
-the batches.
-simulated: seconds per batch in the steady state, with a device for each rank, from the layers' times measured here on one thread; \
-messages take no time. Rules that run on other numbers of ranks use other numbers of devices.
-measured: seconds per batch in real processes here, one thread each, where there are as many cores as ranks.
-to its loss: how many times sooner than flush, in simulated time, every run comes to the training loss that flush has after {SHARE:.0%} of \
-its batches. Flush's time is that at its fastest, {fastest}."""
-    lines = [*fixed.splitlines(), f"Schedules: {used}."]
-    lines += [f"Options of the rules: {'; '.join(dict.fromkeys(defaults))}."] * bool(defaults)
-    short = results.question.most_batches
-    lines += [
-        f"Stopped after {short} batches to see that everything works: this says nothing of the rules."
-        if short
-        else results.luck()
-    ]
-    lines += [
-        f"Left out: {each.rule} at {each.stages} stages on {each.task}: {each.reason}"
-        for each in results.refused
-    ]
+    else:
+        lines.append(results.significance())
+    for refused in results.refused:
+        lines.append(
+            f"Left out: {refused.rule} at {refused.stages} stages on {refused.task}: "
+            f"{refused.reason}"
+        )
     lines += [f"Failed: {case}: {reason}" for case, reason in results.failed]
-    lines += (
-        [f"Not finished: {results.missing} cases have no record yet."] if results.missing else []
-    )
+    if results.missing:
+        lines.append(f"Not finished: {results.missing} cases have no record yet.")
     machine = ", ".join(f"{name} {value}" for name, value in results.machine.items())
     return [*lines, f"Machine: {machine}."]
+
+
+def _column_notes(results: Results) -> list[str]:
+    """Explain the columns of the table."""
+    fastest_flush = dict.fromkeys(
+        (group.task, group.stages, group.micro_batches) for group in results.fastest.values()
+    )
+    fastest = ", ".join(
+        f"M={count} for {task} at S={stages}" for task, stages, count in fastest_flush
+    )
+    return [
+        (
+            "S: stages. M: micro-batches per batch. A batch has the same samples, in the same order, "
+            "for all rules, and so has every update. Stages are cut alike. Learning rates are those at "
+            "which flush trains well, and are not tuned for any other rule. Each rule is compared with "
+            "flush with the same optimizer, stages and micro-batches, because batch norm sees one "
+            "micro-batch at a time."
+        ),
+        (
+            "stale: the most updates by which a gradient is stale, on any stage; versions: the most "
+            "weight versions that a stage holds. Both are counted in the programs that ran. In "
+            "brackets: the most batches of another virtual worker that are not in the weights yet."
+        ),
+        (
+            "test: mean over the seeds whose runs trained, after the last batch, with the pipeline "
+            "drained; range: their lowest and highest value. train loss: mean of the last tenth of the "
+            "batches."
+        ),
+        (
+            "simulated: seconds per batch in the steady state, with one device per rank, from layer "
+            "times measured on this machine with one thread; messages take no time. Rules that run on "
+            "other numbers of ranks use other numbers of devices."
+        ),
+        (
+            "measured: seconds per batch in real processes on this machine, one thread each, if it has "
+            "as many cores as there are ranks."
+        ),
+        (
+            "speed-up: how many times sooner than flush, in simulated time, all runs reach the training "
+            f"loss that flush has after {SHARE:.0%} of its batches. The time of flush is that at its "
+            f"fastest, {fastest}."
+        ),
+    ]
+
+
+def _schedules_note(results: Results) -> str:
+    """List the schedule and the changed options of each rule."""
+    cases = dict.fromkeys(
+        (run.case.rule, run.case.schedule, run.case.options) for run in results.records
+    )
+    entries = []
+    for rule, schedule, options in cases:
+        option_texts = [f" with {name} {value:g}" for name, value in options]
+        entries.append(f"{rule} by {schedule}{''.join(option_texts)}")
+    return ", ".join(entries)
+
+
+def _options_note(results: Results) -> str:
+    """List all options of the rules with their values; empty if no rule has options."""
+    entries = []
+    for rule, options in dict.fromkeys(
+        (run.case.rule, run.case.options) for run in results.records
+    ):
+        if weight_rule(rule).options:
+            values = weight_rule(rule).with_defaults(dict(options))
+            option_texts = [f"{name} {value:g}" for name, value in values.items()]
+            entries.append(f"{rule}: {', '.join(option_texts)}")
+    return "; ".join(dict.fromkeys(entries))

@@ -1,4 +1,4 @@
-"""Results: everything that a study has found out, by case, by rule, and in sentences."""
+"""Results of a study: by case, by rule and depth, in sentences and as JSON."""
 
 from __future__ import annotations
 
@@ -7,37 +7,42 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from penstock.study.pace import Pace
-from penstock.study.question import BASELINE, Group, Question, Refused
-from penstock.study.record import Record
-from penstock.study.statistics import Spread, chance, curve, reaches, window_of
+from penstock.study.conclusion import Conclusion, Standing, compare_with_flush
+from penstock.study.experiment import BASELINE, Experiment, Group, Refused
+from penstock.study.records import Record
+from penstock.study.statistics import (
+    Spread,
+    batches_to_loss,
+    separation_probability,
+    smooth,
+    window_length,
+)
 from penstock.study.tasks import Metric, study_task
-from penstock.study.verdict import Standing, Verdict, judge
+from penstock.study.throughput import Throughput
 
-#: The loss that all are timed to is what flush has come to after this share of its batches.
+#: Share of its batches after which the loss of flush is the target that all rules are timed to.
 SHARE = 0.75
 
 
 @dataclass(frozen=True)
 class Results:
-    """What has been found out.
+    """Results of a study.
 
     Attributes:
-        question: what was asked.
-        records: of the cases that are done.
-        paces: per group of cases, what does not depend on the seed.
-        fastest: per group, flush with the number of micro-batches at which it is fastest: what its
-        time is held against. `paces` has
-            it, too.
-        refused: combinations that make no sense.
+        experiment: what was run.
+        records: of the finished cases.
+        throughputs: time per batch and staleness, by group of cases.
+        fastest: by group, the group of flush with the number of micro-batches at which it is
+            fastest, to compare times with; it has an entry in `throughputs` too.
+        refused: impossible combinations.
         failed: cases that could not be run, with the reason.
-        machine: where.
-        missing: how many cases have no record yet.
+        machine: facts of the machine.
+        missing: number of cases that have no record yet.
     """
 
-    question: Question
+    experiment: Experiment
     records: tuple[Record, ...]
-    paces: Mapping[Group, Pace]
+    throughputs: Mapping[Group, Throughput]
     fastest: Mapping[Group, Group]
     refused: tuple[Refused, ...]
     failed: tuple[tuple[str, str], ...]
@@ -46,189 +51,204 @@ class Results:
 
     @cached_property
     def groups(self) -> dict[Group, list[Record]]:
-        """Records of the same case, one for each seed."""
-        found: dict[Group, list[Record]] = {}
+        """The records by group, one for each seed."""
+        groups: dict[Group, list[Record]] = {}
         for record in self.records:
-            found.setdefault(record.case.group, []).append(record)
-        return found
+            groups.setdefault(record.case.group, []).append(record)
+        return groups
 
     def of_task(self, task: str) -> list[Group]:
-        """The groups of a task: flush first, then rule by rule; by depth."""
-        order = [BASELINE, *(rule for rule in self.question.rules if rule != BASELINE)]
+        """Return the groups of a task, sorted by rule with flush first, then by depth."""
+        order = [BASELINE, *(rule for rule in self.experiment.rules if rule != BASELINE)]
         return sorted(
             (group for group in self.groups if group.task == task),
             key=lambda group: (
                 order.index(group.rule),
-                group.optimizer != self.question.optimizer,
+                group.optimizer != self.experiment.optimizer,
                 *group[3:],
             ),
         )
 
     def baseline(self, group: Group) -> list[Record]:
-        """Flush's runs to hold a group against."""
+        """Return the runs of flush to compare a group with."""
         return self.groups.get(group.baseline, [])
 
     @cached_property
-    def verdicts(self) -> dict[Group, Verdict]:
-        """Per group, how it stands beside flush."""
+    def conclusions(self) -> dict[Group, Conclusion]:
+        """The conclusion about each group, compared with flush."""
         return {
-            group: judge(self.baseline(group), records, study_task(group.task).metric)
+            group: compare_with_flush(self.baseline(group), records, study_task(group.task).metric)
             for group, records in self.groups.items()
         }
 
     def target(self, group: Group) -> float | None:
-        """The loss to which a group is timed: flush's mean after three quarters of its batches;
-        None without flush.
+        """Return the loss to which a group is timed: the mean loss of flush after three quarters of
+        its batches; None without runs of flush.
         """
         runs = self.baseline(group)
         if not runs:
             return None
-        window = window_of(runs[0].case.batches)
-        means = [curve(run.losses, window) for run in runs]
-        at = round(SHARE * runs[0].case.batches / window) - 1
-        reached = [each[at] for each in means if at < len(each)]
-        return Spread(tuple(reached)).mean if reached else None
+        window = window_length(runs[0].case.batches)
+        point = round(SHARE * runs[0].case.batches / window) - 1
+        losses = []
+        for run in runs:
+            curve = smooth(run.losses, window)
+            if point < len(curve):
+                losses.append(curve[point])
+        return Spread(tuple(losses)).mean if losses else None
 
     def batches_to_target(self, group: Group) -> float | None:
-        """Batches after which a group's runs are at the target, in the mean; None if one of them
-        never is.
+        """Return the mean number of batches after which a group's runs reach the target loss; None
+        if one of them never does.
         """
         target = self.target(group)
         if target is None:
             return None
-        # A mean over twice as many batches as a point of the curves, for one lucky batch is not an
-        # arrival.
-        found = [
-            reaches(run.losses, target, 2 * window_of(run.case.batches))
-            for run in self.groups[group]
-        ]
-        known = [count for count in found if count is not None]
-        return Spread(tuple(map(float, known))).mean if len(known) == len(found) else None
+        counts = []
+        for run in self.groups[group]:
+            # Twice the window of the curves: a single low batch does not count as reaching it.
+            window = 2 * window_length(run.case.batches)
+            count = batches_to_loss(run.losses, target, window)
+            if count is None:
+                return None
+            counts.append(float(count))
+        return Spread(tuple(counts)).mean
 
     def speed_up(self, group: Group) -> float | None:
-        """How many times sooner than flush at its fastest a group comes to the target, in simulated
-        time; None if one of its runs never does.
+        """Return how many times sooner than flush at its fastest a group reaches the target loss, in
+        simulated time; None if a run never does.
         """
-        own, base = self.batches_to_target(group), self.batches_to_target(group.baseline)
-        if own is None or base is None:
+        batches = self.batches_to_target(group)
+        flush_batches = self.batches_to_target(group.baseline)
+        if batches is None or flush_batches is None:
             return None
-        return (
-            base
-            * self.paces[self.fastest[group]].simulated_s
-            / (own * self.paces[group].simulated_s)
-        )
+        flush_s = self.throughputs[self.fastest[group]].simulated_s
+        return flush_batches * flush_s / (batches * self.throughputs[group].simulated_s)
 
     def sentences(self, task: str) -> Iterator[str]:
-        """What the numbers of a task say: rule by rule, then depth by depth."""
+        """Yield the conclusions of a task as sentences: one per rule, then one per depth."""
         groups = [group for group in self.of_task(task) if group.rule != BASELINE]
         for optimizer, rule in dict.fromkeys(group[1:3] for group in groups):
-            of_rule = [self.verdicts[group] for group in groups if group[1:3] == (optimizer, rule)]
-            said = "; ".join(
-                f"at {listed(depths)} stages {words}"
-                for depths, words in _said(of_rule, study_task(task).metric)
-            )
-            yield f"{rule} ({optimizer}): {said}."
+            conclusions = [
+                self.conclusions[group] for group in groups if group[1:3] == (optimizer, rule)
+            ]
+            clauses = _depth_clauses(conclusions, study_task(task).metric)
+            yield f"{rule} ({optimizer}): {'; '.join(clauses)}."
         for stages in sorted({group.stages for group in groups}):
-            at = [self.verdicts[group] for group in groups if group.stages == stages]
-            named = {
-                standing: [each.group.rule for each in at if each.standing is standing]
-                for standing in Standing
-            }
-            said = "; ".join(
+            rules_of_standing: dict[Standing, list[str]] = {standing: [] for standing in Standing}
+            for group in groups:
+                if group.stages == stages:
+                    rules_of_standing[self.conclusions[group].standing].append(group.rule)
+            clauses = [
                 f"{', '.join(rules)}: {SUMMARY[standing]}"
-                for standing, rules in named.items()
+                for standing, rules in rules_of_standing.items()
                 if rules
-            )
-            yield f"At {stages} stages {said}."
+            ]
+            yield f"At {stages} stages {'; '.join(clauses)}."
 
-    def luck(self) -> str:
-        """How far the verdicts can be trusted."""
-        seeds = self.question.seeds
+    def significance(self) -> str:
+        """Explain how the conclusions are drawn, and how often chance alone would yield them."""
+        seeds = self.experiment.seeds
         count = sum(group.rule != BASELINE for group in self.groups)
         if seeds < 2:
-            return "One seed: differences are shown, and nothing is said of them."
-        odds = chance(seeds, seeds)
+            return "One seed: differences are shown, but no conclusions are drawn."
+        probability = separation_probability(seeds, seeds)
         return (
-            f"A rule loses (or gains) where each of its {seeds} runs is worse (better) than each of flush's {seeds}, and the means are "
-            "further apart than the best and the worst run of either. Were there no difference, that would happen less than once in "
-            f"{1 / odds:.0f} comparisons each way; there are {count} here, so less than {count * odds:.1f} times. It holds where the "
-            "means are no further apart than flush's own runs; between the two nothing is said but that its seeds differ."
+            f"A rule loses (or gains) if each of its {seeds} runs is worse (better) than each of "
+            f"flush's {seeds}, and the difference of the means exceeds the range of either's runs. "
+            "Without a real difference, that would happen less than once in "
+            f"{1 / probability:.0f} comparisons each way; there are {count} here, so less than "
+            f"{count * probability:.1f} times. It holds if the difference of the means is within "
+            "the range of flush's own runs; between the two, the only conclusion is that its seeds "
+            "differ."
         )
 
     def as_json(self, thin: bool = False) -> str:
-        """Everything, raw: one line for each record. `thin` has means over a window of batches in
-        place of all losses.
+        """Write all results as JSON, one line per record.
+
+        Args:
+            thin: write means over a window of batches instead of all losses.
         """
-        rows = [self._row(record, thin) for record in self.records]
         head = {
             "schema": 1,
-            "question": asdict(self.question),
+            "question": asdict(self.experiment),
             "machine": dict(self.machine),
             "missing": self.missing,
-            "refused": [asdict(each) for each in self.refused],
-            "failed": [list(each) for each in self.failed],
+            "refused": [asdict(refused) for refused in self.refused],
+            "failed": [list(failure) for failure in self.failed],
         }
-        paces = [{**group._asdict(), **asdict(pace)} for group, pace in self.paces.items()]
-        said = [
-            {
-                **each.group._asdict(),
-                "standing": each.standing,
-                "values": list(each.values.values) if each.values else [],
-                "difference": each.difference,
-                "words": each.words,
-            }
-            for each in self.verdicts.values()
+        throughput_rows = [
+            {**group._asdict(), **asdict(throughput)}
+            for group, throughput in self.throughputs.items()
         ]
+        conclusion_rows = []
+        for conclusion in self.conclusions.values():
+            conclusion_rows.append(
+                {
+                    **conclusion.group._asdict(),
+                    "standing": conclusion.standing,
+                    "values": list(conclusion.values.values) if conclusion.values else [],
+                    "difference": conclusion.difference,
+                    "words": conclusion.words,
+                }
+            )
+        record_rows = [self._record_row(record, thin) for record in self.records]
+        tables = (
+            ("paces", throughput_rows),
+            ("verdicts", conclusion_rows),
+            ("records", record_rows),
+        )
         text = json.dumps(head, indent=1)[:-2]
-        for name, lines in (("paces", paces), ("verdicts", said), ("records", rows)):
-            body = ",\n".join("  " + json.dumps(line, separators=(",", ":")) for line in lines)
-            text += f',\n "{name}": [\n{body}\n ]'
+        for name, rows in tables:
+            lines = ["  " + json.dumps(row, separators=(",", ":")) for row in rows]
+            text += f',\n "{name}": [\n' + ",\n".join(lines) + "\n ]"
         return text + "\n}\n"
 
     @staticmethod
-    def _row(record: Record, thin: bool) -> dict[str, object]:
-        window = window_of(record.case.batches) if thin else 1
-        losses = (
-            [round(loss, 4) for loss in curve(record.losses, window)]
-            if thin
-            else list(record.losses)
-        )
-        facts = {
-            name: value for name, value in asdict(record).items() if name not in ("case", "losses")
-        }
+    def _record_row(record: Record, thin: bool) -> dict[str, object]:
+        """Return a record as it is written to JSON."""
+        window = 1
+        losses = list(record.losses)
+        if thin:
+            window = window_length(record.case.batches)
+            losses = [round(loss, 4) for loss in smooth(record.losses, window)]
+        facts = asdict(record)
+        del facts["case"], facts["losses"]
         return {**asdict(record.case), **facts, "losses_every": window, "losses": losses}
 
 
-#: Of several rules in one sentence.
+#: The standing of several rules in one sentence.
 SUMMARY = {
-    Standing.HOLDS: "as good as flush, within the spread over seeds",
-    Standing.UNCLEAR: "its seeds differ too much to tell",
-    Standing.LOSES: "worse than flush",
-    Standing.GAINS: "better than flush",
-    Standing.FAILS: "not every run trains",
-    Standing.OPEN: "nothing can be said",
+    Standing.NOT_WORSE: "as good as flush, within the spread over seeds",
+    Standing.UNCLEAR: "unclear, its seeds differ too much",
+    Standing.WORSE: "worse than flush",
+    Standing.BETTER: "better than flush",
+    Standing.NOT_TRAINING: "not every run trains",
+    Standing.UNDECIDED: "no conclusion",
 }
 
 
-def _said(verdicts: Sequence[Verdict], metric: Metric) -> Iterator[tuple[list[int], str]]:
-    """Depths, and what is said of a rule there; depths at which it holds are told together."""
-    holding = [each for each in verdicts if each.standing is Standing.HOLDS]
-    if holding:
-        changes = [
-            metric.difference(0.0, each.difference).split()[0]
-            for each in holding
-            if each.difference is not None
-        ]
+def _depth_clauses(conclusions: Sequence[Conclusion], metric: Metric) -> Iterator[str]:
+    """Yield a clause per depth about one rule; the depths at which it holds share one clause."""
+    not_worse = [
+        conclusion for conclusion in conclusions if conclusion.standing is Standing.NOT_WORSE
+    ]
+    if not_worse:
+        depths = enumeration([conclusion.group.stages for conclusion in not_worse])
+        changes = []
+        for conclusion in not_worse:
+            if conclusion.difference is not None:
+                changes.append(metric.difference(0.0, conclusion.difference).split()[0])
         yield (
-            [each.group.stages for each in holding],
-            f"{SUMMARY[Standing.HOLDS]} ({', '.join(changes)} {metric.unit})",
+            f"at {depths} stages {SUMMARY[Standing.NOT_WORSE]} ({', '.join(changes)} {metric.unit})"
         )
-    for each in verdicts:
-        if each.standing is not Standing.HOLDS:
-            yield [each.group.stages], f"{SUMMARY[each.standing]} ({each.words})"
+    for conclusion in conclusions:
+        if conclusion.standing is not Standing.NOT_WORSE:
+            stages = conclusion.group.stages
+            yield f"at {stages} stages {SUMMARY[conclusion.standing]} ({conclusion.words})"
 
 
-def listed(numbers: Sequence[int]) -> str:
-    """`2, 4 and 8`."""
+def enumeration(numbers: Sequence[int]) -> str:
+    """Write numbers in a sentence: `2, 4 and 8`."""
     words = list(map(str, numbers))
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,5 +1,5 @@
-"""Few numbers, shown whole: spreads over seeds, smoothed losses, and what difference could be
-chance.
+"""Statistics of few runs: spread over seeds, smoothed losses, and the probability that a difference
+is due to chance.
 """
 
 from __future__ import annotations
@@ -9,65 +9,65 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: A curve has about so many points.
+#: Approximate number of points of a smoothed curve.
 POINTS = 48
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A number for each seed: all of them, since there are few."""
+    """A value per seed, and their mean and range."""
 
     values: tuple[float, ...]
 
     @property
     def mean(self) -> float:
-        """Their mean."""
+        """Mean of the values."""
         return statistics.fmean(self.values)
 
     @property
     def low(self) -> float:
-        """The least."""
+        """Smallest value."""
         return min(self.values)
 
     @property
     def high(self) -> float:
-        """The most."""
+        """Largest value."""
         return max(self.values)
 
     @property
     def width(self) -> float:
-        """How far the least and the most are apart."""
+        """Difference of the largest and the smallest value."""
         return self.high - self.low
 
 
-def apart(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether all of `one` are below all of `other`, or all above.
+def is_separated(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Whether all values of `first` are below all of `second`, or all above.
 
-    >>> apart([1.0, 2.0], [3.0, 4.0]), apart([1.0, 3.0], [2.0, 4.0])
+    >>> is_separated([1.0, 2.0], [3.0, 4.0]), is_separated([1.0, 3.0], [2.0, 4.0])
     (True, False)
     """
-    return max(one) < min(other) or min(one) > max(other)
+    return max(first) < min(second) or min(first) > max(second)
 
 
-def chance(one: int, other: int) -> float:
-    """How likely all of `one` numbers are below all of `other` if they are drawn alike: 1 in (one +
-    other) over one.
+def separation_probability(first: int, second: int) -> float:
+    """Return the probability that all of `first` values are below all of `second` values that are
+    drawn from the same distribution: 1 / binomial(first + second, first).
 
-    >>> chance(3, 3)
+    >>> separation_probability(3, 3)
     0.05
     """
-    return 1 / math.comb(one + other, one)
+    return 1 / math.comb(first + second, first)
 
 
-def window_of(batches: int) -> int:
-    """How many batches a point of a curve stands for."""
+def window_length(batches: int) -> int:
+    """Return the number of batches that one point of a smoothed curve averages."""
     return max(1, round(batches / POINTS))
 
 
-def curve(losses: Sequence[float], window: int) -> list[float]:
-    """Means over `window` batches after another; what does not fill one at the end is left out.
+def smooth(losses: Sequence[float], window: int) -> list[float]:
+    """Average losses over consecutive windows; an incomplete last window is dropped.
 
-    >>> curve([4.0, 2.0, 1.0, 1.0, 9.0], 2)
+    >>> smooth([4.0, 2.0, 1.0, 1.0, 9.0], 2)
     [3.0, 1.0]
     """
     return [
@@ -76,16 +76,16 @@ def curve(losses: Sequence[float], window: int) -> list[float]:
     ]
 
 
-def ends_at(losses: Sequence[float]) -> float:
-    """The mean loss of the last tenth of the batches."""
+def final_loss(losses: Sequence[float]) -> float:
+    """Return the mean loss of the last tenth of the batches."""
     return statistics.fmean(losses[-max(1, len(losses) // 10) :])
 
 
-def reaches(losses: Sequence[float], target: float, window: int) -> int | None:
-    """After how many batches the mean over the last `window` is at `target` or below; None if it
-    never is.
+def batches_to_loss(losses: Sequence[float], target: float, window: int) -> int | None:
+    """Return after how many batches the mean of the last `window` losses is at most `target`; None
+    if it never is.
 
-    >>> reaches([4.0, 2.0, 1.0, 1.0], 1.5, 2)
+    >>> batches_to_loss([4.0, 2.0, 1.0, 1.0], 1.5, 2)
     3
     """
     total = 0.0

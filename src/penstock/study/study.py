@@ -1,4 +1,4 @@
-"""A whole study: cases run or found in the notebook, paces, tables, figures, one folder."""
+"""A whole study: cases run or found in the notebook, throughputs, tables, figures, one folder."""
 
 from __future__ import annotations
 
@@ -13,82 +13,80 @@ from penstock.draw.output import write
 from penstock.errors import RunError
 from penstock.measure.profile import machine_facts
 from penstock.profile.profile import Profile
-from penstock.study.conduct import Failed, Told, conduct
-from penstock.study.cut import cut
-from penstock.study.figure import figures
-from penstock.study.pace import fastest_flush, measure, pace, profile_of
-from penstock.study.question import Case, Group, Question
-from penstock.study.record import Notebook
+from penstock.study.experiment import Case, Experiment, Group
+from penstock.study.figure import draw_figures
+from penstock.study.records import RecordFile
 from penstock.study.report import page
 from penstock.study.results import Results
+from penstock.study.runner import Failed, Report, run_cases
+from penstock.study.stage_cut import cut_into_stages
 from penstock.study.tasks import study_task
+from penstock.study.throughput import fastest_flush, measure, profile_of, throughput
 from penstock.tracing.chain import chain
 from penstock.training.task import make_task
 
-#: Told in words what is going on.
+#: Prints a message about the progress.
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Study:
-    """A question with its cases, and where what comes of it is kept.
+    """An experiment and the folder of its results.
 
     Attributes:
-        question: what is asked.
-        folder: holds the notebook, the profiles, and in the end the results.
-        jobs: cases at a time.
-        measured: whether batches are timed in real processes too.
+        experiment: what to run.
+        folder: for the records, the profiles and the results.
+        jobs: number of cases to run in parallel.
+        measured: whether batches are also timed in real processes.
     """
 
-    question: Question
+    experiment: Experiment
     folder: Path
     jobs: int
     measured: bool = True
 
-    def run(self, told: Callable[[int], Told], say: Say) -> Results:
-        """Do what is not done yet, and write `study.json`, `study.md` and the figures.
+    def run(self, start_cases: Callable[[int], Report], say: Say) -> Results:
+        """Run the cases that have no record yet, and write `study.json`, `study.md` and the
+        figures.
 
         Args:
-            told: from the number of cases to do to who is told of each.
-            say: told what goes on besides.
+            start_cases: called with the number of cases to run; returns the function to call with
+                the result of each.
+            say: called with other messages.
 
         Raises:
-            PenstockError: the question makes no sense, the folder cannot be written, or a process
-            was killed.
+            PenstockError: the experiment is impossible, the folder cannot be written, or a process
+                was killed.
         """
-        cases, refused = self.question.cases()
-        notebook = Notebook(self.folder)
+        cases, refused = self.experiment.cases()
+        record_file = RecordFile(self.folder)
         profiles = self._profiles(say)
         lengths = self._lengths()
-        one_of = {case.group: case for case in cases}
-        quickest = {
+        case_of_group = {case.group: case for case in cases}
+        flush_of_group = {
             group: fastest_flush(case, profiles[case.task], lengths[case.task, case.stages])
-            for group, case in one_of.items()
+            for group, case in case_of_group.items()
         }
-        one_of |= {case.group: case for case in quickest.values()}
-        left = sum(case.key not in notebook.records for case in cases)
-        if left < len(cases):
-            say(f"{len(cases) - left} of {len(cases)} cases are in {notebook.path} already")
-        failed = conduct(cases, notebook, self.jobs, told(left))
-        more = self._measure(one_of, notebook, say) if self.measured else []
-        paces = {
-            group: pace(
-                case,
-                profiles[case.task],
-                lengths[case.task, case.stages],
-                notebook.measured.get(group),
-            )
-            for group, case in one_of.items()
-        }
-        records = notebook.of(cases)
-        fastest = {group: case.group for group, case in quickest.items()}
+        case_of_group |= {case.group: case for case in flush_of_group.values()}
+        pending = sum(case.key not in record_file.records for case in cases)
+        if pending < len(cases):
+            recorded = len(cases) - pending
+            say(f"{recorded} of {len(cases)} cases are in {record_file.path} already")
+        failed = run_cases(cases, record_file, self.jobs, start_cases(pending))
+        failed_timings = self._measure(case_of_group, record_file, say) if self.measured else []
+        throughputs = {}
+        for group, case in case_of_group.items():
+            case_lengths = lengths[case.task, case.stages]
+            measured_s = record_file.measured.get(group)
+            throughputs[group] = throughput(case, profiles[case.task], case_lengths, measured_s)
+        records = record_file.of(cases)
         results = Results(
-            self.question,
+            self.experiment,
             tuple(records),
-            paces,
-            fastest,
+            throughputs,
+            {group: case.group for group, case in flush_of_group.items()},
             tuple(refused),
-            tuple((str(each.case), each.reason) for each in [*failed, *more]),
+            tuple((str(failure.case), failure.reason) for failure in [*failed, *failed_timings]),
             {**machine_facts(torch.device("cpu")), "threads": "1", "torch": torch.__version__},
             len(cases) - len(records) - len(failed),
         )
@@ -97,42 +95,48 @@ class Study:
         return results
 
     def _profiles(self, say: Say) -> dict[str, Profile]:
-        found = {}
-        for task in self.question.tasks:
+        """Load or measure the profile of each task's model."""
+        profiles = {}
+        for task in self.experiment.tasks:
             path = self.folder / f"{task}-profile.json"
             if not path.exists():
                 say(f"measuring the layers of {task} …")
-            found[task] = profile_of(task, path)
-        return found
+            profiles[task] = profile_of(task, path)
+        return profiles
 
-    def _measure(self, one_of: Mapping[Group, Case], notebook: Notebook, say: Say) -> list[Failed]:
-        """Time what has no more ranks than there are cores, one after the other, when nothing else
-        runs.
+    def _measure(
+        self, case_of_group: Mapping[Group, Case], record_file: RecordFile, say: Say
+    ) -> list[Failed]:
+        """Time batches of the cases that have no more ranks than the host has cores, one case after
+        the other, and return those that failed.
         """
         cores = len(os.sched_getaffinity(0))
         failed = []
-        for group, case in one_of.items():
-            if group in notebook.measured or not 1 < case.programs.ranks <= cores:
+        for group, case in case_of_group.items():
+            if group in record_file.measured or not 1 < case.programs.ranks <= cores:
                 continue
             say(
-                f"timing {case.task} {case.rule} S={case.stages} M={case.micro_batches} {case.optimizer} in {case.programs.ranks} processes …"
+                f"timing {case.task} {case.rule} S={case.stages} M={case.micro_batches} "
+                f"{case.optimizer} in {case.programs.ranks} processes …"
             )
             try:
-                notebook.add(measure(case))
+                record_file.add(measure(case))
             except RunError as error:
                 failed.append(Failed(case, " ".join(str(error).split())))
         return failed
 
     def _lengths(self) -> dict[tuple[str, int], list[int]]:
-        """Layers per stage, by task and depth."""
-        tasks = {name: make_task(study_task(name).settings) for name in self.question.tasks}
-        return {
-            (name, stages): cut(chain(task.model), task.data.train_inputs, stages)
-            for name, task in tasks.items()
-            for stages in self.question.depths
-        }
+        """Cut the models, and return the layers per stage by task and depth."""
+        lengths = {}
+        for name in self.experiment.tasks:
+            task = make_task(study_task(name).settings)
+            traced = chain(task.model)
+            for stages in self.experiment.depths:
+                lengths[name, stages] = cut_into_stages(traced, task.data.train_inputs, stages)
+        return lengths
 
     def _write(self, results: Results) -> None:
-        drawn = figures(results, self.folder)
+        """Write the figures, the results as JSON, and the report."""
+        figure_names = draw_figures(results, self.folder)
         write(self.folder / "study.json", results.as_json())
-        write(self.folder / "study.md", page(results, drawn))
+        write(self.folder / "study.md", page(results, figure_names))

@@ -1,6 +1,4 @@
-"""What a convergence study trains: models, data and learning rates that a laptop gets through in
-seconds.
-"""
+"""Models, data sets and learning rates of a convergence study, small enough to train in seconds."""
 
 from __future__ import annotations
 
@@ -14,15 +12,15 @@ from penstock.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class Metric:
-    """What runs are judged by, on the test part.
+    """A metric on the test data, and how to write it.
 
     Attributes:
-        name: in words.
+        name: such as "test accuracy".
         unit: of a difference.
-        higher: whether more is better.
-        scale: the metric is written this many times as large: 100 for shares in percent.
-        digits: behind the point.
-        sign: behind a value, such as " %".
+        higher: whether higher is better.
+        scale: factor applied before writing: 100 for shares in percent.
+        digits: number of decimals.
+        sign: text after a value, such as " %".
     """
 
     name: str
@@ -33,15 +31,15 @@ class Metric:
     sign: str
 
     def text(self, value: float) -> str:
-        """A value in words: `96.9 %`."""
+        """Write a value: `96.9 %`."""
         return f"{value * self.scale:.{self.digits}f}{self.sign}"
 
     def gain(self, before: float, after: float) -> float:
-        """How much better `after` is; below 0 it is worse."""
+        """Return how much better `after` is than `before`; negative if it is worse."""
         return after - before if self.higher else before - after
 
     def difference(self, before: float, after: float) -> str:
-        """What has been added, with its sign: `-3.2 points`."""
+        """Write the signed difference of `after` and `before`: `-3.2 points`."""
         return f"{(after - before) * self.scale:+.{self.digits}f} {self.unit}".replace(
             "-", "\N{MINUS SIGN}"
         )
@@ -56,11 +54,11 @@ class StudyTask:
     """One model on one data set.
 
     Attributes:
-        name: as it is asked for.
-        settings: the run; its optimizer, learning rate and seed are the case's.
-        epochs: times through the data, unless the question says otherwise; need not be whole.
-        lr: per optimizer, the learning rate at which flush trains well: all rules get the same.
-        metric: what runs are judged by.
+        name: of the task.
+        settings: of its runs; optimizer, learning rate and seed are set by the case.
+        epochs: default number of passes through the data, may be a fraction.
+        lr: per optimizer, the learning rate at which flush trains well; all rules use the same.
+        metric: by which runs are compared.
     """
 
     name: str
@@ -70,17 +68,16 @@ class StudyTask:
     metric: Metric = field(default=ACCURACY)
 
     def config(self, optimizer: str, lr: float, seed: int) -> TrainConfig:
-        """The run of one case."""
+        """Return the settings of one case."""
         return replace(self.settings, optimizer=optimizer, lr=lr, seed=seed)  # type: ignore[arg-type]  # a Literal
 
 
-#: Learning rates: those with the best mean on the test part over three seeds of plain training, of
-#: 0.01, 0.02, 0.04, 0.08 (digits,
-#: sgd), 0.0005, 0.001, 0.002, 0.004 (digits, adam), 0.01, 0.03, 0.1 (gpt, sgd) and 0.001, 0.002,
-#: 0.004 (gpt, adam). Dropout is 0: its
-#: masks would differ with the number of micro-batches. VGG-11 without batch norm trains nearly as
-#: well under flush, but hardly at all
-#: under any rule with gradients 3 updates old, so that rules could not be told apart.
+#: Learning rates: those with the best mean on the test data over three seeds of plain training,
+#: of 0.01, 0.02, 0.04, 0.08 (digits, sgd), 0.0005, 0.001, 0.002, 0.004 (digits, adam), 0.01, 0.03,
+#: 0.1 (gpt, sgd) and 0.001, 0.002, 0.004 (gpt, adam). Dropout is 0, because its masks would differ
+#: with the number of micro-batches. VGG-11 without batch norm was rejected: it trains nearly as
+#: well under flush, but hardly at all under any rule with a staleness of 3 updates, so that the
+#: rules would not differ.
 TASKS: Mapping[str, StudyTask] = MappingProxyType(
     {
         "digits": StudyTask(
@@ -115,10 +112,10 @@ TASKS: Mapping[str, StudyTask] = MappingProxyType(
 
 
 def study_task(name: str) -> StudyTask:
-    """The task called `name`.
+    """Return the task called `name`.
 
     Raises:
-        UnknownName: there is none.
+        UnknownName: there is no such task.
     """
     if name not in TASKS:
         raise UnknownName("study task", name, TASKS)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import SettingError, UnknownName
-from penstock.study.question import Question
+from penstock.study.experiment import Experiment
 
 
 def cases_of(**settings):
     """The cases of a small question on digits."""
-    found, refused = Question(
+    found, refused = Experiment(
         **{"tasks": ("digits",), "depths": (4,), "seeds": 2, **settings}
     ).cases()
     assert refused == []
@@ -81,30 +81,30 @@ def test_keys_differ_where_anything_differs():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"depths": (0,)}, "depth 0: there is at least 1"),
+        ({"depths": (0,)}, "depth 0: must be at least 1"),
         ({"depths": ()}, "at least one task and one depth"),
         ({"seeds": 0}, "seeds 0"),
-        ({"epochs": -1.0}, "epochs -1: it must be above 0"),
-        ({"lr_scale": 0.0}, "lr-scale 0: it must be above 0"),
-        ({"optimizer": "lion"}, "optimizer is one of sgd, adam, adamw, not 'lion'"),
-        ({"micro_batches": "most"}, "micro-batches is 'least' or 'stages', not 'most'"),
+        ({"epochs": -1.0}, "epochs -1: must be above 0"),
+        ({"lr_scale": 0.0}, "lr-scale 0: must be above 0"),
+        ({"optimizer": "lion"}, "optimizer must be one of sgd, adam, adamw, not 'lion'"),
+        ({"micro_batches": "most"}, "micro-batches must be 'least' or 'stages', not 'most'"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_runs(settings, words):
     """Half an hour later would be late."""
     with pytest.raises(SettingError, match=words):
-        Question(**settings)
+        Experiment(**settings)
 
 
 def test_unknown_names_are_answered_with_the_known():
     """The usual typo."""
     with pytest.raises(UnknownName, match="Did you mean 'stash'"):
-        Question(rules=("stach",))
+        Experiment(rules=("stach",))
     with pytest.raises(UnknownName, match="no study task called 'digit'"):
-        Question(tasks=("digit",))
+        Experiment(tasks=("digit",))
 
 
 def test_more_stages_than_layers_are_refused():
     """VGG-11 with batch norm has 37."""
     with pytest.raises(SettingError, match="37 layers, which cannot make 38 stages"):
-        Question(tasks=("digits",), depths=(38,)).cases()
+        Experiment(tasks=("digits",), depths=(38,)).cases()

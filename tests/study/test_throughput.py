@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.profile.profile import LayerProfile, Profile, Timing
-from penstock.study.pace import fastest_flush, pace, simulated_s
-from penstock.study.question import Case
+from penstock.study.experiment import Case
+from penstock.study.throughput import fastest_flush, simulated_s, throughput
 
 #: Of digits, so that a batch has 32 samples.
 CASE = Case("digits", "stash", "pipedream", 4, 1, "sgd", 0.01, 10, 0)
@@ -40,7 +40,7 @@ def test_flush_is_fastest_with_many_micro_batches_when_calls_cost_nothing_and_wi
 
 def test_staleness_and_versions_are_counted_in_the_programs():
     """PipeDream's own: p - 1 - s updates, p - s versions."""
-    found = pace(CASE, profile_of(0.0, 1 / 32), [1, 1, 1, 1], 0.5)
+    found = throughput(CASE, profile_of(0.0, 1 / 32), [1, 1, 1, 1], 0.5)
     assert (found.staleness, found.versions, found.measured_s) == ((3, 2, 1, 0), (4, 3, 2, 1), 0.5)
     double = replace(CASE, rule="double-buffer", schedule="2bw", micro_batches=4)
-    assert pace(double, profile_of(0.0, 1 / 32), [1, 1, 1, 1], None).versions == (2, 2, 2, 2)
+    assert throughput(double, profile_of(0.0, 1 / 32), [1, 1, 1, 1], None).versions == (2, 2, 2, 2)

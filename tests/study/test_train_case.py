@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.study.conduct import one_thread
-from penstock.study.learn import learn
-from penstock.study.question import Question
+from penstock.study.experiment import Experiment
+from penstock.study.runner import one_thread
+from penstock.study.train_case import train_case
 
 
 @pytest.fixture
 def cases():
     """Flush and stash on digits at 2 stages, five batches."""
-    found, _ = Question(
+    found, _ = Experiment(
         tasks=("digits",), rules=("stash",), depths=(2,), seeds=1, most_batches=5
     ).cases()
     return {case.rule: case for case in found}
@@ -23,7 +23,7 @@ def test_rules_begin_with_the_same_weights_and_batches(cases):
     not.
     """
     with one_thread():
-        flush, stash = (learn(cases[rule]) for rule in ("flush", "stash"))
+        flush, stash = (train_case(cases[rule]) for rule in ("flush", "stash"))
     assert len(flush.losses) == len(stash.losses) == 5
     assert flush.losses[0] == pytest.approx(stash.losses[0], abs=2e-4)
     assert flush.test_accuracy is not None
@@ -34,7 +34,7 @@ def test_a_loss_that_runs_away_ends_the_run_with_its_batch(cases):
     from dataclasses import replace
 
     with one_thread():
-        record = learn(replace(cases["flush"], lr=1e9))
+        record = train_case(replace(cases["flush"], lr=1e9))
     assert record.given_up is not None
     assert "at batch" in record.given_up
     assert record.test_accuracy is None

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import SettingError
-from penstock.study.cut import cut, weights
+from penstock.study.stage_cut import cut_into_stages, layer_costs
 from penstock.study.tasks import TASKS
 from penstock.tracing.chain import chain
 from penstock.training.task import make_task
@@ -18,14 +18,14 @@ def test_a_layer_weighs_its_multiply_adds_and_the_numbers_in_and_out():
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.Linear(256, 10)).to(
         "meta"
     )
-    found = weights(chain(model), torch.zeros(5, 1, 8, 8))
+    found = layer_costs(chain(model), torch.zeros(5, 1, 8, 8))
     assert found == [36 * 64 + 20 * (64 + 256), 20 * 512, 2560 + 20 * 266]
 
 
 def test_looking_up_a_vector_is_not_a_multiplication():
     """An embedding's table is large, and costs next to nothing."""
     model = nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 8)).to("meta")
-    assert weights(chain(model), torch.zeros(2, 5, dtype=torch.int64)) == [
+    assert layer_costs(chain(model), torch.zeros(2, 5, dtype=torch.int64)) == [
         20 * 45,
         64 * 5 + 20 * 80,
     ]
@@ -38,10 +38,10 @@ def test_looking_up_a_vector_is_not_a_multiplication():
 def test_the_studys_own_cuts_stay_what_they_are(task, stages, lengths):
     """Records of an earlier study are compared with later ones."""
     made = make_task(TASKS[task].settings)
-    assert cut(chain(made.model), made.data.train_inputs, stages) == lengths
+    assert cut_into_stages(chain(made.model), made.data.train_inputs, stages) == lengths
 
 
 def test_more_stages_than_layers_are_refused():
     """With both numbers."""
     with pytest.raises(SettingError, match="1 layers, which cannot make 2 stages"):
-        cut(chain(nn.Sequential(nn.Linear(1, 1))), torch.zeros(1, 1), 2)
+        cut_into_stages(chain(nn.Sequential(nn.Linear(1, 1))), torch.zeros(1, 1), 2)

@@ -1,4 +1,4 @@
-"""Record: what came of a case; and the file that records are kept in as they come."""
+"""Records of the cases of a study, and the file that stores them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import FileError
-from penstock.study.question import Case, Group
+from penstock.study.experiment import Case, Group
 
-#: Digits behind the point of a loss that is kept.
-_DIGITS = 4
+#: Decimals to which losses are stored.
+_LOSS_DECIMALS = 4
 
 
 @dataclass(frozen=True)
 class Record:
-    """What came of one case.
+    """Result of one case.
 
     Attributes:
         case: what was run.
-        losses: of the batches in order, as they were trained on.
+        losses: training loss of each batch, in order.
         test_loss, test_accuracy: after the last batch; None if the run was given up.
         given_up: why the run stopped before its last batch, if it did.
-        seconds: of training, with all stages on one core: not what a pipeline takes.
+        seconds: duration of training, with all stages on one core; a real pipeline differs.
     """
 
     case: Case
@@ -35,14 +35,13 @@ class Record:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "losses", tuple(round(loss, _DIGITS) for loss in self.losses))
+        rounded = tuple(round(loss, _LOSS_DECIMALS) for loss in self.losses)
+        object.__setattr__(self, "losses", rounded)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """How long a batch took in real processes, one thread in each, from batch to batch in the
-    middle of the run.
-    """
+    """Seconds per batch in real processes with one thread each, while the pipeline was full."""
 
     group: Group
     seconds_per_batch: float
@@ -51,12 +50,16 @@ class Measured:
 Entry = Record | Measured
 
 
-class Notebook:
-    """The file `records.jsonl` of a folder: one line of JSON for each record, written as soon as it
-    is there.
+class RecordFile:
+    """The file `records.jsonl` of a study's folder: one line of JSON per record.
+
+    Attributes:
+        path: of the file.
+        records: by the key of their case.
+        measured: seconds per batch in real processes, by group.
 
     Raises:
-        FileError: the folder cannot be made or written, or the file holds something else.
+        FileError: the folder cannot be made or written, or the file has a line that is no record.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,47 +69,52 @@ class Notebook:
             with self.path.open("a", encoding="utf-8"):
                 pass
             text = self.path.read_text(encoding="utf-8")
-            # A line without an end is what a power cut leaves: its case is run again.
-            whole = text[: text.rfind("\n") + 1]
-            if whole != text:
-                self.path.write_text(whole, encoding="utf-8")
+            # An incomplete last line is left by a power cut: drop it, so that its case runs again.
+            complete = text[: text.rfind("\n") + 1]
+            if complete != text:
+                self.path.write_text(complete, encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise FileError(
-                f"cannot keep records in {folder}: {getattr(error, 'strerror', None) or error}"
+                f"cannot store records in {folder}: {getattr(error, 'strerror', None) or error}"
             ) from error
         self.records: dict[str, Record] = {}
         self.measured: dict[Group, float] = {}
-        for number, line in enumerate(whole.splitlines(), start=1):
-            self._take(_read(line, f"{self.path}, line {number}"))
+        for number, line in enumerate(complete.splitlines(), start=1):
+            self._insert(_parse_line(line, f"{self.path}, line {number}"))
 
     def add(self, entry: Entry) -> None:
-        """Keep one more.
+        """Append an entry to the file.
 
         Raises:
             FileError: the file cannot be written.
         """
+        kind = "record" if isinstance(entry, Record) else "measured"
+        line = json.dumps({kind: asdict(entry)}, separators=(",", ":"))
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(
-                    json.dumps({type(entry).__name__.lower(): asdict(entry)}, separators=(",", ":"))
-                    + "\n"
-                )
+                file.write(line + "\n")
         except OSError as error:
             raise FileError(f"cannot write {self.path}: {error.strerror or error}") from error
-        self._take(entry)
+        self._insert(entry)
 
     def of(self, cases: Iterable[Case]) -> list[Record]:
-        """The records of those cases that have one, in the order of the cases."""
+        """Return the records of those cases that have one, in the order of the cases."""
         return [self.records[case.key] for case in cases if case.key in self.records]
 
-    def _take(self, entry: Entry) -> None:
+    def _insert(self, entry: Entry) -> None:
+        """Add an entry to the dictionaries."""
         if isinstance(entry, Record):
             self.records[entry.case.key] = entry
         else:
             self.measured[entry.group] = entry.seconds_per_batch
 
 
-def _read(line: str, where: str) -> Entry:
+def _parse_line(line: str, location: str) -> Entry:
+    """Parse a line of the file.
+
+    Raises:
+        FileError: the line is no record; the message names `location`.
+    """
     from pydantic import TypeAdapter, ValidationError
 
     kinds: dict[str, Any] = {"record": Record, "measured": Measured}
@@ -114,12 +122,11 @@ def _read(line: str, where: str) -> Entry:
         ((name, value),) = json.loads(line).items()
         entry: Entry = TypeAdapter(kinds[name]).validate_json(json.dumps(value), strict=True)
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        why = (
-            f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
-            if isinstance(error, ValidationError)
-            else "no such line"
-        )
+        reason = "unknown kind of line"
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = f"{first['loc']}: {first['msg']}"
         raise FileError(
-            f"{where} is no record of a study ({why}): take another folder, or remove the line"
+            f"{location} is no record of a study ({reason}): use another folder, or remove the line"
         ) from error
     return entry

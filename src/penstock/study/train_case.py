@@ -1,4 +1,4 @@
-"""Learn: train one case through its pipeline and test what it has learned."""
+"""Train one case of a study through its pipeline, and test it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from penstock.runtime.pipeline import Pipeline
-from penstock.study.cut import cut
-from penstock.study.question import Case
-from penstock.study.record import Record
+from penstock.study.experiment import Case
+from penstock.study.records import Record
+from penstock.study.stage_cut import cut_into_stages
 from penstock.study.tasks import study_task
 from penstock.tracing.chain import chain
 from penstock.training.config import TrainConfig
@@ -21,12 +21,17 @@ from penstock.training.optimizer import optimizer_factory
 from penstock.training.task import Task, make_task
 from penstock.training.testing import test
 
-#: A loss above this comes back no more.
-_RUNAWAY = 1e3
+#: A run with a loss above this is given up as diverged.
+_DIVERGED_LOSS = 1e3
 
 
 def pipeline(case: Case, executor: str) -> tuple[Pipeline, Task, TrainConfig]:
-    """The pipeline of a case, what it trains, and the run's settings."""
+    """Make the pipeline of a case, with its task and the run's settings.
+
+    Args:
+        case: to train.
+        executor: of `Pipeline`: "threads" or "processes".
+    """
     config = study_task(case.task).config(case.optimizer, case.lr, case.seed)
     task = make_task(config)
     traced = chain(task.model)
@@ -34,7 +39,7 @@ def pipeline(case: Case, executor: str) -> tuple[Pipeline, Task, TrainConfig]:
         traced,
         loss=task.loss,
         optimizer=optimizer_factory(config),
-        balance=cut(traced, task.data.train_inputs, case.stages),
+        balance=cut_into_stages(traced, task.data.train_inputs, case.stages),
         schedule=case.programs,
         weights=case.rule,
         weights_options=dict(case.options),
@@ -46,7 +51,7 @@ def pipeline(case: Case, executor: str) -> tuple[Pipeline, Task, TrainConfig]:
 
 
 def stream(task: Task, config: TrainConfig, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """So many batches, all of the same size, epoch after epoch; the same for all cases of one seed."""
+    """Yield `count` batches of equal size, epoch after epoch; the same for all cases of one seed."""
     data = task.data
     epochs = (
         batches(
@@ -62,9 +67,10 @@ def stream(task: Task, config: TrainConfig, count: int) -> Iterator[tuple[Tensor
     return itertools.islice(itertools.chain.from_iterable(epochs), count)
 
 
-def learn(case: Case) -> Record:
-    """Train and test. What a rule makes of the weights does not depend on where the stages run, so
-    here they share this process.
+def train_case(case: Case) -> Record:
+    """Train a case and test it.
+
+    The stages share this process: where they run does not change the weights.
 
     Raises:
         PenstockError: the case cannot be run, or a stage failed.
@@ -74,15 +80,17 @@ def learn(case: Case) -> Record:
     given_up: str | None = None
     started = time.perf_counter()
     try:
-        for found in pipe.train(stream(task, config, case.batches)):
-            number = float(found.detach())
-            if not number <= _RUNAWAY:
-                word = f"{number:.2g}" if math.isfinite(number) else "no number"
-                given_up = f"loss {word} at batch {len(losses)}"
+        for batch_loss in pipe.train(stream(task, config, case.batches)):
+            loss = float(batch_loss.detach())
+            if not loss <= _DIVERGED_LOSS:  # written so that NaN counts as diverged
+                loss_text = f"{loss:.2g}" if math.isfinite(loss) else "no number"
+                given_up = f"loss {loss_text} at batch {len(losses)}"
                 break
-            losses.append(number)
-        seconds = time.perf_counter() - started
-        loss, right = (None, None) if given_up else test(pipe, task, 8 * config.batch)
-        return Record(case, tuple(losses), loss, right, given_up, round(seconds, 2))
+            losses.append(loss)
+        seconds = round(time.perf_counter() - started, 2)
+        if given_up:
+            return Record(case, tuple(losses), None, None, given_up, seconds)
+        test_loss, test_accuracy = test(pipe, task, 8 * config.batch)
+        return Record(case, tuple(losses), test_loss, test_accuracy, None, seconds)
     finally:
         pipe.close()

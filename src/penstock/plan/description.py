@@ -1,0 +1,276 @@
+"""Describe a plan as text: prediction, partition, memory, traffic, candidates and suggestions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.plan.plan import Candidate, Plan
+from penstock.units import format_bytes, format_seconds
+
+#: Most ranks whose memory is listed; of more ranks, those with the largest memory.
+MOST_ROWS = 32
+#: Most links whose traffic is listed.
+_MOST_LINKS = 8
+
+
+def describe(plan: Plan) -> str:
+    """Describe a plan in lines for a terminal."""
+    lines = [_summary(plan), _prediction(plan)]
+    if not plan.synchronous:
+        lines.append(_asynchrony(plan))
+    if plan.planner != "auto":
+        lines.append(f"  by planner {plan.planner}{_objective(plan)}")
+    lines += _recomputed(plan)
+    lines += _bound(plan)
+    if plan.devices and plan.ranks <= MOST_ROWS:
+        lines.append(f"  on devices {', '.join(map(str, plan.devices))}")
+    head = ("stage", "rank", "layers", "from", "to", "peak memory of rank")
+    lines += table(head, _stage_rows(plan))
+    lines += _memory(plan)
+    lines += _traffic(plan)
+    lines += _candidates(plan)
+    lines += _suggestions(plan)
+    return "\n".join(lines)
+
+
+def _summary(plan: Plan) -> str:
+    """Write schedule, ranks, stages, batch, recompute and weight rule."""
+    plural = "es" if plan.micro_batches > 1 else ""
+    return (
+        f"{plan.schedule_name} on {plan.ranks} of {plan.cluster_ranks} ranks of {plan.cluster}: "
+        f"{plan.stages} stage{'s' * (plan.stages > 1)}{_replicas(plan)}, "
+        f"batch {plan.batch} in {plan.micro_batches} micro-batch{plural}, "
+        f"recompute {plan.recompute}, weights {plan.weights}"
+    )
+
+
+def _prediction(plan: Plan) -> str:
+    """Write the predicted time, throughput and speed-up."""
+    predicted = plan.predicted
+    step = "a step" if plan.synchronous else "a batch in the steady state"
+    return (
+        f"  predicted: {format_seconds(predicted.step_s)} {step}, "
+        f"{predicted.samples_per_s:.4g} samples/s, "
+        f"{predicted.speed_up:.2f} times one device{_data_parallel_speed_up(plan)}, "
+        f"bubble {predicted.bubble_ratio:.0%}"
+    )
+
+
+def _replicas(plan: Plan) -> str:
+    """Write the number of replicas per stage, if there are any."""
+    counts = [len(ranks) for ranks in plan.schedule.ranks_of_stage]
+    if max(counts) == 1:
+        return ""
+    if len(set(counts)) == 1:
+        return f" with {counts[0]} replicas"
+    return f" with {', '.join(map(str, counts))} replicas"
+
+
+def _data_parallel_speed_up(plan: Plan) -> str:
+    """Write the speed-up relative to data parallelism, if it is known."""
+    predicted = plan.predicted
+    if predicted.data_parallel_s is None or not predicted.step_s:
+        return ""
+    return f" and {predicted.data_parallel_s / predicted.step_s:.2f} times data parallelism"
+
+
+def _objective(plan: Plan) -> str:
+    """Write the objective of the planner's paper, if it differs from the simulated step."""
+    return "" if plan.objective is None else f", which minimises its {plan.objective}"
+
+
+def _bound(plan: Plan) -> list[str]:
+    """Write the lower bound and the gap, if they are known."""
+    gap = plan.predicted.gap
+    if gap is None:
+        return []
+    bound = format_seconds(plan.predicted.lower_bound_s)
+    return [f"  lower bound over the search space: {bound} (gap {max(gap, 0.0):.1%})"]
+
+
+def _recomputed(plan: Plan) -> list[str]:
+    """Write how many layers are recomputed, the extra work, and the memory that it saves."""
+    if plan.recompute == "never":
+        return []
+    layers = f"all {plan.layers} layers"
+    if plan.recompute == "selective":
+        layers = f"{len(plan.recomputed)} of {plan.layers} layers"
+    count = sum(len(plan.selection.of_stage(first, end)) for first, end in plan.bounds)
+    segments = f" in {count} segment{'s' * (count > 1)}" if count else ""
+    exception = " except in the last micro-batch" if plan.recompute == "except_last" else ""
+    work, less_memory = plan.predicted.more_work, plan.predicted.less_kept
+    return [
+        (
+            f"  recomputes {layers}{segments}{exception}: {work:.1%} more work, "
+            f"{less_memory:.0%} fewer activations saved for the backward"
+        )
+    ]
+
+
+def _asynchrony(plan: Plan) -> str:
+    """Write the weight rule, its staleness and the weight versions."""
+    # Imported late: it loads NumPy, which `import penstock` does not need.
+    from penstock.weights.choice import rule_of
+    from penstock.weights.uses import readings
+
+    rule = rule_of(plan.schedule, plan.weights)
+    options = "".join(f", {name} {value:g}" for name, value in plan.weights_options)
+    weight_uses = readings(plan.schedule, rule)
+    versions, staleness = max(weight_uses.versions), max(map(max, weight_uses.ages))
+    versions_text = "1 version" if versions == 1 else f"up to {versions} versions"
+    extra = f" and extra state of {rule.extra:g} times the weights" if rule.extra else ""
+    return (
+        f"  asynchronous: weights {rule.name}{options}, staleness at most {staleness}, "
+        f"{versions_text}{extra}"
+    )
+
+
+def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return a table row per stage: its ranks, layers and memory."""
+    peaks = plan.predicted.peak_memory
+    rows = []
+    for stage, (start, end) in enumerate(plan.bounds):
+        ranks = plan.schedule.ranks_of_stage[stage]
+        rows.append(
+            (
+                str(stage),
+                _rank_list(ranks),
+                str(end - start),
+                plan.layer_names[start],
+                plan.layer_names[end - 1],
+                _byte_list([peaks[rank] for rank in ranks]),
+            )
+        )
+    return rows
+
+
+def _rank_list(ranks: tuple[int, ...]) -> str:
+    """Write ranks: `"0, 1"`; of more than 8, `"0, 8, 16, … 56"`."""
+    if len(ranks) <= 8:
+        return ", ".join(map(str, ranks))
+    return f"{', '.join(map(str, ranks[:3]))}, … {ranks[-1]}"
+
+
+def _byte_list(sizes: list[int]) -> str:
+    """Write sizes in bytes; of more than 4, their range."""
+    if len(sizes) <= 4:
+        return ", ".join(map(format_bytes, sizes))
+    low, high = format_bytes(min(sizes)), format_bytes(max(sizes))
+    return low if low == high else f"{low} to {high}"
+
+
+def _optimizer(plan: Plan) -> str:
+    """Write the optimizer that memory was planned for."""
+    states = plan.optimizer_states
+    numbers = f"{states:g} number{'s' * (states != 1)} per parameter"
+    if plan.optimizer:
+        return f"optimizer {plan.optimizer}, {numbers}"
+    return f"optimizer not named, {numbers}{', as SGD with momentum' if states == 1 else ''}"
+
+
+def _memory(plan: Plan) -> list[str]:
+    """Write a table of what each rank's memory consists of; ranks that are alike share a row."""
+    parts = [dict(rank_parts) for rank_parts in plan.predicted.memory_parts]
+    if not parts:
+        return []
+    peaks = plan.predicted.peak_memory
+    fullest_first = sorted(range(len(parts)), key=lambda rank: -peaks[rank])
+    listed_ranks = sorted(fullest_first[:MOST_ROWS])
+    holders = [
+        holder for holder in parts[0] if any(parts[rank].get(holder) for rank in listed_ranks)
+    ]
+    ranks_of_sizes: dict[tuple[str, ...], list[int]] = {}
+    for rank in listed_ranks:
+        sizes = tuple(format_bytes(parts[rank].get(holder, 0)) for holder in holders)
+        ranks_of_sizes.setdefault(sizes, []).append(rank)
+    rows = []
+    for sizes, ranks in ranks_of_sizes.items():
+        others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        rows.append((f"{ranks[0]}{others}", *sizes))
+    head = f"  peak memory of a rank ({_optimizer(plan)}):"
+    return [head, *table(("rank", *holders), rows)]
+
+
+def _traffic(plan: Plan) -> list[str]:
+    """Write the bytes per step of the busiest links, both directions together."""
+    links: dict[tuple[int, int], int] = {}
+    for traffic in plan.predicted.traffic:
+        low, high = sorted((traffic.from_rank, traffic.to_rank))
+        links[low, high] = links.get((low, high), 0) + traffic.bytes
+    if not links:
+        return []
+    busiest = sorted(links.items(), key=lambda item: (-item[1], item[0]))[:_MOST_LINKS]
+    entries = [f"{low}↔{high} {format_bytes(count)}" for (low, high), count in busiest]
+    others = f" and {len(links) - len(busiest)} more" if len(links) > len(busiest) else ""
+    return [f"  traffic of a step, both ways: {', '.join(entries)}{others}"]
+
+
+def _candidates(plan: Plan) -> list[str]:
+    """Write the table of the evaluated configurations."""
+    if not plan.candidates:
+        return []
+    columns: dict[str, list[str]] = {
+        "schedule": [],
+        "weights": [],
+        "replicas": [],
+        "stages": [],
+        "M": [],
+        "recompute": [],
+        "step": [],
+        "": [],
+        "peak memory": [],
+        "why": [],
+    }
+    for index, candidate in enumerate(plan.candidates):
+        columns["schedule"].append(candidate.schedule)
+        columns["weights"].append(candidate.weights)
+        columns["replicas"].append(_replica_text(candidate))
+        columns["stages"].append(str(candidate.stages))
+        columns["M"].append(str(candidate.micro_batches))
+        columns["recompute"].append(candidate.recompute)
+        columns["step"].append(format_seconds(candidate.step_s))
+        columns[""].append(slowdown(candidate.step_s, plan.predicted.step_s) if index else "")
+        columns["peak memory"].append(format_bytes(candidate.peak_bytes))
+        columns["why"].append(candidate.why)
+    # Columns that have the usual value in all rows are left out.
+    for name, usual in (("weights", "flush"), ("replicas", "1")):
+        if set(columns[name]) <= {usual}:
+            del columns[name]
+    rows = list(zip(*columns.values(), strict=True))
+    return ["  candidates, best first:", *table(tuple(columns), rows)]
+
+
+def _replica_text(candidate: Candidate) -> str:
+    """Write the number of replicas of a candidate, or the numbers by stage."""
+    if isinstance(candidate.replicas, int):
+        return str(candidate.replicas)
+    return ",".join(map(str, candidate.replicas))
+
+
+def _suggestions(plan: Plan) -> list[str]:
+    """Write the table of suggested changes."""
+    if not plan.remedies:
+        return []
+    best_s = plan.predicted.step_s
+    rows = [
+        (remedy.change, format_seconds(remedy.step_s), slowdown(remedy.step_s, best_s))
+        for remedy in plan.remedies
+    ]
+    return ["  suggestions:", *table(("change", "step", ""), rows)]
+
+
+def slowdown(seconds: float, best_s: float) -> str:
+    """Write how much longer a step takes than the best: `"+12.3%"`, or `"equal"` within 0.05 %."""
+    if not best_s or abs(seconds / best_s - 1) < 0.0005:
+        return "equal"
+    return f"{seconds / best_s - 1:+.1%}"
+
+
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Write a table with left-aligned columns, indented by four spaces, as a list of lines."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for row in (head, *rows):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("    " + "  ".join(cells).rstrip())
+    return lines
