@@ -73,7 +73,9 @@ def test_copies_beyond_what_was_asked_are_refused(profile_of):
     free = PlanRequest(profile, cluster_of(2), 16)
     one = replace(free, max_replicas=1)
     copied = a_plan(free, lengths=(2,), options=(("replicas", 2),))
-    with pytest.raises(PlanError, match="max_replicas: a stage has 2 copies in the plan, 1 requested"):
+    with pytest.raises(
+        PlanError, match="max_replicas: a stage has 2 copies in the plan, 1 requested"
+    ):
         checked_plan(copied, one, "mine")
     chimera = a_plan(free, lengths=(1, 1), schedule="chimera")
     assert checked_plan(chimera, replace(one, schedules=("chimera",)), "mine").planner == "mine"

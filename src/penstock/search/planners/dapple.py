@@ -136,10 +136,8 @@ def _proposals(
     replicas = tuple(sum(place) for *_, place in placed.stages)
     samples = request.batch / count
     shares = count * max(replicas)
-    if request.micro_batches is None:
-        counts = [shares, count]
-    else:
-        counts = [request.micro_batches]
+    requested = request.micro_batches
+    counts = [shares, count] if requested is None else [requested]
     basic: tuple[tuple[str, Option], ...] = (
         () if set(replicas) == {1} else (("replicas", replicas),)
     )

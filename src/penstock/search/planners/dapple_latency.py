@@ -63,8 +63,7 @@ def latency(
     ending = -float("inf")
     for s, reduce_s in enumerate(all_reduce_s):
         if s <= pivot:
-            backwards = sum(backward_s[s : pivot + 1])
+            ending = max(ending, reduce_s + sum(backward_s[s : pivot + 1]))
         else:
-            backwards = -sum(backward_s[pivot : s + 1])
-        ending = max(ending, reduce_s + backwards)
+            ending = max(ending, reduce_s - sum(backward_s[pivot : s + 1]))
     return Latency(pivot, sum(forward_s[: pivot + 1]), steady[pivot], ending)

@@ -213,10 +213,9 @@ class _Table:
             single = np.where(exceeds, np.inf, self._stage(slice(0, upto), j, within))
             self.time[0][:upto, j, 1 : self.replicas + 1] = single
             self.last[0][:upto, j, 1 : self.replicas + 1] = np.arange(1, self.replicas + 1)
-        if self.rules.stages is None:
-            steps = [(0, 0)]
-        else:
-            steps = [(s, s - 1) for s in range(1, stages)]
+        # Without a number of stages the one table is updated in place.
+        is_free = self.rules.stages is None
+        steps = [(0, 0)] if is_free else [(s, s - 1) for s in range(1, stages)]
         for s, before in steps:
             for j in range(1, self.layers):
                 self._cut(s, before, j)

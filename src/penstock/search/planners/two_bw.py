@@ -180,9 +180,9 @@ def seconds(
     micro_batches: int,
     recompute: bool,
 ) -> float:
-    """Return the paper's t, the maximum over stages i of
+    """Return the paper's t, which is the maximum over stages.
 
-        max( T_comp,i + sum over j of T_comm,i->j, T_dp,i / m ).
+        t = max over stages i of max( T_comp,i + sum over j of T_comm,i->j, T_dp,i / m )
 
     T_comm counts an activation and its gradient; T_dp is a ring's time for the stage's gradients
     over the pipelines. Stage i is on ranks i, i + depth, i + 2 depth, …
