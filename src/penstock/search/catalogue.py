@@ -106,10 +106,6 @@ def make_request(
     batch: int,
     *,
     schedules: Sequence[str] | str | None = None,
-    memory_limit: int | str | None = None,
-    partition: str | Sequence[int] | None = None,
-    weights_options: Mapping[str, float] | None = None,
-    optimizer: object = None,
     **options: Any,
 ) -> PlanRequest:
     """Return the request for a planner, from the arguments of `plan`.
@@ -119,7 +115,12 @@ def make_request(
     """
     if isinstance(schedules, str):
         schedules = (schedules,)
-    by = "bottleneck" if partition is None else partition
+    memory_limit = options.pop("memory_limit", None)
+    partition = options.pop("partition", None)
+    if partition is None:
+        partition = "bottleneck"
+    weights_options = options.pop("weights_options", None) or {}
+    optimizer = options.pop("optimizer", None)
     kind = None if optimizer is None else optimizer_kind(optimizer)
     return PlanRequest(
         profile,
@@ -127,8 +128,8 @@ def make_request(
         batch,
         schedules=None if schedules is None else tuple(schedules),
         memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
-        by=by if isinstance(by, str) else tuple(by),
-        weights_options=_float_items(weights_options or {}),
+        by=partition if isinstance(partition, str) else tuple(partition),
+        weights_options=_float_items(weights_options),
         optimizer=None if kind is None else kind.name or None,
         optimizer_states=None if kind is None else kind.states,
         **options,

@@ -1,4 +1,4 @@
-"""Turn a proposal into a placed schedule with costs, so that one simulator scores every proposal."""
+"""Turn proposals into placed schedules with costs, so that one simulator scores them all."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PlacedSchedule:
         schedule: the schedule.
         rule: the weight rule.
         costs: seconds and bytes of its ops, with those of selective recompute.
-        pipelines: above 1 where `schedule` is that of one pipeline which represents so many.
+        pipelines: above 1 where `schedule` is that of one pipeline which represents this number.
         selection: the layers that are recomputed, if recompute is selective.
     """
 

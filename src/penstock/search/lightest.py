@@ -72,7 +72,7 @@ class Layers:
     firsts: frozenset[int]
 
     def all_segments(self) -> list[tuple[int, int]]:
-        """Return all segments of consecutive layers of one stage: first layer, one past the last."""
+        """Return all segments of consecutive layers of one stage: (first, one past the last)."""
         segments = []
         for first in range(len(self.seconds)):
             for end in range(first + 1, len(self.seconds) + 1):
@@ -186,7 +186,7 @@ class _Table:
         return segments[::-1]
 
     def _with_segment(self, first: int, end: int, row: int, tick: int) -> float:
-        """Return the bytes saved if this is the last segment; infinite where it exceeds the bound."""
+        """Return the bytes saved if this is the last segment; infinite if it exceeds the bound."""
         earlier = tick - (self.ticks[end] - self.ticks[first])
         if earlier < 0 or self.layers.recompute_bytes(first, end) > self.bounds[row]:
             return np.inf

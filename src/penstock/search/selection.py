@@ -137,7 +137,7 @@ class _Group:
 
     def _bytes_freed_per_s(self, layer: int, micro_batches: float) -> float:
         """Return an upper bound of the bytes that recomputing a layer frees, per second of its
-        forward, with so many micro-batches in flight.
+        forward, with `micro_batches` in flight.
         """
         freed = micro_batches * self.samples * (self.sizes.kept[layer] + self.sizes.entry[layer])
         if self.seconds[layer]:

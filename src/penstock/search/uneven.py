@@ -31,8 +31,8 @@ ReplicatedCut = tuple[tuple[int, int], ...]
 
 
 def uneven(request: PlanRequest) -> Iterator[Proposal]:
-    """Yield, for some numbers of micro-batches and of stages, the cut and the replicas whose slowest
-    stage is fastest.
+    """Yield, for some numbers of micro-batches and of stages, the cut and the replicas whose
+    slowest stage is fastest.
 
     The time of a stage on k ranks per micro-batch is the largest of: a k-th of its seconds, its
     share of its input's transfer, and its share of the gradient sync among k ranks. Nothing is

@@ -1,4 +1,4 @@
-"""Alpa's inter-operator planner: stages on submeshes with the least latency of all micro-batches."""
+"""Alpa's inter-operator planner: stages on submeshes, for the least latency of a step."""
 
 from __future__ import annotations
 

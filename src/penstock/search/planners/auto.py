@@ -67,10 +67,10 @@ INFEASIBLE_ROWS = 4
     source="Penstock: enumeration with lower bounds, exact cuts, full simulation, local search",
 )
 def auto(request: PlanRequest) -> Plan:
-    """Return the fastest plan that fits; of those within 0.1 % of it a synchronous one, then the one
-    with the least memory (to about 2 %), then the one with the fewest micro-batches. It is never
-    slower than what any other planner proposes for the same request, if the budget suffices to run
-    them all.
+    """Return the fastest plan that fits; of those within 0.1 % of it a synchronous one, then the
+    one with the least memory (to about 2 %), then the one with the fewest micro-batches. It is
+    never slower than what any other planner proposes for the same request, if the budget suffices
+    to run them all.
 
     Every configuration is cut exactly for its devices and links at its micro-batch size. If that
     does not fit, it is cut within the limits of memory. If nothing fits at all, all configurations

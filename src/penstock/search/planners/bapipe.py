@@ -1,4 +1,4 @@
-"""BaPipe's planner: which schedule, for the kind of accelerator, and a balanced partition for it."""
+"""BaPipe's planner: a schedule for the kind of accelerator, and a balanced partition for it."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class _Chain:
         ]
 
     def sums(self, lengths: Sequence[int]) -> list[tuple[float, float, float, float]]:
-        """Return per stage its forward and backward seconds, and bytes of activations and weights."""
+        """Return per stage its forward and backward seconds, activation bytes and weight bytes."""
         ends = list(accumulate(lengths, initial=0))
         return [
             (

@@ -21,8 +21,8 @@ from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.score import best_plan
 
-#: Size of the search in steps, layers x states of the devices x ways to place a stage: the most that
-#: it may have, which takes some seconds; and the size above which only a few numbers of
+#: Size of the search in steps, layers x states of the devices x ways to place a stage: the most
+#: that it may have, which takes some seconds; and the size above which only a few numbers of
 #: micro-batches are searched.
 MOST_STEPS, MANY_STEPS = 1.5e6, 2e5
 FEW_COUNTS = (8, 32)

@@ -1,4 +1,5 @@
-"""DAPPLE's search: cuts, replicas of every stage, and their places with the least latency of a step.
+"""DAPPLE's search: cuts, replicas of every stage, and their places with the least latency of a
+step.
 
     state         | the first layers are stages on certain devices; the rest is one stage on all
                   | other devices

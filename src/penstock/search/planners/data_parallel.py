@@ -49,7 +49,7 @@ def data_parallel(request: PlanRequest) -> Plan:
 
 
 def _proposal(request: PlanRequest, ranks: int, micro_batches: int) -> Proposal:
-    """Return the proposal with so many replicas and micro-batches. 1F1B and GPipe are the same."""
+    """Return the proposal for these numbers. With one stage 1F1B and GPipe are the same."""
     options = (("replicas", ranks),) if ranks > 1 else ()
     name = "gpipe" if request.schedules is not None and "1f1b" not in request.schedules else "1f1b"
     return Proposal(

@@ -63,7 +63,7 @@ def before(numbers: tuple[float, ...] | Numbers) -> Numbers:
 
 
 def over_ranges(numbers: tuple[float, ...]) -> Numbers:
-    """Return the sums over all ranges: entry [i, j] is that of layers i .. j, infinite for j < i."""
+    """Return the sums over all ranges: entry [i, j] is for layers i .. j, infinite for j < i."""
     sums = before(numbers)
     ranges = sums[None, 1:] - sums[:-1, None]
     ranges[np.tril_indices(len(numbers), -1)] = np.inf

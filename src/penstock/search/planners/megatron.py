@@ -1,4 +1,6 @@
-"""Megatron-LM's planner: equal numbers of layers, on a grid of pipelines, stages and virtual stages."""
+"""Megatron-LM's planner: equal numbers of layers, on a grid of pipelines, stages and virtual
+stages.
+"""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.score import best_plan
 
-#: Maximum number of steps of the dynamic program, layers^2 x components^2: of one search, about 2 s,
-#: and of the searches for all numbers of micro-batches together.
+#: Maximum number of steps of the dynamic program, layers^2 x components^2: of one search, about 2
+#: s, and of the searches for all numbers of micro-batches together.
 MOST_STEPS, STEPS_IN_ALL = 5e9, 6e8
 
 

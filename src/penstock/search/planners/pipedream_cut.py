@@ -184,7 +184,7 @@ class _Table:
         self.out[-1] = 0.0
 
     def _stage(self, rows: slice, j: int, within: int = 1) -> Numbers:
-        """Return the seconds of the stages from each of `rows` to layer j, by number of components."""
+        """Return the seconds of stages from each of `rows` to layer j, by number of components."""
         compute, weights = self.seconds[rows, j, None], self.weights[rows, j, None]
         sync: Numbers = (
             2 * (self.counts - 1) / self.counts * weights / self.level.bandwidth_bytes_per_s
@@ -269,7 +269,7 @@ class _Table:
         return float(self.time[-1][i, j, self.most])
 
     def parts(self, i: int, j: int) -> tuple[Part, ...]:
-        """Return the stages that achieve the best time of layers i .. j, traced back from the last."""
+        """Return the stages of the best time of layers i .. j, traced back from the last."""
         parts: list[Part] = []
         s, m = len(self.time) - 1, self.most
         while True:

@@ -11,8 +11,8 @@ from penstock.schedule.replicas import start_up
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 
-#: Maximum number of proposals of a planner that are simulated, and maximum number of forwards of all
-#: of them together, not counting the first.
+#: Maximum number of proposals of a planner that are simulated, and maximum number of forwards of
+#: all of them together, not counting the first.
 SIMULATED, SIMULATED_FORWARDS = 4, 50_000
 
 

@@ -1,4 +1,4 @@
-"""SPP's planner: an order of the devices, stages on neighbours in it, evaluated by a list schedule."""
+"""SPP's planner: ordered devices, stages on neighbours, evaluated by a list schedule."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def makespan(
 
 
 def _next_block(resource: int, block: _Block, last: int) -> tuple[int, _Block]:
-    """Return the next block on a micro-batch's path, and its resource; -1 at the end of the path."""
+    """Return the next block on a micro-batch's path, and its resource; -1 at the end."""
     is_forward, number = block
     if is_forward and resource == last:
         return last, (False, number)

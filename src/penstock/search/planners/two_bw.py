@@ -216,9 +216,9 @@ def memory(
     """Return the most bytes that a device holds, by the paper's functions: 2 |W| / d + |A| + d
     |A_in|, or with recompute 2 |W| / d + |A| / d + d |A_in|.
 
-    |A| / d is that of the fullest stage here, and so is |W| / d, whose 2 are the versions. Gradients
-    and optimizer states, which the paper's functions leave out, count `other_state_factor` times
-    the weights in addition.
+    |A| / d is that of the fullest stage here, and so is |W| / d, whose 2 are the versions.
+    Gradients and optimizer states, which the paper's functions leave out, count
+    `other_state_factor` times the weights in addition.
     """
     depth, start = len(lengths), 0
     activations, weights, inputs = [], [], [0.0]

@@ -1,5 +1,5 @@
-"""Kernel: simulated annealing of encoded programs. Every move shifts an op of the critical path past
-other ops of its block.
+"""Kernel: simulated annealing of encoded programs. Every move shifts an op of the critical path
+past other ops of its block.
 
 A *block* is a run of ops on one rank that follow each other without a wait on the longest path.
 Only a move that takes an op of a block before its first or behind its last can shorten that path
@@ -37,7 +37,7 @@ class AnnealSettings(NamedTuple):
 
 @compiled
 def random_unit(rng_state: Ints) -> float:
-    """Return a random number in [0, 1): a linear congruential generator with 48 bits, as drand48."""
+    """Return a random number in [0, 1) by a 48-bit linear congruential generator, as drand48."""
     rng_state[0] = (int(rng_state[0]) * 25214903917 + 11) & 0xFFFFFFFFFFFF
     return int(rng_state[0] >> 17) / 2147483648.0
 

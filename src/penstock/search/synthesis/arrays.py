@@ -1,12 +1,12 @@
 """The arrays that the kernels read and write: a problem, encoded programs, and a workspace.
 
-A *copy* is a stage on one route through the ranks: copy `route` x S + `stage`. A linear, interleaved
-or V placement has one route; a bidirectional one has two, and every micro-batch takes one of them.
-Micro-batches of a route are alike, so that a program needs no numbers for them: the k-th forward of
-a copy is that of the route's k-th micro-batch, and so are the k-th backward (B or I), and the k-th
-W, that of the k-th I. This loses nothing: if micro-batches of a route overtake each other,
-renumbering them by their turn at each place gives a program of the same times, since the k-th op of
-a copy starts after k others of the copy before have ended.
+A *copy* is a stage on one route through the ranks: copy `route` x S + `stage`. A linear,
+interleaved or V placement has one route; a bidirectional one has two, and every micro-batch takes
+one of them. Micro-batches of a route are alike, so that a program needs no numbers for them: the
+k-th forward of a copy is that of the route's k-th micro-batch, and so are the k-th backward (B or
+I), and the k-th W, that of the k-th I. This loses nothing: if micro-batches of a route overtake
+each other, renumbering them by their turn at each place gives a program of the same times, since
+the k-th op of a copy starts after k others of the copy before have ended.
 
 So the program of a rank is encoded as a row of codes: 4 x copy + kind, kinds F, I, W, B being 0, 1,
 2, 3. Updates are not encoded: the U of a copy runs in the first idle time after its last backward

@@ -5,11 +5,11 @@ Giffler and Thompson 1960: the rank whose next op could end first of all decides
 ops are known that could start before that end. How long it may wait for an op that is due earlier
 is the rule's patience.
 
-If the ops of all micro-batches are due at fixed offsets, and those of each micro-batch by a constant
-pace later than those of the one before, the offsets are a block that repeats, as in controllable
-memory's (Qi et al. 2024); I far before all others gives 1F1B, F far before all others GPipe, W far
-behind fills bubbles. If ops are due when a given program starts them, the rule approximately
-reproduces that program.
+If the ops of all micro-batches are due at fixed offsets, and those of each micro-batch by a
+constant pace later than those of the one before, the offsets are a block that repeats, as in
+controllable memory's (Qi et al. 2024); I far before all others gives 1F1B, F far before all others
+GPipe, W far behind fills bubbles. If ops are due when a given program starts them, the rule
+approximately reproduces that program.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
     dues, whole = rule.due, rule.whole
     arrive, done, link, free = work.arrive, work.done, work.link, work.free
     ranks, stages, far = len(lengths), len(copies) // len(spec.counts), _far(spec, rule.cap)
-    # begin: per copy and kind, when the next op could start. soon: per rank, when an op could start,
-    # and when one could end.
+    # begin: per copy and kind, when the next op could start. soon: per rank, when an op could
+    # start, and when one could end.
     begin, soon = np.empty((len(copies), 3)), np.empty((2, ranks))
     look, looks, left = np.empty(2, np.int64), ranks, 0
     for copy in range(len(copies)):

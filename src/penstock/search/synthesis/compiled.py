@@ -1,7 +1,7 @@
 """Compile functions by Numba if it is installed; else Python runs them.
 
-Only the kernels of this folder import this module, and they are imported when a search starts: Numba
-takes a second to load.
+Only the kernels of this folder import this module, and they are imported when a search starts:
+Numba takes a second to load.
 """
 
 from __future__ import annotations

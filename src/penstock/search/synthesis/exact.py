@@ -160,8 +160,8 @@ class _Message(NamedTuple):
     ticks: int
 
 
-#: A value that crosses a boundary: start and end of the op that makes it, start of the op that takes
-#: it.
+#: A value that crosses a boundary: start and end of the op that makes it, start of the op that
+#: takes it.
 _Value = tuple[Any, Any, Any]
 
 
@@ -243,7 +243,7 @@ class _Model:
         )
 
     def _var(self, head: float, tail: float) -> Any:
-        """Return a variable for a time that is at least `head` and leaves `tail` of the makespan."""
+        """Return a variable for a time of at least `head` that leaves `tail` of the makespan."""
         low = math.ceil(head - 1e-6)
         return self.model.new_int_var(low, max(low, self.most - math.ceil(tail - 1e-6)), "")
 
@@ -258,8 +258,8 @@ class _Model:
             for s, (rank, next_rank) in enumerate(pairwise(stage_ranks)):
                 up, down = self._values(route, s)
                 if rank == next_rank:
-                    for _, end, taken in [*up, *down]:
-                        self.model.add(taken >= end)
+                    for _, end, receiver_start in [*up, *down]:
+                        self.model.add(receiver_start >= end)
                     continue
                 links.setdefault((rank, next_rank), []).append(self._send(up, int(c.up[s])))
                 links.setdefault((next_rank, rank), []).append(self._send(down, int(c.down[s])))
@@ -282,10 +282,10 @@ class _Model:
     def _send(self, values: Sequence[_Value], ticks: int) -> list[_Message]:
         """Add the messages of one kind over one boundary, in order."""
         messages = []
-        for begin, end, taken in values:
+        for begin, end, receiver_start in values:
             message = _Message(begin, end, self._var(0, 0), ticks)
             self.model.add(message.leaves >= end)
-            self.model.add(taken >= message.leaves + ticks)
+            self.model.add(receiver_start >= message.leaves + ticks)
             messages.append(message)
         for one, other in pairwise(messages):
             self.model.add(other.leaves >= one.leaves + ticks)

@@ -1,4 +1,4 @@
-"""The synthesis problem: stages with costs, on ranks with memory limits, along one or two routes."""
+"""The synthesis problem: stages with costs on ranks with limits, along one or two routes."""
 
 from __future__ import annotations
 

@@ -161,8 +161,8 @@ def unsplit_masks(spec: Spec, split: bool) -> list[Ints]:
 
 
 def neighbour(rule: Rule, spec: Spec, shape: Shape, rng: np.random.Generator) -> Rule:
-    """Return a random rule near another one: some ops due earlier or later, another patience, a rank
-    that uses more or less memory.
+    """Return a random rule near another one: some ops due earlier or later, another patience, a
+    rank that uses more or less memory.
     """
     patience, cap, whole = rule.patience.copy(), rule.cap.copy(), rule.whole
     due = _shifted_due(rule.due, shape, rng)

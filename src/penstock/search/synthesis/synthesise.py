@@ -26,8 +26,8 @@ from penstock.search.synthesis.zoo import candidates
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
-#: A schedule within this relative distance of its lower bound counts as optimal: seconds that are no
-#: whole ticks, and the rounding of sums, leave this much open.
+#: A schedule within this relative distance of its lower bound counts as optimal: seconds that are
+#: no whole ticks, and the rounding of sums, leave this much open.
 PROVED = 1e-6
 
 #: Share of the budget for the search if the rest is for the proof.

@@ -108,7 +108,7 @@ def _try_join(
 
 
 def _joinable(spec: Spec, encoding: Encoding, rank: int) -> list[int]:
-    """Return the places of each I that is followed by its own W, where a B costs no more than both."""
+    """Return the place of each I that its own W follows, if a B costs no more than both."""
     waiting: Counter[int] = Counter()
     places = []
     row = encoding.codes[rank, : encoding.lengths[rank]]
