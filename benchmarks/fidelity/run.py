@@ -34,7 +34,7 @@ from penstock.runtime.processes import join
 from penstock.schedule.op import Kind
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import scored
+from penstock.search.score import plan_proposal
 from penstock.simulate.plan_costs import costs_of_plan
 from penstock.simulate.stage_seconds import stage_seconds
 from penstock.zoo.catalogue import model as zoo_model
@@ -116,7 +116,7 @@ def planned(profile: Profile, on: Cluster, case: Case) -> Plan:
     )
     request = PlanRequest(profile, on, profile.batch, recompute=case.recompute)  # type: ignore[arg-type]
     options = (("replicas", case.copies),) if case.copies > 1 else ()
-    return scored(
+    return plan_proposal(
         request,
         Proposal(tuple(lengths), case.schedule, case.micro_batches, options, case.recompute),
     )  # type: ignore[arg-type]

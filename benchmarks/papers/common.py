@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 from penstock.profile.profile import LayerProfile, Timing
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import scored
+from penstock.search.score import plan_proposal
 from penstock.simulate.plan_costs import meeting_seconds
 from penstock.zoo.catalogue import model
 
@@ -123,7 +123,7 @@ def scored_plan(
     profile: ps.Profile, cluster: Cluster, batch: int, proposal: Proposal, **options: object
 ) -> ps.Plan:
     """One way to run, simulated."""
-    return scored(PlanRequest(profile, cluster, batch, **options), proposal)  # type: ignore[arg-type]
+    return plan_proposal(PlanRequest(profile, cluster, batch, **options), proposal)  # type: ignore[arg-type]
 
 
 def planned(

@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.errors import PenstockError
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_of
+from penstock.search.score import best_plan
 
 #: Samples of DAPPLE's micro-batch and of its batch, by model.
 SIZES = {
@@ -122,7 +122,9 @@ def weighed(name: str, config: str, plan: Published) -> Weighed:
     cluster, (_, batch) = ps.cluster(CONFIGS[config]), SIZES[name]
     request = PlanRequest(profile(name), cluster, batch)
     try:
-        published: float | None = best_of(request, published_proposals(name, plan)).predicted.step_s
+        published: float | None = best_plan(
+            request, published_proposals(name, plan)
+        ).predicted.step_s
     except PenstockError:
         published = None
     dapple, pipedream = (

@@ -11,7 +11,7 @@ from torch import nn
 import penstock as ps
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import scored
+from penstock.search.score import plan_proposal
 
 #: Predicted bytes / measured bytes of the rank that is most off. Tighten it, never widen.
 BAND = (0.98, 1.02)
@@ -40,7 +40,7 @@ def test_predicted_peaks_are_what_a_run_holds(schedule, lengths, micro_batches, 
     made, x, y = model(), torch.randn(512, 32), torch.randn(512, 8)
     profile = ps.profile(made, x, sizes=(64,), repeats=1, loss=nn.functional.mse_loss, targets=y)
     request = PlanRequest(profile, ps.cluster("local:2"), 512, recompute=recompute)
-    plan = scored(request, Proposal(lengths, schedule, micro_batches, recompute=recompute))
+    plan = plan_proposal(request, Proposal(lengths, schedule, micro_batches, recompute=recompute))
     pipe = ps.Pipeline(
         made,
         plan,

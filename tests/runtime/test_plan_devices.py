@@ -16,7 +16,7 @@ from penstock.errors import PlanError, ScheduleError, SettingError
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import scored
+from penstock.search.score import plan_proposal
 
 
 def model():
@@ -54,7 +54,7 @@ def plan_of(schedule="1f1b", lengths=(3, 2), ranks=2, **options):
     )
     profile = Profile(layers, traced.fingerprint, 16.0, 8)
     request = PlanRequest(profile, ps.cluster(f"{ranks}xV100-NVLink"), 8)
-    return scored(request, Proposal(lengths, schedule, 4, **options))
+    return plan_proposal(request, Proposal(lengths, schedule, 4, **options))
 
 
 def pipeline(plan, **options):

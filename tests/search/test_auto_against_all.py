@@ -11,10 +11,10 @@ from tests.search.random_requests import links as random_links
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.search.catalogue import plan as search
 from penstock.search.compare import compare
-from penstock.search.laid import CLOSE, lay_out
+from penstock.search.laid import CLOSE, instantiate
 from penstock.search.proposal import Proposal
 from penstock.search.request import MICRO_BATCHES, PlanRequest
-from penstock.search.weigh import weigh
+from penstock.search.weigh import evaluate
 from penstock.simulate.plan_costs import simulate_plan
 
 
@@ -107,8 +107,8 @@ def test_auto_is_as_fast_as_the_best_of_all_cuts_schedules_micro_batches_and_cop
     ]
     fits = [
         found.step_s
-        for found in (weigh(lay_out(request, way))[-1] for way in ways)
-        if not found.lack
+        for found in (evaluate(instantiate(request, way))[-1] for way in ways)
+        if not found.memory_shortfall
     ]
     if not fits:
         return

@@ -13,7 +13,7 @@ from penstock.search.catalogue import PLANNERS, plan
 from penstock.search.check import checked_plan
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import scored
+from penstock.search.score import plan_proposal
 
 LINK = Link(0.0, 1e12)
 
@@ -31,7 +31,7 @@ def request_of(profile_of):
 
 
 def a_plan(request, **options):
-    return scored(
+    return plan_proposal(
         request, Proposal(**{"lengths": (2, 2), "schedule": "1f1b", "micro_batches": 4, **options})
     )
 
@@ -39,11 +39,11 @@ def a_plan(request, **options):
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({"stages": 1}, "stages: 2 in the plan, 1 asked for"),
-        ({"micro_batches": 8}, "micro_batches: 4 in the plan, 8 asked for"),
-        ({"by": (1, 3)}, r"partition: \(2, 2\) in the plan, \(1, 3\) asked for"),
-        ({"recompute": "always"}, "recompute: 'never' in the plan, 'always' asked for"),
-        ({"schedules": ("gpipe", "zb-h1")}, "schedules: 1f1b in the plan, gpipe, zb-h1 asked for"),
+        ({"stages": 1}, "stages: 2 in the plan, 1 requested"),
+        ({"micro_batches": 8}, "micro_batches: 4 in the plan, 8 requested"),
+        ({"by": (1, 3)}, r"partition: \(2, 2\) in the plan, \(1, 3\) requested"),
+        ({"recompute": "always"}, "recompute: 'never' in the plan, 'always' requested"),
+        ({"schedules": ("gpipe", "zb-h1")}, "schedules: 1f1b in the plan, gpipe, zb-h1 requested"),
         ({"memory_limit": 10}, "memory: rank 0 needs .*, and may hold 10 B on device 0"),
     ],
 )
@@ -73,7 +73,9 @@ def test_copies_beyond_what_was_asked_are_refused(profile_of):
     free = PlanRequest(profile, cluster_of(2), 16)
     one = replace(free, max_replicas=1)
     copied = a_plan(free, lengths=(2,), options=(("replicas", 2),))
-    with pytest.raises(PlanError, match="max_replicas: a stage has 2 copies in the plan, 1 asked"):
+    with pytest.raises(
+        PlanError, match="max_replicas: a stage has 2 copies in the plan, 1 requested"
+    ):
         checked_plan(copied, one, "mine")
     chimera = a_plan(free, lengths=(1, 1), schedule="chimera")
     assert checked_plan(chimera, replace(one, schedules=("chimera",)), "mine").planner == "mine"
@@ -129,6 +131,6 @@ def test_plan_asks_the_check_of_a_contributed_planner(profile_of, request):
     PLANNERS.register("careless", source="a test")(careless)
     request.addfinalizer(lambda: PLANNERS._entries.pop("careless"))
     assert "careless" not in entries
-    with pytest.raises(PlanError, match=r"micro_batches: 4 in the plan, 2 asked") as caught:
+    with pytest.raises(PlanError, match=r"micro_batches: 4 in the plan, 2 requested") as caught:
         plan(profile_of([1.0] * 4), cluster_of(2), 16, planner="careless", micro_batches=2)
     assert "planner 'careless' returned a plan" in str(caught.value)

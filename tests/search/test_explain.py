@@ -7,7 +7,7 @@ from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.search.explain import ROWS, data_parallel_s, one_device_s
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_of, scored
+from penstock.search.score import best_plan, plan_proposal
 
 LINK = Link(0.5, 1000.0)
 
@@ -23,7 +23,9 @@ MIXED = on(Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW))
 
 def test_traffic_is_what_each_pair_of_ranks_sends_in_a_step(profile_of):
     """16 samples of 10 bytes forward, as many of gradients back."""
-    found = scored(PlanRequest(profile_of([1.0] * 4), FOUR, 16), Proposal((2, 1, 1), "1f1b", 4))
+    found = plan_proposal(
+        PlanRequest(profile_of([1.0] * 4), FOUR, 16), Proposal((2, 1, 1), "1f1b", 4)
+    )
     assert [(each.from_rank, each.to_rank, each.bytes) for each in found.predicted.traffic] == [
         (0, 1, 160),
         (1, 0, 160),
@@ -34,7 +36,7 @@ def test_traffic_is_what_each_pair_of_ranks_sends_in_a_step(profile_of):
 
 def test_traffic_of_a_stream_is_a_batch_s(profile_of):
     """Not that of all batches that were simulated."""
-    found = scored(
+    found = plan_proposal(
         PlanRequest(profile_of([1.0] * 4), FOUR, 4, asynchronous=True),
         Proposal((2, 2), "pipedream", 1),
     )
@@ -49,7 +51,7 @@ def test_traffic_of_a_stream_is_a_batch_s(profile_of):
 )
 def test_memory_parts_add_up_to_what_each_rank_holds(profile_of, name, recompute):
     """By name, so that a reader knows what to save."""
-    found = scored(
+    found = plan_proposal(
         PlanRequest(profile_of([1.0] * 4), FOUR, 16), Proposal((1, 3), name, 4, recompute=recompute)
     ).predicted
     assert len(found.memory_parts) == 2
@@ -90,7 +92,7 @@ def test_the_table_begins_with_the_plan_and_is_no_longer_than_a_screen(profile_o
         for name in ("gpipe", "1f1b", "naive", "zb-h1")
         for cut in ((4,), (2, 2), (2, 1, 1), (1,) * 4)
     ]
-    found = best_of(request, proposals)
+    found = best_plan(request, proposals)
     assert len(found.candidates) == ROWS
     first = found.candidates[0]
     assert (first.schedule, first.lengths, first.step_s) == (
@@ -110,6 +112,6 @@ def test_devices_are_told_where_they_are_not_simply_the_first(profile_of):
         ((2, 3), (2, 3)),
         ((1, 0, 2), (1, 0)),
     ):
-        found = scored(request, Proposal((2, 2), "1f1b", 4, devices=devices))
+        found = plan_proposal(request, Proposal((2, 2), "1f1b", 4, devices=devices))
         assert found.devices == told
         found.check()

@@ -4,11 +4,11 @@ import pytest
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.schedule.catalogue import schedule
-from penstock.search.hunt import Hunt, in_flight_of, spread_of
+from penstock.search.hunt import PlanSearch, fastest_of_kinds, max_in_flight
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import shapes
-from penstock.search.ways import Space
+from penstock.search.ways import SearchSpace
 
 
 def on(ranks: int, memory: int = 10**12) -> Cluster:
@@ -21,7 +21,7 @@ def way_of(request, **wanted):
     """The one way with these numbers."""
     (found,) = (
         way
-        for way in Space(request, shapes(request)).ways
+        for way in SearchSpace(request, shapes(request)).configurations
         if all(getattr(way, name, None) == value for name, value in wanted.items())
         and way.shape.pipelines == 1
     )
@@ -30,36 +30,40 @@ def way_of(request, **wanted):
 
 def test_what_cannot_win_is_not_simulated_unless_forced(profile_of):
     """By its bound from the numbers alone, or of its program."""
-    hunt = Hunt(PlanRequest(profile_of([1.0] * 4), on(4), 16, ("gpipe",)))
+    hunt = PlanSearch(PlanRequest(profile_of([1.0] * 4), on(4), 16, ("gpipe",)))
     quick, slow = (way_of(hunt.request, stages=4, micro_batches=m) for m in (16, 1))
-    assert hunt.weigh_way(quick) is hunt.fits[0]
+    assert hunt.evaluate_configuration(quick) is hunt.feasible[0]
     assert hunt.best_s == pytest.approx(19 * 3)
-    assert slow.bound_s > hunt.reach
-    assert hunt.weigh_way(slow) is None
-    assert hunt.weighed == 1
-    assert hunt.weigh_way(slow, force=True).step_s == pytest.approx(4 * 48)
+    assert slow.bound_s > hunt.cutoff_s
+    assert hunt.evaluate_configuration(slow) is None
+    assert hunt.evaluated == 1
+    assert hunt.evaluate_configuration(slow, force=True).step_s == pytest.approx(4 * 48)
     assert hunt.best_s == pytest.approx(19 * 3), "the best stays"
-    assert hunt.weigh(Proposal((4,), "gpipe", 1)) is None, (
+    assert hunt.evaluate(Proposal((4,), "gpipe", 1)) is None, (
         "one rank has more to do than that, by its program"
     )
-    assert hunt.weighed == 2
+    assert hunt.evaluated == 2
 
 
 def test_of_several_pipelines_one_is_weighed_first_and_all_only_if_that_may_win(profile_of):
     """Of a hundred pipelines nearly all cost nothing."""
     request = PlanRequest(profile_of([1.0] * 4, fixed=0.2), on(4), 16, ("1f1b",))
-    hunt = Hunt(request)
+    hunt = PlanSearch(request)
     both = Proposal((2, 2), "1f1b", 8, (("replicas", 2),))
-    found = hunt.weigh(both)
-    assert (len(hunt.near), hunt.near[0].laid.pipelines, hunt.near[0].laid.made.ranks) == (1, 2, 2)
-    assert hunt.fits == [found]
-    assert found.laid.made.ranks == 4
-    assert found.step_s == pytest.approx(hunt.near[0].step_s)
+    found = hunt.evaluate(both)
+    assert (
+        len(hunt.representatives),
+        hunt.representatives[0].placed.pipelines,
+        hunt.representatives[0].placed.schedule.ranks,
+    ) == (1, 2, 2)
+    assert hunt.feasible == [found]
+    assert found.placed.schedule.ranks == 4
+    assert found.step_s == pytest.approx(hunt.representatives[0].step_s)
     hunt.best_s = found.step_s / 1.1
     work = hunt.work
-    assert hunt.weigh(both) is None
-    assert len(hunt.fits) == 1
-    assert hunt.work == work or len(hunt.near) == 2
+    assert hunt.evaluate(both) is None
+    assert len(hunt.feasible) == 1
+    assert hunt.work == work or len(hunt.representatives) == 2
 
 
 def test_an_odd_sample_that_only_some_pipelines_get_is_made_room_for(profile_of):
@@ -67,9 +71,9 @@ def test_an_odd_sample_that_only_some_pipelines_get_is_made_room_for(profile_of)
     1.25 in each, and not recompute.
     """
     profile = profile_of([1.0], activation=1000.0, parameters=0)
-    hunt = Hunt(PlanRequest(profile, on(2, memory=3000), 5, ("gpipe",)))
-    found = hunt.weigh(Proposal((1,), "gpipe", 4, (("replicas", 2),)))
-    assert hunt.near[0].recompute == "never"
+    hunt = PlanSearch(PlanRequest(profile, on(2, memory=3000), 5, ("gpipe",)))
+    found = hunt.evaluate(Proposal((1,), "gpipe", 4, (("replicas", 2),)))
+    assert hunt.representatives[0].recompute == "never"
     assert found.recompute != "never"
     assert max(found.memory) <= 3000
 
@@ -80,11 +84,11 @@ def test_a_way_that_does_not_fit_is_cut_again_within_memory(profile_of):
     """
     profile = profile_of([8.0, 1.0, 1.0, 1.0], activation=1.0, parameters=[10, 1000, 1000, 1000])
     request = PlanRequest(profile, on(2, memory=6100), 4, ("gpipe",), recompute="never")
-    hunt = Hunt(request)
-    found = hunt.weigh_way(way_of(request, stages=2, micro_batches=2))
-    assert found.laid.proposal.lengths in ((2, 2), (3, 1))
-    assert [each.laid.proposal.lengths for each in hunt.misfits] == [(1, 3)]
-    assert hunt.misfits[0].lack
+    hunt = PlanSearch(request)
+    found = hunt.evaluate_configuration(way_of(request, stages=2, micro_batches=2))
+    assert found.placed.proposal.lengths in ((2, 2), (3, 1))
+    assert [each.placed.proposal.lengths for each in hunt.infeasible] == [(1, 3)]
+    assert hunt.infeasible[0].memory_shortfall
 
 
 def test_whole_pipelines_that_do_not_fit_are_cut_again_too(profile_of):
@@ -93,33 +97,37 @@ def test_whole_pipelines_that_do_not_fit_are_cut_again_too(profile_of):
     request = PlanRequest(
         profile, on(4, memory=6100), 8, ("gpipe",), recompute="never", stages=2, micro_batches=4
     )
-    (way,) = (way for way in Space(request, shapes(request)).ways if way.shape.pipelines == 2)
-    found = Hunt(request).weigh_way(way)
-    assert found.laid.made.ranks == 4
-    assert found.laid.proposal.lengths in ((2, 2), (3, 1))
+    (way,) = (
+        way
+        for way in SearchSpace(request, shapes(request)).configurations
+        if way.shape.pipelines == 2
+    )
+    found = PlanSearch(request).evaluate_configuration(way)
+    assert found.placed.schedule.ranks == 4
+    assert found.placed.proposal.lengths in ((2, 2), (3, 1))
 
 
 def test_what_cannot_be_made_is_remembered_once(profile_of):
     """Each reason is told once, however many ways it stops."""
-    hunt = Hunt(PlanRequest(profile_of([1.0] * 4), on(2), 16))
+    hunt = PlanSearch(PlanRequest(profile_of([1.0] * 4), on(2), 16))
     for m in (4, 8):
-        assert hunt.weigh(Proposal((1,) * 4, "1f1b", m)) is None
-    assert list(hunt.refusals) == ["1f1b in 4 stages needs 4 ranks, c has 2"]
+        assert hunt.evaluate(Proposal((1,) * 4, "1f1b", m)) is None
+    assert list(hunt.rejected) == ["1f1b in 4 stages needs 4 ranks, c has 2"]
 
 
 def test_a_search_ends_by_its_work_but_not_before_something_fits(profile_of):
     """Work is counted in ops: the same on every machine."""
-    hunt = Hunt(PlanRequest(profile_of([1.0] * 4), on(2), 16, budget_s=1000), 1)
-    assert not hunt.over
-    hunt.weigh(Proposal((2, 2), "1f1b", 4))
-    assert hunt.over
+    hunt = PlanSearch(PlanRequest(profile_of([1.0] * 4), on(2), 16, budget_s=1000), 1)
+    assert not hunt.is_over
+    hunt.evaluate(Proposal((2, 2), "1f1b", 4))
+    assert hunt.is_over
     hunt.allow(10**6)
-    assert not hunt.over
-    late = Hunt(PlanRequest(profile_of([1.0] * 4), on(2), 16, budget_s=0))
-    assert not late.over
-    late.weigh(Proposal((2, 2), "1f1b", 4))
-    assert late.over
-    assert late.left_s() == 0
+    assert not hunt.is_over
+    late = PlanSearch(PlanRequest(profile_of([1.0] * 4), on(2), 16, budget_s=0))
+    assert not late.is_over
+    late.evaluate(Proposal((2, 2), "1f1b", 4))
+    assert late.is_over
+    assert late.remaining_s() == 0
 
 
 @pytest.mark.parametrize(
@@ -137,20 +145,23 @@ def test_micro_batches_in_flight_are_counted_per_stage_and_rank(made, expected):
     """What memory has to hold at once, until the last part of a backward; slices count by their
     share.
     """
-    assert in_flight_of(made) == expected
+    assert max_in_flight(made) == expected
 
 
 def test_a_spread_has_the_fastest_of_each_kind(profile_of):
     """Three alike would be polished into the same plan."""
-    hunt = Hunt(PlanRequest(profile_of([1.0] * 4), on(4), 16))
+    hunt = PlanSearch(PlanRequest(profile_of([1.0] * 4), on(4), 16))
     for name, m, lengths in (
         ("gpipe", 2, (2, 2)),
         ("gpipe", 16, (2, 2)),
         ("1f1b", 16, (2, 2)),
         ("1f1b", 16, (1,) * 4),
     ):
-        hunt.weigh(Proposal(lengths, name, m), force=True)
-    kinds = [(each.kind[:2], each.laid.proposal.micro_batches) for each in spread_of(hunt.fits, 3)]
+        hunt.evaluate(Proposal(lengths, name, m), force=True)
+    kinds = [
+        (each.kind[:2], each.placed.proposal.micro_batches)
+        for each in fastest_of_kinds(hunt.feasible, 3)
+    ]
     assert kinds[0] == (("1f1b", 4), 16)
     assert set(kinds[1:]) == {(("1f1b", 2), 16), (("gpipe", 2), 16)}, "of 2 stages equally fast"
-    assert len(spread_of(hunt.fits, 1)) == 1
+    assert len(fastest_of_kinds(hunt.feasible, 1)) == 1

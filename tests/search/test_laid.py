@@ -1,4 +1,4 @@
-"""Proposals laid out, weighed, and compared."""
+"""Proposals placed out, weighed, and compared."""
 
 from dataclasses import replace
 
@@ -12,25 +12,25 @@ from penstock.errors import PlanError, ScheduleError
 from penstock.search.laid import (
     CLOSE,
     best,
+    cached_schedule,
     first_of_kind,
-    lay_out,
-    made_of,
-    nothing,
-    pilot,
-    relaid,
+    infeasible_error,
+    instantiate,
+    representative_pipeline,
+    with_request,
 )
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.weigh import weigh
+from penstock.search.weigh import evaluate
 from penstock.simulate.simulate import RECOMPUTE
 from penstock.simulate.steady import steady
 
 LINK = Link(0.0, 1e12)
 
 
-def seconds(laid, recompute="never"):
+def seconds(placed, recompute="never"):
     """Of a step, or a batch of a stream."""
-    return steady(laid.made, laid.costs, recompute).seconds_per_batch
+    return steady(placed.schedule, placed.costs, recompute).seconds_per_batch
 
 
 def one_node(*devices: Device) -> Cluster:
@@ -66,21 +66,21 @@ def test_of_pipelines_alike_one_takes_as_long_as_all(
     lengths = data.draw(cuts(len(profile), ranks * per_rank))
     proposal = Proposal(lengths, name, micro_batches, (("replicas", pipelines), *options))
     try:
-        whole = lay_out(request, proposal)
+        whole = instantiate(request, proposal)
     except (PlanError, ScheduleError):
         return
-    one = pilot(request, proposal)
+    one = representative_pipeline(request, proposal)
     if micro_batches < pipelines:
         assert one is None
         return
-    assert (one.pipelines, one.made.ranks * pipelines) == (pipelines, whole.made.ranks)
+    assert (one.pipelines, one.schedule.ranks * pipelines) == (pipelines, whole.schedule.ranks)
     for recompute in ("never", "always"):
         assert seconds(one, recompute) == pytest.approx(seconds(whole, recompute))
     assert seconds(one, "except_last") <= seconds(whole, "except_last") * (1 + 1e-9), (
         "the last of all is in one pipeline"
     )
     if batch % micro_batches == 0:
-        assert weigh(one)[-1].memory == weigh(whole)[-1].memory[: one.made.ranks]
+        assert evaluate(one)[-1].memory == evaluate(whole)[-1].memory[: one.schedule.ranks]
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,10 +105,10 @@ def test_one_pipeline_never_takes_longer_than_all(data, profile, on, name, micro
     )
     request = PlanRequest(profile, on, 16)
     try:
-        whole = lay_out(request, proposal)
+        whole = instantiate(request, proposal)
     except (PlanError, ScheduleError):
         return
-    one = pilot(request, proposal)
+    one = representative_pipeline(request, proposal)
     assert one is None or seconds(one) <= seconds(whole) * (1 + 1e-9)
 
 
@@ -116,10 +116,12 @@ def test_there_is_a_pilot_of_several_whole_pipelines_only(profile_of):
     """Of one, of ranks per stage and of streams there is nothing smaller that takes as long."""
     request = PlanRequest(profile_of([1.0] * 4), cluster("4xV100-10GbE"), 8)
     for options in ((), (("replicas", (2, 1)),), (("replicas", 1),)):
-        assert pilot(request, Proposal((2, 2), "1f1b", 4, options)) is None
-    assert pilot(request, Proposal((2, 2), "chimera", 4, (("replicas", 2),))) is None
+        assert representative_pipeline(request, Proposal((2, 2), "1f1b", 4, options)) is None
+    assert (
+        representative_pipeline(request, Proposal((2, 2), "chimera", 4, (("replicas", 2),))) is None
+    )
     with pytest.raises(PlanError, match="1f1b needs 6 ranks, and there are 4"):
-        pilot(request, Proposal((2, 1, 1), "1f1b", 4, (("replicas", 2),)))
+        representative_pipeline(request, Proposal((2, 1, 1), "1f1b", 4, (("replicas", 2),)))
 
 
 def test_a_proposal_stands_on_the_devices_that_it_names(profile_of):
@@ -128,8 +130,8 @@ def test_a_proposal_stands_on_the_devices_that_it_names(profile_of):
     request = PlanRequest(profile_of([2.0, 1.0]), on, 8)
     found = {}
     for devices in ((), (0, 1), (1, 0)):
-        laid = lay_out(request, Proposal((1, 1), "1f1b", 8, devices=devices))
-        found[devices] = laid.costs.forward
+        placed = instantiate(request, Proposal((1, 1), "1f1b", 8, devices=devices))
+        found[devices] = placed.costs.forward
     assert found == {(): (2, 1.5), (0, 1): (2, 1.5), (1, 0): (3, 1)}
 
 
@@ -151,19 +153,19 @@ def test_a_proposal_stands_on_the_devices_that_it_names(profile_of):
 def test_what_cannot_stand_there_is_refused_with_the_numbers(profile_of, proposal, message):
     """A planner's proposal is checked like anybody's."""
     with pytest.raises(PlanError, match=message):
-        lay_out(PlanRequest(profile_of([1.0] * 4), cluster("2xV100-10GbE"), 8), proposal)
+        instantiate(PlanRequest(profile_of([1.0] * 4), cluster("2xV100-10GbE"), 8), proposal)
 
 
 def test_the_same_way_on_another_cluster_is_the_same_schedule_with_other_costs(profile_of):
     """That is how remedies are worked out; its result is what laying it out anew gives."""
     request = PlanRequest(profile_of([1.0, 2.0], output=1e6), cluster("2xV100-1GbE"), 8)
     proposal = Proposal((1, 1), "1f1b", 4, devices=(1, 0))
-    laid = lay_out(request, proposal)
+    placed = instantiate(request, proposal)
     other = replace(request, cluster=cluster("2xV100-10GbE"))
-    again = relaid(laid, other)
-    assert again.made is laid.made
-    assert again == lay_out(other, proposal)
-    assert seconds(again) < seconds(laid)
+    again = with_request(placed, other)
+    assert again.schedule is placed.schedule
+    assert again == instantiate(other, proposal)
+    assert seconds(again) < seconds(placed)
 
 
 def test_as_little_is_recomputed_as_fits_or_what_was_asked(profile_of):
@@ -179,8 +181,8 @@ def test_as_little_is_recomputed_as_fits_or_what_was_asked(profile_of):
             memory_limit=limit,
             recompute=recompute,
         )
-        found = weigh(lay_out(request, replace(proposal, recompute=own)))
-        return [(each.recompute, bool(each.lack)) for each in found]
+        found = evaluate(instantiate(request, replace(proposal, recompute=own)))
+        return [(each.recompute, bool(each.memory_shortfall)) for each in found]
 
     assert tried(10**6) == [("never", False)]
     assert tried(2000)[0] == ("never", True)
@@ -193,33 +195,34 @@ def test_as_little_is_recomputed_as_fits_or_what_was_asked(profile_of):
 def test_the_fullest_rank_is_the_one_with_the_least_room_for_what_it_holds(profile_of):
     """Not the one that holds most: memories differ."""
     on = one_node(Device("big", 10**6, flops=FAST), Device("small", 500, flops=FAST))
-    (found,) = weigh(
-        lay_out(
+    (found,) = evaluate(
+        instantiate(
             PlanRequest(profile_of([1.0, 1.0], parameters=[1000, 100]), on, 1, recompute="never"),
             Proposal((1, 1), "gpipe", 1),
         )
     )
     assert found.memory == (3100, 400)
-    assert not found.lack
+    assert not found.memory_shortfall
     on = replace(on, devices=(on.devices[0], Device("small", 300, flops=FAST)))
-    (found,) = weigh(
-        lay_out(
+    (found,) = evaluate(
+        instantiate(
             PlanRequest(profile_of([1.0, 1.0], parameters=[1000, 100]), on, 1, recompute="never"),
             Proposal((1, 1), "gpipe", 1),
         )
     )
-    assert found.lack == "needs 400 B, has 300 B on rank 1"
-    assert found.excess == 400 / 300
+    assert found.memory_shortfall == "needs 400 B, has 300 B on rank 1"
+    assert found.memory_ratio == 400 / 300
     assert found.step_s == 0, "what does not fit is not simulated"
 
 
 @pytest.fixture
 def ways(profile_of):
-    """Scored ways on free links, by name and micro-batches."""
+    """Evaluated ways on free links, by name and micro-batches."""
     request = PlanRequest(profile_of([1.0] * 4), one_node(*(Device("d", 10**9),) * 4), 8)
     names = [("gpipe", 8), ("1f1b", 8), ("1f1b", 4), ("gpipe", 4)]
     return {
-        (name, m): weigh(lay_out(request, Proposal((1,) * 4, name, m)))[-1] for name, m in names
+        (name, m): evaluate(instantiate(request, Proposal((1,) * 4, name, m)))[-1]
+        for name, m in names
     }
 
 
@@ -233,7 +236,9 @@ def test_times_count_as_equal_only_within_a_thousandth(ways):
     """Memory is no reason to be slower than that."""
     lean, quick = ways["1f1b", 8], ways["gpipe", 8]
     for factor, chosen in ((1 + CLOSE / 2, lean), (1 + 2 * CLOSE, quick)):
-        slower = replace(lean, found=replace(lean.found, seconds_per_batch=quick.step_s * factor))
+        slower = replace(
+            lean, steady_state=replace(lean.steady_state, seconds_per_batch=quick.step_s * factor)
+        )
         assert (best([slower, quick]) is quick) == (chosen is quick)
 
 
@@ -245,16 +250,18 @@ def test_a_table_has_the_first_of_each_kind_and_copies_count_as_they_are(ways, p
     request = PlanRequest(profile_of([1.0] * 4), one_node(*(Device("d", 10**9),) * 4), 8)
     for replicas, copies in ((2, 2), ((2, 1), (2, 1)), ((2, 2), 2), (1, 1)):
         proposal = Proposal((2, 2), "1f1b", 4, (("replicas", replicas),))
-        assert weigh(lay_out(request, proposal))[-1].candidate.replicas == copies
+        assert evaluate(instantiate(request, proposal))[-1].candidate.replicas == copies
         assert proposal.replicas == replicas
-    one = weigh(pilot(request, Proposal((2, 2), "1f1b", 4, (("replicas", 2),))))[-1]
+    one = evaluate(
+        representative_pipeline(request, Proposal((2, 2), "1f1b", 4, (("replicas", 2),)))
+    )[-1]
     assert one.kind == ("1f1b", 2, 2)
     assert one.candidate.micro_batches == 4
 
 
 def test_a_schedule_is_made_once_for_a_search_that_asks_several_times():
     """Long programs take longer to make than to simulate."""
-    assert made_of("1f1b", 4, 8, ()) is made_of("1f1b", 4, 8, ())
+    assert cached_schedule("1f1b", 4, 8, ()) is cached_schedule("1f1b", 4, 8, ())
 
 
 def test_nothing_fits_names_the_nearest_and_what_was_refused_only_where_nothing_was_made(
@@ -262,11 +269,11 @@ def test_nothing_fits_names_the_nearest_and_what_was_refused_only_where_nothing_
 ):
     """Both lists at once would hide the reason."""
     request = PlanRequest(profile_of([1.0] * 4), one_node(*(Device("d", 100),) * 2), 8)
-    misfits = weigh(lay_out(request, Proposal((2, 2), "gpipe", 8)))
-    text = str(nothing(request, misfits, ["never mind"]))
+    misfits = evaluate(instantiate(request, Proposal((2, 2), "gpipe", 8)))
+    text = str(infeasible_error(request, misfits, ["never mind"]))
     assert "nothing fits the memory of c at batch 8" in text
     assert "never mind" not in text
     assert (
-        str(nothing(request, [], ["first", "second"]))
+        str(infeasible_error(request, [], ["first", "second"]))
         == "no schedule can be made for these numbers\n  first\n  second"
     )

@@ -3,12 +3,12 @@
 import pytest
 
 from penstock.cluster.cluster import cluster
-from penstock.search.hunt import Hunt
-from penstock.search.laid import lay_out
-from penstock.search.measured import SEARCHED_FROM_S, made_to_measure
+from penstock.search.hunt import PlanSearch
+from penstock.search.laid import instantiate
+from penstock.search.measured import SEARCHED_FROM_S, cost_schedules
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.weigh import weigh
+from penstock.search.weigh import evaluate
 
 
 def proposals(profile_of, *ways, memory_limit=None, **options):
@@ -20,8 +20,8 @@ def proposals(profile_of, *ways, memory_limit=None, **options):
         memory_limit=memory_limit,
         **options,
     )
-    found = [weigh(lay_out(request, way))[-1] for way in ways]
-    return list(made_to_measure(request, found)), request
+    found = [evaluate(instantiate(request, way))[-1] for way in ways]
+    return list(cost_schedules(request, found)), request
 
 
 PLAIN = Proposal((2, 2), "1f1b", 4)
@@ -41,8 +41,8 @@ def test_the_same_cut_gets_programs_of_its_own(profile_of):
         ("zb-auto", (1, 3), 8, (3, 1), "always"),
         ("zb-1p", (1, 3), 8, (3, 1), "always"),
     ]
-    hunt = Hunt(request)
-    assert all(hunt.weigh(each, force=True) for each in found)
+    hunt = PlanSearch(request)
+    assert all(hunt.evaluate(each, force=True) for each in found)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_an_optimizer_of_one_s_own_is_measured():
     ("optimizer", "told"),
     [
         ("adm", "'adm' takes is not known. Did you mean 'adam'"),
-        (-1, "optimizer=-1 is how many numbers it keeps for each parameter: 0 or more"),
+        (-1, "optimizer=-1 is how many numbers it keeps for each parameter: it must be 0 or more"),
         (True, "a number of states, an optimizer or a function that makes one, not bool"),
         (lambda parameters: 3, "could not make and step an optimizer"),
         (torch.optim.LBFGS, "could not make and step an optimizer over one parameter"),

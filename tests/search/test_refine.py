@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from tests.search.random_requests import cuts, links, profiles
 
 from penstock.cluster.cluster import Cluster, Device, Link
-from penstock.search.hunt import Hunt
-from penstock.search.laid import lay_out
+from penstock.search.hunt import PlanSearch
+from penstock.search.laid import instantiate
 from penstock.search.proposal import Proposal
-from penstock.search.refine import WORTH, refined
+from penstock.search.refine import WORTH, refine_cut
 from penstock.search.request import PlanRequest
-from penstock.search.weigh import weigh
+from penstock.search.weigh import evaluate
 
 
 def on(ranks: int, link: Link = Link(0.0, 1e12)) -> Cluster:
@@ -33,17 +33,19 @@ def test_no_boundary_moved_by_one_layer_makes_it_faster(
     data, profile, link, stages, name, micro_batches
 ):
     """And it is never slower than what it began with."""
-    hunt = Hunt(PlanRequest(profile, on(stages, link), 8, budget_s=1000))
-    first = hunt.weigh(Proposal(data.draw(cuts(len(profile), stages)), name, micro_batches))
-    found = refined(hunt, first)
+    hunt = PlanSearch(PlanRequest(profile, on(stages, link), 8, budget_s=1000))
+    first = hunt.evaluate(Proposal(data.draw(cuts(len(profile), stages)), name, micro_batches))
+    found = refine_cut(hunt, first)
     assert found.step_s <= first.step_s
-    lengths = found.laid.proposal.lengths
+    lengths = found.placed.proposal.lengths
     for boundary, step in [(b, s) for b in range(stages - 1) for s in (1, -1)]:
         moved = list(lengths)
         moved[boundary] += step
         moved[boundary + 1] -= step
         if min(moved) > 0:
-            other = weigh(lay_out(hunt.request, Proposal(tuple(moved), name, micro_batches)))[-1]
+            other = evaluate(
+                instantiate(hunt.request, Proposal(tuple(moved), name, micro_batches))
+            )[-1]
             assert other.step_s >= found.step_s * (1 - WORTH)
 
 
@@ -52,27 +54,27 @@ def test_one_micro_batch_is_cut_for_its_links_alone(profile_of):
     stages.
     """
     profile = profile_of([1.0, 1.0, 1.0, 1.0], output=[1.0, 500.0, 100.0, 0.0])
-    hunt = Hunt(PlanRequest(profile, on(2, Link(0.0, 100.0)), 1, budget_s=1000))
-    found = refined(hunt, hunt.weigh(Proposal((2, 2), "1f1b", 1)))
+    hunt = PlanSearch(PlanRequest(profile, on(2, Link(0.0, 100.0)), 1, budget_s=1000))
+    found = refine_cut(hunt, hunt.evaluate(Proposal((2, 2), "1f1b", 1)))
     every = {
-        lengths: weigh(lay_out(hunt.request, Proposal(lengths, "1f1b", 1)))[-1].step_s
+        lengths: evaluate(instantiate(hunt.request, Proposal(lengths, "1f1b", 1)))[-1].step_s
         for lengths in (
             tuple(b - a for a, b in pairwise((0, *inner, 4)))
             for inner in combinations(range(1, 4), 1)
         )
     }
-    assert found.laid.proposal.lengths == min(every, key=lambda lengths: every[lengths]) == (1, 3)
+    assert found.placed.proposal.lengths == min(every, key=lambda lengths: every[lengths]) == (1, 3)
 
 
 def test_a_cut_that_was_asked_for_is_left_alone(profile_of):
     """So is a program that is made to measure for another cut."""
     profile = profile_of([3.0, 1.0, 1.0])
-    hunt = Hunt(PlanRequest(profile, on(2), 8, by=(2, 1), budget_s=1000))
-    first = hunt.weigh(Proposal((2, 1), "1f1b", 4))
-    assert refined(hunt, first) is first
-    free = Hunt(PlanRequest(profile, on(2), 8, budget_s=1000))
-    made = free.weigh(Proposal((2, 1), "zb-auto", 4))
-    assert refined(free, made) is made
-    assert refined(
-        free, free.weigh(Proposal((2, 1), "1f1b", 4), force=True)
-    ).laid.proposal.lengths == (1, 2)
+    hunt = PlanSearch(PlanRequest(profile, on(2), 8, by=(2, 1), budget_s=1000))
+    first = hunt.evaluate(Proposal((2, 1), "1f1b", 4))
+    assert refine_cut(hunt, first) is first
+    free = PlanSearch(PlanRequest(profile, on(2), 8, budget_s=1000))
+    made = free.evaluate(Proposal((2, 1), "zb-auto", 4))
+    assert refine_cut(free, made) is made
+    assert refine_cut(
+        free, free.evaluate(Proposal((2, 1), "1f1b", 4), force=True)
+    ).placed.proposal.lengths == (1, 2)

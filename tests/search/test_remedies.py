@@ -8,12 +8,12 @@ from tests.search.random_requests import FAST, SLOW
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.profile.paced import scale_profile
 from penstock.search.catalogue import plan
-from penstock.search.laid import lay_out
+from penstock.search.laid import instantiate
 from penstock.search.proposal import Proposal
-from penstock.search.remedies import MOST, WORTH, remedies
+from penstock.search.remedies import MOST, WORTH, suggestions
 from penstock.search.request import PlanRequest
-from penstock.search.score import scored
-from penstock.search.weigh import weigh
+from penstock.search.score import plan_proposal
+from penstock.search.weigh import evaluate
 from penstock.simulate.plan_costs import simulate_plan
 
 INSIDE, BETWEEN = Link(1e-2, 1e3), Link(5e-2, 3e2)
@@ -22,14 +22,14 @@ TWO_NODES = Cluster("c", (Device("d", 10**9, flops=FAST),) * 4, 2, INSIDE, BETWE
 
 def told(request, proposal):
     """The changes for one way, and that way."""
-    chosen = weigh(lay_out(request, proposal))[-1]
-    return {each.change: each.step_s for each in remedies(request, chosen)}, chosen
+    chosen = evaluate(instantiate(request, proposal))[-1]
+    return {each.change: each.step_s for each in suggestions(request, chosen)}, chosen
 
 
 def by_hand(request, proposal, profiles=None, cluster=None, batch=None):
     """Its step with other profiles or another cluster, by way of a plan and its simulation."""
     profiles, cluster = profiles or request.profiles, cluster or request.cluster
-    found = scored(
+    found = plan_proposal(
         replace(request, profiles=profiles, cluster=cluster, batch=batch or request.batch), proposal
     )
     return simulate_plan(found, profiles, cluster).makespan

@@ -73,7 +73,7 @@ def test_copies_are_as_many_as_allowed_and_as_there_are_devices(profile_of, most
 def test_a_given_cut_gives_the_number_of_stages(profile_of):
     """And another number beside it is a contradiction."""
     assert PlanRequest(profile_of([1.0] * 3), MIXED, 4, by=(1, 2)).stages == 2
-    with pytest.raises(PlanError, match=r"the cut \[1, 2\] has 2 stages, but 3 are asked for"):
+    with pytest.raises(PlanError, match=r"the cut \[1, 2\] has 2 stages, but 3 are requested"):
         PlanRequest(profile_of([1.0] * 3), MIXED, 4, by=(1, 2), stages=3)
 
 

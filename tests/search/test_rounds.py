@@ -31,7 +31,9 @@ def test_every_style_makes_sound_programs_and_knows_how_long_they_take(style, p,
         forward=row(p), input_grad=row(p), weight_grad=row(p, 0), transfer=row(p - 1, 0, 1)
     )
     limits = row(p, 1, 2 * p)
-    made = draft(StageSeconds.of(costs, m), m, Memory(limits, kept=[1.0] * p), style)
+    made = draft(
+        StageSeconds.of(costs, m), m, Memory(limits, fraction_after_input_grad=[1.0] * p), style
+    )
     schedule = Schedule(made.programs())
     line = simulate_schedule(schedule, costs)
     assert line.makespan == made.makespan_s

@@ -77,7 +77,7 @@ def test_one_made_to_measure_needs_costs(costs):
     """The message shows how they are given."""
     with pytest.raises(
         ScheduleError,
-        match=r"zb-1p is made to measure: say for what, such as costs=ps\.Costs\(forward=",
+        match=r"zb-1p is built from costs: give them, such as costs=ps\.Costs\(forward=",
     ):
         schedule("zb-1p", 4, 8, costs=costs)
 

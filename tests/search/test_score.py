@@ -6,7 +6,7 @@ from penstock.cluster.cluster import cluster
 from penstock.errors import PlanError
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_of, scored
+from penstock.search.score import best_plan, plan_proposal
 from penstock.simulate.plan_costs import simulate_plan
 
 
@@ -21,7 +21,7 @@ def test_the_fastest_that_fits_is_planned_and_all_others_are_told_once_each(prof
         Proposal((1,) * 4, "1f1b", 8),
         Proposal((4,), "gpipe", 1),
     ]
-    found = best_of(request(profile_of), proposals)
+    found = best_plan(request(profile_of), proposals)
     assert (found.schedule_name, found.lengths, found.micro_batches) == ("1f1b", (1, 1, 1, 1), 8)
     assert [(row.schedule, row.stages, row.micro_batches) for row in found.candidates] == [
         ("1f1b", 4, 8),
@@ -40,7 +40,7 @@ def test_the_fastest_that_fits_is_planned_and_all_others_are_told_once_each(prof
 
 def test_one_that_cannot_be_made_does_not_spoil_the_others(profile_of):
     """A planner may propose for a schedule that refuses these numbers."""
-    found = best_of(
+    found = best_plan(
         request(profile_of),
         [Proposal((1,) * 5, "1f1b", 8), Proposal((2, 2), "1f1b", 9), Proposal((2, 2), "1f1b", 8)],
     )
@@ -49,13 +49,13 @@ def test_one_that_cannot_be_made_does_not_spoil_the_others(profile_of):
         PlanError,
         match="no schedule can be made for these numbers\n  9 micro-batches are more than the 8 samples",
     ):
-        best_of(request(profile_of), [Proposal((2, 2), "1f1b", 9)])
+        best_plan(request(profile_of), [Proposal((2, 2), "1f1b", 9)])
 
 
 def test_a_planner_s_own_objective_is_kept(profile_of):
     """What its paper makes least, beside what simulation says."""
     own = Objective("slowest stage", 6.0, "s")
-    found = scored(request(profile_of), Proposal((2, 2), "1f1b", 8, objective=own))
+    found = plan_proposal(request(profile_of), Proposal((2, 2), "1f1b", 8, objective=own))
     assert found.objective == own
     assert found.predicted.lower_bound_s == 0
     assert found.predicted.gap is None
@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_refused_with_what_it_lacks(profile_of):
     with pytest.raises(
         PlanError, match="nothing fits the memory of 4xV100-10GbE at batch 8"
     ) as caught:
-        best_of(
+        best_plan(
             request(profile_of, memory_limit=100),
             [Proposal((4,), "gpipe", 1), Proposal((1,) * 4, "1f1b", 8)],
         )
@@ -76,4 +76,4 @@ def test_what_does_not_fit_is_refused_with_what_it_lacks(profile_of):
 def test_a_proposal_needs_the_layers_of_the_model(profile_of):
     """Another number is a mistake of the planner, and no plan."""
     with pytest.raises(Exception, match="sums to 3, but the model has 4 layers"):
-        scored(request(profile_of), Proposal((2, 1), "1f1b", 8))
+        plan_proposal(request(profile_of), Proposal((2, 1), "1f1b", 8))

@@ -17,13 +17,13 @@ from tests.search.random_requests import cuts, timing
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.plan.segments import Selection
 from penstock.profile.profile import LayerProfile, Profile
-from penstock.search.footprint import footprints
-from penstock.search.laid import Laid, lay_out, made_of
+from penstock.search.footprint import memory_profiles
+from penstock.search.laid import PlacedSchedule, cached_schedule, instantiate
 from penstock.search.lightest import FINE
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.selection import selected
-from penstock.search.weigh import weigh
+from penstock.search.selection import select_recompute
+from penstock.search.weigh import evaluate
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import peak_memory
 
@@ -70,9 +70,9 @@ def choices(first: int, end: int) -> Iterator[list[tuple[int, int]]]:
         ]
 
 
-def needs(laid: Laid, recompute: str = "selective") -> tuple[int, ...]:
+def needs(placed: PlacedSchedule, recompute: str = "selective") -> tuple[int, ...]:
     """Bytes of every rank."""
-    return peak_memory(laid.made, laid.costs, recompute) or ()
+    return peak_memory(placed.schedule, placed.costs, recompute) or ()
 
 
 SINGLE = ("1f1b", "gpipe", "zb-h1", "eager-1f1b")
@@ -89,10 +89,10 @@ def test_no_other_layers_would_do_for_less(data, ranks, name, micro_batches, sha
     profile = data.draw(profiles(ranks, 5))
     lengths = data.draw(cuts(len(profile), ranks))
     proposal = Proposal(lengths, name, micro_batches)
-    free = lay_out(PlanRequest(profile, on(ranks, 10**9), 8), proposal)
+    free = instantiate(PlanRequest(profile, on(ranks, 10**9), 8), proposal)
     room = max(1, int(share * max(needs(free, "never"))))
-    laid = replace(free, request=PlanRequest(profile, on(ranks, room), 8))
-    found = selected(laid, FINE)
+    placed = replace(free, request=PlanRequest(profile, on(ranks, room), 8))
+    found = select_recompute(placed, FINE)
     assert found is not None
     forward = profile.seconds("forward", 8 / micro_batches)
     peaks, start = needs(found), 0
@@ -100,7 +100,7 @@ def test_no_other_layers_would_do_for_less(data, ranks, name, micro_batches, sha
         fitting = []
         for each in choices(start, start + length):
             selection = Selection.of_segments(each, [start])
-            if needs(laid.with_selection(selection))[rank] < room:
+            if needs(placed.with_selection(selection))[rank] < room:
                 fitting.append(sum(forward[layer] for layer in selection.recomputed))
         taken = sum(
             forward[layer]
@@ -130,17 +130,17 @@ def test_ranks_of_several_stages_or_copies_fit_where_it_says_so(data, name, shar
     profile = data.draw(profiles(stages, 6))
     options = (("chunks", 2),) if name in ("interleaved", "breadth-first") else ()
     proposal = Proposal(data.draw(cuts(len(profile), stages)), name, 4, options)
-    free = lay_out(PlanRequest(profile, on(2, 10**9), 8), proposal)
+    free = instantiate(PlanRequest(profile, on(2, 10**9), 8), proposal)
     room = int(share * max(needs(free, "never"))) + 1
-    laid = replace(free, request=PlanRequest(profile, on(2, room), 8))
-    found = selected(laid)
+    placed = replace(free, request=PlanRequest(profile, on(2, room), 8))
+    found = select_recompute(placed)
     assume(found is not None)
     if max(needs(free, "never")) < room:
         assert found.selection.recomputed == ()
-    weighed = weigh(laid)[-1]
-    if max(needs(laid, "always")) < room:
-        assert not weighed.lack
-    assert weighed.lack or max(weighed.memory) <= room
+    weighed = evaluate(placed)[-1]
+    if max(needs(placed, "always")) < room:
+        assert not weighed.memory_shortfall
+    assert weighed.memory_shortfall or max(weighed.memory) <= room
 
 
 @settings(max_examples=40, deadline=None)
@@ -158,13 +158,13 @@ def test_a_footprint_says_what_simulation_says(data, name, micro_batches):
         2 * micro_batches + 2 if name in ("chimera", "dualpipe-v", "interleaved") else micro_batches
     )
     options = (("chunks", 2),) if name == "interleaved" else ()
-    made = made_of(name, stages, micro_batches, options)
+    made = cached_schedule(name, stages, micro_batches, options)
     numbers = st.lists(st.integers(0, 9), min_size=stages, max_size=stages)
     kept, rest, back = data.draw(numbers), data.draw(numbers), data.draw(numbers)
     full = [a + b for a, b in zip(kept, rest, strict=True)]
     costs = Costs(activation_bytes=full, kept_bytes=kept, again_bytes=back)
     peaks = peak_memory(made, costs, "selective")
-    for rank, each in enumerate(footprints(made)):
+    for rank, each in enumerate(memory_profiles(made)):
         own = [np.array([row[stage] for stage in each.stages], float) for row in (kept, full, back)]
         assert max(each.bytes(*own), default=0.0) == pytest.approx(peaks[rank])
 
@@ -176,8 +176,8 @@ def test_with_room_for_all_nothing_runs_again_and_without_any_it_says_what_it_ne
     def tried(room: int) -> dict[str, bool]:
         request = PlanRequest(profile, on(2, room), 8)
         return {
-            each.recompute: not each.lack
-            for each in weigh(lay_out(request, Proposal((2, 2), "1f1b", 8)))
+            each.recompute: not each.memory_shortfall
+            for each in evaluate(instantiate(request, Proposal((2, 2), "1f1b", 8)))
         }
 
     assert tried(400) == {"never": True}

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests.search.random_requests import FAST, SLOW, links, profiles
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
-from penstock.search.laid import lay_out
+from penstock.search.laid import instantiate
 from penstock.search.request import PlanRequest
 from penstock.search.uneven import uneven
-from penstock.search.weigh import weigh
+from penstock.search.weigh import evaluate
 from penstock.simulate.plan_costs import meeting_seconds
 
 
@@ -33,9 +33,9 @@ def test_proposals_can_be_made_and_keep_what_was_asked(profile, ranks, link, bat
         assert len(set(proposal.replicas)) > 1, "others are whole pipelines"
         assert sum(proposal.replicas) <= ranks
         assert max(proposal.replicas) <= min(most or ranks, proposal.micro_batches)
-        found = weigh(lay_out(request, proposal))[-1]
-        assert not found.lack
-        assert found.copies == proposal.replicas
+        found = evaluate(instantiate(request, proposal))[-1]
+        assert not found.memory_shortfall
+        assert found.replicas == proposal.replicas
 
 
 @settings(max_examples=30, deadline=None)

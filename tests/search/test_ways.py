@@ -10,11 +10,11 @@ from penstock.errors import PlanError, ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import Schedule
 from penstock.search.cuts import cut
-from penstock.search.laid import lay_out
+from penstock.search.laid import instantiate
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import shapes
-from penstock.search.ways import Space, least_s
+from penstock.search.ways import SearchSpace, schedule_bound_s
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.steady import steady
@@ -22,7 +22,7 @@ from penstock.simulate.steady import steady
 
 def ways(request):
     """All of a request."""
-    return Space(request, shapes(request)).ways
+    return SearchSpace(request, shapes(request)).configurations
 
 
 @settings(max_examples=80, deadline=None)
@@ -37,7 +37,7 @@ def test_no_step_is_shorter_than_its_lower_bound(data, name, stages, micro_batch
         return
     row = st.lists(st.floats(0, 10), min_size=stages, max_size=stages)
     costs = Costs(*(data.draw(row) for _ in range(4)))
-    assert least_s(made, costs) <= steady(made, costs).seconds_per_batch * (1 + 1e-9)
+    assert schedule_bound_s(made, costs) <= steady(made, costs).seconds_per_batch * (1 + 1e-9)
 
 
 def test_the_bound_of_a_stream_is_the_work_of_its_busiest_rank():
@@ -45,15 +45,15 @@ def test_the_bound_of_a_stream_is_the_work_of_its_busiest_rank():
     batch.
     """
     costs = Costs([1, 1], [2, 3], [1, 1], [1, 2])
-    assert least_s(schedule("pipedream", 2, 2), costs) == 8
-    assert least_s(schedule("hetpipe", 2, 2), costs) == 4
+    assert schedule_bound_s(schedule("pipedream", 2, 2), costs) == 8
+    assert schedule_bound_s(schedule("hetpipe", 2, 2), costs) == 4
 
 
 def test_the_bound_is_sharp_for_equal_stages():
     """(m + p - 1)(f + b): so sharp that most ways need no simulation."""
     costs = Costs(*([value] * 3 for value in (1.0, 2.0, 2.0, 0.0)))
     assert (
-        least_s(schedule("gpipe", 3, 4), costs)
+        schedule_bound_s(schedule("gpipe", 3, 4), costs)
         == 18
         == simulate_schedule(schedule("gpipe", 3, 4), costs).makespan
     )
@@ -63,7 +63,7 @@ def test_the_bound_of_split_backwards_lets_the_weights_part_run_beside_the_drain
     """W after the last I delays nobody: adding the drain to it would be too much."""
     made = Schedule.parse("rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1I0 1W0 1U1")
     costs = Costs([1, 1], [2, 2], [1, 1], [5, 5])
-    assert least_s(made, costs) == 8 == simulate_schedule(made, costs).makespan
+    assert schedule_bound_s(made, costs) == 8 == simulate_schedule(made, costs).makespan
 
 
 @settings(
@@ -81,7 +81,7 @@ def test_no_way_is_shorter_than_the_bound_from_its_numbers_alone(profile_of, sec
             "time",
         )
         try:
-            laid = lay_out(
+            placed = instantiate(
                 request,
                 Proposal(
                     lengths,
@@ -93,7 +93,7 @@ def test_no_way_is_shorter_than_the_bound_from_its_numbers_alone(profile_of, sec
             )
         except (ScheduleError, PlanError):
             continue
-        assert way.bound_s <= steady(laid.made, laid.costs).seconds_per_batch * (1 + 1e-9)
+        assert way.bound_s <= steady(placed.schedule, placed.costs).seconds_per_batch * (1 + 1e-9)
 
 
 def test_the_best_estimates_come_first(profile_of):
@@ -136,19 +136,19 @@ def test_no_cut_of_a_way_is_faster_than_its_bound(data, profile, on, batch, asyn
     """Whatever is faster at which layer, on which device, split or whole."""
     given = data.draw(unlike(profile)) if len(on.kinds) > 1 else profile
     request = PlanRequest(given, on, batch, asynchronous=asynchronous)
-    space = Space(request, shapes(request))
-    for way in data.draw(st.lists(st.sampled_from(space.ways), max_size=6)):
+    space = SearchSpace(request, shapes(request))
+    for way in data.draw(st.lists(st.sampled_from(space.configurations), max_size=6)):
         lengths = data.draw(cuts(len(profile), way.stages))
         proposal = Proposal(
             lengths, way.schedule, way.micro_batches, way.all_options, devices=way.shape.devices
         )
         try:
-            laid = lay_out(request, proposal)
+            placed = instantiate(request, proposal)
         except (ScheduleError, PlanError):
             continue
-        taken = steady(laid.made, laid.costs).seconds_per_batch
+        taken = steady(placed.schedule, placed.costs).seconds_per_batch
         assert max(way.bound_s, space.least_s) <= taken * (1 + 1e-9)
-        assert least_s(laid.made, laid.costs) <= taken * (1 + 1e-9)
+        assert schedule_bound_s(placed.schedule, placed.costs) <= taken * (1 + 1e-9)
 
 
 def test_devices_that_are_each_faster_at_some_layers_are_bound_by_the_faster_of_each(profile_of):
@@ -162,8 +162,12 @@ def test_devices_that_are_each_faster_at_some_layers_are_bound_by_the_faster_of_
     (way,) = (
         way for way in ways(request) if way.micro_batches == 16 and way.shape.devices == (0, 1)
     )
-    laid = lay_out(request, Proposal((1, 1), "gpipe", 16))
-    assert way.bound_s <= steady(laid.made, laid.costs).seconds_per_batch == pytest.approx(17 * 3)
+    placed = instantiate(request, Proposal((1, 1), "gpipe", 16))
+    assert (
+        way.bound_s
+        <= steady(placed.schedule, placed.costs).seconds_per_batch
+        == pytest.approx(17 * 3)
+    )
 
 
 def test_the_bound_of_even_stages_is_sharp(profile_of):
@@ -194,7 +198,7 @@ def test_the_leading_schedules_are_1f1b_and_pipedream_where_they_are_weighed(pro
 
     def leading(**options):
         request = PlanRequest(profile, cluster(4), 16, **options)
-        return Space(request, shapes(request)).leading
+        return SearchSpace(request, shapes(request)).leading
 
     assert leading() == {"1f1b"}
     assert leading(asynchronous=True) == {"1f1b", "pipedream"}

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.event import Timeline
 from penstock.schedule.catalogue import schedule
-from penstock.search.why import bound_by
+from penstock.search.why import describe_bottleneck
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.steady import steady
@@ -21,12 +21,12 @@ from penstock.simulate.steady import steady
 )
 def test_the_dearest_thing_is_named(made, costs, expected):
     """Compute asks for a better cut, a link for another boundary, bubble for more micro-batches."""
-    assert bound_by(simulate_schedule(made, costs)) == expected
+    assert describe_bottleneck(simulate_schedule(made, costs)) == expected
 
 
 def test_a_timeline_without_time_is_bound_by_nothing():
     """No division by zero."""
-    assert bound_by(Timeline((), 1, 1)) == "nothing: it takes no time"
+    assert describe_bottleneck(Timeline((), 1, 1)) == "nothing: it takes no time"
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_a_timeline_without_time_is_bound_by_nothing():
 def test_of_a_stream_the_steady_state_is_looked_at(made, costs, expected):
     """Filling and draining are over once; both directions of a link may be busy at the same time."""
     found = steady(made, costs)
-    assert bound_by(found.timeline, found.batches * found.seconds_per_batch) == expected
+    assert describe_bottleneck(found.timeline, found.batches * found.seconds_per_batch) == expected

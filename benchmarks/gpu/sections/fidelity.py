@@ -20,7 +20,7 @@ from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import scored
+from penstock.search.score import plan_proposal
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _predicted(profile: Profile, cell: Cell, recompute: str) -> Prediction:
     cluster = ps.cluster(f"local:{STAGES}")
     request = PlanRequest(profile, cluster, profile.batch, recompute=recompute)
     cut = tuple(equal_cut(len(profile)))
-    plan: Plan = scored(request, Proposal(cut, "1f1b", cell.micro_batches, (), recompute))
+    plan: Plan = plan_proposal(request, Proposal(cut, "1f1b", cell.micro_batches, (), recompute))
     timeline = ps.simulate(plan, profile, cluster)
     return Prediction(cell, recompute, sum(timeline.busy), sum(plan.predicted.peak_memory))
 

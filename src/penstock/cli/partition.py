@@ -75,7 +75,7 @@ def _list_methods(json: bool) -> None:
 def _stage_rows(profile: Profile, lengths: list[int]) -> list[tuple[str, ...]]:
     """Return a row of the table per stage: layers, time for the largest batch, bytes of weights."""
     layer_seconds = profile.step_seconds(profile.sizes[-1])
-    rows = []
+    rows: list[tuple[str, ...]] = []
     first = 0
     for stage, length in enumerate(lengths):
         end = first + length

@@ -167,7 +167,7 @@ def _comparison_table(comparison: tuple[Compared, ...]) -> str:
     from penstock.units import format_seconds
 
     best_step_s = comparison[0].step_s
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for result in comparison:
         planned_in = format_seconds(result.seconds)
         if result.plan is None:

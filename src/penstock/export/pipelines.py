@@ -93,7 +93,7 @@ def _schedule_of_ranks(schedule: Schedule, ranks: tuple[int, ...]) -> Schedule |
         return None
     new_numbers = {number: index for index, number in enumerate(sorted(micro_batches))}
     programs = []
-    ops = set()
+    ops: set[Op] = set()
     for rank in ranks:
         ops.update(schedule.programs[rank])
         programs.append(tuple(_renumber(op, new_numbers) for op in schedule.programs[rank]))

@@ -128,7 +128,7 @@ def _asynchrony(plan: Plan) -> str:
 def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return a table row per stage: its ranks, layers and memory."""
     peaks = plan.predicted.peak_memory
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for stage, (start, end) in enumerate(plan.bounds):
         ranks = plan.schedule.ranks_of_stage[stage]
         rows.append(

@@ -1,4 +1,4 @@
-"""All planners by name, and `plan`."""
+"""The registry of planners, and `plan`."""
 
 from __future__ import annotations
 
@@ -37,56 +37,50 @@ def plan(
     weights_options: Mapping[str, float] | None = None,
     optimizer: object = None,
 ) -> Plan:
-    """The best plan that the planner finds; print it to see what it weighed.
+    """Return the best plan that a planner finds. Print it to see the candidates.
 
     Args:
-        profile: costs of the model's layers; or of each kind of device by its name, where there are
-        several. From one profile those of
-            other kinds are reckoned by their peaks.
-        cluster: what to run on. The plan may use fewer ranks than it has.
+        profile: costs of the model's layers; or a mapping from the name of each kind of device to
+            its profile. From one profile, those of other kinds are scaled by their peak rates.
+        cluster: the devices to run on. The plan may use fewer ranks than it has.
         batch: samples in a batch.
         planner: name of a planner.
-        schedules: names of the schedules to weigh; None is all synchronous ones but those with
-        slices of sequences, which are weighed
-            when they are named.
-        asynchronous: weigh asynchronous schedules too, which train by other rules: an update may
-        use gradients of older weights.
-            They count by their seconds per batch between filling and draining. Not needed for those
-            that are named.
-        memory_limit: bytes that every rank may hold, or a text such as "2 GiB", besides the limit
-        of its device. max_replicas: most copies of a stage; None leaves it to the planner.
-        recompute: "never", "except_last", "always"; "selective": only some layers run again before
-        their backward, those that free
-            enough memory in the least time; or "auto": only where memory does not suffice without,
-            and then what is fastest.
-        budget_s: seconds after which the search ends with the best plan so far. It goes on while
-        nothing has been found
-            that fits. A search that ends before its budget always gives the same plan.
+        schedules: names of the schedules to consider. None considers all synchronous schedules but
+            those that slice sequences, which must be named.
+        asynchronous: consider asynchronous schedules too. They train by other rules: an update may
+            use gradients of older weights. Their time is that of a batch in the steady state,
+            between filling and draining. Not needed for schedules that are named.
+        memory_limit: bytes that every rank may hold, or a text such as "2 GiB", on top of the limit
+            of its device.
+        max_replicas: maximum number of replicas of a stage; None leaves it to the planner.
+        recompute: "never", "except_last", "always"; "selective" recomputes only some layers before
+            their backward, those that free enough memory in the least time; "auto" recomputes only
+            if memory does not suffice otherwise, and then what is fastest.
+        budget_s: seconds after which the search ends with the best plan so far. It continues while
+            nothing fits. A search that ends before its budget always gives the same plan.
         stages: number of stages; None leaves it to the planner.
-        micro_batches: parts of a batch; None leaves it to the planner.
-        partition: how to cut: a method's name, or the number of layers in every stage.
-        weights: name of the weight rule; by default each schedule's own. Where no schedule is
-        named, an asynchronous rule brings the
-            schedule that is made for it.
+        micro_batches: number of micro-batches in a batch; None leaves it to the planner.
+        partition: how to cut: the name of a method, or the number of layers in every stage.
+        weights: name of the weight rule; by default that of each schedule. Where no schedule is
+            named, an asynchronous rule selects the schedule that is made for it.
         weights_options: numbers that the weight rule takes.
-        optimizer: what will be used, so that memory is planned for what it keeps, and weight rules
-        that have no formula for it are left
-            out, or refused if they are named. A name ("sgd", "momentum", "adam", "adamw",
-            "adagrad", …), the numbers that it keeps for each parameter (2 for Adam), an optimizer,
-            or the function from parameters to one, which is called once. Without it memory is that
-            of SGD with momentum: one number.
+        optimizer: the optimizer that will be used. Memory is planned for its states, and weight
+            rules that have no formula for it are left out, or refused if they are named. A name
+            ("sgd", "momentum", "adam", "adamw", "adagrad", …), the count of numbers that it keeps
+            per parameter (2 for Adam), an optimizer, or a function from parameters to an optimizer,
+            which is called once. Without it memory is that of SGD with momentum: one number per
+            parameter.
 
     Raises:
         PlanError: nothing fits the memory, a number is out of its range, the weight rule does not
-        go with a schedule, something is asked
-            that no planner can do yet, or the planner returned a plan that is not what was asked.
+            go with a schedule, the request is beyond every planner, or the planner returned a plan
+            that does not match the request.
         UnknownName: no planner, schedule or weight rule has such a name.
         SettingError: `memory_limit` is a text that is no amount of bytes, or the weight rule has no
-        such option or no formula
-            for the optimizer, or how much that keeps is not known.
+            such option or no formula for the optimizer, or the optimizer's memory is unknown.
     """
     entry = PLANNERS.find(planner)
-    request = asked(
+    request = make_request(
         profile,
         cluster,
         batch,
@@ -106,7 +100,7 @@ def plan(
     return checked_plan(entry.make(request), request, entry.name)
 
 
-def asked(
+def make_request(
     profile: Profiles,
     cluster: Cluster,
     batch: int,
@@ -114,31 +108,34 @@ def asked(
     schedules: Sequence[str] | str | None = None,
     **options: Any,
 ) -> PlanRequest:
-    """What `plan` asks a planner, from the same arguments.
+    """Return the request for a planner, from the arguments of `plan`.
 
     Raises:
-        PlanError, UnknownName, SettingError: as `plan`, but for what planners find.
+        PlanError, UnknownName, SettingError: as `plan`, except for what planners raise.
     """
-    limit, by, weights_options, optimizer = (
-        options.pop(name, None)
-        for name in ("memory_limit", "partition", "weights_options", "optimizer")
-    )
+    if isinstance(schedules, str):
+        schedules = (schedules,)
+    memory_limit = options.pop("memory_limit", None)
+    partition = options.pop("partition", None)
+    if partition is None:
+        partition = "bottleneck"
+    weights_options = options.pop("weights_options", None) or {}
+    optimizer = options.pop("optimizer", None)
     kind = None if optimizer is None else optimizer_kind(optimizer)
     return PlanRequest(
         profile,
         cluster,
         batch,
-        schedules=(schedules,)
-        if isinstance(schedules, str)
-        else None
-        if schedules is None
-        else tuple(schedules),
-        memory_limit=None if limit is None else parse_bytes(limit),
-        by="bottleneck" if by is None else by if isinstance(by, str) else tuple(by),
-        weights_options=tuple(
-            (name, float(value)) for name, value in (weights_options or {}).items()
-        ),
+        schedules=None if schedules is None else tuple(schedules),
+        memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+        by=partition if isinstance(partition, str) else tuple(partition),
+        weights_options=_float_items(weights_options),
         optimizer=None if kind is None else kind.name or None,
         optimizer_states=None if kind is None else kind.states,
         **options,
     )
+
+
+def _float_items(options: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    """Return options as a hashable tuple of names and floats."""
+    return tuple((name, float(value)) for name, value in options.items())

@@ -1,4 +1,4 @@
-"""All planners on one profile and cluster, scored by one simulator."""
+"""Compare all planners on one profile and cluster, scored by one simulator."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ from penstock.cluster.cluster import Cluster
 from penstock.errors import PenstockError
 from penstock.plan.plan import Plan
 from penstock.profile.paced import Profiles
-from penstock.search.catalogue import PLANNERS, asked
+from penstock.search.catalogue import PLANNERS, make_request
 
 
 @final
 @dataclass(frozen=True)
 class Compared:
-    """What one planner found: its plan, or why it has none; and the seconds that it took."""
+    """The result of one planner.
+
+    Attributes:
+        planner: its name.
+        plan: its plan; None if it has none.
+        refusal: why it has no plan; empty if it has one.
+        seconds: seconds that it took to plan.
+    """
 
     planner: str
     plan: Plan | None
@@ -26,7 +33,7 @@ class Compared:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step; infinite where there is no plan."""
+        """Predicted seconds per step; infinite if there is no plan."""
         return float("inf") if self.plan is None else self.plan.predicted.step_s
 
 
@@ -38,8 +45,8 @@ def compare(
     planners: Sequence[str] | None = None,
     **options: Any,
 ) -> tuple[Compared, ...]:
-    """What every planner makes of the same model, cluster and batch, fastest first; those without a
-    plan last.
+    """Return the results of several planners for the same model, cluster and batch, fastest plan
+    first; those without a plan come last.
 
     Args:
         profile, cluster, batch, options: as `plan` takes them.
@@ -47,22 +54,21 @@ def compare(
 
     Raises:
         UnknownName: there is no planner of such a name.
-        PlanError, SettingError, UnknownName: what is asked is refused whatever the planner, as
-        `plan` says.
+        PlanError, SettingError, UnknownName: the request is invalid for every planner, as `plan`
+            says.
     """
-    names = (
-        list(PLANNERS.entries())
-        if planners is None
-        else [PLANNERS.find(name).name for name in planners]
-    )
-    request = asked(profile, cluster, batch, **options)
-    found = []
+    if planners is None:
+        names = list(PLANNERS.entries())
+    else:
+        names = [PLANNERS.find(name).name for name in planners]
+    request = make_request(profile, cluster, batch, **options)
+    results = []
     for name in names:
         start = time.perf_counter()
-        made, refusal = None, ""
+        plan, refusal = None, ""
         try:
-            made = replace(PLANNERS.find(name).make(request), planner=name)
+            plan = replace(PLANNERS.find(name).make(request), planner=name)
         except PenstockError as error:
             refusal = str(error)
-        found.append(Compared(name, made, refusal, time.perf_counter() - start))
-    return tuple(sorted(found, key=lambda each: (each.step_s, each.planner)))
+        results.append(Compared(name, plan, refusal, time.perf_counter() - start))
+    return tuple(sorted(results, key=lambda result: (result.step_s, result.planner)))

@@ -1,4 +1,4 @@
-"""Where a way is cut: exactly, for the devices and links it stands on."""
+"""Where a model is cut into stages: exactly, for the devices and links that the stages are on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from penstock.cluster.device import Link
 from penstock.partition.catalogue import partition
 from penstock.partition.folded import folded
 from penstock.partition.limited import limited
@@ -15,13 +16,15 @@ from penstock.partition.looped import looped
 from penstock.search.request import PlanRequest
 from penstock.simulate.plan_costs import stage_costs
 
-#: Ranks may be this much slower than they could, relatively, where that makes the largest of their
-#: stages smaller.
+#: Relative slowdown of a rank that is accepted where it makes the largest of its stages smaller.
 SLACK = 0.02
 
-#: What a cut evens out: the slowest stage or link; the slowest rank, where ranks have several
-#: stages; the slowest stage within the
-#: memory of every rank; or the stage that holds most.
+#: What a cut balances:
+#:
+#: - "time": minimize the slowest stage or link;
+#: - "ranks": minimize the slowest rank, where ranks have several stages;
+#: - "limits": minimize the slowest stage within the memory of every rank;
+#: - "memory": minimize the stage that holds most.
 Balance = Literal["time", "ranks", "limits", "memory"]
 
 
@@ -32,72 +35,101 @@ def cut(
     balance: Balance,
     in_flight: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
-    """The lengths of the stages; None if nothing fits.
+    """Return the lengths of the stages, or None if no cut fits.
 
     Args:
-        request: about the devices of one pipeline.
-        places: per stage, the rank it stands on.
-        micro_batches: parts of a batch.
-        balance: what to even out; a partition method that the request names does as it will.
+        request: for the devices of one pipeline. A partition method that it names is used instead
+            of `balance`.
+        places: per stage, its rank.
+        micro_batches: number of micro-batches in a batch.
+        balance: what to balance.
         in_flight: per stage, micro-batches that it holds at once; needed for "limits".
     """
-    profile, cluster, stages = request.profile, request.cluster, len(places)
     micro_batch = request.batch / micro_batches
     if request.by != "bottleneck":
-        # "time" is the one method besides that asks for the size at which costs count.
+        # Of the other methods only "time" needs the micro-batch size, at which costs are taken.
         sized = {"micro_batch": micro_batch} if request.by == "time" else {}
-        return tuple(partition(profile, stages, by=request.by, **sized))
+        return tuple(partition(request.profile, len(places), by=request.by, **sized))
     if balance == "memory":
-        weights, kept = _bytes(request, micro_batches)
-        held = min(stages, micro_batches)
-        return tuple(
-            partition(
-                profile,
-                stages,
-                by="bottleneck",
-                costs=[w + held * k for w, k in zip(weights, kept, strict=True)],
-            )
-        )
-    alike = len({id(request.profile_of(rank)) for rank in places}) == 1
+        return _balance_memory(request, len(places), micro_batches)
     if balance == "ranks":
-        return _of_ranks(request, places, micro_batch)
-    links = {cluster.link(a, b) if a != b else None for a, b in pairwise(places)}
-    link = next(iter(links), cluster.inside)
-    if balance == "time" and alike and len(links) <= 1 and link is not None:
-        return tuple(
-            partition(
-                profile,
-                stages,
-                by="bottleneck",
-                micro_batch=micro_batch,
-                latency_s=link.latency_s,
-                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-            )
+        return _balance_ranks(request, places, micro_batch)
+    link = _common_link(request, places)
+    if balance == "time" and link is not None:
+        lengths = partition(
+            request.profile,
+            len(places),
+            by="bottleneck",
+            micro_batch=micro_batch,
+            latency_s=link.latency_s,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
         )
-    unlike = {id(each): each for each in map(request.profile_of, places)}
-    rows = {key: each.step_seconds(micro_batch) for key, each in unlike.items()}
+        return tuple(lengths)
+    return _balance_stages(request, places, micro_batches, in_flight, within=balance == "limits")
+
+
+def _common_link(request: PlanRequest, places: Sequence[int]) -> Link | None:
+    """Return the link between all consecutive stages if it is the same for all and so are the
+    devices; else None.
+    """
+    profiles = {id(request.profile_of(rank)) for rank in places}
+    links = {request.cluster.link(a, b) if a != b else None for a, b in pairwise(places)}
+    if len(profiles) > 1 or len(links) > 1:
+        return None
+    return next(iter(links), request.cluster.inside)
+
+
+def _balance_memory(request: PlanRequest, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Return the cut whose stage that holds most holds least."""
+    weights, activations = _layer_bytes(request, micro_batches)
+    in_flight = min(stages, micro_batches)
+    costs = [w + in_flight * a for w, a in zip(weights, activations, strict=True)]
+    return tuple(partition(request.profile, stages, by="bottleneck", costs=costs))
+
+
+def _balance_stages(
+    request: PlanRequest,
+    places: Sequence[int],
+    micro_batches: int,
+    in_flight: Sequence[float],
+    *,
+    within: bool,
+) -> tuple[int, ...] | None:
+    """Return the cut whose slowest stage or link is fastest, on different devices and links; None
+    if no cut fits. `within` says to respect the memory of every rank.
+    """
+    cluster, stages, layers = request.cluster, len(places), len(request.profile)
+    micro_batch = request.batch / micro_batches
+    profiles = {id(profile): profile for profile in map(request.profile_of, places)}
+    rows = {key: profile.step_seconds(micro_batch) for key, profile in profiles.items()}
     seconds = np.array([rows[id(request.profile_of(rank))] for rank in places])
-    sizes = micro_batch * np.array([layer.output_bytes_per_sample for layer in profile.layers[:-1]])
-    transfer = np.array(
-        [[cluster.transfer_seconds(size, a, b) for size in sizes] for a, b in pairwise(places)]
+    sizes = micro_batch * np.array(
+        [layer.output_bytes_per_sample for layer in request.profile.layers[:-1]]
     )
-    transfer = transfer.reshape(stages - 1, len(sizes))
-    weights, kept = (
-        _bytes(request, micro_batches)
-        if balance == "limits"
-        else ([0.0] * len(profile), [0.0] * len(profile))
-    )
+    transfer = np.zeros((stages - 1, len(sizes)))
+    for boundary, (rank, next_rank) in enumerate(pairwise(places)):
+        transfer[boundary] = [cluster.transfer_seconds(size, rank, next_rank) for size in sizes]
+    weights, activations = [0.0] * layers, [0.0] * layers
+    if within:
+        weights, activations = _layer_bytes(request, micro_batches)
     limits = [float(request.memory_bytes(rank)) for rank in places]
-    found = limited(
-        seconds, transfer, np.array(weights), np.array(kept), in_flight or (1.0,) * stages, limits
+    lengths = limited(
+        seconds,
+        transfer,
+        np.array(weights),
+        np.array(activations),
+        in_flight or (1.0,) * stages,
+        limits,
     )
-    return None if found is None else tuple(found)
+    return None if lengths is None else tuple(lengths)
 
 
-def _of_ranks(
+def _balance_ranks(
     request: PlanRequest, places: Sequence[int], micro_batch: float
 ) -> tuple[int, ...] | None:
-    """The cut of a loop or a V whose busiest rank is least; None for other placements."""
+    """Return the cut whose busiest rank is fastest, for a looped or a V placement; None for other
+    placements.
+    """
     ranks, stages = max(places) + 1, len(places)
     seconds = [request.profile_of(rank).step_seconds(micro_batch) for rank in range(ranks)]
     link = request.cluster.link(0, ranks - 1)
@@ -105,31 +137,26 @@ def _of_ranks(
         link.transfer_seconds(micro_batch * layer.output_bytes_per_sample)
         for layer in request.profile.layers[:-1]
     ]
-    if list(places) == [*range(ranks), *range(ranks - 1, -1, -1)]:
-        found = folded(seconds, ranks, transfer=transfer, slack=SLACK)
-    elif (
-        ranks > 1
-        and list(places) == [stage % ranks for stage in range(stages)]
-        and stages % ranks == 0
-        and stages > ranks
-    ):
-        found = looped(seconds, ranks, stages // ranks, transfer=transfer, slack=SLACK)
-    else:
-        found = None
-    return None if found is None else tuple(found)
+    is_vee = list(places) == [*range(ranks), *range(ranks - 1, -1, -1)]
+    is_loop = list(places) == [stage % ranks for stage in range(stages)] and stages % ranks == 0
+    lengths = None
+    if is_vee:
+        lengths = folded(seconds, ranks, transfer=transfer, slack=SLACK)
+    elif is_loop and 1 < ranks < stages:
+        lengths = looped(seconds, ranks, stages // ranks, transfer=transfer, slack=SLACK)
+    return None if lengths is None else tuple(lengths)
 
 
-def _bytes(request: PlanRequest, micro_batches: int) -> tuple[list[float], list[float]]:
-    """Per layer, what it holds always, and for each micro-batch in flight."""
+def _layer_bytes(request: PlanRequest, micro_batches: int) -> tuple[list[float], list[float]]:
+    """Return per layer the bytes that it always holds, and those per micro-batch in flight."""
     layers = len(request.profile)
-    single = stage_costs(
+    single_layers = stage_costs(
         request.profile,
         [1] * layers,
         request.batch / micro_batches,
         request.cluster,
         micro_batches=micro_batches,
     )
-    held, kept = (
-        single.spread(name, layers) or () for name in ("weight_bytes", "activation_bytes")
-    )
-    return list(held), list(kept)
+    weights = single_layers.spread("weight_bytes", layers) or ()
+    activations = single_layers.spread("activation_bytes", layers) or ()
+    return list(weights), list(activations)

@@ -1,5 +1,5 @@
-"""What a schedule holds on a rank at its full moments: how many micro-batches of which stage, and
-how many of them run again.
+"""Memory profile of a schedule: how many micro-batches of each stage a rank holds when it is
+fullest, and how many of them are being recomputed.
 """
 
 from __future__ import annotations
@@ -19,79 +19,96 @@ from penstock.simulate.structure import dependencies_of
 
 @final
 @dataclass(frozen=True, eq=False)
-class Footprint:
-    """The moments of one rank that no other exceeds in all counts.
+class MemoryProfile:
+    """The moments of one rank that no other moment dominates, that is reaches in all counts.
 
-    With its weights, the rank holds at the moment t, in bytes, summed over its stages s:
+    At moment t the rank holds, besides its weights and summed over its stages s, in bytes:
 
-        kept[t, s] x (what a micro-batch keeps)  +  split[t, s] x (the rest of it)  +  whole[t, s] x
-                                                 (what comes back at once)
+        in_flight[t, s] x (bytes that a micro-batch saves)
+        + split[t, s] x (bytes of its activations that it does not save)
+        + recomputed[t, s] x (bytes of the segment that is recomputed at once)
 
     Attributes:
         stages: the rank's stages.
-        kept: micro-batches in flight, shape (moments, stages).
-        split: those of them between their I and W.
-        whole: those in a B.
+        in_flight: number of micro-batches in flight, shape (moments, stages).
+        split: number of those between their I and W.
+        recomputed: number of those in a B.
     """
 
     stages: tuple[int, ...]
-    kept: Array
+    in_flight: Array
     split: Array
-    whole: Array
+    recomputed: Array
 
-    def bytes(self, kept: Array, full: Array, back: Array) -> Array:
-        """What is held at every moment, besides weights; the bytes of a micro-batch by stage."""
-        held: Array = (
-            self.kept @ kept + self.split @ np.maximum(full - kept, 0.0) + self.whole @ back
+    def bytes(self, saved: Array, full: Array, recomputed: Array) -> Array:
+        """Return the bytes held at every moment, weights not included.
+
+        Args:
+            saved: per stage, bytes that a micro-batch saves for its backward.
+            full: per stage, bytes of all its activations.
+            recomputed: per stage, bytes of the largest segment that is recomputed at once.
+        """
+        total: Array = (
+            self.in_flight @ saved
+            + self.split @ np.maximum(full - saved, 0.0)
+            + self.recomputed @ recomputed
         )
-        return held
+        return total
 
 
-def footprints(made: Schedule) -> tuple[Footprint, ...]:
-    """Those of every rank; worked out once for a schedule."""
-    cache = dependencies_of(made).cache
-    if "footprints" not in cache:
-        cache["footprints"] = tuple(_footprints(made))
-    found: tuple[Footprint, ...] = cache["footprints"]
-    return found
+def memory_profiles(schedule: Schedule) -> tuple[MemoryProfile, ...]:
+    """Return the memory profile of every rank; computed once per schedule."""
+    cache = dependencies_of(schedule).cache
+    if "memory_profiles" not in cache:
+        cache["memory_profiles"] = tuple(_memory_profiles(schedule))
+    profiles: tuple[MemoryProfile, ...] = cache["memory_profiles"]
+    return profiles
 
 
-def _footprints(made: Schedule) -> list[Footprint]:
-    all_kept = Changes.of(tables_of(made, Costs(activation_bytes=1.0, kept_bytes=1.0), "selective"))
-    none_kept = Changes.of(
-        tables_of(made, Costs(activation_bytes=1.0, kept_bytes=0.0), "selective")
-    )
-    ops = dependencies_of(made).ops
-    back = ops.of_kind(Kind.B)
+def _memory_profiles(schedule: Schedule) -> list[MemoryProfile]:
+    """Count the micro-batches by two simulations of memory with unit sizes: one in which all
+    activations are saved, and one in which all are recomputed.
+    """
+    save_all = Costs(activation_bytes=1.0, kept_bytes=1.0)
+    save_none = Costs(activation_bytes=1.0, kept_bytes=0.0)
+    saved = Changes.of(tables_of(schedule, save_all, "selective"))
+    recomputed = Changes.of(tables_of(schedule, save_none, "selective"))
+    ops = dependencies_of(schedule).ops
+    is_backward = ops.of_kind(Kind.B)
+    # Rows: in flight, between I and W, in a B.
     rises = [
-        all_kept.kept_at_start,
-        np.where(back, 0.0, none_kept.again_at_start),
-        np.where(back, none_kept.again_at_start, 0.0),
+        saved.kept_at_start,
+        np.where(is_backward, 0.0, recomputed.again_at_start),
+        np.where(is_backward, recomputed.again_at_start, 0.0),
     ]
     falls = [
-        all_kept.kept_at_end,
-        np.where(back, 0.0, none_kept.again_at_end),
-        np.where(back, none_kept.again_at_end, 0.0),
+        saved.kept_at_end,
+        np.where(is_backward, 0.0, recomputed.again_at_end),
+        np.where(is_backward, recomputed.again_at_end, 0.0),
     ]
-    found = []
+    profiles = []
     for low, high in zip(ops.first[:-1].tolist(), ops.first[1:].tolist(), strict=True):
-        own = ops.stage[low:high]
-        stages = np.unique(own)
-        at = np.searchsorted(stages, own)
+        stage_of_op = ops.stage[low:high]
+        stages = np.unique(stage_of_op)
+        column = np.searchsorted(stages, stage_of_op)
+        op = np.arange(high - low)
         steps = np.zeros((2 * (high - low), 3, len(stages)))
-        for number, (rise, fall) in enumerate(zip(rises, falls, strict=True)):
-            steps[0::2, number][np.arange(high - low), at] = rise[low:high]
-            steps[1::2, number][np.arange(high - low), at] = fall[low:high]
+        for row, (rise, fall) in enumerate(zip(rises, falls, strict=True)):
+            steps[0::2, row][op, column] = rise[low:high]
+            steps[1::2, row][op, column] = fall[low:high]
         counts = np.cumsum(steps, axis=0).reshape(len(steps), -1).round(9)
-        rows = _highest(np.unique(counts, axis=0)).reshape(-1, 3, len(stages))
-        found.append(Footprint(tuple(stages.tolist()), rows[:, 0], rows[:, 1], rows[:, 2]))
-    return found
+        moments = _undominated(np.unique(counts, axis=0)).reshape(-1, 3, len(stages))
+        profiles.append(
+            MemoryProfile(tuple(stages.tolist()), moments[:, 0], moments[:, 1], moments[:, 2])
+        )
+    return profiles
 
 
-def _highest(rows: Array) -> Array:
-    """Those that no other reaches in every column."""
-    kept: list[Array] = []
+def _undominated(rows: Array) -> Array:
+    """Return the rows that no other row reaches in every column."""
+    # A row can only be dominated by one with at least its sum, so larger sums come first.
+    selected: list[Array] = []
     for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:
-        if not any((other >= row).all() for other in kept):
-            kept.append(row)
-    return np.array(kept) if kept else rows[:0]
+        if not any((other >= row).all() for other in selected):
+            selected.append(row)
+    return np.array(selected) if selected else rows[:0]

@@ -1,6 +1,4 @@
-"""What a way to run would take: its schedule made, placed on its devices, and simulated; so that
-"best" is one number.
-"""
+"""Turn proposals into placed schedules with costs, so that one simulator scores them all."""
 
 from __future__ import annotations
 
@@ -16,8 +14,9 @@ from penstock.plan.segments import Selection
 from penstock.schedule.op import Schedule
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.schedules import MADE_TO_MEASURE, schedule
-from penstock.search.why import bound_by
+from penstock.search.schedules import COST_SCHEDULES
+from penstock.search.schedules import schedule as make_schedule
+from penstock.search.why import describe_bottleneck
 from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import meeting_seconds, schedule_costs, stage_costs
 from penstock.simulate.selective import with_selection
@@ -26,309 +25,355 @@ from penstock.simulate.steady import Steady, steady
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.choice import rule_of
 
-#: Times this close, relatively, count as equal: then memory decides, then the number of
+#: Relative difference of times that counts as equal: then memory decides, then the number of
 #: micro-batches.
 CLOSE = 1e-3
 
-#: Peaks whose logarithms round to one multiple of this count as equal: a plan that is simpler is
+#: Peaks of memory whose logarithms round to one multiple of this count as equal: a simpler plan is
 #: worth that little memory.
 LEAN = 0.02
 
-#: Ways that are told when nothing fits.
-MISFITS = 4
+#: Number of candidates that the error shows when nothing fits.
+INFEASIBLE_ROWS = 4
 
 
 @final
 @dataclass(frozen=True)
-class Laid:
-    """A proposal with its schedule, weight rule and costs. `request` is about the devices it stands
-    on, in its order.
+class PlacedSchedule:
+    """A proposal with its schedule, weight rule and costs.
 
-    `pipelines` is above 1 where `made` is one of so many pipelines, which stands for all.
-    `selection` has the layers that run again if recompute is selective; the costs are then with
-    them.
+    Attributes:
+        request: the request for the devices of the schedule, in their order.
+        proposal: what was proposed.
+        schedule: the schedule.
+        rule: the weight rule.
+        costs: seconds and bytes of its ops, with those of selective recompute.
+        pipelines: above 1 where `schedule` is that of one pipeline which represents this number.
+        selection: the layers that are recomputed, if recompute is selective.
     """
 
     request: PlanRequest
     proposal: Proposal
-    made: Schedule
+    schedule: Schedule
     rule: WeightRule
     costs: Costs
     pipelines: int = 1
     selection: Selection | None = None
 
-    def with_selection(self, selection: Selection | None) -> Laid:
-        """The same with these layers run again; None changes nothing."""
+    def with_selection(self, selection: Selection | None) -> PlacedSchedule:
+        """Return the same with these layers recomputed; None changes nothing."""
         if selection is None:
             return self
-        profiles = [self.request.profile_of(rank) for rank in range(self.made.ranks)]
+        profiles = [self.request.profile_of(rank) for rank in range(self.schedule.ranks)]
         micro_batch = self.request.batch / self.proposal.micro_batches
         costs = with_selection(
-            self.costs, self.made, profiles, self.proposal.lengths, micro_batch, selection
+            self.costs, self.schedule, profiles, self.proposal.lengths, micro_batch, selection
         )
         return replace(self, costs=costs, selection=selection)
 
 
 @final
 @dataclass(frozen=True)
-class Scored:
-    """A way with its memory and time. `lack` is empty if it fits; `excess` is needs / has on its
-    fullest rank.
+class Evaluated:
+    """A placed schedule with its memory and time.
+
+    Attributes:
+        placed: the placed schedule.
+        recompute: the recompute policy.
+        memory: per rank, its peak in bytes.
+        memory_ratio: peak / capacity of the fullest rank.
+        memory_shortfall: empty if it fits; else what the fullest rank needs and has, as text.
+        steady_state: the simulated time; None if it was not simulated.
     """
 
-    laid: Laid
+    placed: PlacedSchedule
     recompute: Recompute
     memory: tuple[int, ...]
-    excess: float
-    lack: str
-    found: Steady | None = None
+    memory_ratio: float
+    memory_shortfall: str
+    steady_state: Steady | None = None
 
     @cached_property
-    def why(self) -> str:
-        """What bounds its time."""
-        return (
-            ""
-            if self.found is None
-            else bound_by(self.found.timeline, self.found.batches * self.found.seconds_per_batch)
-        )
+    def bottleneck(self) -> str:
+        """What bounds its time, as text; empty if it was not simulated."""
+        if self.steady_state is None:
+            return ""
+        seconds = self.steady_state.batches * self.steady_state.seconds_per_batch
+        return describe_bottleneck(self.steady_state.timeline, seconds)
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step; 0 if it was not simulated."""
-        return self.found.seconds_per_batch if self.found else 0.0
+        """Seconds per step; 0 if it was not simulated."""
+        return self.steady_state.seconds_per_batch if self.steady_state else 0.0
 
     @property
     def preference(self) -> tuple[bool, int, int, int, float, str, str]:
-        """Smallest first, among those whose times count as equal."""
-        made = self.laid.made
+        """Sort key among candidates whose times count as equal; the smallest is preferred."""
+        schedule = self.placed.schedule
         lean = round(math.log(max(1, *self.memory)) / LEAN)
         return (
-            not made.synchronous,
+            not schedule.synchronous,
             lean,
-            made.micro_batches,
-            made.stages,
+            schedule.micro_batches,
+            schedule.stages,
             self.step_s,
-            made.name,
+            schedule.name,
             self.recompute,
         )
 
     @property
     def kind(self) -> tuple[str, int, int | tuple[int, ...]]:
-        """What a table has one row of. In one stage all schedules are the same."""
-        return (
-            self.laid.made.name if self.laid.made.stages > 1 else "",
-            self.laid.made.stages,
-            self.copies,
-        )
+        """The key of which a table has one row: schedule, stages and replicas. With one stage all
+        schedules are the same.
+        """
+        schedule = self.placed.schedule
+        return schedule.name if schedule.stages > 1 else "", schedule.stages, self.replicas
 
     @property
-    def copies(self) -> int | tuple[int, ...]:
-        """Ranks that hold each stage: one number where it is the same for all."""
-        counts = tuple(self.laid.pipelines * len(ranks) for ranks in self.laid.made.ranks_of_stage)
+    def replicas(self) -> int | tuple[int, ...]:
+        """Number of ranks that hold each stage: one number if it is the same for all stages."""
+        counts = tuple(
+            self.placed.pipelines * len(ranks) for ranks in self.placed.schedule.ranks_of_stage
+        )
         return counts[0] if len(set(counts)) == 1 else counts
 
     @property
     def candidate(self) -> Candidate:
-        """What the plan tells of it."""
-        made, proposal = self.laid.made, self.laid.proposal
+        """The row of the plan's table of candidates."""
+        schedule, proposal = self.placed.schedule, self.placed.proposal
         return Candidate(
-            made.name,
-            made.stages,
+            schedule.name,
+            schedule.stages,
             proposal.micro_batches,
             self.recompute,
             proposal.lengths,
             self.step_s,
             max(self.memory),
-            self.lack or self.why,
-            self.laid.rule.name,
-            self.copies,
+            self.memory_shortfall or self.bottleneck,
+            self.placed.rule.name,
+            self.replicas,
         )
 
-    def simulated(self) -> Scored:
-        """The same with its time."""
-        return replace(self, found=steady(self.laid.made, self.laid.costs, self.recompute))
+    def simulated(self) -> Evaluated:
+        """Return the same with its simulated time."""
+        steady_state = steady(self.placed.schedule, self.placed.costs, self.recompute)
+        return replace(self, steady_state=steady_state)
 
 
-def lay_out(request: PlanRequest, proposal: Proposal) -> Laid:
-    """The schedule that is proposed, and what its ops cost where they stand.
+def by_time(candidate: Evaluated) -> tuple[float, tuple[object, ...]]:
+    """Return the sort key that puts the fastest first, and among equals the preferred."""
+    return candidate.step_s, candidate.preference
+
+
+def by_memory(candidate: Evaluated) -> tuple[float, tuple[object, ...]]:
+    """Return the sort key that puts the candidate nearest to fitting first."""
+    return candidate.memory_ratio, candidate.preference
+
+
+def instantiate(request: PlanRequest, proposal: Proposal) -> PlacedSchedule:
+    """Make the proposed schedule, and compute the costs of its ops on their devices.
 
     Raises:
-        ScheduleError: no such schedule can be made, or a weight rule does not go with it.
-        PlanError: it has more ranks or micro-batches than there are, or puts all its stages on one
-        rank.
+        ScheduleError: no such schedule can be made, or the weight rule does not go with it.
+        PlanError: it needs more ranks or micro-batches than there are, puts all its stages on one
+            rank, or replicates a layer that must not be replicated.
     """
     if proposal.micro_batches > request.batch:
         raise PlanError(
-            f"{proposal.micro_batches} micro-batches are more than the {request.batch} samples of the batch"
+            f"{proposal.micro_batches} micro-batches are more than the {request.batch} samples of "
+            "the batch"
         )
-    made = _made(request, proposal)
-    if made.ranks == 1 < made.stages:
+    schedule = _schedule_of(request, proposal)
+    if schedule.ranks == 1 < schedule.stages:
         raise PlanError(
-            f"{made.name} puts all {made.stages} stages on one rank, where one stage would do the same"
+            f"{schedule.name} puts all {schedule.stages} stages on one rank, where one stage would "
+            "do the same"
         )
-    if made.ranks > request.cluster.ranks:
+    if schedule.ranks > request.cluster.ranks:
         raise PlanError(
-            f"{made.name} in {made.stages} stages needs {made.ranks} ranks, {request.cluster.name} has "
-            f"{request.cluster.ranks}"
+            f"{schedule.name} in {schedule.stages} stages needs {schedule.ranks} ranks, "
+            f"{request.cluster.name} has {request.cluster.ranks}"
         )
-    placed = request.on(proposal.devices) if proposal.devices else request
-    if made.ranks > placed.cluster.ranks:
+    local = _request_on_devices(request, proposal)
+    if schedule.ranks > local.cluster.ranks:
         raise PlanError(
-            f"{made.name} needs {made.ranks} ranks, and {placed.cluster.ranks} devices are proposed for it"
+            f"{schedule.name} needs {schedule.ranks} ranks, and {local.cluster.ranks} devices are "
+            "proposed for it"
         )
-    check_single_copies(request, made, proposal.lengths)
-    rule = rule_of(made, proposal.weights or request.weights, dict(request.weights_options))
-    profiles = [placed.profile_of(rank) for rank in range(made.ranks)]
-    costs = schedule_costs(made, profiles, proposal.lengths, placed.cluster, request.batch, rule)
-    return Laid(placed, proposal, made, rule, costs)
+    check_replicable(request, schedule, proposal.lengths)
+    rule = rule_of(schedule, proposal.weights or request.weights, dict(request.weights_options))
+    profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
+    costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, request.batch, rule)
+    return PlacedSchedule(local, proposal, schedule, rule, costs)
 
 
-def check_single_copies(request: PlanRequest, made: Schedule, lengths: Sequence[int]) -> None:
-    """Refuse a schedule with copies of a stage that has a layer which cannot have copies.
+def _request_on_devices(request: PlanRequest, proposal: Proposal) -> PlanRequest:
+    """Return the request for the proposal's devices, or as it is if that names none."""
+    return request.on(proposal.devices) if proposal.devices else request
+
+
+def check_replicable(request: PlanRequest, schedule: Schedule, lengths: Sequence[int]) -> None:
+    """Refuse a schedule that replicates a stage with a layer that must not be replicated.
 
     Raises:
-        PlanError: it is so; the message names the layer and why.
+        PlanError: it does; the message names the layer and the reason.
     """
-    if not request.single_copies:
+    if not request.unreplicable_layers:
         return
-    for part, ranks in zip(parts_of(lengths), made.ranks_of_stage, strict=True):
+    for part, ranks in zip(parts_of(lengths), schedule.ranks_of_stage, strict=True):
         for layer in range(part.start, part.stop):
-            if len(ranks) > 1 and layer in request.single_copies:
+            if len(ranks) > 1 and layer in request.unreplicable_layers:
                 raise PlanError(
-                    f"{made.name} holds {len(ranks)} copies of the stage with layer {request.profile.layers[layer].name}, and copies of "
-                    f"that layer would train to other numbers than one: {request.single_copies[layer]}. Ask for schedules with one copy "
-                    "of each stage, such as schedules='1f1b' with max_replicas=1"
+                    f"{schedule.name} holds {len(ranks)} copies of the stage with layer "
+                    f"{request.profile.layers[layer].name}, and copies of that layer would train "
+                    f"to other numbers than one: {request.unreplicable_layers[layer]}. Request "
+                    "schedules with one copy of each stage, such as schedules='1f1b' with "
+                    "max_replicas=1"
                 )
 
 
-def relaid(laid: Laid, request: PlanRequest) -> Laid:
-    """The same schedule, cut and devices where the cluster or the profiles are others."""
-    devices = laid.proposal.devices
-    placed = request.on(devices) if devices else request
-    profiles = [placed.profile_of(rank) for rank in range(laid.made.ranks)]
+def with_request(placed: PlacedSchedule, request: PlanRequest) -> PlacedSchedule:
+    """Return the same schedule, cut and devices with the costs of another cluster or profile."""
+    local = _request_on_devices(request, placed.proposal)
+    profiles = [local.profile_of(rank) for rank in range(placed.schedule.ranks)]
     costs = schedule_costs(
-        laid.made, profiles, laid.proposal.lengths, placed.cluster, request.batch, laid.rule
+        placed.schedule,
+        profiles,
+        placed.proposal.lengths,
+        local.cluster,
+        request.batch,
+        placed.rule,
     )
-    return replace(laid, request=placed, costs=costs).with_selection(laid.selection)
+    return replace(placed, request=local, costs=costs).with_selection(placed.selection)
 
 
+# A search asks for the same schedule several times in a row.
 @lru_cache(maxsize=8)
-def made_of(
+def cached_schedule(
     name: str, stages: int, micro_batches: int, options: tuple[tuple[str, Option], ...]
 ) -> Schedule:
-    """A schedule of the zoo; the last few are kept, for a search asks for one several times in a
-    row.
-    """
-    own: dict[str, Any] = dict(options)
-    return schedule(name, stages, micro_batches, **own)
+    """Return a schedule that needs no costs; the last few are cached."""
+    keywords: dict[str, Any] = dict(options)
+    return make_schedule(name, stages, micro_batches, **keywords)
 
 
-def pilot(request: PlanRequest, proposal: Proposal) -> Laid | None:
-    """The first of several pipelines, which all do the same: with what its stages take to meet
-    their copies, it takes as long as all of them where all have such devices and links as it has,
-    and never longer. None where the proposal has no such.
+def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedSchedule | None:
+    """Return the first of several equal pipelines, to be simulated in place of all.
 
-    Where the last micro-batch is not recomputed, it is taken for that of each pipeline, and is
-    really that of one.
+    With the time of its stages' gradient sync it takes as long as all pipelines where they have
+    equal devices and links, and never longer. With recompute "except_last" it keeps the activations
+    of its last micro-batch, where really only one of the pipelines does.
+
+    Returns None if the proposal does not consist of several equal pipelines.
 
     Raises:
-        ScheduleError, PlanError: as `lay_out`.
+        ScheduleError, PlanError: as `instantiate`.
     """
     pipelines = proposal.replicas
-    if (
-        not isinstance(pipelines, int)
-        or not 1 < pipelines <= proposal.micro_batches <= request.batch
-    ):
+    if not isinstance(pipelines, int):
+        return None
+    if not 1 < pipelines <= proposal.micro_batches <= request.batch:
         return None
     options = tuple((name, value) for name, value in proposal.options if name != "replicas")
-    each = -(-proposal.micro_batches // pipelines)
-    made = made_of(proposal.schedule, proposal.stages, each, options)
-    if made.stream is not None or max(map(len, made.ranks_of_stage)) > 1:
+    micro_batches = -(-proposal.micro_batches // pipelines)
+    schedule = cached_schedule(proposal.schedule, proposal.stages, micro_batches, options)
+    if schedule.stream is not None or max(map(len, schedule.ranks_of_stage)) > 1:
         return None
     devices = proposal.devices or tuple(range(request.cluster.ranks))
-    if pipelines * made.ranks > len(devices):
-        raise PlanError(
-            f"{made.name} needs {pipelines * made.ranks} ranks, and there are {len(devices)}"
-        )
-    placed = request.on(devices[: made.ranks])
-    rule = rule_of(made, proposal.weights or request.weights, dict(request.weights_options))
-    profiles = [placed.profile_of(rank) for rank in range(made.ranks)]
-    batch = request.batch * each / proposal.micro_batches
-    costs = schedule_costs(made, profiles, proposal.lengths, placed.cluster, batch, rule)
-    gradients, update = (
-        costs.spread(name, made.stages) or () for name in ("gradient_bytes", "update")
-    )
-    met = [
-        own
-        + meeting_seconds(
-            devices[ranks[0] : pipelines * made.ranks : made.ranks], held, request.cluster
-        )
-        for own, held, ranks in zip(update, gradients, made.ranks_of_stage, strict=True)
-    ]
-    return Laid(placed, proposal, made, rule, replace(costs, update=met), pipelines)
+    needed = pipelines * schedule.ranks
+    if needed > len(devices):
+        raise PlanError(f"{schedule.name} needs {needed} ranks, and there are {len(devices)}")
+    local = request.on(devices[: schedule.ranks])
+    rule = rule_of(schedule, proposal.weights or request.weights, dict(request.weights_options))
+    profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
+    batch = request.batch * micro_batches / proposal.micro_batches
+    costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, batch, rule)
+    gradient_bytes = costs.spread("gradient_bytes", schedule.stages) or ()
+    update_s = costs.spread("update", schedule.stages) or ()
+    synced_update_s = []
+    for (first_rank, *_), seconds, size in zip(
+        schedule.ranks_of_stage, update_s, gradient_bytes, strict=True
+    ):
+        replicas = devices[first_rank : needed : schedule.ranks]
+        synced_update_s.append(seconds + meeting_seconds(replicas, size, request.cluster))
+    synced_costs = replace(costs, update=synced_update_s)
+    return PlacedSchedule(local, proposal, schedule, rule, synced_costs, pipelines)
 
 
-def _made(request: PlanRequest, proposal: Proposal) -> Schedule:
-    """The schedule; one that is made to measure gets the costs of the stages, stage s on rank s."""
-    options: dict[str, Any] = dict(proposal.options)
-    if not is_measured(proposal.schedule):
-        return made_of(proposal.schedule, proposal.stages, proposal.micro_batches, proposal.options)
-    placed = request.on(proposal.devices) if proposal.devices else request
-    micro_batch = request.batch / proposal.micro_batches
+def _schedule_of(request: PlanRequest, proposal: Proposal) -> Schedule:
+    """Make the schedule of a proposal. One that is built from costs gets those of the stages, with
+    stage s on rank s.
+    """
+    if not needs_costs(proposal.schedule):
+        return cached_schedule(
+            proposal.schedule, proposal.stages, proposal.micro_batches, proposal.options
+        )
+    local = _request_on_devices(request, proposal)
     costs = stage_costs(
-        placed.profile,
+        local.profile,
         proposal.lengths,
-        micro_batch,
-        placed.cluster,
+        request.batch / proposal.micro_batches,
+        local.cluster,
         micro_batches=proposal.micro_batches,
     )
-    return schedule(
+    options: dict[str, Any] = dict(proposal.options)
+    return make_schedule(
         proposal.schedule, proposal.stages, proposal.micro_batches, costs=costs, **options
     )
 
 
-def is_measured(name: str) -> bool:
-    """Whether a schedule is made for given costs."""
-    return name in MADE_TO_MEASURE.entries()
+def needs_costs(name: str) -> bool:
+    """Return whether a schedule is built from costs."""
+    return name in COST_SCHEDULES.entries()
 
 
-def best(fits: Iterable[Scored], most_s: float = math.inf) -> Scored:
-    """The fastest; of those within 0.1 % of it a synchronous one, then the leanest (to about 2 %),
-    then the one with the fewest micro-batches. None slower than `most_s` is taken for another's
-    sake.
+def best(feasible: Iterable[Evaluated], most_s: float = math.inf) -> Evaluated:
+    """Return the fastest candidate; of those within 0.1 % of it a synchronous one, then the one
+    with the least memory (to about 2 %), then the one with the fewest micro-batches.
+
+    No candidate slower than `most_s` is preferred to a faster one.
     """
-    every = list(fits)
-    fastest = min(each.step_s for each in every)
-    reach = min(fastest * (1 + CLOSE), max(fastest, most_s))
-    return min((each for each in every if each.step_s <= reach), key=lambda each: each.preference)
+    candidates = list(feasible)
+    fastest = min(candidate.step_s for candidate in candidates)
+    cutoff_s = min(fastest * (1 + CLOSE), max(fastest, most_s))
+    close = [candidate for candidate in candidates if candidate.step_s <= cutoff_s]
+    return min(close, key=lambda candidate: candidate.preference)
 
 
-def first_of_kind(found: Iterable[Scored]) -> list[Scored]:
-    """The first for every schedule, number of stages and of copies: ten more numbers of
-    micro-batches would explain nothing.
+def first_of_kind(candidates: Iterable[Evaluated]) -> list[Evaluated]:
+    """Return the first candidate for every schedule, number of stages and of replicas: in a table,
+    rows that differ in the number of micro-batches alone would explain nothing.
     """
-    kinds: dict[object, Scored] = {}
-    for each in found:
-        kinds.setdefault(each.kind, each)
+    kinds: dict[object, Evaluated] = {}
+    for candidate in candidates:
+        kinds.setdefault(candidate.kind, candidate)
     return list(kinds.values())
 
 
-def nothing(request: PlanRequest, misfits: list[Scored], refusals: list[str]) -> PlanError:
-    """What to say when nothing fits."""
-    if not misfits:
-        return PlanError("\n  ".join(["no schedule can be made for these numbers", *refusals[:12]]))
-    nearest = first_of_kind(sorted(misfits, key=lambda found: (found.excess, found.preference)))
+def infeasible_error(
+    request: PlanRequest, infeasible: list[Evaluated], rejected: list[str]
+) -> PlanError:
+    """Return the error for a search in which nothing fits.
+
+    Args:
+        request: the request.
+        infeasible: candidates that do not fit the memory.
+        rejected: why other proposals could not be made; used if there is no candidate at all.
+    """
+    if not infeasible:
+        return PlanError("\n  ".join(["no schedule can be made for these numbers", *rejected[:12]]))
+    nearest = first_of_kind(sorted(infeasible, key=by_memory))
     lines = [
         f"nothing fits the memory of {request.cluster.name} at batch {request.batch}; nearest first"
     ]
-    lines += [
-        f"{row.schedule}, {row.stages} stages of {', '.join(map(str, row.lengths))} layers, "
-        f"{row.micro_batches} micro-batches, recompute {row.recompute}: {row.why}"
-        for row in (found.candidate for found in nearest[:MISFITS])
-    ]
+    for evaluated in nearest[:INFEASIBLE_ROWS]:
+        row = evaluated.candidate
+        lines.append(
+            f"{row.schedule}, {row.stages} stages of {', '.join(map(str, row.lengths))} layers, "
+            f"{row.micro_batches} micro-batches, recompute {row.recompute}: {row.why}"
+        )
     free = request.recompute == "auto" and request.stages is None and request.micro_batches is None
     advice = "Use more ranks, or ranks with more memory, or a smaller batch"
-    lines.append(
-        advice + ("" if free else ", or leave recompute, stages and micro_batches to the planner")
-    )
-    return PlanError("\n  ".join(lines))
+    if not free:
+        advice += ", or leave recompute, stages and micro_batches to the planner"
+    return PlanError("\n  ".join([*lines, advice]))

@@ -1,18 +1,20 @@
-"""Which layers to run again so that what is kept fits, at the least seconds: exact but for the
-rounding of seconds.
+"""The layers to recompute so that the saved activations fit in memory, in the least time.
 
-Layers stand at places 0 … n-1. A state is a place, whether the layer before it is kept, a bound T
-on what may come back of a segment at once, and how long the layers before it take that run again,
-in whole ticks. Its value is the least that can be kept before it:
+Layers are numbered 0 … n-1. Consecutive recomputed layers form a segment, which is recomputed at
+once in the backward. Dynamic programming over states: a place between layers, whether the layer
+before it saves its activations, a bound T on the bytes of any recomputed segment, and the seconds
+of the recomputed layers before the place, in whole ticks. The value of a state is the least number
+of bytes that the layers before the place save:
 
-    kept[j + 1] = min(kept[j] + saved(j), cut[j] + saved(j) + entry(j))           layer j keeps what
-                                                                                  it saves
-    cut[j]      = min over i < j of min(kept[i], cut[i])[earlier by ticks(i … j)] + given(i)     i …
-                j - 1 is a segment, if it may be
+    saving[j + 1]    = saved(j) + min(saving[j], recomputing[j] + entry(j))
+                       layer j saves its activations
+    recomputing[j]   = min over i < j of
+                       min(saving[i], recomputing[i])[ticks(i … j) earlier] + input(i)
+                       layers i … j - 1 are a segment, if T allows it
 
-All T and ticks at once are one array. Bytes are exact, so that whatever fits is found, if any of
-the bounds T that are tried lets it; and the seconds of what is found are above the least by no more
-than half a tick for each layer.
+The values for all T and all ticks are one array. Bytes are exact, so that a solution that fits is
+found whenever one of the bounds T that are tried allows it; its seconds exceed the least by at most
+half a tick per layer.
 """
 
 from __future__ import annotations
@@ -29,154 +31,168 @@ from penstock.schedule.arrays import Array
 @final
 @dataclass(frozen=True)
 class Precision:
-    """Ticks of all layers together (no fewer than so many for each), and bounds that are tried."""
+    """Resolution of the dynamic program.
+
+    Attributes:
+        ticks: ticks for the seconds of all layers together.
+        ticks_per_layer: minimum number of ticks per layer.
+        bounds: maximum number of bounds T on recomputed segments that are tried.
+    """
 
     ticks: int
-    ticks_of_each: int
+    ticks_per_layer: int
     bounds: int
 
 
-#: For what is tried by the hundred, and for what will be.
+#: COARSE for the hundreds of candidates of a search, FINE for the plan that will run.
 COARSE, FINE = Precision(96, 4, 4), Precision(1024, 16, 24)
 
 
 @final
 @dataclass(frozen=True)
 class Layers:
-    """Layers of a rank, those of one stage after those of another; bytes are those of all
-    micro-batches that the rank holds.
+    """The layers of a rank, stage after stage. Bytes are those of all micro-batches in flight.
 
     Attributes:
-        seconds: of each layer's forward.
-        saved, entry, given: bytes that each keeps, keeps besides behind a segment or at the
-        beginning of a stage, and is given. back: what comes back of a segment, from its first and
-        one past its last layer; for one micro-batch. firsts: places at which a stage begins.
+        seconds: per layer, seconds of its forward.
+        saved: per layer, bytes that it saves.
+        entry: per layer, bytes that it saves in addition behind a segment or at the beginning of a
+            stage.
+        inputs: per layer, bytes of its input.
+        recompute_bytes: bytes of a recomputed segment of one micro-batch, from its first layer and
+            one past its last.
+        firsts: the first layer of every stage.
     """
 
     seconds: Sequence[float]
     saved: Sequence[float]
     entry: Sequence[float]
-    given: Sequence[float]
-    back: Callable[[int, int], float]
+    inputs: Sequence[float]
+    recompute_bytes: Callable[[int, int], float]
     firsts: frozenset[int]
 
-    def may_be(self) -> list[tuple[int, int]]:
-        """All segments: consecutive layers of one stage."""
-        found = []
+    def all_segments(self) -> list[tuple[int, int]]:
+        """Return all segments of consecutive layers of one stage: (first, one past the last)."""
+        segments = []
         for first in range(len(self.seconds)):
             for end in range(first + 1, len(self.seconds) + 1):
-                found.append((first, end))
+                segments.append((first, end))
                 if end in self.firsts:
                     break
-        return found
+        return segments
 
 
-def lightest(
+def min_time_recompute(
     layers: Layers, room: Callable[[Array], Array], precision: Precision = FINE
 ) -> tuple[list[tuple[int, int]], bool]:
-    """The segments that take the least, and whether what is kept then fits; if nothing fits, those
-    that come nearest.
+    """Return the segments that take the least time to recompute, and whether the rest then fits; if
+    nothing fits, the segments that come nearest.
 
     Args:
-        layers: of a rank.
-        room: for bounds T on what comes back of a segment, in an array, how much may be kept then.
-        precision: how finely to look.
+        layers: the layers of a rank.
+        room: for an array of bounds T on recomputed segments, the bytes that may be saved under
+            each.
+        precision: the resolution of the search.
     """
-    possible = layers.may_be()
-    backs = {segment: layers.back(*segment) for segment in possible}
-    bounds = _bounds(sorted(set(backs.values())), precision.bounds)
-    space = _Space(layers, backs, bounds, precision)
-    least = np.minimum(space.kept[-1], space.cut[-1])
-    over = least - room(bounds)[:, None]
-    fits = over <= 0
+    segment_bytes = {segment: layers.recompute_bytes(*segment) for segment in layers.all_segments()}
+    bounds = _bounds(sorted(set(segment_bytes.values())), precision.bounds)
+    table = _Table(layers, segment_bytes, bounds, precision)
+    least = np.minimum(table.saving[-1], table.recomputing[-1])
+    excess = least - room(bounds)[:, None]
+    fits = excess <= 0
     if fits.any():
         tick = int(np.argmax(fits.any(axis=0)))
         row = int(np.argmin(np.where(fits[:, tick], least[:, tick], np.inf)))
     else:
-        row, tick = (int(each) for each in np.unravel_index(np.argmin(over), over.shape))
-    return space.back(row, tick), bool(fits.any())
+        nearest = np.unravel_index(np.argmin(excess), excess.shape)
+        row, tick = int(nearest[0]), int(nearest[1])
+    return table.segments(row, tick), bool(fits.any())
 
 
-def _bounds(every: list[float], most: int) -> Array:
-    """0, where nothing runs again, and all bounds, or of many some of every size, the smallest and
-    the largest among them.
+def _bounds(sizes: list[float], most: int) -> Array:
+    """Return the bounds T to try, ascending: 0, where nothing is recomputed, and `sizes`; of more
+    than `most` sizes an even selection with the smallest and the largest.
     """
-    if len(every) > most:
-        every = [every[round(place)] for place in np.linspace(0, len(every) - 1, most)]
-    return np.array([0.0, *every])
+    if len(sizes) > most:
+        sizes = [sizes[round(place)] for place in np.linspace(0, len(sizes) - 1, most)]
+    return np.array([0.0, *sizes])
 
 
-class _Space:
-    """All states with their values: arrays of shape (bounds, ticks), one for every place."""
+class _Table:
+    """The values of all states: arrays of shape (bounds, ticks), one per place."""
 
     def __init__(
         self,
         layers: Layers,
-        backs: dict[tuple[int, int], float],
+        segment_bytes: dict[tuple[int, int], float],
         bounds: Array,
         precision: Precision,
     ) -> None:
         self.layers, self.bounds = layers, bounds
-        count, whole = len(layers.seconds), sum(layers.seconds)
-        ticks = max(precision.ticks, precision.ticks_of_each * count)
-        each = [round(seconds / whole * ticks) if whole else 0 for seconds in layers.seconds]
-        self.ticks = [0, *np.cumsum(each).tolist()]
+        count, total_s = len(layers.seconds), sum(layers.seconds)
+        ticks = max(precision.ticks, precision.ticks_per_layer * count)
+        layer_ticks = [
+            round(seconds / total_s * ticks) if total_s else 0 for seconds in layers.seconds
+        ]
+        self.ticks = [0, *np.cumsum(layer_ticks).tolist()]
         self.firsts_of: dict[int, list[int]] = {}
-        for first, end in backs:
+        for first, end in segment_bytes:
             self.firsts_of.setdefault(end, []).append(first)
         shape = len(bounds), self.ticks[-1] + 1
-        self.kept, self.cut, self.before = [np.full(shape, np.inf)], [np.full(shape, np.inf)], []
-        self.cut[0][:, 0] = 0.0
+        self.saving, self.recomputing = [np.full(shape, np.inf)], [np.full(shape, np.inf)]
+        self.best: list[Array] = []
+        self.recomputing[0][:, 0] = 0.0
         for place in range(count):
-            self.before.append(np.minimum(self.kept[place], self.cut[place]))
-            self.kept.append(np.minimum(*self._ways_to_keep(place)))
-            self.cut.append(np.full(shape, np.inf))
+            self.best.append(np.minimum(self.saving[place], self.recomputing[place]))
+            self.saving.append(np.minimum(*self._saving_options(place)))
+            self.recomputing.append(np.full(shape, np.inf))
             for first in self.firsts_of[place + 1]:
-                low, later = (
-                    np.searchsorted(bounds, backs[first, place + 1]),
-                    self.ticks[place + 1] - self.ticks[first],
-                )
-                target = self.cut[-1][low:, later:]
+                low = np.searchsorted(bounds, segment_bytes[first, place + 1])
+                later = self.ticks[place + 1] - self.ticks[first]
+                target = self.recomputing[-1][low:, later:]
                 np.minimum(
                     target,
-                    self.before[first][low:, : shape[1] - later] + layers.given[first],
+                    self.best[first][low:, : shape[1] - later] + layers.inputs[first],
                     out=target,
                 )
 
-    def _ways_to_keep(self, place: int) -> tuple[Array, Array]:
-        """What is kept behind a layer that keeps: where the one before does, and where it does not
-        or is another stage's.
+    def _saving_options(self, place: int) -> tuple[Array, Array]:
+        """Return the bytes saved up to and including a layer that saves: where the layer before it
+        saves too, and where that is recomputed or belongs to another stage.
         """
         saved, entry = self.layers.saved[place], self.layers.entry[place]
         if place in self.layers.firsts:
-            return self.kept[place] + (saved + entry), self.cut[place] + (saved + entry)
-        return self.kept[place] + saved, self.cut[place] + (saved + entry)
+            return self.saving[place] + (saved + entry), self.recomputing[place] + (saved + entry)
+        return self.saving[place] + saved, self.recomputing[place] + (saved + entry)
 
-    def back(self, row: int, tick: int) -> list[tuple[int, int]]:
-        """The segments on the way to the last place's least value."""
-        found, end = [], len(self.layers.seconds)
-        keeps = self._keeps(self.kept[end], self.cut[end], row, tick)
+    def segments(self, row: int, tick: int) -> list[tuple[int, int]]:
+        """Return the segments of the solution with bound `row` and `tick`, traced back from the
+        last place.
+        """
+        segments, end = [], len(self.layers.seconds)
+        saves = self._saves(self.saving[end], self.recomputing[end], row, tick)
         while end:
-            if keeps:
+            if saves:
                 end -= 1
-                keeps = self._keeps(*self._ways_to_keep(end), row, tick)
+                saves = self._saves(*self._saving_options(end), row, tick)
                 continue
             first = min(
                 self.firsts_of[end], key=lambda first: self._with_segment(first, end, row, tick)
             )
-            found.append((first, end))
+            segments.append((first, end))
             tick -= self.ticks[end] - self.ticks[first]
             end = first
-            keeps = self._keeps(self.kept[end], self.cut[end], row, tick)
-        return found[::-1]
+            saves = self._saves(self.saving[end], self.recomputing[end], row, tick)
+        return segments[::-1]
 
     def _with_segment(self, first: int, end: int, row: int, tick: int) -> float:
-        """What is kept where the last segment is this; infinite where it may not be."""
+        """Return the bytes saved if this is the last segment; infinite if it exceeds the bound."""
         earlier = tick - (self.ticks[end] - self.ticks[first])
-        if earlier < 0 or self.layers.back(first, end) > self.bounds[row]:
+        if earlier < 0 or self.layers.recompute_bytes(first, end) > self.bounds[row]:
             return np.inf
-        return float(self.before[first][row, earlier] + self.layers.given[first])
+        return float(self.best[first][row, earlier] + self.layers.inputs[first])
 
     @staticmethod
-    def _keeps(kept: Array, cut: Array, row: int, tick: int) -> bool:
-        return bool(kept[row, tick] <= cut[row, tick])
+    def _saves(saving: Array, recomputing: Array, row: int, tick: int) -> bool:
+        """Return whether saving the layer before a place is at least as good as recomputing it."""
+        return bool(saving[row, tick] <= recomputing[row, tick])

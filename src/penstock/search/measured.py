@@ -1,83 +1,84 @@
-"""Programs made to measure for what a search has found."""
+"""Propose schedules that are built from the costs of the best candidates of a search."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from penstock.plan.plan import Option
-from penstock.search.laid import Scored
+from penstock.search.laid import Evaluated
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 
-#: A search over orders of ops is worth its time where the budget has at least so many seconds: on a
-#: new machine it first compiles its
-#: loops, which takes most of ten.
+#: Least budget in seconds for a search over orders of ops. On a new machine it first compiles its
+#: loops, which takes most of ten seconds.
 SEARCHED_FROM_S = 20.0
 
-#: Seconds and rounds of one such search; where rounds end it, it makes the same program each time.
-#: Of pipelines of more ops than this
-#: (stages x micro-batches) it would see too little.
-SECONDS, ROUNDS, MOST_OPS = 3.0, 300, 400
+#: Seconds and rounds of one such search. Where rounds end it, it makes the same program each time.
+SECONDS, ROUNDS = 3.0, 300
+
+#: Such a search is not started for more ops (stages x micro-batches): it would explore too few of
+#: their orders.
+MOST_OPS = 400
 
 
-def made_to_measure(request: PlanRequest, found: Sequence[Scored]) -> Iterator[Proposal]:
-    """For each way that was found, where it has one stage on every rank and one copy of each:
-    programs of the same cut, ordered for its own costs. Those of the zero-bubble heuristic; with a
-    budget of 20 s or more, for the first, also that of a search within the memory that activations
-    may take there. None where schedules were named.
+def cost_schedules(request: PlanRequest, candidates: Sequence[Evaluated]) -> Iterator[Proposal]:
+    """Yield proposals with the cut of each candidate and programs ordered for its costs.
+
+    Candidates count if they have one stage per rank and no replicas. The programs are those of the
+    zero-bubble heuristic; with a budget of 20 s or more, for the first candidate also the result of
+    a search within the memory that activations may use. Nothing is proposed if schedules were named
+    or the weight rule is not "flush".
     """
     if request.schedules is not None or (request.weights or "flush") != "flush":
         return
-    plain = [each for each in found if _is_plain(each)]
-    for each in plain:
-        proposal = each.laid.proposal
+    plain = [candidate for candidate in candidates if _is_plain(candidate)]
+    for candidate in plain:
         for name in ("zb-auto", "zb-1p"):
-            yield Proposal(
-                proposal.lengths,
-                name,
-                proposal.micro_batches,
-                (),
-                each.recompute,
-                None,
-                proposal.devices,
-            )
-    if request.budget_s < SEARCHED_FROM_S:
+            yield _proposal(candidate, name)
+    if request.budget_s < SEARCHED_FROM_S or not plain:
         return
-    for each in plain[:1]:
-        proposal, room = each.laid.proposal, _room(each)
-        if room is not None and proposal.stages * proposal.micro_batches <= MOST_OPS:
-            limits: tuple[tuple[str, Option], ...] = (
-                ("memory_limit", room),
-                ("budget_s", SECONDS),
-                ("max_rounds", ROUNDS),
-            )
-            yield Proposal(
-                proposal.lengths,
-                "synthesised",
-                proposal.micro_batches,
-                limits,
-                each.recompute,
-                None,
-                proposal.devices,
-            )
+    fastest = plain[0]
+    room = _activation_room(fastest)
+    ops = fastest.placed.proposal.stages * fastest.placed.proposal.micro_batches
+    if room is not None and ops <= MOST_OPS:
+        limits: tuple[tuple[str, Option], ...] = (
+            ("memory_limit", room),
+            ("budget_s", SECONDS),
+            ("max_rounds", ROUNDS),
+        )
+        yield replace(_proposal(fastest, "synthesised"), options=limits)
 
 
-def _is_plain(each: Scored) -> bool:
-    made = each.laid.made
-    alone = (
-        all(stages == (rank,) for rank, stages in enumerate(made.stages_of_rank))
-        and made.stages > 1
+def _proposal(candidate: Evaluated, schedule: str) -> Proposal:
+    """Return the proposal of a candidate with another schedule, which has no options."""
+    proposal = candidate.placed.proposal
+    return Proposal(
+        proposal.lengths,
+        schedule,
+        proposal.micro_batches,
+        recompute=candidate.recompute,
+        devices=proposal.devices,
     )
-    return alone and made.slicing is None and made.stream is None
 
 
-def _room(found: Scored) -> tuple[int, ...] | None:
-    """Per rank, the bytes that activations may take beside the weights; None where something is
-    recomputed, or nothing is left.
+def _is_plain(candidate: Evaluated) -> bool:
+    """Return whether a candidate has several stages, stage r on rank r alone, whole micro-batches
+    and a flush.
     """
-    laid = found.laid
-    held = laid.costs.spread("weight_bytes", laid.made.stages) or ()
+    schedule = candidate.placed.schedule
+    if schedule.stages == 1 or schedule.slicing is not None or schedule.stream is not None:
+        return False
+    return all(stages == (rank,) for rank, stages in enumerate(schedule.stages_of_rank))
+
+
+def _activation_room(candidate: Evaluated) -> tuple[int, ...] | None:
+    """Return per rank the bytes that activations may use besides the weights; None if the candidate
+    recomputes, or a rank has none.
+    """
+    placed = candidate.placed
+    weight_bytes = placed.costs.spread("weight_bytes", placed.schedule.stages) or ()
     room = tuple(
-        int(laid.request.memory_bytes(rank) - weights) for rank, weights in enumerate(held)
+        int(placed.request.memory_bytes(rank) - size) for rank, size in enumerate(weight_bytes)
     )
-    return room if found.recompute == "never" and all(each > 0 for each in room) else None
+    return room if candidate.recompute == "never" and all(size > 0 for size in room) else None

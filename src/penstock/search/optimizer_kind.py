@@ -1,6 +1,4 @@
-"""What an optimizer is called and how much it keeps, from a name, a number, an optimizer, or what
-makes one.
-"""
+"""Identify an optimizer and its memory, from a name, a number, an optimizer, or a factory."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from typing import Any, Final, final
 
 from penstock.errors import SettingError
 
-#: Numbers that torch's optimizers keep for each parameter, as they are by default: (name of the
-#: class, numbers).
+#: Names of torch's optimizers: (name of the class, numbers that it keeps per parameter with its
+#: default options).
 _STATES: Final[Mapping[str, tuple[str, float]]] = {
     "sgd": ("SGD", 0.0),
     "momentum": ("SGD", 1.0),
@@ -32,15 +30,15 @@ _STATES: Final[Mapping[str, tuple[str, float]]] = {
     "muon": ("Muon", 1.0),
 }
 
-#: Options that make torch's optimizers keep one number more.
-_MORE: Final[Mapping[str, tuple[str, ...]]] = {
+#: Options that each make torch's optimizers keep one more number per parameter.
+_EXTRA_STATE_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "SGD": ("momentum",),
     "Adam": ("amsgrad",),
     "AdamW": ("amsgrad",),
     "RMSprop": ("momentum", "centered"),
 }
 
-#: Rows and columns of the parameter by which a factory's optimizer is measured.
+#: Rows and columns of the parameter with which the optimizer of a factory is measured.
 _SIDE: Final = 256
 
 
@@ -50,9 +48,9 @@ class OptimizerKind:
     """An optimizer as planners know it.
 
     Attributes:
-        name: of torch's class, where it is one of torch's or next of kin to; else of its own. Empty
-        where only a number is known. states: numbers that it keeps for each parameter, in the
-        parameter's own precision.
+        name: of its torch class or nearest torch base class, or else of its own class. Empty if
+            only a number is known.
+        states: numbers that it keeps per parameter, in the precision of the parameter.
     """
 
     name: str
@@ -60,23 +58,23 @@ class OptimizerKind:
 
 
 def optimizer_kind(optimizer: object) -> OptimizerKind:
-    """What is known of an optimizer.
+    """Return the name of an optimizer and the numbers that it keeps per parameter.
 
     Args:
-        optimizer: a name ("sgd", "momentum", "adam", "AdamW"); the numbers that it keeps for each
-        parameter; an optimizer of torch's;
-            or a function from parameters to one, which is called once, for one small parameter of
-            its own.
+        optimizer: a name ("sgd", "momentum", "adam", "AdamW"); the count of numbers that it keeps
+            per parameter; a torch optimizer; or a function from parameters to an optimizer, which
+            is called once, with one small parameter.
 
     Raises:
-        SettingError: there is no such name, or the numbers cannot be known.
+        SettingError: there is no such name, or the numbers cannot be determined.
     """
     if isinstance(optimizer, str):
         return _named(optimizer)
     if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
         if not 0 <= optimizer < float("inf"):
             raise SettingError(
-                f"optimizer={optimizer!r} is how many numbers it keeps for each parameter: 0 or more"
+                f"optimizer={optimizer!r} is how many numbers it keeps for each parameter: it must "
+                "be 0 or more"
             )
         return OptimizerKind("", float(optimizer))
     if _is_optimizer(optimizer):
@@ -84,30 +82,34 @@ def optimizer_kind(optimizer: object) -> OptimizerKind:
     if callable(optimizer):
         return _of_factory(optimizer)
     raise SettingError(
-        f"optimizer is a name, a number of states, an optimizer or a function that makes one, not {type(optimizer).__name__}"
+        "optimizer is a name, a number of states, an optimizer or a function that makes one, not "
+        f"{type(optimizer).__name__}"
     )
 
 
 def _named(name: str) -> OptimizerKind:
-    known = _STATES.get(name.lower())
-    if known is None:
+    """Return the kind of an optimizer from its name, in upper or lower case."""
+    class_and_states = _STATES.get(name.lower())
+    if class_and_states is None:
         close = difflib.get_close_matches(name.lower(), _STATES, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise SettingError(
-            f"how much memory optimizer {name!r} takes is not known.{hint} Known: {', '.join(_STATES)}; or give how many numbers it keeps "
-            "for each parameter, such as optimizer=2, or the function that makes it"
+            f"how much memory optimizer {name!r} takes is not known.{hint} Known: "
+            f"{', '.join(_STATES)}; or give how many numbers it keeps for each parameter, such as "
+            "optimizer=2, or the function that makes it"
         )
-    return OptimizerKind(*known)
+    return OptimizerKind(*class_and_states)
 
 
 def _is_optimizer(value: object) -> bool:
+    """Return whether a value has the attributes of a torch optimizer; torch is not imported."""
     return not isinstance(value, type) and all(
         hasattr(value, name) for name in ("param_groups", "state", "defaults", "step")
     )
 
 
 def _class_name(optimizer: Any) -> str:
-    """The name of torch's class that an optimizer is one of, or the next of kin to; else of its own
+    """Return the name of an optimizer's torch class or nearest torch base class, or else of its own
     class.
     """
     kinds = (
@@ -119,31 +121,38 @@ def _class_name(optimizer: Any) -> str:
 
 
 def _of_instance(optimizer: Any) -> OptimizerKind:
-    """By what it holds, if it has stepped; else by its class and options."""
+    """Return the kind of an optimizer, from its states if it has stepped, else from its class and
+    options.
+    """
     name = _class_name(optimizer)
     weights = sum(parameter.nbytes for parameter in optimizer.state)
     if weights:
-        return OptimizerKind(name, _rounded(_held_bytes(optimizer) / weights))
+        return OptimizerKind(name, _rounded(_state_bytes(optimizer) / weights))
     if name.lower() not in _STATES:
         raise SettingError(
-            f"how much memory {name} takes is not known before it has stepped: give how many numbers it keeps for each parameter, such as "
-            "optimizer=2, or the function that makes it"
+            f"how much memory {name} takes is not known before it has stepped: give how many "
+            "numbers it keeps for each parameter, such as optimizer=2, or the function that makes "
+            "it"
         )
     _, states = _STATES[name.lower()]
-    for option in _MORE.get(name, ()):
-        states += bool(max((group.get(option) or 0 for group in optimizer.param_groups), default=0))
+    for option in _EXTRA_STATE_OPTIONS.get(name, ()):
+        values = [group.get(option) or 0 for group in optimizer.param_groups]
+        states += bool(max(values, default=0))
     return OptimizerKind(name, states)
 
 
 def _of_factory(make: Callable[..., Any]) -> OptimizerKind:
-    """By one step of an optimizer over a parameter of its own. Who has such a function has loaded
-    torch, which planning does not.
+    """Return the kind of a factory's optimizer, from the states after one step with one parameter.
+
+    torch is not imported here, since planning works without it: a caller with such a function has
+    imported it already.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None:
         raise SettingError(
-            "optimizer is a function, and torch is not loaded, so that it cannot make an optimizer of torch's: give a name, such as "
-            "optimizer='adam', or how many numbers it keeps for each parameter"
+            "optimizer is a function, and torch is not loaded, so that it cannot make a torch "
+            "optimizer: give a name, such as optimizer='adam', or how many numbers it keeps for "
+            "each parameter"
         )
     parameter = torch.nn.Parameter(torch.zeros(_SIDE, _SIDE))
     try:
@@ -154,19 +163,22 @@ def _of_factory(make: Callable[..., Any]) -> OptimizerKind:
         optimizer.step()
     except Exception as error:
         raise SettingError(
-            f"the function given as optimizer= could not make and step an optimizer over one parameter ({type(error).__name__}: {error}): "
-            "give a name, such as optimizer='adam', or how many numbers it keeps for each parameter"
+            "the function given as optimizer= could not make and step an optimizer over one "
+            f"parameter ({type(error).__name__}: {error}): give a name, such as optimizer='adam', "
+            "or how many numbers it keeps for each parameter"
         ) from error
     if not _is_optimizer(optimizer):
         raise SettingError(
-            f"the function given as optimizer= returned {type(optimizer).__name__}, which is no optimizer of torch's"
+            f"the function given as optimizer= returned {type(optimizer).__name__}, which is not a "
+            "torch optimizer"
         )
     return OptimizerKind(
-        _class_name(optimizer), _rounded(_held_bytes(optimizer) / parameter.nbytes)
+        _class_name(optimizer), _rounded(_state_bytes(optimizer) / parameter.nbytes)
     )
 
 
-def _held_bytes(optimizer: Any) -> int:
+def _state_bytes(optimizer: Any) -> int:
+    """Return the bytes of all tensors among an optimizer's states."""
     return sum(
         value.nbytes
         for state in optimizer.state.values()
@@ -176,5 +188,5 @@ def _held_bytes(optimizer: Any) -> int:
 
 
 def _rounded(states: float) -> float:
-    """Without what does not grow with the parameter, such as a count of steps."""
+    """Round off states whose size does not depend on the parameter, such as a step count."""
     return round(states, 2)

@@ -1,4 +1,4 @@
-"""A way to run, as a planner puts it forward: what `score` simulates."""
+"""What a planner proposes: a cut, a schedule and devices, for `score` to simulate."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ __all__ = ["Objective", "Proposal"]
 @final
 @dataclass(frozen=True)
 class Proposal:
-    """Where to cut, how to schedule it, and on which devices.
+    """Where to cut a model, how to schedule it, and on which devices.
 
     Attributes:
-        lengths: layers in every stage.
-        schedule: name of a schedule of the catalogue, or of one that is made to measure.
-        micro_batches: parts of a batch.
-        options: what the schedule takes besides; a hybrid has `("replicas", 4)` for so many whole
-        pipelines, or
-            `("replicas", (2, 1))` for ranks per stage.
+        lengths: number of layers in every stage.
+        schedule: name of a schedule of the catalogue, or of one that is built from costs.
+        micro_batches: number of micro-batches in a batch.
+        options: further options of the schedule. `("replicas", 4)` asks for four whole pipelines,
+            `("replicas", (2, 1))` for that number of ranks per stage.
         recompute: "never", "except_last", "always", "selective", or "auto": as little as fits.
-        weights: name of the weight rule; None is the schedule's own.
-        devices: the cluster's rank that each rank of the schedule is; empty: rank r is r.
-        objective: what the planner's own paper makes least.
+        weights: name of the weight rule; None is the schedule's default.
+        devices: per rank of the schedule, the rank of the cluster; empty for rank r on rank r.
+        objective: what the planner's own paper minimizes.
     """
 
     lengths: tuple[int, ...]
@@ -44,6 +43,6 @@ class Proposal:
 
     @property
     def replicas(self) -> int | tuple[int, ...]:
-        """Whole pipelines, or ranks for every stage."""
-        found = dict(self.options).get("replicas", 1)
-        return found if isinstance(found, (int, tuple)) else 1
+        """Number of whole pipelines, or of ranks per stage."""
+        replicas = dict(self.options).get("replicas", 1)
+        return replicas if isinstance(replicas, (int, tuple)) else 1

@@ -1,64 +1,70 @@
-"""A cut made better by what simulation says: layers moved over one boundary at a time, as long as
-that helps.
-"""
+"""Local search on a cut: move layers over one boundary at a time while simulation improves."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from penstock.search.hunt import Hunt
-from penstock.search.laid import Scored
+from penstock.search.hunt import PlanSearch
+from penstock.search.laid import Evaluated
 
-#: Moves of a boundary by so many layers.
+#: Numbers of layers by which a boundary is moved.
 STEPS = (1, -1, 2, -2)
 
-#: An improvement that is worth another round, relatively.
+#: Relative improvement that is worth another round.
 WORTH = 1e-4
 
 
-def refined(hunt: Hunt, found: Scored) -> Scored:
-    """The best cut that is reached by moving boundaries, each move simulated; `found` itself where
-    none helps.
+def refine_cut(search: PlanSearch, candidate: Evaluated) -> Evaluated:
+    """Return the best cut that is reached by moving boundaries, each move simulated; `candidate`
+    itself where none helps.
 
-    The exact cut makes the slowest stage as fast as can be; what a step takes depends on filling
-    and draining too, where stages that are not the slowest count, and on which of them wait for
-    messages.
+    The exact cut minimizes the slowest stage. The time of a step also depends on filling and
+    draining, where stages that are not the slowest count, and on which of them wait for messages.
     """
-    if hunt.request.by != "bottleneck" or found.laid.proposal.schedule not in _plain(hunt):
-        return found
-    tried = {found.laid.proposal.lengths}
-    while not hunt.over:
-        better = _neighbour(hunt, found, tried)
+    names = {facts.name for facts in search.request.families()}
+    if search.request.by != "bottleneck" or candidate.placed.proposal.schedule not in names:
+        return candidate
+    tried = {candidate.placed.proposal.lengths}
+    while not search.is_over:
+        better = _better_neighbour(search, candidate, tried)
         if better is None:
-            return found
-        found = better
-    return found
+            return candidate
+        candidate = better
+    return candidate
 
 
-def _plain(hunt: Hunt) -> set[str]:
-    return {facts.name for facts in hunt.request.families()}
+def _better_neighbour(
+    search: PlanSearch, candidate: Evaluated, tried: set[tuple[int, ...]]
+) -> Evaluated | None:
+    """Return the first neighbouring cut that is faster by enough, or None."""
+    for lengths in _neighbours(candidate):
+        if lengths in tried:
+            continue
+        tried.add(lengths)
+        if search.is_over:
+            return None
+        neighbour = search.evaluate(replace(candidate.placed.proposal, lengths=lengths))
+        if neighbour is not None and neighbour.step_s < candidate.step_s * (1 - WORTH):
+            return neighbour
+    return None
 
 
-def _neighbour(hunt: Hunt, found: Scored, tried: set[tuple[int, ...]]) -> Scored | None:
-    """The first cut next to it that is faster by enough, boundaries of the busiest ranks first."""
-    proposal, busy = found.laid.proposal, found.found.timeline.busy if found.found else ()
-    held = found.laid.made.ranks_of_stage
-    load = [max(busy[rank] for rank in ranks) for ranks in held]
-    order = sorted(
-        range(proposal.stages - 1), key=lambda boundary: -max(load[boundary], load[boundary + 1])
+def _neighbours(candidate: Evaluated) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts that differ in one boundary, those at the busiest ranks first."""
+    proposal = candidate.placed.proposal
+    busy = candidate.steady_state.timeline.busy if candidate.steady_state else ()
+    stage_load = []
+    for ranks in candidate.placed.schedule.ranks_of_stage:
+        stage_load.append(max(busy[rank] for rank in ranks))
+    boundaries = sorted(
+        range(proposal.stages - 1),
+        key=lambda boundary: -max(stage_load[boundary], stage_load[boundary + 1]),
     )
-    for boundary in order:
+    for boundary in boundaries:
         for step in STEPS:
             lengths = list(proposal.lengths)
             lengths[boundary] += step
             lengths[boundary + 1] -= step
-            cut = tuple(lengths)
-            if min(cut) < 1 or cut in tried:
-                continue
-            tried.add(cut)
-            if hunt.over:
-                return None
-            weighed = hunt.weigh(replace(proposal, lengths=cut))
-            if weighed is not None and weighed.step_s < found.step_s * (1 - WORTH):
-                return weighed
-    return None
+            if min(lengths) >= 1:
+                yield tuple(lengths)

@@ -1,5 +1,5 @@
-"""Every schedule by name: those of the zoo, which numbers suffice to make, and those made to
-measure, which need costs.
+"""All schedules by name: those of the zoo, which only need numbers, and cost schedules, which are
+built from the costs of the stages.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ from penstock.schedule.catalogue import ScheduleFacts
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 
-#: Functions of (costs, micro_batches, **options), where `costs.forward` has one entry per stage and
-#: so tells their number; an entry
-#: may be one number per micro-batch. Their facts are those of the zoo's; name and options are set
-#: here.
-MADE_TO_MEASURE: Registry[Callable[..., Schedule]] = Registry(
+#: Registry of cost schedules: functions of (costs, micro_batches, **options). `costs.forward` has
+#: one entry per stage, which tells the number of stages; an entry may be one number per
+#: micro-batch. The facts are those of the zoo. Name and options of the schedule are set here.
+COST_SCHEDULES: Registry[Callable[..., Schedule]] = Registry(
     "schedule", "penstock.search.made_to_measure"
 )
-register = MADE_TO_MEASURE.register
+register = COST_SCHEDULES.register
 
 #: Costs that have one entry per boundary; all others have one per stage.
 _PER_BOUNDARY = ("transfer", "transfer_back", "latency", "bandwidth", "boundary_bytes")
 
 
 def schedules() -> dict[str, ScheduleFacts]:
-    """Every schedule's name and short facts: the zoo first, then those that need costs."""
-    made = {
+    """Return every schedule's name and facts: the zoo first, then the cost schedules."""
+    cost_schedules = {
         name: ScheduleFacts(name=name, needs_costs=True, **entry.facts)  # type: ignore[arg-type]  # checked by this call
-        for name, entry in MADE_TO_MEASURE.entries().items()
+        for name, entry in COST_SCHEDULES.entries().items()
     }
-    return {**zoo.schedules(), **made}
+    return {**zoo.schedules(), **cost_schedules}
 
 
 def schedule(
@@ -52,12 +51,13 @@ def schedule(
 
     Args:
         name: one of `schedules()`.
-        stages: number of stages, at least 1. May be left out where `costs` have one entry per
-        stage. micro_batches: micro-batches per batch, at least 1. costs: what to measure it for:
-        only for schedules whose facts say `needs_costs`, and these need it. options: what this
-        schedule takes besides; its own docstring says. All of the zoo take `replicas`: a number of
-        pipelines,
-            or of ranks for every stage (`penstock.schedule.catalogue.schedule`).
+        stages: number of stages, at least 1. Optional where `costs` have one entry per stage.
+        micro_batches: micro-batches per batch, at least 1.
+        costs: what to build the schedule from. Required for schedules whose facts say
+            `needs_costs`, refused for all others.
+        options: further options, as the docstring of the schedule describes them. All schedules of
+            the zoo take `replicas`: a number of pipelines, or of ranks for every stage
+            (`penstock.schedule.catalogue.schedule`).
 
     Raises:
         UnknownName: no schedule has that name.
@@ -65,19 +65,14 @@ def schedule(
         SettingError: the costs are for another number of stages.
     """
     facts = schedules()
-    own = {alias: each.name for each in facts.values() for alias in each.aliases} | {
-        word: word for word in facts
-    }
-    if name not in own:
-        raise UnknownName("schedule", name, [*facts, *sorted(own.keys() - facts.keys())])
-    name = own[name]
+    name = _full_name(name, facts)
     if facts[name].needs_costs:
         if not isinstance(costs, Costs):
             raise ScheduleError(
-                f"{name} is made to measure: say for what, such as costs=ps.Costs(forward=[1, 2, 1]), "
-                f"not {costs!r}"
+                f"{name} is built from costs: give them, such as "
+                f"costs=ps.Costs(forward=[1, 2, 1]), not {costs!r}"
             )
-        return _made_to_measure(name, costs, stages, micro_batches, options)
+        return _cost_schedule(name, costs, stages, micro_batches, options)
     if costs is not None:
         raise ScheduleError(
             f"{name} is the same for all costs: leave them out, and give them to simulate"
@@ -87,45 +82,81 @@ def schedule(
     return zoo.schedule(name, stages, micro_batches, **options)  # type: ignore[arg-type]  # replicas may be one: checked there
 
 
-def _made_to_measure(
+def _full_name(name: str, facts: dict[str, ScheduleFacts]) -> str:
+    """Resolve an alias.
+
+    Raises:
+        UnknownName: `name` is neither a name nor an alias.
+    """
+    if name in facts:
+        return name
+    aliases = {alias: entry.name for entry in facts.values() for alias in entry.aliases}
+    if name not in aliases:
+        raise UnknownName("schedule", name, [*facts, *sorted(aliases.keys() - facts.keys())])
+    return aliases[name]
+
+
+def _cost_schedule(
     name: str, costs: Costs, stages: int | None, micro_batches: int, options: dict[str, object]
 ) -> Schedule:
+    """Make a cost schedule, with its name and options."""
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ScheduleError(f"{name} needs at least 1 of micro-batches and got {micro_batches!r}")
-    spread = spread_forward(costs, stages, micro_batches)
+    stage_costs = spread_forward(costs, stages, micro_batches)
     try:
-        made = MADE_TO_MEASURE.find(name).make(spread, micro_batches, **options)
+        schedule = COST_SCHEDULES.find(name).make(stage_costs, micro_batches, **options)
     except TypeError as error:
         if not options:
             raise
         raise ScheduleError(f"{name} does not take {', '.join(options)}: {error}") from error
-    plain = {
+    requested = {
         option: tuple(value) if isinstance(value, list) else value
         for option, value in options.items()
     }
-    # What the maker found out, such as a lower bound, stands behind what it was asked for.
-    found = tuple((key, value) for key, value in made.options if key not in plain)
-    return replace(made, name=name, options=(*plain.items(), *found))
+    # Results, such as a lower bound, come after the requested options.
+    results = tuple((key, value) for key, value in schedule.options if key not in requested)
+    return replace(schedule, name=name, options=(*requested.items(), *results))
 
 
 def spread_forward(costs: Costs, stages: int | None, micro_batches: int) -> Costs:
-    """`costs` with one entry per stage in `forward`, checked to be for `stages` if that is given.
+    """Return `costs` with one entry per stage in `forward`, checked to be for `stages` stages if
+    that is given.
 
     Raises:
-        ScheduleError: nothing tells the number of stages, or it is below 1.
+        ScheduleError: the number of stages is unknown or below 1.
         SettingError: entries of the costs are for different numbers of stages, or for others than
-        `stages`.
+            `stages`.
     """
-    listed = {
-        field.name: value
-        for field in fields(costs)
-        if isinstance(value := getattr(costs, field.name), tuple)
-    }
-    counts = {name: len(value) + (name in _PER_BOUNDARY) for name, value in listed.items()}
+    stages = _check_stages(costs, stages)
+    forward = costs.forward
+    if forward is None:
+        raise SettingError("costs: forward is needed")
+    if isinstance(forward, tuple):
+        return costs
+    if not callable(forward):
+        return replace(costs, forward=costs.spread("forward", stages))
+    rows = []
+    for stage in range(stages):
+        rows.append([forward(stage, micro_batch) for micro_batch in range(micro_batches)])
+    return replace(costs, forward=rows)
+
+
+def _check_stages(costs: Costs, stages: int | None) -> int:
+    """Return the number of stages, and check that all costs are for it.
+
+    Raises:
+        ScheduleError, SettingError: as `spread_forward`.
+    """
+    counts = {}
+    for field in fields(costs):
+        value = getattr(costs, field.name)
+        if isinstance(value, tuple):
+            counts[field.name] = len(value) + (field.name in _PER_BOUNDARY)
     if stages is None:
         if not counts:
             raise ScheduleError(
-                "the costs do not say how many stages there are: give their number, such as stages=4"
+                "the costs do not say how many stages there are: give their number, such as "
+                "stages=4"
             )
         stages = next(iter(counts.values()))
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
@@ -133,16 +164,4 @@ def spread_forward(costs: Costs, stages: int | None, micro_batches: int) -> Cost
     for name, count in counts.items():
         if count != stages:
             raise SettingError(f"costs: {name} is for {count} stages, the schedule has {stages}")
-    forward = costs.forward
-    if forward is None:
-        raise SettingError("costs: forward is needed")
-    if callable(forward):
-        return replace(
-            costs,
-            forward=[[forward(stage, m) for m in range(micro_batches)] for stage in range(stages)],
-        )
-    return (
-        costs
-        if isinstance(forward, tuple)
-        else replace(costs, forward=costs.spread("forward", stages))
-    )
+    return stages

@@ -7,45 +7,54 @@ from collections.abc import Iterable
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.plan.plan import Plan
-from penstock.search.explain import plan_of
-from penstock.search.laid import CLOSE, Scored, best, first_of_kind, lay_out, nothing
+from penstock.search.explain import build_plan
+from penstock.search.laid import (
+    CLOSE,
+    Evaluated,
+    best,
+    by_time,
+    first_of_kind,
+    infeasible_error,
+    instantiate,
+)
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.weigh import finer, weigh
+from penstock.search.weigh import evaluate, refine_recompute
 
 
-def best_of(request: PlanRequest, proposals: Iterable[Proposal]) -> Plan:
-    """The plan of the fastest proposal that fits, all others in its table.
+def best_plan(request: PlanRequest, proposals: Iterable[Proposal]) -> Plan:
+    """Return the plan of the fastest proposal that fits, with all others in its table.
 
     Raises:
-        PlanError: nothing fits, and the message says what the nearest need; or nothing can be made,
-        and it says why.
+        PlanError: nothing fits, and the message says what the nearest candidates need; or no
+            proposal can be made, and it says why.
     """
-    fits: list[Scored] = []
-    misfits: list[Scored] = []
-    refusals: dict[str, None] = {}
-    reach = math.inf
+    feasible: list[Evaluated] = []
+    infeasible: list[Evaluated] = []
+    rejected: dict[str, None] = {}
+    cutoff_s = math.inf
     for proposal in proposals:
         try:
-            found = weigh(lay_out(request, proposal), reach)
+            variants = evaluate(instantiate(request, proposal), cutoff_s)
         except (ScheduleError, PlanError) as error:
-            refusals[str(error)] = None
+            rejected[str(error)] = None
             continue
-        fits += [each for each in found if not each.lack]
-        reach = min((each.step_s for each in fits), default=math.inf) * (1 + CLOSE)
-        misfits += [each for each in found if each.lack]
-    if not fits:
-        raise nothing(request, misfits, list(refusals))
-    coarse = best(fits)
-    chosen = finer(coarse)
-    others = sorted(fits, key=lambda each: (each is not coarse, each.step_s, each.preference))[1:]
-    return plan_of(request, chosen, first_of_kind([chosen, *others]))
+        for variant in variants:
+            (infeasible if variant.memory_shortfall else feasible).append(variant)
+        fastest = min((candidate.step_s for candidate in feasible), default=math.inf)
+        cutoff_s = fastest * (1 + CLOSE)
+    if not feasible:
+        raise infeasible_error(request, infeasible, list(rejected))
+    coarse = best(feasible)
+    chosen = refine_recompute(coarse)
+    others = sorted((candidate for candidate in feasible if candidate is not coarse), key=by_time)
+    return build_plan(request, chosen, first_of_kind([chosen, *others]))
 
 
-def scored(request: PlanRequest, proposal: Proposal) -> Plan:
-    """The plan of one proposal.
+def plan_proposal(request: PlanRequest, proposal: Proposal) -> Plan:
+    """Return the plan of one proposal.
 
     Raises:
         PlanError: it does not fit, or cannot be made.
     """
-    return best_of(request, [proposal])
+    return best_plan(request, [proposal])

@@ -1,5 +1,5 @@
-"""Pipelines in which stages stand on different numbers of ranks: dear stages more often, those with
-many weights once.
+"""Propose pipelines whose stages have different numbers of replicas: expensive stages many, stages
+with many weights one.
 """
 
 from __future__ import annotations
@@ -14,102 +14,122 @@ from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.simulate.plan_costs import meeting_seconds
 
-#: More ranks than this are shared out evenly only: the table of what every stage would take grows
-#: with them.
+#: Clusters of more ranks are not considered: the table of the seconds of all stages grows with the
+#: number of ranks.
 MOST_RANKS = 128
 
-#: Up to so many ranks all must be used: of more, some may be left over where the slowest stage is
-#: none the worse.
+#: Up to this number of ranks all must be used. Of more ranks some may be left over if the slowest
+#: stage is no slower.
 FEW = 16
 
-#: Numbers of stages that are tried besides the best by the slowest stage alone: fewer fill and
-#: drain faster.
+#: Numbers of stages that are tried besides the one with the fastest slowest stage: fewer stages
+#: fill and drain faster.
 STAGES = (2, 3, 4)
+
+#: A cut with replicas: per stage, its number of layers and its number of ranks.
+ReplicatedCut = tuple[tuple[int, int], ...]
 
 
 def uneven(request: PlanRequest) -> Iterator[Proposal]:
-    """Proposals: for some numbers of micro-batches and of stages, the cut and the copies whose
+    """Yield, for some numbers of micro-batches and of stages, the cut and the replicas whose
     slowest stage is fastest.
 
-    A stage on k ranks takes a k-th of its seconds for each micro-batch, or what comes in for it, or
-    its part of what k ranks take to add up their gradients, whichever is most. Nothing is proposed
-    where devices differ or are more than 128.
+    The time of a stage on k ranks per micro-batch is the largest of: a k-th of its seconds, its
+    share of its input's transfer, and its share of the gradient sync among k ranks. Nothing is
+    proposed for devices of different kinds or more than 128.
     """
-    ranks, layers = request.cluster.ranks, len(request.profile)
-    alike = len({id(request.profile_of(rank)) for rank in range(ranks)}) == 1
+    schedules = _synchronous_schedules(request)
+    # A stream continues from batch to batch, so that the micro-batches of each batch must divide
+    # evenly among the replicas of every stage.
+    streams = any(facts.name == "pipedream" for facts in request.families())
+    if not _applies(request) or not (schedules or streams):
+        return
+    for micro_batches in _micro_batch_counts(request):
+        for cut in _cuts(request, micro_batches):
+            replicas = tuple(count for _, count in cut)
+            if len(set(replicas)) == 1:
+                # Equal numbers of replicas are whole pipelines, which the search space covers.
+                continue
+            lengths = tuple(length for length, _ in cut)
+            for name in schedules:
+                yield Proposal(lengths, name, micro_batches, (("replicas", replicas),))
+            even = lcm(*replicas) * max(1, round(micro_batches / lcm(*replicas)))
+            if streams and even <= request.batch and request.micro_batches in (None, even):
+                yield Proposal(lengths, "pipedream", even, (("replicas", replicas),))
+
+
+def _applies(request: PlanRequest) -> bool:
+    """Return whether the request allows replicas and leaves the cut free, and the cluster has more
+    than two and not too many devices, all of one kind.
+    """
+    ranks = request.cluster.ranks
+    if request.copies_allowed == 1 or request.by != "bottleneck" or not 2 < ranks <= MOST_RANKS:
+        return False
+    return len({id(request.profile_of(rank)) for rank in range(ranks)}) == 1
+
+
+def _synchronous_schedules(request: PlanRequest) -> list[str]:
+    """Return 1F1B and ZB-H1 as far as they are allowed, else another synchronous schedule with one
+    stage per rank, if any.
+    """
     names = [
         facts.name
         for facts in request.families()
         if facts.synchronous and facts.stages_per_rank == "1"
     ]
-    names = [name for name in ("1f1b", "zb-h1") if name in names] or names[:1]
-    # A stream goes on from batch to batch, so that every copy needs as many micro-batches of each.
-    streams = any(facts.name == "pipedream" for facts in request.families())
-    if (
-        not alike
-        or not request.copies_allowed > 1
-        or not 2 < ranks <= MOST_RANKS
-        or request.by != "bottleneck"
-        or not (names or streams)
-    ):
-        return
-    given = request.stages
-    for micro_batches in _counts(request):
-        table = _table(request, micro_batches)
-        wanted: tuple[int | None, ...] = (
-            (None, *(s for s in STAGES if s <= min(layers, ranks))) if given is None else (given,)
-        )
-        found: dict[tuple[tuple[int, int], ...], None] = {}
-        most = min(request.copies_allowed, micro_batches)
-        table[:, :, most + 1 :] = np.inf
-        for stages in wanted:
-            made = replicated_table(
-                table, None, stages=stages, exactly=most >= ranks and ranks <= FEW
-            )
-            if made is not None:
-                found[tuple(made)] = None
-        for each in found:
-            copies = tuple(count for _, count in each)
-            if len(set(copies)) > 1:  # others are whole pipelines
-                lengths = tuple(length for length, _ in each)
-                for name in names:
-                    yield Proposal(lengths, name, micro_batches, (("replicas", copies),))
-                even = lcm(*copies) * max(1, round(micro_batches / lcm(*copies)))
-                if streams and even <= request.batch and request.micro_batches in (None, even):
-                    yield Proposal(lengths, "pipedream", even, (("replicas", copies),))
+    return [name for name in ("1f1b", "zb-h1") if name in names] or names[:1]
 
 
-def _counts(request: PlanRequest) -> list[int]:
-    """Numbers of micro-batches: as many as ranks, or some times that."""
+def _cuts(request: PlanRequest, micro_batches: int) -> list[ReplicatedCut]:
+    """Return the best cut for each number of stages to try, without duplicates."""
+    ranks, layers = request.cluster.ranks, len(request.profile)
+    table = _stage_seconds_table(request, micro_batches)
+    most = min(request.copies_allowed, micro_batches)
+    table[:, :, most + 1 :] = np.inf
+    stage_counts: list[int | None] = [request.stages]
+    if request.stages is None:
+        stage_counts += [stages for stages in STAGES if stages <= min(layers, ranks)]
+    use_all = most >= ranks and ranks <= FEW
+    unique: dict[ReplicatedCut, None] = {}
+    for stages in stage_counts:
+        cut = replicated_table(table, None, stages=stages, exactly=use_all)
+        if cut is not None:
+            unique[tuple(cut)] = None
+    return list(unique)
+
+
+def _micro_batch_counts(request: PlanRequest) -> list[int]:
+    """Return the numbers of micro-batches to try: small multiples of the number of ranks."""
     if request.micro_batches is not None:
         return [request.micro_batches]
     ranks = request.cluster.ranks
-    return [times * ranks for times in (1, 2, 4, 8) if times * ranks <= request.batch]
+    return [multiple * ranks for multiple in (1, 2, 4, 8) if multiple * ranks <= request.batch]
 
 
-def _table(request: PlanRequest, micro_batches: int) -> np.ndarray:
-    """Shape (layers + 1, layers + 1, ranks + 1): seconds for a micro-batch of the layers a to b on
-    k ranks.
+def _stage_seconds_table(request: PlanRequest, micro_batches: int) -> np.ndarray:
+    """Return the seconds per micro-batch of a stage of layers a … b - 1 on k ranks, shape
+    (layers + 1, layers + 1, ranks + 1), indexed [a, b, k].
     """
     profile, cluster, ranks = request.profile, request.cluster, request.cluster.ranks
     micro_batch, layers = request.batch / micro_batches, len(profile)
     work = np.concatenate([[0.0], np.cumsum(profile.step_seconds(micro_batch))])
-    held = np.concatenate([[0.0], np.cumsum([layer.parameter_bytes for layer in profile])])
-    copies = np.arange(1, ranks + 1)
-    table = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
-    comes_in = [0.0] + [
+    parameter_bytes = np.concatenate(
+        [[0.0], np.cumsum([layer.parameter_bytes for layer in profile])]
+    )
+    replicas = np.arange(1, ranks + 1)
+    input_s = [0.0] + [
         cluster.transfer_seconds(micro_batch * layer.output_bytes_per_sample, 0, ranks - 1)
         for layer in profile
     ]
-    # What a meeting takes is linear in the bytes: two sizes tell it.
+    # The seconds of a gradient sync are linear in the bytes: two sizes determine them.
     unit = 1e6
-    fixed = np.array([meeting_seconds(range(count), 0.0, cluster) for count in copies])
-    slope = np.array([meeting_seconds(range(count), unit, cluster) for count in copies]) - fixed
-    seconds = (work[None, :] - work[:, None])[:, :, None] / copies
-    met = (
-        fixed + np.maximum(held[None, :] - held[:, None], 0.0)[:, :, None] / unit * slope
-    ) / micro_batches
+    fixed = np.array([meeting_seconds(range(count), 0.0, cluster) for count in replicas])
+    slope = np.array([meeting_seconds(range(count), unit, cluster) for count in replicas]) - fixed
+    seconds = (work[None, :] - work[:, None])[:, :, None] / replicas
+    stage_bytes = np.maximum(parameter_bytes[None, :] - parameter_bytes[:, None], 0.0)
+    sync_s = (fixed + stage_bytes[:, :, None] / unit * slope) / micro_batches
+    table = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
     table[:, :, 1:] = np.maximum(
-        np.maximum(seconds, met), np.array(comes_in)[:, None, None] / copies
+        np.maximum(seconds, sync_s), np.array(input_s)[:, None, None] / replicas
     )
     return table

@@ -1,5 +1,7 @@
-"""The ways to run that `auto` weighs: shapes with schedules and numbers, the promising ones first,
-each with what nothing can beat.
+"""The search space of planner `auto`: every configuration with an estimate and a lower bound.
+
+A configuration is a schedule with its number of stages and micro-batches on a shape of the cluster.
+Estimates order the search; lower bounds let it skip configurations without simulation.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import numpy as np
 from penstock.errors import ScheduleError
 from penstock.plan.plan import Option
 from penstock.schedule.catalogue import ScheduleFacts, schedule
-from penstock.schedule.op import Kind, Schedule
+from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.period import period_of
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
@@ -22,14 +24,22 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import meeting_seconds
 from penstock.simulate.stage_seconds import PHASES
 
-#: Stages on one rank that are tried, for schedules that take any number.
+#: Numbers of stages per rank that are tried, for schedules that take any number.
 STAGES_PER_RANK = (2, 3, 4)
 
 
 @dataclass(frozen=True)
-class Way:
-    """A schedule with its numbers on a shape. `estimate_s` sorts the ways, `bound_s` is what no cut
-    can beat.
+class Configuration:
+    """A schedule with its numbers of stages and micro-batches on a shape.
+
+    Attributes:
+        shape: the pipelines and their devices.
+        schedule: name of the schedule.
+        stages: number of stages.
+        micro_batches: number of micro-batches, of all pipelines together.
+        options: options of the schedule, without the number of pipelines.
+        estimate_s: estimated seconds per step, by which configurations are ordered.
+        bound_s: lower bound in seconds per step over all cuts.
     """
 
     shape: Shape
@@ -42,29 +52,30 @@ class Way:
 
     @property
     def all_options(self) -> tuple[tuple[str, Option], ...]:
-        """With the number of pipelines, where there are several."""
-        own: tuple[tuple[str, Option], ...] = (
-            (("replicas", self.shape.pipelines),) if self.shape.pipelines > 1 else ()
-        )
-        return own + self.options
+        """The options of the schedule, with the number of pipelines if there are several."""
+        if self.shape.pipelines == 1:
+            return self.options
+        return (("replicas", self.shape.pipelines), *self.options)
 
 
 def layouts(facts: ScheduleFacts, ranks: int) -> list[tuple[int, tuple[tuple[str, Option], ...]]]:
-    """Numbers of stages, and the options for them, with which a schedule may stand on so many
-    ranks.
+    """Return the numbers of stages that a schedule can have on `ranks` ranks, each with the options
+    that select it.
     """
     if facts.stages_per_rank == "chunks":
-        return [(each * ranks, (("chunks", each),)) for each in STAGES_PER_RANK]
+        return [(chunks * ranks, (("chunks", chunks),)) for chunks in STAGES_PER_RANK]
     if facts.stages_per_rank == "2 x waves":
-        return [(2 * each * ranks, (("waves", each),)) for each in (1, 2)]
-    if facts.stages_per_rank == "2":  # the family says by refusing which of them it is
+        return [(2 * waves * ranks, (("waves", waves),)) for waves in (1, 2)]
+    if facts.stages_per_rank == "2":
+        # Some of these families need as many stages as ranks, others twice as many. The facts do
+        # not tell which; the family refuses the wrong one.
         return [(ranks, ()), (2 * ranks, ())] if ranks % 2 == 0 else [(2 * ranks, ())]
     return [(ranks, ())]
 
 
-def _unlike_alone(families: Sequence[ScheduleFacts]) -> list[ScheduleFacts]:
-    """Those that differ where the whole model is one stage: they split its backwards or not, flush
-    or not.
+def _distinct_on_one_stage(families: Sequence[ScheduleFacts]) -> list[ScheduleFacts]:
+    """Return one schedule for each behaviour that differs when the whole model is one stage:
+    whether it splits backwards, whether it flushes, and its weight rule.
     """
     kinds: dict[object, ScheduleFacts] = {}
     for facts in sorted(families, key=lambda facts: facts.name):
@@ -73,288 +84,337 @@ def _unlike_alone(families: Sequence[ScheduleFacts]) -> list[ScheduleFacts]:
     return list(kinds.values()) or list(families[:1])
 
 
-class Space:
-    """All ways of a request. What it takes to know their bounds is worked out once for each kind of
-    device and size.
+class SearchSpace:
+    """All configurations of a request.
+
+    The values that bounds are computed from are cached per kind of device and micro-batch size.
     """
 
-    def __init__(self, request: PlanRequest, every: list[Shape]) -> None:
-        self.request, self.shapes = request, every
-        self._rows: dict[tuple[int, float], np.ndarray] = {}
-        self._bests: dict[tuple[tuple[int, ...], float], tuple[float, float]] = {}
-        self._met: dict[Shape, float] = {}
-        self._shared: dict[tuple[tuple[tuple[int, int], ...], float], float] = {}
+    def __init__(self, request: PlanRequest, shapes: list[Shape]) -> None:
+        self.request, self.shapes = request, shapes
+        self._phase_seconds: dict[tuple[int, float], np.ndarray] = {}
+        self._fastest_paths: dict[tuple[tuple[int, ...], float], tuple[float, float]] = {}
+        self._gradient_sync: dict[Shape, float] = {}
+        self._shared_work: dict[tuple[tuple[tuple[int, int], ...], float], float] = {}
 
     @cached_property
-    def ways(self) -> list[Way]:
-        """Best estimate first."""
-        found = [way for shape in self.shapes for way in self._of_shape(shape)]
-        key = {
-            way: (way.estimate_s, way.micro_batches, way.stages, way.schedule, way.shape.pipelines)
-            for way in found
-        }
-        return sorted(found, key=lambda way: key[way])
+    def configurations(self) -> list[Configuration]:
+        """All configurations, best estimate first."""
+        unsorted = [
+            configuration for shape in self.shapes for configuration in self._of_shape(shape)
+        ]
+        return sorted(unsorted, key=_order)
 
     @cached_property
     def leading(self) -> frozenset[str]:
-        """The schedules that stand for all in a first look: of those with a flush and of those
-        without 1F1B, or its kin PipeDream, where it is allowed, else that of the best estimate.
+        """The schedules that represent all others in the first scan.
+
+        One synchronous and one asynchronous schedule: 1F1B and its asynchronous counterpart
+        PipeDream where they are allowed, else the one with the best estimate.
         """
-        found = []
-        for synchronous, favourite in ((True, "1f1b"), (False, "pipedream")):
-            kin = {
+        leading = set()
+        for synchronous, preferred in ((True, "1f1b"), (False, "pipedream")):
+            allowed = {
                 facts.name for facts in self.request.families() if facts.synchronous is synchronous
             }
-            names = [way.schedule for way in self.ways if way.schedule in kin]
-            found += [favourite if favourite in names else names[0]] if names else []
-        return frozenset(found)
+            names = [
+                configuration.schedule
+                for configuration in self.configurations
+                if configuration.schedule in allowed
+            ]
+            if names:
+                leading.add(preferred if preferred in names else names[0])
+        return frozenset(leading)
 
     @cached_property
     def least_s(self) -> float:
-        """No step is shorter, however stages are cut and copied: all work, shared evenly among all
-        devices.
+        """Lower bound in seconds per step over all cuts and replications: all work, divided evenly
+        among all devices.
         """
-        found = [
-            count * self._load(shape, count).of_cluster
+        bounds = [
+            count * self._load(shape, count).cluster_share_s
             for shape in self.shapes[:1]
             for count in self.request.micro_batch_counts(self.request.cluster.ranks)
         ]
-        return min(found, default=0.0)
+        return min(bounds, default=0.0)
 
-    def _of_shape(self, shape: Shape) -> Iterator[Way]:
+    def _of_shape(self, shape: Shape) -> Iterator[Configuration]:
+        """Yield all configurations on one shape."""
         request, layers = self.request, len(self.request.profile)
         counts = sorted({*request.micro_batch_counts(shape.pipelines), *self._multiples(shape)})
-        families = request.families() if shape.ranks > 1 else _unlike_alone(request.families())
-        listed = [(facts, *layout) for facts in families for layout in layouts(facts, shape.ranks)]
+        families = request.families()
+        if shape.ranks == 1:
+            families = tuple(_distinct_on_one_stage(families))
+        variants = [
+            (facts, *layout) for facts in families for layout in layouts(facts, shape.ranks)
+        ]
         for micro_batches in counts:
-            if not shape.pipelines <= micro_batches:
+            if micro_batches < shape.pipelines:
                 continue
             load = self._load(shape, micro_batches)
-            for facts, stages, options in listed:
+            for facts, stages, options in variants:
                 if not 1 <= stages <= layers or request.stages not in (None, stages):
                     continue
-                estimate, bound = _reckon(load, facts, stages)
-                yield Way(shape, facts.name, stages, micro_batches, options, estimate, bound)
+                estimate, bound = _estimate_and_bound(load, facts, stages)
+                yield Configuration(
+                    shape, facts.name, stages, micro_batches, options, estimate, bound
+                )
 
     def _multiples(self, shape: Shape) -> Iterator[int]:
-        """Numbers of micro-batches that some schedules need: multiples of the ranks, for each
-        pipeline.
+        """Yield the numbers of micro-batches that some schedules need: per pipeline, multiples of
+        its ranks.
         """
         if self.request.micro_batches is None:
-            for times in (1, 2, 4):
-                count = times * shape.ranks * shape.pipelines
+            for multiple in (1, 2, 4):
+                count = multiple * shape.ranks * shape.pipelines
                 if count <= min(self.request.batch, 64 * shape.pipelines):
                     yield count
 
     def _seconds(self, rank: int, samples: float) -> np.ndarray:
-        """Shape (4, layers): per layer, seconds of each phase on one device."""
+        """Return the seconds of each phase of each layer on one device, shape (4, layers)."""
         profile = self.request.profile_of(rank)
         key = id(profile), samples
-        if key not in self._rows:
-            self._rows[key] = np.array([profile.seconds(phase, samples) for phase in PHASES])
-        return self._rows[key]
+        if key not in self._phase_seconds:
+            self._phase_seconds[key] = np.array(
+                [profile.seconds(phase, samples) for phase in PHASES]
+            )
+        return self._phase_seconds[key]
 
-    def _least(self, kinds: Sequence[int], samples: float) -> tuple[float, float]:
-        """Of the whole model, every layer on the device and in the way that is fastest for it, as
-        no cut can better: a micro-batch's way through all layers, and that and back.
+    def _fastest_path(self, kinds: Sequence[int], samples: float) -> tuple[float, float]:
+        """Return lower bounds in seconds of a micro-batch's forward through all layers, and of its
+        forward and backward.
 
-        Which device is faster may differ from layer to layer, and so may whether a backward is
-        worth splitting.
+        Every layer counts with the device that is fastest for it, which may differ from layer to
+        layer, and with a split backward where that is faster.
         """
         key = tuple(kinds), samples
-        if key not in self._bests:
+        if key not in self._fastest_paths:
             rows = [self._seconds(rank, samples) for rank in kinds]
-            path = sum(np.min([f + np.minimum(b, i) for f, b, i, _ in rows], axis=0))
-            self._bests[key] = float(sum(np.min([f for f, *_ in rows], axis=0))), float(path)
-        return self._bests[key]
+            forwards = [f for f, *_ in rows]
+            round_trips = [f + np.minimum(b, i) for f, b, i, _ in rows]
+            self._fastest_paths[key] = (
+                float(sum(np.min(forwards, axis=0))),
+                float(sum(np.min(round_trips, axis=0))),
+            )
+        return self._fastest_paths[key]
 
     def _shared_s(self, ranks: Sequence[int], samples: float) -> float:
-        """Seconds of each device at the least, if they share the work of a micro-batch however they
-        like.
+        """Return a lower bound in seconds per device if these ranks share the work of a micro-batch
+        in any proportion.
 
-        One of another kind than the first is at all layers at most as much faster as at the layer
-        that suits it best.
+        On all layers together, a device of another kind is faster than the first kind by at most
+        its speed-up on the layer that suits it best.
         """
         counts = Counter(id(self.request.profile_of(rank)) for rank in ranks)
         key = tuple(counts.items()), samples
-        if key not in self._shared:
+        if key not in self._shared_work:
             kinds = self._kinds(ranks)
-            rows = [
-                f + np.minimum(b, i + w)
-                for f, b, i, w in (self._seconds(rank, samples) for rank in kinds)
-            ]
-            some = rows[0] > 0
-            rate = sum(
-                counts[id(self.request.profile_of(rank))]
-                * float(np.max(rows[0][some] / np.maximum(row[some], 1e-300), initial=0.0))
-                for rank, row in zip(kinds, rows, strict=True)
-            )
-            self._shared[key] = float(rows[0].sum()) / rate if rate else 0.0
-        return self._shared[key]
+            layer_seconds = []
+            for rank in kinds:
+                f, b, i, w = self._seconds(rank, samples)
+                layer_seconds.append(f + np.minimum(b, i + w))
+            reference = layer_seconds[0]
+            nonzero = reference > 0
+            rate = 0.0
+            for rank, seconds in zip(kinds, layer_seconds, strict=True):
+                speed_ups = reference[nonzero] / np.maximum(seconds[nonzero], 1e-300)
+                devices = counts[id(self.request.profile_of(rank))]
+                rate += devices * float(np.max(speed_ups, initial=0.0))
+            self._shared_work[key] = float(reference.sum()) / rate if rate else 0.0
+        return self._shared_work[key]
 
     def _kinds(self, ranks: Sequence[int]) -> list[int]:
-        """The first of these ranks with each profile."""
-        return list({id(self.request.profile_of(rank)): rank for rank in reversed(ranks)}.values())[
-            ::-1
-        ]
+        """Return the first of these ranks with each profile."""
+        first_of: dict[int, int] = {}
+        for rank in reversed(ranks):
+            first_of[id(self.request.profile_of(rank))] = rank
+        return list(first_of.values())[::-1]
 
     def _load(self, shape: Shape, micro_batches: int) -> Load:
-        """What a number of micro-batches puts on a shape."""
+        """Return the load that one of `micro_batches` micro-batches puts on a shape."""
         samples, ranks = self.request.batch / micro_batches, self.request.cluster.ranks
         kinds = self._kinds(shape.first)
-        whole = {
+        model_s = {
             id(self.request.profile_of(rank)): float(self._seconds(rank, samples)[:2].sum())
             for rank in kinds
         }
-        even = (
-            1 / sum(1 / whole[id(self.request.profile_of(rank))] for rank in shape.first)
-            if all(whole.values())
-            else 0.0
-        )
-        down, path = self._least(kinds, samples)
-        held = sum(layer.parameter_bytes for layer in self.request.profile)
-        update = (
-            held
-            * min(self.request.profile_of(rank).update_s_per_byte for rank in kinds)
-            / shape.ranks
-        )
+        even_s = 0.0
+        if all(model_s.values()):
+            even_s = 1 / sum(1 / model_s[id(self.request.profile_of(rank))] for rank in shape.first)
+        down_s, path_s = self._fastest_path(kinds, samples)
+        parameter_bytes = sum(layer.parameter_bytes for layer in self.request.profile)
+        update_s_per_byte = min(self.request.profile_of(rank).update_s_per_byte for rank in kinds)
+        update_s = parameter_bytes * update_s_per_byte / shape.ranks
         return Load(
-            shape.ranks,
-            shape.pipelines,
-            micro_batches,
-            even,
-            self._shared_s(shape.first, samples),
-            down,
-            path,
-            update + self._met_s(shape),
-            self._shared_s(range(ranks), samples),
+            ranks=shape.ranks,
+            pipelines=shape.pipelines,
+            micro_batches=micro_batches,
+            even_s=even_s,
+            least_s=self._shared_s(shape.first, samples),
+            down_s=down_s,
+            path_s=path_s,
+            after_s=update_s + self._gradient_sync_s(shape),
+            cluster_share_s=self._shared_s(range(ranks), samples),
         )
 
-    @cached_property
-    def _every(self) -> list[int]:
-        return self._kinds(range(self.request.cluster.ranks))
-
-    def _met_s(self, shape: Shape) -> float:
-        """About what the copies of a stage take to add up their gradients."""
+    def _gradient_sync_s(self, shape: Shape) -> float:
+        """Estimate the seconds of the gradient all-reduce among the replicas of a stage."""
         if shape.pipelines == 1:
             return 0.0
-        if shape not in self._met:
-            held = sum(layer.parameter_bytes for layer in self.request.profile) / shape.ranks
-            self._met[shape] = meeting_seconds(
-                shape.devices[:: shape.ranks], held, self.request.cluster
+        if shape not in self._gradient_sync:
+            parameter_bytes = sum(layer.parameter_bytes for layer in self.request.profile)
+            self._gradient_sync[shape] = meeting_seconds(
+                shape.devices[:: shape.ranks], parameter_bytes / shape.ranks, self.request.cluster
             )
-        return self._met[shape]
+        return self._gradient_sync[shape]
+
+
+def _order(configuration: Configuration) -> tuple[float, int, int, str, int]:
+    """Return the sort key of a configuration: its estimate, then its numbers, for a fixed order."""
+    return (
+        configuration.estimate_s,
+        configuration.micro_batches,
+        configuration.stages,
+        configuration.schedule,
+        configuration.shape.pipelines,
+    )
 
 
 @dataclass(frozen=True)
 class Load:
-    """Seconds that one micro-batch takes on each rank of a pipeline if all share it evenly
-    (`even`), and at the least (`least`); on its path through all stages (`down`) and back (`path`);
-    what comes after the last backward (`after`); and its share of the whole cluster.
+    """Seconds that one micro-batch costs on a shape, and the numbers of the configuration.
+
+    Attributes:
+        ranks: ranks per pipeline.
+        pipelines: number of pipelines.
+        micro_batches: number of micro-batches, of all pipelines together.
+        even_s: seconds on each rank of a pipeline if all share the work evenly.
+        least_s: lower bound of the seconds on each rank of a pipeline.
+        down_s: lower bound of its forward path through all stages.
+        path_s: lower bound of its forward and backward path through all stages.
+        after_s: seconds after the last backward of a step: gradient sync and update.
+        cluster_share_s: lower bound of the seconds per device if the whole cluster shares the work.
     """
 
     ranks: int
     pipelines: int
     micro_batches: int
-    even: float
-    least: float
-    down: float
-    path: float
-    after: float
-    of_cluster: float
+    even_s: float
+    least_s: float
+    down_s: float
+    path_s: float
+    after_s: float
+    cluster_share_s: float
 
 
-def _reckon(load: Load, facts: ScheduleFacts, stages: int) -> tuple[float, float]:
-    """An estimate of a way, and what nothing can beat."""
-    each = -(-load.micro_batches // load.pipelines)
-    if (
-        not facts.synchronous
-    ):  # batches may take turns on copies, so that more ranks than these work
-        bound = load.micro_batches * load.of_cluster
-        return max(each * load.even, bound), bound
-    estimate = (each + (load.ranks - 1) / max(1, stages // load.ranks)) * load.even + load.after
-    bound = load.micro_batches / load.pipelines * load.least
-    if _slices(facts.name):
+def _estimate_and_bound(load: Load, facts: ScheduleFacts, stages: int) -> tuple[float, float]:
+    """Return an estimate and a lower bound in seconds per step, over all cuts."""
+    per_pipeline = -(-load.micro_batches // load.pipelines)
+    if not facts.synchronous:
+        # Batches may take turns on replicas, so that more ranks than those of the shape work.
+        bound = load.micro_batches * load.cluster_share_s
+        return max(per_pipeline * load.even_s, bound), bound
+    ramp = (load.ranks - 1) / max(1, stages // load.ranks)
+    estimate = (per_pipeline + ramp) * load.even_s + load.after_s
+    bound = load.micro_batches / load.pipelines * load.least_s
+    if _slices_micro_batches(facts.name):
         return max(estimate, bound), bound
-    bound = max(bound, load.path)
-    if facts.stages_per_rank == "1":  # weight gradients run beside the drain
-        bound = max(
-            bound, _with_ramp(each, load, load.down if facts.splits_backward else load.path)
-        )
+    bound = max(bound, load.path_s)
+    if facts.stages_per_rank == "1":
+        # Weight gradients of a split backward can run during the drain: only the fill counts.
+        ramp_path = load.down_s if facts.splits_backward else load.path_s
+        bound = max(bound, _bound_with_ramp(per_pipeline, load, ramp_path))
     return max(estimate, bound), bound
 
 
 @cache
-def _slices(name: str) -> bool:
-    """Whether a schedule cuts micro-batches further, so that a slice's path is shorter than theirs."""
+def _slices_micro_batches(name: str) -> bool:
+    """Return whether a schedule cuts micro-batches into slices, so that the path of a slice is
+    shorter than that of a micro-batch. Unknown counts as yes.
+    """
     try:
         return schedule(name, 2, 2).slicing is not None
     except ScheduleError:
         return True
 
 
-def _with_ramp(micro_batches: int, load: Load, path: float) -> float:
-    """What no cut into one stage per rank can beat: rank s waits until a micro-batch has gone
-    through the stages before it and, behind its last, back through them, which takes a share q of
-    these stages' work: `path` of the whole model's.
+def _bound_with_ramp(micro_batches: int, load: Load, path: float) -> float:
+    """Return a lower bound over all cuts into one stage per rank, filling and draining included.
 
-    For stages t, prefix sums P: max_s (q P_s + m t_s) is least where all are equal: C, with t_s =
-    (C - q P_s) / m; they sum to the work w for C = w q / (1 - (1 - q / m)^p).
+    Rank s is idle while its first micro-batch passes the stages before it and, after its last
+    micro-batch, while that returns through them. This takes a share q of these stages' work: `path`
+    relative to the work of the whole model.
+
+    For stage times t and their prefix sums P, max_s (q P_s + m t_s) is least where all are equal:
+    C, with t_s = (C - q P_s) / m. They sum to the work w for C = w q / (1 - (1 - q / m)^p).
     """
-    work = load.least * load.ranks
+    work = load.least_s * load.ranks
     share = min(path / work, 1.0) if work else 0.0
     if not share:
         return 0.0
     return work * share / (1 - (1 - share / micro_batches) ** load.ranks)
 
 
-def least_s(made: Schedule, costs: Costs) -> float:
-    """Seconds that no step of this schedule undercuts, transfers and updates counted as free; of a
-    stream, no batch.
+def schedule_bound_s(schedule: Schedule, costs: Costs) -> float:
+    """Return a lower bound in seconds per step of a schedule with these costs; per batch for a
+    stream. Transfers and updates count as free.
 
     For every rank:
 
-        stages before that of its first op, forward  |  its own work up to its last backward  |  the
-                                                     backwards before that
+        forward of the stages before  |  its work up to its  |  backward of the stages before
+        that of its first op          |  last backward       |  that of its last backward
 
-    The sum is valid since a rank is sequential, and its first forward and last backward have those
-    stages before and after them. A stream is full: of a rank only its own work counts, in as many
-    batches as it takes until all comes again.
+    The sum is a lower bound since a rank is sequential, and since its first forward comes after
+    those stages and its last backward before them. A stream has no ramps: only the work of each
+    rank counts, per batch of the period after which the program repeats.
     """
     seconds = {
-        Kind(letter): _least_of(costs, name, made)
+        Kind(letter): _fastest_seconds(costs, name, schedule)
         for letter, name in zip("FBIW", PHASES, strict=True)
     }
-    if made.stream is not None:
-        period = period_of(made)
-        work = (
-            sum(seconds[op.kind][op.stage] for op in loop if op.kind in seconds)
-            for loop in period.loops
-        )
-        return max(work, default=0.0) / period.batches
-    down = list(map(min, seconds[Kind.B], seconds[Kind.I]))
+    if schedule.stream is not None:
+        period = period_of(schedule)
+        bound = 0.0
+        for loop in period.loops:
+            work = sum(seconds[op.kind][op.stage] for op in loop if op.kind in seconds)
+            bound = max(bound, work)
+        return bound / period.batches
+    backward = list(map(min, seconds[Kind.B], seconds[Kind.I]))
     least = 0.0
-    for program in made.programs:
-        todo = [
-            (op, seconds[op.kind][op.stage] * made.shares[op.micro_batch])
-            for op in program
-            if op.kind in seconds
-        ]
-        turns = [i for i, (op, _) in enumerate(todo) if op.kind in (Kind.B, Kind.I)]
-        if not turns:
-            continue
-        first, last = todo[0][0], todo[turns[-1]][0]
-        fill = sum(seconds[Kind.F][: first.stage]) * made.shares[first.micro_batch]
-        whole = fill + sum(each for _, each in todo)
-        behind = sum(down[: last.stage]) * made.shares[last.micro_batch]
-        drained = fill + sum(each for _, each in todo[: turns[-1] + 1]) + behind
-        least = max(least, whole, drained)
+    for program in schedule.programs:
+        work_ops = [op for op in program if op.kind in seconds]
+        least = max(least, _rank_bound_s(schedule, work_ops, seconds, backward))
     return least
 
 
-def _least_of(costs: Costs, name: str, made: Schedule) -> tuple[float, ...]:
-    """Per stage, the seconds of one phase; of copies on different devices the fastest's."""
+def _rank_bound_s(
+    schedule: Schedule,
+    ops: Sequence[Op],
+    seconds: dict[Kind, tuple[float, ...]],
+    backward: Sequence[float],
+) -> float:
+    """Return the lower bound that one rank of a synchronous schedule gives.
+
+    Args:
+        schedule: the schedule.
+        ops: the rank's ops that take time, in order.
+        seconds: per kind of op, its seconds on every stage.
+        backward: per stage, the least seconds of a backward up to its input gradient.
+    """
+    durations = [seconds[op.kind][op.stage] * schedule.shares[op.micro_batch] for op in ops]
+    backward_places = [place for place, op in enumerate(ops) if op.kind in (Kind.B, Kind.I)]
+    if not backward_places:
+        return 0.0
+    last_place = backward_places[-1]
+    first, last = ops[0], ops[last_place]
+    fill = sum(seconds[Kind.F][: first.stage]) * schedule.shares[first.micro_batch]
+    drain = sum(backward[: last.stage]) * schedule.shares[last.micro_batch]
+    return max(fill + sum(durations), fill + sum(durations[: last_place + 1]) + drain)
+
+
+def _fastest_seconds(costs: Costs, name: str, schedule: Schedule) -> tuple[float, ...]:
+    """Return the seconds of one phase per stage; on replicas of different speed, the fastest's."""
     value = getattr(costs, name)
     if not isinstance(value, tuple):
-        return costs.spread(name, made.stages) or ()
+        return costs.spread(name, schedule.stages) or ()
     return tuple(float(np.min(entry)) for entry in value)

@@ -1,4 +1,4 @@
-"""What a way that was laid out needs and takes, with as little recomputing as will do."""
+"""Evaluate a placed schedule: its memory and time, with as little recompute as it needs to fit."""
 
 from __future__ import annotations
 
@@ -7,63 +7,71 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.plan.plan import Recompute
-from penstock.search.laid import Laid, Scored
+from penstock.search.laid import Evaluated, PlacedSchedule, by_time
 from penstock.search.lightest import COARSE, FINE, Precision
 from penstock.search.request import PlanRequest
-from penstock.search.selection import Hopeless, selected
+from penstock.search.selection import Infeasible, select_recompute
 from penstock.simulate.simulate import peak_memory
 from penstock.units import format_bytes
 
 
-def weigh(laid: Laid, reach: float = math.inf) -> list[Scored]:
-    """What does not fit, and last what fits and is simulated, if anything does. What certainly
-    takes more than `reach` seconds may be left out.
+def evaluate(placed: PlacedSchedule, cutoff_s: float = math.inf) -> list[Evaluated]:
+    """Return the variants that do not fit, and last the simulated variant that fits, if any does.
 
-    Where recompute is the planner's choice: nothing recomputed, if that fits; else the faster of
-    all but the last micro-batch, and of those layers that have to be; else everything.
+    Variants differ in recompute. Where that is left to the planner: never, if it fits; else the
+    faster of "except_last" and "selective"; else always. Variants that certainly take more than
+    `cutoff_s` seconds may be left out.
     """
-    asked = laid.proposal.recompute if laid.request.recompute == "auto" else laid.request.recompute
-    if asked != "auto":
-        return _tried(laid, asked)
-    found = _tried(laid, "never")
-    if found[-1].lack:
+    requested = placed.request.recompute
+    recompute = placed.proposal.recompute if requested == "auto" else requested
+    if recompute != "auto":
+        return _variants(placed, recompute)
+    variants = _variants(placed, "never")
+    if variants[-1].memory_shortfall:
         try:
-            found += _tried(laid, "selective", COARSE, reach)
-        except Hopeless:
-            return found
-        found += _tried(laid, "except_last")
-        if all(each.lack for each in found):
-            found += _tried(laid, "always")
-    misfits, fits = [each for each in found if each.lack], [each for each in found if not each.lack]
-    return misfits + sorted(fits, key=lambda each: (each.step_s, each.preference))[:1]
+            variants += _variants(placed, "selective", COARSE, cutoff_s)
+        except Infeasible:
+            return variants
+        variants += _variants(placed, "except_last")
+        if all(variant.memory_shortfall for variant in variants):
+            variants += _variants(placed, "always")
+    infeasible = [variant for variant in variants if variant.memory_shortfall]
+    feasible = [variant for variant in variants if not variant.memory_shortfall]
+    return infeasible + sorted(feasible, key=by_time)[:1]
 
 
-def finer(chosen: Scored) -> Scored:
-    """The same with a closer look at the layers that run again, if it is one of such and that makes
-    it faster.
+def refine_recompute(chosen: Evaluated) -> Evaluated:
+    """Return the same candidate with its selective recompute searched at fine precision, if that
+    makes it faster.
     """
     if chosen.recompute != "selective":
         return chosen
-    (found,) = _tried(replace(chosen.laid, selection=None), "selective")
-    return found if not found.lack and found.step_s < chosen.step_s else chosen
+    (variant,) = _variants(replace(chosen.placed, selection=None), "selective")
+    return variant if not variant.memory_shortfall and variant.step_s < chosen.step_s else chosen
 
 
-def _tried(
-    laid: Laid, recompute: Recompute, precision: Precision = FINE, reach: float = math.inf
-) -> list[Scored]:
-    """That way, if there is such a one; simulated if it fits."""
-    way = selected(laid, precision, reach) if recompute == "selective" else laid
-    if way is None:
+def _variants(
+    placed: PlacedSchedule,
+    recompute: Recompute,
+    precision: Precision = FINE,
+    cutoff_s: float = math.inf,
+) -> list[Evaluated]:
+    """Return the variant with this recompute, simulated if it fits; empty where selective recompute
+    is not possible.
+    """
+    variant = select_recompute(placed, precision, cutoff_s) if recompute == "selective" else placed
+    if variant is None:
         return []
-    memory = peak_memory(way.made, way.costs, recompute) or ()
-    found = Scored(way, recompute, memory, *_lack(laid.request, memory))
-    return [found if found.lack else found.simulated()]
+    memory = peak_memory(variant.schedule, variant.costs, recompute) or ()
+    ratio, shortfall = _compare_memory(placed.request, memory)
+    evaluated = Evaluated(variant, recompute, memory, ratio, shortfall)
+    return [evaluated if shortfall else evaluated.simulated()]
 
 
-def _lack(request: PlanRequest, memory: Sequence[int]) -> tuple[float, str]:
-    """What the fullest rank needs / has, and in words what it lacks, if it does."""
-    has = [request.memory_bytes(rank) for rank in range(len(memory))]
-    rank = max(range(len(memory)), key=lambda r: memory[r] / has[r])
-    excess = memory[rank] / has[rank]
-    words = f"needs {format_bytes(memory[rank])}, has {format_bytes(has[rank])} on rank {rank}"
-    return excess, words if excess > 1 else ""
+def _compare_memory(request: PlanRequest, memory: Sequence[int]) -> tuple[float, str]:
+    """Return peak / capacity of the fullest rank, and if it does not fit what it needs and has."""
+    capacity = [request.memory_bytes(rank) for rank in range(len(memory))]
+    ratios = [peak / limit for peak, limit in zip(memory, capacity, strict=True)]
+    rank = max(range(len(memory)), key=lambda rank: ratios[rank])
+    text = f"needs {format_bytes(memory[rank])}, has {format_bytes(capacity[rank])} on rank {rank}"
+    return ratios[rank], text if ratios[rank] > 1 else ""

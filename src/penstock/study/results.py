@@ -139,12 +139,12 @@ class Results:
             for group in groups:
                 if group.stages == stages:
                     rules_of_standing[self.conclusions[group].standing].append(group.rule)
-            clauses = [
+            summaries = [
                 f"{', '.join(rules)}: {SUMMARY[standing]}"
                 for standing, rules in rules_of_standing.items()
                 if rules
             ]
-            yield f"At {stages} stages {'; '.join(clauses)}."
+            yield f"At {stages} stages {'; '.join(summaries)}."
 
     def significance(self) -> str:
         """Explain how the conclusions are drawn, and how often chance alone would yield them."""

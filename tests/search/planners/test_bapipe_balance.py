@@ -10,9 +10,9 @@ from penstock.errors import PlanError
 from penstock.search.planners.bapipe_balance import (
     balanced_lengths,
     coarse_boundaries,
-    fine_tuned,
     fractional_cut,
     ideal_seconds,
+    tune_memory,
 )
 
 amounts = st.floats(0.01, 10)
@@ -113,7 +113,7 @@ def test_a_full_stage_hands_layers_to_neighbours_with_room():
     def excess(lengths):
         return [max(0, own - limit) for own, limit in zip(lengths, (3, 9), strict=True)]
 
-    assert fine_tuned((5, 1), excess) == (3, 3)
+    assert tune_memory((5, 1), excess) == (3, 3)
 
 
 def test_a_layer_goes_past_a_neighbour_that_is_full_itself():
@@ -122,9 +122,9 @@ def test_a_layer_goes_past_a_neighbour_that_is_full_itself():
     def excess(lengths):
         return [max(0, own - limit) for own, limit in zip(lengths, (2, 2, 9), strict=True)]
 
-    assert fine_tuned((4, 2, 1), excess) == (2, 2, 3)
+    assert tune_memory((4, 2, 1), excess) == (2, 2, 3)
 
 
 def test_what_cannot_fit_stays_as_it_is():
     """No stage has room: nothing is gained by moving."""
-    assert fine_tuned((2, 2), lambda lengths: [float(own) for own in lengths]) == (2, 2)
+    assert tune_memory((2, 2), lambda lengths: [float(own) for own in lengths]) == (2, 2)

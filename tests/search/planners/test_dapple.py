@@ -8,7 +8,7 @@ from penstock.cluster.cluster import Cluster
 from penstock.cluster.device import Device, Link
 from penstock.errors import PlanError
 from penstock.search.catalogue import plan
-from penstock.search.planners.dapple import twice_ahead
+from penstock.search.planners.dapple import warm_up_of_policy_b
 from penstock.search.planners.dapple_latency import latency
 
 
@@ -96,7 +96,7 @@ def test_notable_transfers_bring_policy_b(profile_of):
         max_replicas=1,
         micro_batches=16,
     )
-    assert dict(slow.schedule_options)["warm_up"] == twice_ahead((1,) * slow.stages)
+    assert dict(slow.schedule_options)["warm_up"] == warm_up_of_policy_b((1,) * slow.stages)
     assert "warm_up" not in dict(quick.schedule_options)
 
 

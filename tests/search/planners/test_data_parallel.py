@@ -79,5 +79,5 @@ def test_what_does_not_fit_in_the_smallest_parts_is_refused_with_what_it_needs(p
 
 def test_several_stages_are_refused(profile_of):
     """It has one."""
-    with pytest.raises(PlanError, match="data-parallel has one stage, and 2 are asked for"):
+    with pytest.raises(PlanError, match="data-parallel has one stage, and 2 are requested"):
         plan(profile_of([1e-3] * 4), cluster_of(2), 8, planner="data-parallel", stages=2)

@@ -170,8 +170,8 @@ def test_a_cluster_beyond_what_the_search_can_do_is_refused_at_once(profile_of):
 def test_a_cut_or_schedule_that_is_asked_for_is_refused_where_it_is_not_pipedreams(profile):
     """It would not be PipeDream's plan any more."""
     with pytest.raises(
-        PlanError, match="pipedream cuts by its own method, and partition='uniform' is asked for"
+        PlanError, match="pipedream cuts by its own method, and partition='uniform' is requested"
     ):
         plan(profile, cluster_of(4), 16, planner="pipedream", partition="uniform")
-    with pytest.raises(PlanError, match="pipedream runs 1f1b, and gpipe is asked for"):
+    with pytest.raises(PlanError, match="pipedream runs 1f1b, and gpipe is requested"):
         plan(profile, cluster_of(4), 16, planner="pipedream", schedules="gpipe")

@@ -33,10 +33,10 @@ def test_an_alias_of_an_own_schedule_is_the_planners_own(profile_of):
 
 def test_another_schedule_or_a_cut_that_is_asked_for_is_refused(profile_of):
     """What comes out would not be the paper's."""
-    with pytest.raises(PlanError, match="p runs 1f1b, and gpipe is asked for"):
+    with pytest.raises(PlanError, match="p runs 1f1b, and gpipe is requested"):
         check_scope(request_of(profile_of([1.0]), schedules=("gpipe",)), "p", "1f1b")
     with pytest.raises(
-        PlanError, match=r"p cuts by its own method, and partition=\(1,\) is asked for"
+        PlanError, match=r"p cuts by its own method, and partition=\(1,\) is requested"
     ):
         check_scope(request_of(profile_of([1.0]), by=(1,)), "p", "1f1b")
 
@@ -54,8 +54,8 @@ def test_devices_of_different_kinds_are_refused_by_name(profile_of):
 def test_what_may_not_fit_at_a_glance_never_fits_in_full(
     profile_of, memory, lengths, micro_batches
 ):
-    """The look leaves out only what `best_of` would refuse after a simulation."""
-    from penstock.search.score import scored
+    """The look leaves out only what `best_plan` would refuse after a simulation."""
+    from penstock.search.score import plan_proposal
 
     request = request_of(
         profile_of([1e-3] * 4, activation=300.0, parameters=500, output=20.0), memory
@@ -65,7 +65,7 @@ def test_what_may_not_fit_at_a_glance_never_fits_in_full(
         proposal = Proposal(lengths, "1f1b", micro_batches, options)
         if not may_fit(request, proposal):
             with pytest.raises(PlanError, match="nothing fits"):
-                scored(request, proposal)
+                plan_proposal(request, proposal)
 
 
 def test_where_nothing_may_fit_all_are_kept_so_that_the_message_has_what_they_need(profile_of):

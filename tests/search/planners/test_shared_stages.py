@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cluster.cluster import cluster
-from penstock.search.planners.shared_stages import packed, slowest_bandwidth
+from penstock.search.planners.shared_stages import pack_devices, slowest_bandwidth
 
 
 @settings(max_examples=60, deadline=None)
@@ -13,7 +13,7 @@ def test_powers_of_two_in_nodes_of_a_power_of_two_never_straddle_nodes(powers):
     """Alpa's argument for its submesh shapes; what has more than a node has whole ones."""
     sizes = [2**power for power in powers]
     target = cluster(f"{-(-sum(sizes) // 4) + 1}x4xV100-NVLink-25GbE")
-    found = packed(target, sizes)
+    found = pack_devices(target, sizes)
     assert len(set(found)) == sum(sizes)
     start = 0
     for size in sizes:
@@ -25,9 +25,9 @@ def test_powers_of_two_in_nodes_of_a_power_of_two_never_straddle_nodes(powers):
 def test_the_nodes_order_is_kept_where_nothing_straddles():
     """Neighbouring stages are then on neighbouring devices."""
     target = cluster("2x4xV100-NVLink-25GbE")
-    assert packed(target, [1, 1, 2, 4]) == tuple(range(8))
-    assert packed(target, [3, 1, 4]) == tuple(range(8))
-    assert packed(target, [3, 3]) == (0, 1, 2, 4, 5, 6)
+    assert pack_devices(target, [1, 1, 2, 4]) == tuple(range(8))
+    assert pack_devices(target, [3, 1, 4]) == tuple(range(8))
+    assert pack_devices(target, [3, 3]) == (0, 1, 2, 4, 5, 6)
 
 
 def test_the_slowest_link_is_the_one_between_nodes_if_there_are_several():

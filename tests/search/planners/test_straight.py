@@ -8,7 +8,7 @@ from tests.search.planners.cutters import ask, profile
 from penstock.cluster.cluster import cluster
 from penstock.errors import PlanError
 from penstock.search.catalogue import PLANNERS
-from penstock.search.planners.straight import copies_of, counts_of, stages_of
+from penstock.search.planners.straight import counts_of, replicas_of, stages_of
 from penstock.verify.verify import verify
 
 #: Those of torchgpipe's, DeepSpeed's and others' kind, and those with stages on several devices.
@@ -85,7 +85,7 @@ def test_another_schedule_or_cut_is_refused(name):
     """Each paper has its own; who wants another combination asks auto."""
     with pytest.raises(
         PlanError,
-        match=r"runs .*, and zb-v is asked for: leave schedules out, or ask planner 'auto'",
+        match=r"runs .*, and zb-v is requested: leave schedules out, or use planner 'auto'",
     ):
         planned(name, ask(COSTS, "4xV100-10GbE", schedules=("zb-v",)))
     with pytest.raises(PlanError, match="cuts by its own method"):
@@ -104,10 +104,10 @@ def test_mixed_devices_are_refused_by_those_that_take_them_for_equal(name):
 def test_pipelines_get_equally_many_micro_batches():
     """Ten pipelines share 10, 20, 40 … micro-batches, not 16."""
     request = ask(COSTS, "20xV100-10GbE", batch=200, stages=2)
-    assert (stages_of(request), copies_of(request, 2)) == (2, 10)
+    assert (stages_of(request), replicas_of(request, 2)) == (2, 10)
     assert list(counts_of(request, 2, 10)) == [10, 20, 40, 80, 160]
     asked = ask(COSTS, "20xV100-10GbE", batch=200, stages=2, micro_batches=12)
-    assert (copies_of(asked, 2), list(counts_of(asked, 2, 6))) == (6, [12])
+    assert (replicas_of(asked, 2), list(counts_of(asked, 2, 6))) == (6, [12])
     assert list(counts_of(ask(COSTS, "4xV100-10GbE"), 4)) == [1, 2, 4, 8, 16, 32]
 
 

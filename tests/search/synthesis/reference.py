@@ -47,7 +47,7 @@ def _optimum(problem, homes, c):
             model.add(released == turned).only_enforce_if(~split)
             model.add(start["B", s] >= start["F", s] + f[s])
             spans[rank].append(
-                (model.new_interval_var(start["F", s], time(), released, ""), int(c.hold[s]))
+                (model.new_interval_var(start["F", s], time(), released, ""), int(c.memory[s]))
             )
             end["F", s], end["B", s], ends[s, n] = start["F", s] + f[s], turned, released
         for s, (here, there) in enumerate(pairwise(homes[n])):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from penstock.errors import PenstockError
 from penstock.schedule import catalogue
 from penstock.schedule.op import Kind
-from penstock.search.synthesis.problem import Room, StageCosts, problem_for
+from penstock.search.synthesis.problem import Constraints, StageCosts, problem_for
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
@@ -50,7 +50,7 @@ def problems(draw, stages=(2, 4), micro_batches=5, placements=tuple(PLACED), who
     m = draw(st.integers(2, micro_batches))
     hold = given.get("activation_bytes", [1] * count)
     limit = draw(st.one_of(st.none(), st.integers(2 * max(hold), 2 * max(hold) * m)))
-    return costs, m, Room(placement, limit)
+    return costs, m, Constraints(placement, limit)
 
 
 def problem_of(costs, micro_batches, room):

@@ -16,7 +16,7 @@ from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind
 from penstock.search.synthesis import exact
 from penstock.search.synthesis.bound import lower_bound, preemptive
-from penstock.search.synthesis.problem import Room
+from penstock.search.synthesis.problem import Constraints
 from penstock.search.synthesis.synthesise import Settings, synthesise
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
@@ -221,7 +221,7 @@ def test_shapes_that_a_placement_cannot_have_are_refused():
         synthesise(three, 1, Settings(placement="bidirectional"))
     with pytest.raises(ScheduleError, match="needs 2 stages or more"):
         synthesise(Costs(forward=(1.0,)), 2, Settings(placement="bidirectional"))
-    with pytest.raises(ScheduleError, match="no placement will do"):
+    with pytest.raises(ScheduleError, match="no placement is possible"):
         synthesise(three, 4, Settings(placement="any", memory_limit=0.5))
     with pytest.raises(ScheduleError, match="do not tell the number of stages"):
         synthesise(Costs(), 4)
@@ -241,7 +241,7 @@ def test_a_proof_without_or_tools_names_the_extra(monkeypatch):
 
 def test_a_proof_that_runs_out_of_time_says_so():
     """The bound is still one, and the best program found is returned."""
-    problem = problem_of(UNEVEN, 6, Room("linear", 2))
+    problem = problem_of(UNEVEN, 6, Constraints("linear", 2))
     start = schedule("naive", 4, 6)
     proof = exact.prove(problem, start, simulate_schedule(start, UNEVEN).makespan, until_s=0.0)
     assert proof.schedule is None

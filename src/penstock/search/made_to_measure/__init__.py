@@ -1,1 +1,1 @@
-"""Schedules that are made for the costs of the stages: one method per file."""
+"""Schedules that are built from the costs of the stages: one method per file."""

@@ -1,15 +1,16 @@
-"""The default planner: pipelines on all shapes of the cluster, every schedule asked for, exact
-cuts, simulated in full.
+"""The default planner: pipelines on all shapes of the cluster with all requested schedules, cut
+exactly and simulated in full.
 
-In this order, each stage of the search with so much work at most, and all of it with so much time:
+The search has these steps, in this order. Each has a limit on simulated ops and on time:
 
-    shapes and numbers of micro-batches with one schedule  |  what the other planners propose  |
-                                                           stages with copies of their own  |
-    what can win of all other schedules, most promising first  |  programs made to measure  |  the
-                                                               best cut again by what simulation
-                                                               says
+    1. all shapes and numbers of micro-batches with one schedule
+    2. the proposals of the other planners
+    3. stages with different numbers of replicas
+    4. all other configurations that can win, most promising first
+    5. schedules that are built from the costs of the best candidates
+    6. local search on the cuts of the best candidates
 
-Most ways are never simulated: one whose lower bound is above the best time found cannot win.
+Most configurations are never simulated: one whose lower bound exceeds the best time cannot win.
 """
 
 from __future__ import annotations
@@ -24,34 +25,41 @@ from penstock.partition.uniform import partition_uniform
 from penstock.plan.plan import Plan
 from penstock.search.catalogue import PLANNERS, register
 from penstock.search.cuts import Balance
-from penstock.search.explain import ROWS, plan_of
-from penstock.search.hunt import Hunt, spread_of
-from penstock.search.laid import Scored, best, first_of_kind, nothing
-from penstock.search.measured import made_to_measure
+from penstock.search.explain import ROWS, build_plan
+from penstock.search.hunt import PlanSearch, fastest_of_kinds
+from penstock.search.laid import (
+    Evaluated,
+    best,
+    by_memory,
+    by_time,
+    first_of_kind,
+    infeasible_error,
+)
+from penstock.search.measured import cost_schedules
 from penstock.search.proposal import Proposal
-from penstock.search.refine import refined
-from penstock.search.remedies import remedies
+from penstock.search.refine import refine_cut
+from penstock.search.remedies import suggestions
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape, shapes
 from penstock.search.uneven import uneven
-from penstock.search.ways import Space, Way
-from penstock.search.weigh import finer
+from penstock.search.ways import Configuration, SearchSpace
+from penstock.search.weigh import refine_recompute
 
 NAME = "auto"
 
-#: Ops simulated at most in the usual budget: with one schedule, and with all others.
+#: Maximum number of ops simulated in the usual budget: with one schedule, and with all others.
 SCAN, SEARCH = 400_000, 1_300_000
 
-#: Of a schedule with so many stages and copies no more ways are looked at once so many came to
-#: nothing, or where the best is this many
-#: times slower than the best of all.
+#: The search stops to look at a schedule with its number of stages and replicas once this number of
+#: its configurations came to nothing, or if its best is this many times slower than the best of
+#: all.
 MISSES, FAR = 4, 1.2
 
-#: How many ways of different kinds are cut again, and measured for.
+#: Number of candidates of different kinds that are refined, and that cost schedules are built for.
 POLISHED = 3
 
-#: Rows of the table that may be ways that do not fit.
-MISFITS = 4
+#: Maximum number of candidates in the table that do not fit.
+INFEASIBLE_ROWS = 4
 
 
 @register(
@@ -59,126 +67,143 @@ MISFITS = 4
     source="Penstock: enumeration with lower bounds, exact cuts, full simulation, local search",
 )
 def auto(request: PlanRequest) -> Plan:
-    """The fastest plan that fits; of those within 0.1 % of it a synchronous one, then the leanest
-    (to about 2 %), then the one with the fewest micro-batches. Never slower than what any other
-    planner proposes for the same request, if its budget lets it ask them all.
+    """Return the fastest plan that fits; of those within 0.1 % of it a synchronous one, then the
+    one with the least memory (to about 2 %), then the one with the fewest micro-batches. It is
+    never slower than what any other planner proposes for the same request, if the budget suffices
+    to run them all.
 
-    Every way is cut exactly for its devices and links at its micro-batch size. Where it does not
-    fit so, it is cut within the limits of memory; if nothing fits at all, everything is tried again
-    cut for memory alone.
+    Every configuration is cut exactly for its devices and links at its micro-batch size. If that
+    does not fit, it is cut within the limits of memory. If nothing fits at all, all configurations
+    are tried again with cuts that balance memory alone.
 
     Raises:
-        PlanError: nothing fits, and the message says what the nearest ways need; or no schedule
-        takes these numbers.
+        PlanError: nothing fits, and the message says what the nearest candidates need; or no
+            schedule takes these numbers.
     """
-    hunt = Hunt(request)
-    space = Space(request, shapes(request))
-    scanned = _scan(hunt, space)
-    asked = bool(
-        hunt.fits
-    )  # what little fits, if anything, is found sooner by the search than by them
-    others_s = _ask_others(hunt) if asked else math.inf
-    hunt.allow(SEARCH, 0.75)
-    _weigh_all(hunt, uneven(request))
-    hunt.allow(SEARCH, 0.9)
-    _search(hunt, space, scanned, "time")
-    if not hunt.fits:
-        _search(hunt, space, {}, "memory")
-    if not asked:
-        others_s = _ask_others(hunt)
-    hunt.allow(SEARCH / 4)
-    _weigh_all(hunt, made_to_measure(request, spread_of(hunt.fits, POLISHED)))
-    for each in spread_of(hunt.fits, POLISHED):
-        refined(hunt, each)
-    hunt.fits += [finer(each) for each in spread_of(hunt.fits, POLISHED)]
-    if not hunt.fits:
-        _say_why_none(hunt, space)
-        raise nothing(request, hunt.misfits, list(hunt.refusals))
-    _see_off(hunt, space)
-    chosen = best(hunt.fits, others_s)
-    bound = min([way.bound_s for way in space.ways] + [space.least_s, chosen.step_s])
-    return plan_of(request, chosen, _table(hunt, chosen), bound, remedies(request, chosen))
+    search = PlanSearch(request)
+    space = SearchSpace(request, shapes(request))
+    slowdown = _scan(search, space)
+    # If the scan finds nothing that fits, the search finds it sooner than the other planners do.
+    others_first = bool(search.feasible)
+    others_s = _evaluate_other_planners(search) if others_first else math.inf
+    search.allow(SEARCH, 0.75)
+    _evaluate_all(search, uneven(request))
+    search.allow(SEARCH, 0.9)
+    _search(search, space, slowdown, "time")
+    if not search.feasible:
+        _search(search, space, {}, "memory")
+    if not others_first:
+        others_s = _evaluate_other_planners(search)
+    search.allow(SEARCH / 4)
+    _evaluate_all(search, cost_schedules(request, fastest_of_kinds(search.feasible, POLISHED)))
+    for candidate in fastest_of_kinds(search.feasible, POLISHED):
+        refine_cut(search, candidate)
+    for candidate in fastest_of_kinds(search.feasible, POLISHED):
+        search.feasible.append(refine_recompute(candidate))
+    if not search.feasible:
+        _reject_each_schedule(search, space)
+        raise infeasible_error(request, search.infeasible, list(search.rejected))
+    _simulate_skipped_kinds(search, space)
+    chosen = best(search.feasible, others_s)
+    bounds = [configuration.bound_s for configuration in space.configurations]
+    bound = min([*bounds, space.least_s, chosen.step_s])
+    return build_plan(request, chosen, _table(search, chosen), bound, suggestions(request, chosen))
 
 
-def _scan(hunt: Hunt, space: Space) -> dict[tuple[Shape, int], float]:
-    """A first look, at ways with one schedule: what they really take says where the others are
-    worth one. Returns what they take over what was estimated, by shape and number of micro-batches.
+def _scan(search: PlanSearch, space: SearchSpace) -> dict[tuple[Shape, int], float]:
+    """Evaluate the configurations with the leading schedules only.
+
+    Returns the ratio of their simulated to their estimated time, by shape and number of
+    micro-batches: it corrects the estimates of the other schedules.
     """
-    hunt.allow(SCAN, 0.4)
-    found: dict[tuple[Shape, int], float] = {}
-    for way in space.ways:
-        if hunt.over:
+    search.allow(SCAN, 0.4)
+    slowdown: dict[tuple[Shape, int], float] = {}
+    for configuration in space.configurations:
+        if search.is_over:
             break
-        if way.schedule in space.leading or way.stages == 1:
-            weighed = hunt.weigh_way(way, "time")
-            if weighed is not None and way.estimate_s:
-                found[way.shape, way.micro_batches] = weighed.step_s / way.estimate_s
-    return found
+        if configuration.schedule in space.leading or configuration.stages == 1:
+            candidate = search.evaluate_configuration(configuration, "time")
+            if candidate is not None and configuration.estimate_s:
+                key = configuration.shape, configuration.micro_batches
+                slowdown[key] = candidate.step_s / configuration.estimate_s
+    return slowdown
 
 
 def _search(
-    hunt: Hunt, space: Space, scanned: Mapping[tuple[Shape, int], float], balance: Balance
+    search: PlanSearch,
+    space: SearchSpace,
+    slowdown: Mapping[tuple[Shape, int], float],
+    balance: Balance,
 ) -> None:
-    """All ways that were not looked at: of every schedule, number of stages and of copies the most
-    promising, then the next of those that came near, and so on.
+    """Evaluate all configurations that were not tried yet: the most promising of every kind
+    (schedule, number of stages and of replicas), then the second of those kinds that came near the
+    best, and so on.
     """
 
-    def promise(way: Way) -> float:
-        return way.estimate_s * scanned.get((way.shape, way.micro_batches), 1.0)
+    def corrected_estimate(configuration: Configuration) -> float:
+        """Return the estimate, corrected by the scan."""
+        key = configuration.shape, configuration.micro_batches
+        return configuration.estimate_s * slowdown.get(key, 1.0)
 
-    kinds: dict[tuple[str, int, int], list[Way]] = {}
-    for way in sorted((way for way in space.ways if (way, balance) not in hunt.tried), key=promise):
-        kinds.setdefault((way.schedule, way.stages, way.shape.pipelines), []).append(way)
+    untried = [
+        configuration
+        for configuration in space.configurations
+        if (configuration, balance) not in search.tried
+    ]
+    kinds: dict[tuple[str, int, int], list[Configuration]] = {}
+    for configuration in sorted(untried, key=corrected_estimate):
+        kind = configuration.schedule, configuration.stages, configuration.shape.pipelines
+        kinds.setdefault(kind, []).append(configuration)
     nearest = dict.fromkeys(kinds, math.inf)
     misses = dict.fromkeys(kinds, 0)
     for turn in range(max(map(len, kinds.values()), default=0)):
-        for kind, ways in kinds.items():
-            far = (
-                misses[kind] >= MISSES
-                if nearest[kind] == math.inf
-                else nearest[kind] > FAR * hunt.best_s
-            )
-            if turn >= len(ways) or (far and hunt.fits):
+        for kind, configurations in kinds.items():
+            if nearest[kind] == math.inf:
+                is_out = misses[kind] >= MISSES
+            else:
+                is_out = nearest[kind] > FAR * search.best_s
+            if turn >= len(configurations) or (is_out and search.feasible):
                 continue
-            if hunt.over:
+            if search.is_over:
                 return
-            if ways[turn].bound_s > hunt.reach:
+            if configurations[turn].bound_s > search.cutoff_s:
                 continue
-            found = hunt.weigh_way(ways[turn], balance)
-            misses[kind] += found is None
-            nearest[kind] = min(nearest[kind], math.inf if found is None else found.step_s)
+            candidate = search.evaluate_configuration(configurations[turn], balance)
+            if candidate is None:
+                misses[kind] += 1
+            else:
+                nearest[kind] = min(nearest[kind], candidate.step_s)
 
 
-def _weigh_all(hunt: Hunt, proposals: Iterable[Proposal]) -> None:
+def _evaluate_all(search: PlanSearch, proposals: Iterable[Proposal]) -> None:
+    """Evaluate proposals until the budget is spent."""
     for proposal in proposals:
-        if hunt.over:
+        if search.is_over:
             break
-        hunt.weigh(proposal)
+        search.evaluate(proposal)
 
 
-def _ask_others(hunt: Hunt) -> float:
-    """Weigh what the planners of the literature propose, within what is asked; where it may be
-    asynchronous, also what they do with a flush. Returns the seconds of the fastest.
+def _evaluate_other_planners(search: PlanSearch) -> float:
+    """Evaluate the plans of all other planners that match the request; if asynchronous schedules
+    are allowed, also their plans with synchronous ones. Return the seconds per step of the fastest.
     """
+    requests = [search.request]
+    if search.request.asynchronous:
+        requests.append(replace(search.request, asynchronous=False))
     fastest = math.inf
-    kinds = (
-        [hunt.request, replace(hunt.request, asynchronous=False)]
-        if hunt.request.asynchronous
-        else [hunt.request]
-    )
-    for request, entry in product(kinds, PLANNERS.entries().values()):
-        if entry.name == NAME or hunt.left_s() <= 0:
+    for request, entry in product(requests, PLANNERS.entries().values()):
+        if entry.name == NAME or search.remaining_s() <= 0:
             continue
         try:
             plan = entry.make(request)
         except PenstockError as error:
-            hunt.refuse(f"{entry.name}: {error}")
+            search.reject(f"{entry.name}: {error}")
             continue
-        if not _allowed(hunt.request, plan):
+        if not _matches(search.request, plan):
             continue
         fastest = min(fastest, plan.predicted.step_s)
-        if plan.predicted.step_s <= hunt.reach:
-            hunt.weigh(
+        if plan.predicted.step_s <= search.cutoff_s:
+            search.evaluate(
                 Proposal(
                     plan.lengths,
                     plan.schedule_name,
@@ -192,65 +217,60 @@ def _ask_others(hunt: Hunt) -> float:
     return fastest
 
 
-def _allowed(request: PlanRequest, plan: Plan) -> bool:
-    """Whether another planner kept to what the request says."""
-    named = request.schedules is not None and plan.schedule_name in {
-        facts.name for facts in request.families()
-    }
-    free = request.schedules is None and (plan.synchronous or request.asynchronous)
-    numbers = request.stages in (None, plan.stages) and request.micro_batches in (
-        None,
-        plan.micro_batches,
-    )
-    copies = max(map(len, plan.schedule.ranks_of_stage)) <= request.copies_allowed
-    cut = request.by in ("bottleneck", plan.lengths)
-    return (
-        (named or free) and numbers and copies and cut and request.weights in (None, plan.weights)
-    )
-
-
-def _say_why_none(hunt: Hunt, space: Space) -> None:
-    """Where no shape takes the number of stages that is asked for, each schedule's own reason."""
-    if space.ways or hunt.request.stages is None:
-        return
-    for facts in hunt.request.families():
-        hunt.weigh(
-            Proposal(
-                tuple(partition_uniform(len(hunt.request.profile), hunt.request.stages)),
-                facts.name,
-                hunt.request.micro_batch_counts()[-1],
-            )
+def _matches(request: PlanRequest, plan: Plan) -> bool:
+    """Return whether the plan of another planner is within the request."""
+    if request.schedules is None:
+        schedule_allowed = plan.synchronous or request.asynchronous
+    else:
+        schedule_allowed = plan.schedule_name in {facts.name for facts in request.families()}
+    replicas = max(map(len, plan.schedule.ranks_of_stage))
+    return all(
+        (
+            schedule_allowed,
+            request.stages in (None, plan.stages),
+            request.micro_batches in (None, plan.micro_batches),
+            replicas <= request.copies_allowed,
+            request.by in ("bottleneck", plan.lengths),
+            request.weights in (None, plan.weights),
         )
+    )
 
 
-def _see_off(hunt: Hunt, space: Space) -> None:
-    """Simulate, of the kinds that were skipped, the way that came nearest, so that the table says
-    by how much it loses.
+def _reject_each_schedule(search: PlanSearch, space: SearchSpace) -> None:
+    """If no shape takes the requested number of stages, record the reason of each schedule."""
+    if space.configurations or search.request.stages is None:
+        return
+    lengths = tuple(partition_uniform(len(search.request.profile), search.request.stages))
+    for facts in search.request.families():
+        search.evaluate(Proposal(lengths, facts.name, search.request.micro_batch_counts()[-1]))
+
+
+def _simulate_skipped_kinds(search: PlanSearch, space: SearchSpace) -> None:
+    """Simulate the best configuration of each kind that was skipped, so that the table shows by how
+    much it loses.
     """
-    known = {each.kind for each in hunt.fits + hunt.near}
-    nearest: dict[object, Way] = {}
-    for way in space.ways:
-        kind = way.schedule if way.stages > 1 else "", way.stages, way.shape.pipelines
-        if kind not in known:
-            nearest.setdefault(kind, way)
-    for way in list(nearest.values())[: max(0, ROWS - len(known))]:
-        if hunt.left_s() > 0:
-            hunt.weigh_way(way, force=way.shape.pipelines == 1)
+    evaluated = {candidate.kind for candidate in search.feasible + search.representatives}
+    skipped: dict[object, Configuration] = {}
+    for configuration in space.configurations:
+        name = configuration.schedule if configuration.stages > 1 else ""
+        kind = name, configuration.stages, configuration.shape.pipelines
+        if kind not in evaluated:
+            skipped.setdefault(kind, configuration)
+    for configuration in list(skipped.values())[: max(0, ROWS - len(evaluated))]:
+        if search.remaining_s() > 0:
+            search.evaluate_configuration(configuration, force=configuration.shape.pipelines == 1)
 
 
-def _table(hunt: Hunt, chosen: Scored) -> list[Scored]:
-    """What to tell besides the plan: the best of each kind, and what would be faster if it fitted."""
-    nearest = first_of_kind(
-        sorted(hunt.misfits, key=lambda found: (found.excess, found.preference))
-    )[:MISFITS]
-    faster = [
-        each
-        for each in (replace(found.simulated(), lack=found.lack) for found in nearest)
-        if each.step_s < chosen.step_s
+def _table(search: PlanSearch, chosen: Evaluated) -> list[Evaluated]:
+    """Return the rows of the plan's table: the best of each kind, and candidates that would be
+    faster if they fitted.
+    """
+    nearest = first_of_kind(sorted(search.infeasible, key=by_memory))[:INFEASIBLE_ROWS]
+    simulated = [
+        replace(candidate.simulated(), memory_shortfall=candidate.memory_shortfall)
+        for candidate in nearest
     ]
-    others = first_of_kind([chosen, *_by_time(hunt.fits + hunt.near)])
-    return [*others[: ROWS - len(faster)], *_by_time(faster)]
-
-
-def _by_time(found: Iterable[Scored]) -> list[Scored]:
-    return sorted(found, key=lambda each: (each.step_s, each.preference))
+    faster = [candidate for candidate in simulated if candidate.step_s < chosen.step_s]
+    by_speed = sorted(search.feasible + search.representatives, key=by_time)
+    others = first_of_kind([chosen, *by_speed])
+    return [*others[: ROWS - len(faster)], *sorted(faster, key=by_time)]

@@ -1,5 +1,5 @@
-"""AutoPipe's planner: cuts between blocks, by a model of 1F1B's critical path and a search around
-its critical stage.
+"""AutoPipe's planner: cuts between blocks, by a model of 1F1B's critical path and a local search
+around its critical stage.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from penstock.search.planners.scope import check_alike, check_scope
 from penstock.search.planners.straight import allowed, counts_of, stages_of
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_of
+from penstock.search.score import best_plan
 
-#: Rounds x stages of all paths that are reckoned for a plan: about 1 s.
+#: Maximum number of rounds x stages of all paths that are computed for a plan: about 1 s.
 MOST_STEPS = 600_000
 
 Cut = tuple[int, ...]
@@ -34,19 +34,19 @@ Cut = tuple[int, ...]
     source="Liu et al. 2022, AutoPipe, section 3; github.com/HPDL-Group/Merak, autopipe.cpp",
 )
 def autopipe(request: PlanRequest) -> Plan:
-    """The cut with the shortest critical path of 1F1B that the search finds, run with its slicer or
-    without.
+    """Return the plan with the shortest critical path of 1F1B that the search finds, with
+    AutoPipe's slicer or without.
 
-    Its blocks are a profile's layers (in the paper halves of a transformer's), the number of stages
-    is one on each device unless asked otherwise, and the path is that of twice as many
-    micro-batches, whatever the plan has: see `critical_path`. A hop takes what the median layer's
-    output does on the slowest link between neighbours. All numbers of micro-batches are simulated
-    under "autopipe", which cuts the first of them in two (as many as the last stage needs to bridge
-    the start-up), and under "1f1b"; the best is taken.
+    Its blocks are the layers of the profile (in the paper halves of a transformer's), the number of
+    stages is one per device unless requested otherwise, and the path is that of twice as many
+    micro-batches as stages, whatever the plan has: see `critical_path`. A hop takes the time of the
+    median layer's output on the slowest link between neighbours. All numbers of micro-batches are
+    simulated under "autopipe", which halves the first of them (as many as the last stage needs to
+    bridge the start-up), and under "1f1b"; the best is the plan.
 
     Raises:
-        PlanError: another cut or schedule is asked for, devices are of several kinds, or nothing
-        fits.
+        PlanError: another cut or schedule is requested, devices are of several kinds, or nothing
+            fits.
     """
     check_scope(request, "autopipe", "autopipe", "1f1b")
     check_alike(request, "autopipe")
@@ -55,22 +55,25 @@ def autopipe(request: PlanRequest) -> Plan:
     proposals: list[Proposal] = []
     for count in counts:
         costs = LayerCosts.of(request.profile, request.batch / count)
-        found = search(
+        best = search(
             costs.forward_s,
             costs.backward_s,
             stages,
             _hop_s(request, costs, stages),
             MOST_STEPS // len(counts),
         )
-        objective = Objective("critical path of 1F1B, m = 2p", found.path.step_s, "s")
-        sliced = _sliced(costs, found.cut, count)
+        objective = Objective("critical path of 1F1B, m = 2p", best.path.step_s, "s")
+        sliced = _sliced(costs, best.cut, count)
         for schedule in allowed(request, "autopipe", "1f1b"):
             options = (("sliced", sliced),) if schedule == "autopipe" else ()
-            proposals.append(Proposal(found.cut, schedule, count, options, objective=objective))
-    return best_of(request, proposals)
+            proposals.append(Proposal(best.cut, schedule, count, options, objective=objective))
+    return best_plan(request, proposals)
 
 
 def _hop_s(request: PlanRequest, costs: LayerCosts, stages: int) -> float:
+    """Return the seconds in which the slowest link between neighbours transfers the output of the
+    median layer.
+    """
     links = [
         request.cluster.link(a, b) for a, b in pairwise(range(min(stages, request.cluster.ranks)))
     ]
@@ -79,9 +82,11 @@ def _hop_s(request: PlanRequest, costs: LayerCosts, stages: int) -> float:
 
 
 def _sliced(costs: LayerCosts, cut: Cut, count: int) -> int:
-    """How many micro-batches are halved: a half arrives on the last stage after half of the
-    forwards before it, and that stage's backwards of the halved ones have to bridge the other half.
-    For equal stages (p - 1) f / 2b, as of the schedule "autopipe".
+    """Return the number of micro-batches that are halved.
+
+    A half arrives on the last stage after half of the forwards before it, and that stage's
+    backwards of the halved micro-batches have to bridge the other half. For equal stages the number
+    is (p - 1) f / 2b, as in the schedule "autopipe".
     """
     first = len(costs) - cut[-1]
     other_half, bridged = sum(costs.forward_s[:first]) / 2, sum(costs.backward_s[first:])
@@ -90,8 +95,8 @@ def _sliced(costs: LayerCosts, cut: Cut, count: int) -> int:
 
 @final
 @dataclass(frozen=True)
-class Found:
-    """A cut and its path."""
+class CutPath:
+    """A cut and its critical path."""
 
     cut: Cut
     path: Path
@@ -103,80 +108,86 @@ def search(
     stages: int,
     transfer_s: float,
     most_steps: int,
-) -> Found:
-    """The best cut that AutoPipe's local search meets.
+) -> CutPath:
+    """Return the best cut that AutoPipe's local search finds.
 
-    It begins with the exact minimax cut of f + b. Of each cut that waits in the queue:
+    It starts with the exact minimax cut of f + b. For each cut in the queue:
 
-    1. stages behind the critical one hand their first block to the stage before, while that stays
-       lighter than the critical one and the critical stage stays the same: work at the front is
-       over sooner in the cool-down;
+    1. stages behind the critical one give their first block to the stage before, as long as that
+       stays lighter than the critical stage and the critical stage stays the same: work at the
+       front ends sooner in the cool-down;
     2. two more cuts are queued: the critical stage's first block given to the stages before it,
-       which are cut anew by minimax, and its last block given to the next stage. A cut whose
-       critical stage is later is left out, and one that was met before.
+       which are cut again by minimax, and its last block given to the next stage. A cut that was
+       tried before, or whose critical stage is later, is left out.
 
     Args:
         forward, backward: seconds of every block.
-        stages: how many stages to make.
-        transfer_s: of a hop.
-        most_steps: rounds x stages after which the best so far is taken; the cuts of a transformer
-        take far fewer.
+        stages: number of stages.
+        transfer_s: seconds of a hop.
+        most_steps: rounds x stages after which the best so far is returned; the cuts of a
+            transformer take far fewer.
     """
     loads = [f + b for f, b in zip(forward, backward, strict=True)]
 
-    def weighed(cut: Cut) -> Found:
-        ends = [sum(cut[: stage + 1]) for stage in range(stages)]
-        parts = [slice(end - length, end) for end, length in zip(ends, cut, strict=True)]
-        return Found(
-            cut,
-            critical_path(
-                [sum(forward[p]) for p in parts], [sum(backward[p]) for p in parts], transfer_s
-            ),
-        )
+    def evaluate(cut: Cut) -> CutPath:
+        """Return a cut with its critical path."""
+        stage_forward, stage_backward, start = [], [], 0
+        for length in cut:
+            stage_forward.append(sum(forward[start : start + length]))
+            stage_backward.append(sum(backward[start : start + length]))
+            start += length
+        return CutPath(cut, critical_path(stage_forward, stage_backward, transfer_s))
 
-    start = weighed(tuple(minimax(loads, stages)))
-    best, queue, met = start, deque([start]), {start.cut}
-    left = most_steps // (2 * stages * stages)
-    while queue and left > 0:
-        found = queue.popleft()
-        for after in _handed_forward(found, loads, weighed):
-            found, left = after, left - 1
-            best = min(best, found, key=lambda each: each.path.step_s)
-        best = min(best, found, key=lambda each: each.path.step_s)
-        for cut in _relieved(found, loads):
-            if cut in met:
+    first = evaluate(tuple(minimax(loads, stages)))
+    best, queue, tried = first, deque([first]), {first.cut}
+    remaining = most_steps // (2 * stages * stages)
+    while queue and remaining > 0:
+        current = queue.popleft()
+        for shifted in _shift_towards_front(current, loads, evaluate):
+            current, remaining = shifted, remaining - 1
+            best = _shorter(best, current)
+        best = _shorter(best, current)
+        for cut in _relieve_critical(current, loads):
+            if cut in tried:
                 continue
-            met.add(cut)
-            left -= 1
-            after = weighed(cut)
-            if after.path.critical <= found.path.critical:
-                queue.append(after)
+            tried.add(cut)
+            remaining -= 1
+            relieved = evaluate(cut)
+            if relieved.path.critical <= current.path.critical:
+                queue.append(relieved)
     return best
 
 
-def _handed_forward(
-    found: Found, loads: Sequence[float], weighed: Callable[[Cut], Found]
-) -> Iterator[Found]:
-    """Step 1: every cut on the way, one block further each time."""
-    critical = found.path.critical
-    for taker in range(critical + 1, len(found.cut) - 1):
-        while found.cut[taker + 1] > 1:
-            cut = found.cut
+def _shorter(one: CutPath, other: CutPath) -> CutPath:
+    """Return the cut with the shorter critical path; of equal ones the first."""
+    return min(one, other, key=lambda cut_path: cut_path.path.step_s)
+
+
+def _shift_towards_front(
+    current: CutPath, loads: Sequence[float], evaluate: Callable[[Cut], CutPath]
+) -> Iterator[CutPath]:
+    """Step 1: yield every intermediate cut, each with one more block moved one stage forward."""
+    critical = current.path.critical
+    for taker in range(critical + 1, len(current.cut) - 1):
+        while current.cut[taker + 1] > 1:
+            cut = current.cut
             start = sum(cut[:taker])
-            light = sum(loads[start : start + cut[taker] + 1])
+            load_after = sum(loads[start : start + cut[taker] + 1])
             first = sum(cut[:critical])
-            if light >= sum(loads[first : first + cut[critical]]):
+            if load_after >= sum(loads[first : first + cut[critical]]):
                 break
-            after = weighed((*cut[:taker], cut[taker] + 1, cut[taker + 1] - 1, *cut[taker + 2 :]))
-            if after.path.critical != critical:
+            shifted = evaluate(
+                (*cut[:taker], cut[taker] + 1, cut[taker + 1] - 1, *cut[taker + 2 :])
+            )
+            if shifted.path.critical != critical:
                 break
-            found = after
-            yield found
+            current = shifted
+            yield current
 
 
-def _relieved(found: Found, loads: Sequence[float]) -> Iterator[Cut]:
-    """Step 2: the cuts in which the critical stage has a block less."""
-    cut, critical = found.cut, found.path.critical
+def _relieve_critical(current: CutPath, loads: Sequence[float]) -> Iterator[Cut]:
+    """Step 2: yield the cuts in which the critical stage has one block less."""
+    cut, critical = current.cut, current.path.critical
     if cut[critical] == 1:
         return
     if critical > 0:

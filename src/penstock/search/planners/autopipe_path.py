@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-#: Times this close, relatively, count as equal: sums of floats in another order.
+#: Relative difference of times that counts as equal: the rounding of sums in another order.
 ROUNDING = 1e-9
 
 
@@ -22,36 +22,36 @@ class Path:
 def critical_path(
     forward: Sequence[float], backward: Sequence[float], transfer_s: float = 0.0
 ) -> Path:
-    """What 1F1B takes for m = 2p micro-batches on p stages.
+    """Return the time of 1F1B for m = 2p micro-batches on p stages.
 
-    F[i][k] and B[i][k] are the starts of stage i's k-th forward and backward of the steady phase;
-    of micro-batch p - 1 - i + k and k.
+    F[i][k] and B[i][k] are the starts of stage i's k-th forward and backward of the steady phase,
+    which are those of micro-batches p - 1 - i + k and k.
 
-        F[i][0] = never waited for                       the start-up is one micro-batch's way to
-                                                         the last stage
+        F[i][0] = never a bound                          the start-up is the path of one
+                                                         micro-batch to the last stage
         B[i][0] = all forwards + backwards behind i      (a transfer with each)
         F[i][k] = max(F[i-1][k-1] + f[i-1], B[i][k-1] + b[i])      + transfer, if i > 0
         B[i][k] = max(B[i+1][k] + b[i+1], F[i][k] + f[i])          + transfer, if i < p - 1
                                                                    k = 1 … m - p + i
 
-    The critical stage is the last whose own chain sets all of its maxima: it never waits. Then the
-    cool-down, from that stage on; D[r][c] is the start of the c-th backward from the end on the
-    r-th stage from the critical one:
+    The critical stage is the last one whose own chain determines all of its maxima: it never waits.
+    The cool-down starts there; D[r][c] is the start of the c-th backward from the end on the r-th
+    stage from the critical one:
 
-        D[r][c] = max(D[r][c+1] + b, D[r+1][c] + b of the next stage) + transfer, and for r > 0 not
-        before D[r-1][c+1]
+        D[r][c] = max(D[r][c+1] + b, D[r+1][c] + b of the next stage) + transfer,
+                  and for r > 0 not before D[r-1][c+1]
         step    = D[0][0] + backwards of the stages up to the critical one (a transfer with each)
 
-    Stages before the critical one are taken to pass the last gradient on at once, and those behind
-    it to have started in time: in a pipeline whose slowest stage is in the middle the formula is a
-    little less than what the program takes.
+    Stages before the critical one are assumed to pass the last gradient on at once, and those
+    behind it to have started in time: for a pipeline whose slowest stage is in the middle the
+    result is a little less than what the program takes.
 
     >>> critical_path([1, 1, 1, 1], [2, 2, 2, 2])
     Path(step_s=33.0, critical=3)
 
     Args:
         forward, backward: seconds of every stage.
-        transfer_s: of every hop; the repository of its authors has 0.
+        transfer_s: seconds of every hop; the repository of its authors has 0.
 
     Source: Liu et al. 2022, AutoPipe, section 3.2; github.com/HPDL-Group/Merak, autopipe.cpp.
     LITERATURE 6.4.
@@ -66,8 +66,8 @@ def critical_path(
 def _steady(
     forward: Sequence[float], backward: Sequence[float], transfer_s: float
 ) -> tuple[list[float], list[bool]]:
-    """The start of every stage's last backward of the steady phase, and whether it ever waited for
-    another stage.
+    """Return the start of every stage's last backward of the steady phase, and whether it ever
+    waited for another stage.
     """
     stages = len(forward)
     fill = sum(forward) + (stages - 1) * transfer_s
@@ -77,41 +77,36 @@ def _steady(
     tolerance = ROUNDING * (sum(forward) + sum(backward)) * stages
     for k in range(1, 2 * stages):
         first = max(0, k - stages)  # stages with fewer rounds are in their cool-down
-        news = before[:]
+        updated = before[:]
         for i in range(first, stages):
-            own = after[i] + backward[i]
-            arrives = before[i - 1] + forward[i - 1] if i else own
-            waits[i] |= arrives > own + tolerance
-            news[i] = max(arrives, own) + (transfer_s if i else 0.0)
-        before = news
+            ready = after[i] + backward[i]
+            arrives = before[i - 1] + forward[i - 1] if i else ready
+            waits[i] |= arrives > ready + tolerance
+            updated[i] = max(arrives, ready) + (transfer_s if i else 0.0)
+        before = updated
         for i in range(stages - 1, first - 1, -1):
-            own = before[i] + forward[i]
-            arrives = after[i + 1] + backward[i + 1] if i < stages - 1 else own
-            waits[i] |= arrives > own + tolerance
-            after[i] = max(arrives, own) + (transfer_s if i < stages - 1 else 0.0)
+            ready = before[i] + forward[i]
+            arrives = after[i + 1] + backward[i + 1] if i < stages - 1 else ready
+            waits[i] |= arrives > ready + tolerance
+            after[i] = max(arrives, ready) + (transfer_s if i < stages - 1 else 0.0)
     return after, waits
 
 
 def _cool_down(
     starts: Sequence[float], backward: Sequence[float], critical: int, transfer_s: float
 ) -> float:
-    """D[0][0]."""
+    """Return D[0][0], the start of the critical stage's last backward."""
     rows = len(backward) - critical
-    found = {(row, rows - 1 - row): starts[critical + row] for row in range(rows)}
+    start = {(row, rows - 1 - row): starts[critical + row] for row in range(rows)}
     for column in range(rows - 2, -1, -1):
         for row in range(rows - 2 - column, -1, -1):
-            own = backward[critical + row]
-            start = (
-                max(
-                    found[row, column + 1] + own,
-                    found[row + 1, column] + backward[critical + row + 1],
-                )
-                + transfer_s
-            )
-            found[row, column] = max(start, found[row - 1, column + 1]) if row else start
-    return found[0, 0]
+            after_own = start[row, column + 1] + backward[critical + row]
+            after_next = start[row + 1, column] + backward[critical + row + 1]
+            begin = max(after_own, after_next) + transfer_s
+            start[row, column] = max(begin, start[row - 1, column + 1]) if row else begin
+    return start[0, 0]
 
 
 def _slowest(forward: Sequence[float], backward: Sequence[float]) -> int:
-    """The last of the stages that take longest."""
+    """Return the last of the stages that take longest."""
     return max(range(len(forward)), key=lambda i: (forward[i] + backward[i], i))

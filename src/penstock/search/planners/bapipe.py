@@ -1,4 +1,4 @@
-"""BaPipe's planner: which schedule, for the kind of accelerator, and a balanced partition for it."""
+"""BaPipe's planner: a schedule for the kind of accelerator, and a balanced partition for it."""
 
 from __future__ import annotations
 
@@ -15,35 +15,40 @@ from penstock.search.laid import CLOSE
 from penstock.search.planners.bapipe_balance import (
     balanced_lengths,
     coarse_boundaries,
-    fine_tuned,
     fractional_cut,
+    tune_memory,
 )
 from penstock.search.planners.bapipe_table import AS, Row, S, Stages
 from penstock.search.planners.layer_costs import LayerCosts, Numbers, before
 from penstock.search.planners.scope import check_scope
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import scored
+from penstock.search.score import plan_proposal
 
-#: Ways that are simulated until one fits.
-TRIED = 6
+#: Maximum number of candidates that are simulated until one fits.
+MOST_SIMULATED = 6
 
-#: Stages times micro-batches beyond which more of these gain nothing but time of the planner.
+#: Maximum number of stages times micro-batches: more gain nothing, and the planner takes longer.
 MOST_FORWARDS = 20_000
 
-#: For stages that take no time, so that what they ask of a link in it is finite.
+#: Replaces the time of stages that take none, so that the bandwidth that they need is finite.
 TINY_S = 1e-12
 
 
 @final
 @dataclass(frozen=True)
-class Way:
-    """A schedule with a cut, by the paper's table.
+class Candidate:
+    """A schedule with a cut, evaluated by the paper's table.
 
-    `step_s` is the table's time of a batch with the slowest stage; `split_s` the same if boundary
-    layers were split so that all are equally long. `excess_bytes` is by how much the stages hold
-    too much, `starved` whether a link carries less than is asked of it. `held_bytes` is what the
-    fullest holds.
+    Attributes:
+        schedule: name of the schedule.
+        micro_batches: number of micro-batches.
+        lengths: layers of every stage.
+        step_s: the table's time of a batch with the slowest stage.
+        split_s: the same if boundary layers were split so that all stages are equally long.
+        stage_bytes: bytes that the fullest stage holds.
+        excess_bytes: bytes that the stages hold in excess of their memory, in total.
+        exceeds_bandwidth: whether a link carries less than the schedule needs.
     """
 
     schedule: str
@@ -51,9 +56,9 @@ class Way:
     lengths: tuple[int, ...]
     step_s: float
     split_s: float
-    held_bytes: float
+    stage_bytes: float
     excess_bytes: float
-    starved: bool
+    exceeds_bandwidth: bool
 
 
 @register(
@@ -61,18 +66,18 @@ class Way:
     source="Zhao et al. 2020, BaPipe (arXiv 2012.12544); journal: Parallel Processing Letters 2022",
 )
 def bapipe(request: PlanRequest) -> Plan:
-    """The whole exploration: for every number of micro-batches a balanced partition, for every
+    """Return BaPipe's plan: for every number of micro-batches a balanced partition, for every
     schedule that the kind of accelerator can run the paper's formulas; the fastest that fits, then
-    the leanest.
+    the one with the least memory.
 
-    FPGAs compute and transfer at once at a fine grain: they choose between 1F1B-AS, and FBP-AS
-    where a link does not carry what that asks for. GPUs and CPUs choose between 1F1B-SNO, and
+    FPGAs compute and transfer at the same time at a fine grain: they choose between 1F1B-AS, and
+    FBP-AS where a link does not carry what that needs. GPUs and CPUs choose between 1F1B-SNO, and
     1F1B-SO where transfers take notable time and twice the features fit.
 
     All accelerators are used, in the cluster's order, as far as there are layers for them; a stage
-    has one copy. On FPGAs the paper also splits the layers at the boundaries: `split_s` has the
+    has one replica. On FPGAs the paper also splits the layers at the boundaries: `split_s` is the
     time that this would take, and it is the plan's objective there. The plan itself has whole
-    layers, for that is what can run here.
+    layers, since only those can run in this library.
 
     Raises:
         PlanError: FPGAs are mixed with devices of another kind; or nothing fits.
@@ -80,81 +85,99 @@ def bapipe(request: PlanRequest) -> Plan:
     kinds = {device.kind for device in request.cluster.devices}
     if "fpga" in kinds and len(kinds) > 1:
         raise PlanError(
-            f"bapipe chooses the schedule by the kind of accelerator, and {request.cluster.name} mixes "
-            f"{', '.join(sorted(kinds))}: FPGAs compute and transfer at once, the others do not. Plan for one of them"
+            "bapipe chooses the schedule by the kind of accelerator, and "
+            f"{request.cluster.name} mixes {', '.join(sorted(kinds))}: FPGAs compute and transfer "
+            "at once, the others do not. Plan for one of them"
         )
     table = AS if kinds == {"fpga"} else S
     check_scope(request, "bapipe", *(name.lower() for name in table))
-    asked = (
-        None
-        if request.schedules is None
-        else {FAMILIES.find(name).name for name in request.schedules}
-    )
-    rows = {
-        name.lower(): row
-        for name, row in table.items()
-        if asked is None or FAMILIES.find(name.lower()).name in asked
-    }
-    refusal: PlanError | None = None
-    for way in preferred(explore(request, rows))[:TRIED]:
+    rows = _requested_rows(request, table)
+    first_error: PlanError | None = None
+    for candidate in preferred(explore(request, rows))[:MOST_SIMULATED]:
         try:
-            return scored(request, _proposal(way, split=table is AS))
+            return plan_proposal(request, _proposal(candidate, split=table is AS))
         except PlanError as error:
-            refusal = refusal or error
-    raise refusal or PlanError("bapipe has no number of micro-batches to try")
+            first_error = first_error or error
+    raise first_error or PlanError("bapipe has no number of micro-batches to try")
 
 
-def preferred(ways: Iterable[Way]) -> list[Way]:
-    """Those that fit and whose links carry what is asked first, the fastest of these first; before
-    it those that are as fast to within 0.1 % and leaner.
+def _requested_rows(
+    request: PlanRequest, table: dict[str, Callable[[Stages], Row]]
+) -> dict[str, Callable[[Stages], Row]]:
+    """Return the rows of the table whose schedules are requested; all if none is named."""
+    rows = {name.lower(): row for name, row in table.items()}
+    if request.schedules is None:
+        return rows
+    requested = {FAMILIES.find(name).name for name in request.schedules}
+    return {name: row for name, row in rows.items() if FAMILIES.find(name).name in requested}
+
+
+def preferred(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Order candidates: those that fit and whose links suffice first, of these the fastest first.
+    At the front, candidates within 0.1 % of the best time are ordered by their memory.
     """
-    left = sorted(ways, key=lambda way: (way.excess_bytes, way.starved, way.step_s, way.held_bytes))
-    if not left:
+    ordered = sorted(
+        candidates,
+        key=lambda candidate: (
+            candidate.excess_bytes,
+            candidate.exceeds_bandwidth,
+            candidate.step_s,
+            candidate.stage_bytes,
+        ),
+    )
+    if not ordered:
         return []
-    first = left[0]
-    near = [
-        way
-        for way in left
-        if (way.excess_bytes, way.starved) == (first.excess_bytes, first.starved)
-        and way.step_s <= first.step_s * (1 + CLOSE)
+    first = ordered[0]
+    close = [
+        candidate
+        for candidate in ordered
+        if candidate.excess_bytes == first.excess_bytes
+        and candidate.exceeds_bandwidth == first.exceeds_bandwidth
+        and candidate.step_s <= first.step_s * (1 + CLOSE)
     ]
-    near.sort(key=lambda way: way.held_bytes)
-    return [*near, *(way for way in left if way not in near)]
+    close.sort(key=lambda candidate: candidate.stage_bytes)
+    return [*close, *(candidate for candidate in ordered if candidate not in close)]
 
 
-def _proposal(way: Way, *, split: bool) -> Proposal:
-    value = way.split_s if split else way.step_s
-    name = f"{way.schedule} step with split layers" if split else f"{way.schedule} step"
+def _proposal(candidate: Candidate, *, split: bool) -> Proposal:
+    """Return a candidate as a proposal; its objective is the time with split layers if `split`."""
+    value = candidate.split_s if split else candidate.step_s
+    name = f"{candidate.schedule} step"
+    if split:
+        name += " with split layers"
     return Proposal(
-        way.lengths, way.schedule, way.micro_batches, objective=Objective(name, value, "s")
+        candidate.lengths,
+        candidate.schedule,
+        candidate.micro_batches,
+        objective=Objective(name, value, "s"),
     )
 
 
-def explore(request: PlanRequest, rows: dict[str, Callable[[Stages], Row]]) -> Iterator[Way]:
-    """Every schedule with every number of micro-batches, each with its own partition."""
+def explore(request: PlanRequest, rows: dict[str, Callable[[Stages], Row]]) -> Iterator[Candidate]:
+    """Yield every schedule with every number of micro-batches, each with its own partition."""
     stages = request.stages or min(request.cluster.ranks, len(request.profile))
     if stages > request.cluster.ranks:
         raise PlanError(
-            f"bapipe has one stage on every accelerator: {stages} need as many, {request.cluster.name} has "
-            f"{request.cluster.ranks}"
+            f"bapipe has one stage on every accelerator: {stages} need as many, "
+            f"{request.cluster.name} has {request.cluster.ranks}"
         )
+    profiles = [request.profile_of(rank) for rank in range(stages)]
     counts = request.micro_batch_counts(request.cluster.ranks)
-    for count in [each for each in counts if each * stages <= MOST_FORWARDS] or counts[:1]:
-        kinds = {id(request.profile_of(rank)): request.profile_of(rank) for rank in range(stages)}
-        costs = {
-            key: LayerCosts.of(profile, request.batch / count) for key, profile in kinds.items()
-        }
-        chain = _Chain(
-            request, [costs[id(request.profile_of(rank))] for rank in range(stages)], count
-        )
+    small_counts = [count for count in counts if count * stages <= MOST_FORWARDS]
+    for count in small_counts or counts[:1]:
+        costs: dict[int, LayerCosts] = {}
+        for profile in profiles:
+            if id(profile) not in costs:
+                costs[id(profile)] = LayerCosts.of(profile, request.batch / count)
+        chain = _Chain(request, [costs[id(profile)] for profile in profiles], count)
         lengths = chain.cut()
         for name, row in rows.items():
-            yield chain.way(name, row, lengths)
+            yield chain.candidate(name, row, lengths)
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """Costs before every layer, of one kind of accelerator."""
+    """Sums of costs before every layer, for one kind of accelerator."""
 
     forward: Numbers
     backward: Numbers
@@ -163,6 +186,7 @@ class _Sums:
 
     @classmethod
     def of(cls, costs: LayerCosts) -> _Sums:
+        """Return the sums of these costs."""
         return cls(
             before(costs.forward_s),
             before(costs.backward_s),
@@ -172,7 +196,7 @@ class _Sums:
 
 
 class _Chain:
-    """The accelerators in order, what each layer costs on each, and the links between them."""
+    """The accelerators in order, the costs of each layer on each, and the links between them."""
 
     def __init__(
         self, request: PlanRequest, costs: Sequence[LayerCosts], micro_batches: int
@@ -180,36 +204,38 @@ class _Chain:
         self.request, self.costs, self.micro_batches = request, costs, micro_batches
         self.stages = len(costs)
         self.links = [request.cluster.link(rank, rank + 1) for rank in range(self.stages - 1)]
-        sums = {id(each): _Sums.of(each) for each in costs}
-        self.parts = [sums[id(each)] for each in costs]
+        sums = {id(layer_costs): _Sums.of(layer_costs) for layer_costs in costs}
+        self.parts = [sums[id(layer_costs)] for layer_costs in costs]
 
     def cut(self) -> tuple[int, ...]:
-        """Balanced between layers, with fewer places to cut if transfers would bound."""
-        seconds = [each.seconds for each in self.costs]
+        """Return a balanced cut in whole layers; if a transfer would take longer than the slowest
+        stage, the best one at boundaries with quick transfers.
+        """
+        seconds = [layer_costs.seconds for layer_costs in self.costs]
         lengths = balanced_lengths(seconds)
         ends = list(accumulate(lengths))[:-1]
         slowest = max(self.seconds(lengths))
         if all(hop <= slowest for hop in self.hops(ends)):
             return lengths
-        worst = [
-            max(link.transfer_seconds(count) for link in self.links)
-            for count in self.costs[0].output_bytes[:-1]
-        ]
-        return balanced_lengths(seconds, coarse_boundaries(worst, slowest, self.stages - 1))
+        slowest_hops = []
+        for size in self.costs[0].output_bytes[:-1]:
+            slowest_hops.append(max(link.transfer_seconds(size) for link in self.links))
+        boundaries = coarse_boundaries(slowest_hops, slowest, self.stages - 1)
+        return balanced_lengths(seconds, boundaries)
 
     def seconds(self, lengths: Sequence[int]) -> list[float]:
-        """Forward and backward of every stage."""
+        """Return the seconds of forward and backward of every stage."""
         return [forward + backward for forward, backward, *_ in self.sums(lengths)]
 
     def hops(self, ends: Sequence[int]) -> list[float]:
-        """Seconds of a micro-batch over the link behind every stage but the last."""
+        """Return the seconds of a micro-batch over the link behind every stage but the last."""
         return [
             link.transfer_seconds(self.costs[0].output_bytes[end - 1])
             for link, end in zip(self.links, ends, strict=True)
         ]
 
     def sums(self, lengths: Sequence[int]) -> list[tuple[float, float, float, float]]:
-        """Per stage forward and backward seconds, and bytes of activations and of weights."""
+        """Return per stage its forward and backward seconds, activation bytes and weight bytes."""
         ends = list(accumulate(lengths, initial=0))
         return [
             (
@@ -221,33 +247,35 @@ class _Chain:
             for part, start, stop in zip(self.parts, ends, ends[1:], strict=False)
         ]
 
-    def way(self, name: str, row: Callable[[Stages], Row], lengths: Sequence[int]) -> Way:
-        """The schedule with its cut tuned to memory."""
-        tuned = fine_tuned(lengths, lambda each: self.excess(row, each))
+    def candidate(
+        self, name: str, row: Callable[[Stages], Row], lengths: Sequence[int]
+    ) -> Candidate:
+        """Return the schedule with its cut tuned to memory."""
+        tuned = tune_memory(lengths, lambda cut: self.excess_bytes(row, cut))
         if any(self.request.cluster.devices[rank].on_chip_bytes for rank in range(self.stages)):
             tuned = self.on_chip(row, tuned)
         ends = list(accumulate(tuned))[:-1]
         equal = self.equal_stages(tuned)
-        whole = equal.forward_s + equal.backward_s
-        share = fractional_cut([each.seconds for each in self.costs])[0] / whole if whole else 1.0
+        slowest_s = equal.forward_s + equal.backward_s
+        split_s, _ = fractional_cut([layer_costs.seconds for layer_costs in self.costs])
+        share = split_s / slowest_s if slowest_s else 1.0
         split = replace(
             equal, forward_s=equal.forward_s * share, backward_s=equal.backward_s * share
         )
-        held = self.held(row, tuned)
-        return Way(
-            name,
-            self.micro_batches,
-            tuned,
-            row(equal).seconds,
-            row(split).seconds,
-            max(held),
-            sum(self.excess(row, tuned)),
-            self.starved(row, tuned, ends),
+        return Candidate(
+            schedule=name,
+            micro_batches=self.micro_batches,
+            lengths=tuned,
+            step_s=row(equal).seconds,
+            split_s=row(split).seconds,
+            stage_bytes=max(self.stage_bytes(row, tuned)),
+            excess_bytes=sum(self.excess_bytes(row, tuned)),
+            exceeds_bandwidth=self.exceeds_bandwidth(row, tuned, ends),
         )
 
     def equal_stages(self, lengths: Sequence[int]) -> Stages:
-        """What the table takes: as if all stages were as the slowest, and all links as the slowest."""
-        slowest = max(self.sums(lengths), key=lambda each: each[0] + each[1])
+        """Return the input of the table: all stages as the slowest, all links as the slowest."""
+        slowest = max(self.sums(lengths), key=lambda stage: stage[0] + stage[1])
         ends = list(accumulate(lengths))[:-1]
         return Stages(
             self.stages,
@@ -257,10 +285,10 @@ class _Chain:
             max(self.hops(ends), default=0.0),
         )
 
-    def starved(
+    def exceeds_bandwidth(
         self, row: Callable[[Stages], Row], lengths: Sequence[int], ends: Sequence[int]
     ) -> bool:
-        """Whether a link carries less than the schedule asks of it."""
+        """Return whether a link carries less than the schedule needs."""
         for (forward, backward, *_), link, end in zip(
             self.sums(lengths), self.links, ends, strict=False
         ):
@@ -277,12 +305,12 @@ class _Chain:
                 return True
         return False
 
-    def held(self, row: Callable[[Stages], Row], lengths: Sequence[int]) -> list[float]:
-        """Bytes of every stage: features and weights by the table, no more features than there are
-        micro-batches, and the numbers of the optimizer, which the table leaves out.
+    def stage_bytes(self, row: Callable[[Stages], Row], lengths: Sequence[int]) -> list[float]:
+        """Return the bytes of every stage: features and weights by the table, features of no more
+        than all micro-batches, and the states of the optimizer, which the table leaves out.
         """
-        found = []
-        for stage, (forward, backward, kept, weights) in enumerate(self.sums(lengths)):
+        totals = []
+        for stage, (forward, backward, activations, weights) in enumerate(self.sums(lengths)):
             line = row(
                 Stages(
                     self.stages,
@@ -290,35 +318,40 @@ class _Chain:
                     forward or TINY_S,
                     backward or TINY_S,
                     0.0,
-                    kept,
+                    activations,
                     weights,
                 )
             )
-            found.append(
-                min(line.feature_bytes[stage], self.micro_batches * kept)
+            totals.append(
+                min(line.feature_bytes[stage], self.micro_batches * activations)
                 + line.weight_bytes
                 + self.request.profile.optimizer_states * weights
             )
-        return found
+        return totals
 
-    def excess(self, row: Callable[[Stages], Row], lengths: Sequence[int]) -> list[float]:
-        """By how much every stage holds too much."""
-        held = self.held(row, lengths)
-        return [max(0.0, own - self.request.memory_bytes(rank)) for rank, own in enumerate(held)]
+    def excess_bytes(self, row: Callable[[Stages], Row], lengths: Sequence[int]) -> list[float]:
+        """Return per stage the bytes in excess of its memory; 0 if it fits."""
+        return [
+            max(0.0, size - self.request.memory_bytes(rank))
+            for rank, size in enumerate(self.stage_bytes(row, lengths))
+        ]
 
     def on_chip(self, row: Callable[[Stages], Row], lengths: tuple[int, ...]) -> tuple[int, ...]:
-        """Layers moved so that more boards have their weights on the chip, as long as it costs
+        """Move layers so that more boards have their weights on the chip, as long as it costs
         neither time nor memory.
         """
-        slowest, excess = max(self.seconds(lengths)), sum(self.excess(row, lengths))
+        slowest, excess = max(self.seconds(lengths)), sum(self.excess_bytes(row, lengths))
         chips = [self.request.cluster.devices[rank].on_chip_bytes for rank in range(self.stages)]
 
-        def beyond(each: Sequence[int]) -> list[float]:
-            if max(self.seconds(each)) > slowest or sum(self.excess(row, each)) > excess:
+        def off_chip(cut: Sequence[int]) -> list[float]:
+            """Return per board the bytes of weights that are not on the chip; infinite for a cut
+            that is slower or holds more.
+            """
+            if max(self.seconds(cut)) > slowest or sum(self.excess_bytes(row, cut)) > excess:
                 return [float("inf")]
             return [
                 max(0.0, weights - chip)
-                for (*_, weights), chip in zip(self.sums(each), chips, strict=True)
+                for (*_, weights), chip in zip(self.sums(cut), chips, strict=True)
             ]
 
-        return fine_tuned(lengths, beyond)
+        return tune_memory(lengths, off_chip)

@@ -1,4 +1,4 @@
-"""DAPPLE's planner: cuts, copies of stages and their places for the least latency by its pivot
+"""DAPPLE's planner: cuts, replicas of stages and their places with the least latency by its pivot
 formula.
 """
 
@@ -19,17 +19,16 @@ from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.scope import check_alike, check_scope, likely, nodes_of, quickest
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_of
+from penstock.search.score import best_plan
 
-#: Layers x states of the devices x ways to place a stage that the search may take, which is some
-#: seconds; and beyond which it is only
-#: asked for a few numbers of micro-batches.
-MOST_WAYS, MANY_WAYS = 1.5e6, 2e5
+#: Size of the search in steps, layers x states of the devices x ways to place a stage: the most
+#: that it may have, which takes some seconds; and the size above which only a few numbers of
+#: micro-batches are searched.
+MOST_STEPS, MANY_STEPS = 1.5e6, 2e5
 FEW_COUNTS = (8, 32)
 
-#: Policy B from here on: the slowest transfer over the mean stage's forward and backward. The paper
-#: says "notable"; so much costs
-#: policy A a tenth of a step.
+#: Policy B is used if the slowest transfer takes this share of the mean stage's forward and
+#: backward. The paper says "notable"; this share costs policy A a tenth of a step.
 NOTABLE = 0.05
 
 
@@ -38,86 +37,85 @@ NOTABLE = 0.05
     source="Fan et al. 2021, DAPPLE (arXiv 2007.01045), section 4; github.com/AlibabaPAI/DAPPLE",
 )
 def dapple(request: PlanRequest) -> Plan:
-    """The pipelines with the least L = T_w + T_s + T_e, of which the fastest in simulation is the
-    plan.
+    """Return the plan that simulates fastest among the pipelines with the least
+    L = T_w + T_s + T_e.
 
-    The paper takes the micro-batch as given: here several numbers of micro-batches are searched,
-    and the pipelines with the least L simulated. Its runtime splits a micro-batch over a stage's k
-    copies; ours gives whole micro-batches to the copies in turn, so a plan runs with k times as
-    many of them, of the same size as the paper's shares, where the batch has samples for that.
+    The paper takes the micro-batch as given; this planner searches several numbers of
+    micro-batches, and simulates the pipelines with the least L. The paper's runtime splits a
+    micro-batch over a stage's k replicas; this library gives whole micro-batches to the replicas in
+    turn, so that a plan has k times as many of them, of the size of the paper's shares, where the
+    batch has samples for that.
 
-    Policy A (a stage runs as many forwards ahead as there are stages from it on) is "1f1b"; policy
-    B (up to twice as many) is taken where transfers are notable, unless only A fits the memory.
+    Policy A (a stage runs as many forwards ahead as there are stages from it to the last) is
+    "1f1b"; policy B (up to twice as many) is used where transfers are notable, unless only A fits
+    the memory.
 
     Raises:
         PlanError: devices are of different kinds; there are too many of them for the search; or
-        nothing fits.
+            nothing fits.
     """
     check_scope(request, "dapple", "1f1b")
     check_alike(request, "dapple")
     nodes = nodes_of(request.cluster)
-    ways = _ways(nodes, len(request.profile))
-    if ways > MOST_WAYS:
+    steps = _search_size(nodes, len(request.profile))
+    if steps > MOST_STEPS:
         raise PlanError(
-            f"dapple's search has some {ways:.0e} ways to place stages of {len(request.profile)} layers on "
-            f"{request.cluster.name}, and is not made for more than {MOST_WAYS:.0e}: use fewer devices, or merge layers"
+            f"dapple's search has some {steps:.0e} ways to place stages of {len(request.profile)} "
+            f"layers on {request.cluster.name}, and is not made for more than {MOST_STEPS:.0e}: "
+            "use fewer devices, or merge layers"
         )
-    found: list[tuple[Placed, int]] = []
-    for count in _counts(request, many=ways > MANY_WAYS):
-        found += [
-            (each, count)
-            for each in search(_task(request, nodes, count), max(1, 32 // request.cluster.ranks))
-        ]
-    if not found:
+    candidates: list[tuple[Placed, int]] = []
+    for count in _counts(request, many=steps > MANY_STEPS):
+        task = _task(request, nodes, count)
+        for placed in search(task, max(1, 32 // request.cluster.ranks)):
+            candidates.append((placed, count))
+    if not candidates:
         raise PlanError(
-            f"dapple finds no pipeline of {request.stages} stages for {request.cluster.name}: it needs a device for each"
+            f"dapple finds no pipeline of {request.stages} stages for {request.cluster.name}: it "
+            "needs a device for each"
         )
-    found.sort(key=lambda each: (each[0].seconds, len(each[0].stages)))
+    candidates.sort(key=lambda candidate: (candidate[0].seconds, len(candidate[0].stages)))
     proposals: dict[Proposal, None] = {}
-    for placed, count in found:
+    for placed, count in candidates:
         proposals.update(dict.fromkeys(_proposals(request, placed, count, nodes)))
-    return best_of(request, quickest(likely(request, list(proposals)), 8))
+    return best_plan(request, quickest(likely(request, list(proposals)), 8))
 
 
-def _ways(nodes: Sequence[Sequence[int]], layers: int) -> int:
-    """About how many steps the search has: layers, numbers of devices used of each node, and
-    policies with numbers of devices.
+def _search_size(nodes: Sequence[Sequence[int]], layers: int) -> int:
+    """Return the approximate number of steps of the search: layers, numbers of devices used of each
+    node, and policies with numbers of devices.
     """
+    # Nodes of equal size are interchangeable.
     sizes = Counter(map(len, nodes))
     devices = sum(map(len, nodes))
-    states = prod(
-        comb(size + count, count) for size, count in sizes.items()
-    )  # nodes of equal size are alike
+    states = prod(comb(size + count, count) for size, count in sizes.items())
     return layers * states * devices * (3 if 1 < len(nodes) < devices else 1)
 
 
 def _counts(request: PlanRequest, *, many: bool) -> list[int]:
-    """Numbers of the paper's micro-batches to search with. Each of them is one or more of ours."""
+    """Return the numbers of the paper's micro-batches to search with; each stands for one or more
+    micro-batches of this library. `many` says that the search is large, so that few are tried.
+    """
     counts = list(request.micro_batch_counts(request.copies_allowed))
     if request.micro_batches is not None:
         most = request.micro_batches
-        counts = [each for each in range(1, most + 1) if most % each == 0]
-    few = [each for each in counts if each in FEW_COUNTS]
+        counts = [count for count in range(1, most + 1) if most % count == 0]
+    few = [count for count in counts if count in FEW_COUNTS]
     return (few or counts[-1:]) if many else counts
 
 
 def _task(request: PlanRequest, nodes: Sequence[Sequence[int]], count: int) -> Task:
+    """Return the search for `count` micro-batches, with the costs for every number of replicas."""
     samples = request.batch / count
-    # Our runtime gives every copy a micro-batch of its own, the paper's a sample at least.
-    copies = max(
-        1, min(request.copies_allowed, int(samples), request.micro_batches or request.batch)
-    )
-    whole = LayerCosts.of(request.profile, samples)
-    costs = [
-        whole,
-        *(LayerCosts.of(request.profile, samples / each) for each in range(2, copies + 1)),
-    ]
+    # This library gives every replica a micro-batch of its own, the paper at least one sample.
+    most = max(1, min(request.copies_allowed, int(samples), request.micro_batches or request.batch))
+    costs = [LayerCosts.of(request.profile, samples / replicas) for replicas in range(1, most + 1)]
     return Task(costs, tuple(map(len, nodes)), network_of(request.cluster), count, request.stages)
 
 
 def network_of(cluster: Cluster) -> Network:
-    """The links of a cluster as the planner sees them; of nodes with different links inside the
-    slowest counts.
+    """Return the links of a cluster as the planner sees them; if the links inside nodes differ, the
+    slowest.
     """
     inside = [cluster.inside, *(link for _, link in cluster.insides)]
     return Network(
@@ -132,37 +130,44 @@ def network_of(cluster: Cluster) -> Network:
 def _proposals(
     request: PlanRequest, placed: Placed, count: int, nodes: Sequence[Sequence[int]]
 ) -> list[Proposal]:
-    """The same pipeline with one of our micro-batches for each of the paper's, and with one for
-    each share; policy B before A.
+    """Return proposals for a pipeline: with one of this library's micro-batches per share of the
+    paper's, and with one per micro-batch; policy B before A.
     """
     replicas = tuple(sum(place) for *_, place in placed.stages)
     samples = request.batch / count
     shares = count * max(replicas)
-    counts = [each for each in (shares, count) if max(replicas) <= each <= request.batch]
-    if request.micro_batches is not None:
-        counts = [request.micro_batches] if max(replicas) <= request.micro_batches else []
+    requested = request.micro_batches
+    counts = [shares, count] if requested is None else [requested]
     basic: tuple[tuple[str, Option], ...] = (
         () if set(replicas) == {1} else (("replicas", replicas),)
     )
     options = [basic]
-    if _ratio(request, placed, samples) >= NOTABLE:
-        options.insert(0, (*basic, ("warm_up", twice_ahead(replicas))))
+    if _activation_communication_ratio(request, placed, samples) >= NOTABLE:
+        options.insert(0, (*basic, ("warm_up", warm_up_of_policy_b(replicas))))
+    devices: list[int] = []
+    for ranks in devices_of(placed, nodes):
+        devices += ranks
+    lengths = tuple(stop - start for start, stop, _ in placed.stages)
+    objective = Objective(f"L of {count} micro-batches", placed.seconds, "s")
     return [
         Proposal(
-            tuple(stop - start for start, stop, _ in placed.stages),
+            lengths,
             "1f1b",
-            each,
-            more,
-            devices=tuple(rank for ranks in devices_of(placed, nodes) for rank in ranks),
-            objective=Objective(f"L of {count} micro-batches", placed.seconds, "s"),
+            micro_batches,
+            schedule_options,
+            devices=tuple(devices),
+            objective=objective,
         )
-        for each in counts
-        for more in options
+        for micro_batches in counts
+        if max(replicas) <= micro_batches <= request.batch
+        for schedule_options in options
     ]
 
 
-def _ratio(request: PlanRequest, placed: Placed, samples: float) -> float:
-    """The paper's ACR: the slowest transfer between stages over what a stage computes in the mean."""
+def _activation_communication_ratio(request: PlanRequest, placed: Placed, samples: float) -> float:
+    """Return the paper's ACR: the slowest transfer between stages over the mean compute of a stage,
+    both in seconds.
+    """
     if len(placed.stages) == 1:
         return 0.0
     network, profile = network_of(request.cluster), request.profile
@@ -177,17 +182,17 @@ def _ratio(request: PlanRequest, placed: Placed, samples: float) -> float:
     return max(hops) * len(work) / sum(work) if sum(work) else 0.0
 
 
-def twice_ahead(replicas: Sequence[int]) -> tuple[int, ...]:
-    """Policy B for stages with copies: per stage, forwards that its ranks together run before the
-    first backward. Where policy A has w + 1 of them on each, as PipeDream's start-up rule says, B
-    has 2w + 1.
+def warm_up_of_policy_b(replicas: Sequence[int]) -> tuple[int, ...]:
+    """Return policy B for stages with replicas: per stage, the forwards that its ranks together run
+    before the first backward. Where policy A runs w + 1 on each rank, as PipeDream's start-up rule
+    says, B runs 2w + 1.
 
-    >>> twice_ahead((1, 1, 1, 1)), twice_ahead((2, 2))
+    >>> warm_up_of_policy_b((1, 1, 1, 1)), warm_up_of_policy_b((2, 2))
     ((7, 5, 3, 1), (6, 2))
     """
-    before = accumulate(replicas, initial=0)
-    wanted = [
-        k * (2 * ((sum(replicas) - 1 - earlier) // k) + 1)
-        for k, earlier in zip(replicas, before, strict=False)
+    earlier_replicas = accumulate(replicas, initial=0)
+    forwards = [
+        count * (2 * ((sum(replicas) - 1 - earlier) // count) + 1)
+        for count, earlier in zip(replicas, earlier_replicas, strict=False)
     ]
-    return tuple(accumulate(wanted, min))
+    return tuple(accumulate(forwards, min))

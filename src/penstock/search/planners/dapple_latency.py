@@ -1,10 +1,10 @@
-"""DAPPLE's latency of a pipeline: what warming up, the steady state and the ending take, seen from
-its pivot stage.
+"""DAPPLE's latency of a pipeline: the times of its warm-up, steady phase and ending, seen from its
+pivot stage.
 
         | warm up         | steady                       | ending
-    Q   |       F0  ...   | F1 B0 F2 B1 ...              | B, and what is behind it
+    Q   |       F0  ...   | F1 B0 F2 B1 ...              | B, and all after it
 
-The pivot is the stage that has the fewest bubbles. Transfers count as stages between stages.
+The pivot Q is the stage that has the fewest bubbles. Transfers count as stages between stages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import final
 @final
 @dataclass(frozen=True)
 class Latency:
-    """Seconds of a step, and of its parts; `pivot` counts transfers as stages."""
+    """Seconds of the three phases of a step, and the pivot; `pivot` counts transfers as stages."""
 
     pivot: int
     warm_up_s: float
@@ -26,7 +26,7 @@ class Latency:
 
     @property
     def seconds(self) -> float:
-        """All three."""
+        """Seconds of the whole step."""
         return self.warm_up_s + self.steady_s + self.ending_s
 
 
@@ -36,21 +36,20 @@ def latency(
     all_reduce_s: Sequence[float],
     micro_batches: int,
 ) -> Latency:
-    """The latency of a step.
+    """Return the latency of a step.
 
         T_w = F_0 + ... + F_Q
         T_s = (M - 1)(F_Q + B_Q)
-        T_e = the most, over all stages s, of AR_s + (B_s + ... + B_Q)    for s <= Q
-                                              AR_s - (B_Q + ... + B_s)    for s > Q
+        T_e = maximum over all stages s of AR_s + (B_s + ... + B_Q)    for s <= Q
+                                           AR_s - (B_Q + ... + B_s)    for s > Q
 
     >>> latency((1, 1), (2, 2), (0, 0), 4).seconds
     15
 
     Args:
-        forward_s, backward_s: of a micro-batch on every stage; a transfer is a stage, its forward
-        the activation's, its backward the
-            gradient's.
-        all_reduce_s: of the stage's gradients over its copies; 0 for a transfer.
+        forward_s, backward_s: seconds of a micro-batch on every stage; a transfer is a stage, its
+            forward that of the activation, its backward that of the gradient.
+        all_reduce_s: seconds of the all-reduce of the stage's gradients; 0 for a transfer.
         micro_batches: M.
 
     Source: Fan et al. 2021, DAPPLE (arXiv 2007.01045), section 4.
@@ -61,8 +60,10 @@ def latency(
         between = sum(forward_s[a] + backward_s[a] for a in range(s + 1, pivot))
         if steady[s] > steady[pivot] + between:
             pivot = s
-    ending = max(
-        reduce + (sum(backward_s[s : pivot + 1]) if s <= pivot else -sum(backward_s[pivot : s + 1]))
-        for s, reduce in enumerate(all_reduce_s)
-    )
+    ending = -float("inf")
+    for s, reduce_s in enumerate(all_reduce_s):
+        if s <= pivot:
+            ending = max(ending, reduce_s + sum(backward_s[s : pivot + 1]))
+        else:
+            ending = max(ending, reduce_s - sum(backward_s[pivot : s + 1]))
     return Latency(pivot, sum(forward_s[: pivot + 1]), steady[pivot], ending)

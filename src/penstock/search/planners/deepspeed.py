@@ -7,10 +7,10 @@ import re
 from penstock.partition.catalogue import partition
 from penstock.plan.plan import Plan
 from penstock.search.catalogue import register
-from penstock.search.planners.straight import copies_of, counts_of, method_of, stages_of
+from penstock.search.planners.straight import counts_of, method_of, replicas_of, stages_of
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_of
+from penstock.search.score import best_plan
 
 
 @register(
@@ -18,19 +18,19 @@ from penstock.search.score import best_of
     source="DeepSpeed 2025, runtime/pipe/module.py, PipelineModule, partition_method='parameters'",
 )
 def deepspeed(request: PlanRequest) -> Plan:
-    """PipelineModule's default cut: the least difference of the stages' numbers of parameters that
-    `partition_balanced` finds.
+    """Return the plan with PipelineModule's default cut: the least difference of the stages'
+    numbers of parameters that `partition_balanced` finds.
 
-    The number of stages is its user's: one on each device unless asked otherwise. Devices that are
-    left then are more pipelines, as many as are whole, each with its share of the micro-batches
-    (PipeDataParallelTopology). All numbers of micro-batches are simulated, and the best is taken;
-    the schedule is 1F1B. Recomputation is off by default there and is taken here where memory asks
-    for it.
+    The number of stages is chosen by DeepSpeed's user: one per device unless requested otherwise.
+    Further devices form more pipelines, as many as are whole, each with its share of the
+    micro-batches (PipeDataParallelTopology). All numbers of micro-batches are simulated, and the
+    best is the plan; the schedule is 1F1B. Recompute is off by default in DeepSpeed, and is used
+    here where memory requires it.
 
-    With `partition` "uniform" or "type:<regex>" it is that partition method.
+    With `partition` "uniform" or "type:<regex>" it uses that partition method.
 
     Raises:
-        PlanError: another cut or schedule is asked for, or nothing fits.
+        PlanError: another cut or schedule is requested, or nothing fits.
     """
     return _planned(
         request, method_of(request, "deepspeed", ("parameters", "uniform", "type"), "1f1b")
@@ -42,46 +42,40 @@ def deepspeed(request: PlanRequest) -> Plan:
     source="DeepSpeed 2025, runtime/pipe/module.py, PipelineModule, partition_method='uniform'",
 )
 def deepspeed_uniform(request: PlanRequest) -> Plan:
-    """As "deepspeed", with equal numbers of layers, one more in the first stages where they do not
-    divide.
+    """Return the plan of "deepspeed" with equal numbers of layers, one more in the first stages if
+    they do not divide.
 
     Raises:
-        PlanError: another cut or schedule is asked for, or nothing fits.
+        PlanError: another cut or schedule is requested, or nothing fits.
     """
     return _planned(request, method_of(request, "deepspeed-uniform", ("uniform",), "1f1b"))
 
 
 def _planned(request: PlanRequest, method: str) -> Plan:
+    """Return the best plan with one partition method, over the numbers of micro-batches."""
     stages = stages_of(request)
-    copies = copies_of(request, stages)
+    replicas = replicas_of(request, stages)
     lengths = tuple(partition(request.profile, stages, by=method))
-    weights, what = _weights(request, method)
-    sums = [
-        sum(weights[end - length : end])
-        for length, end in zip(lengths, _ends(lengths), strict=True)
+    weights, unit = _weights(request, method)
+    sums, start = [], 0
+    for length in lengths:
+        sums.append(sum(weights[start : start + length]))
+        start += length
+    objective = Objective(f"most less fewest {unit} of a stage", float(max(sums) - min(sums)), "1")
+    options = () if replicas == 1 else (("replicas", replicas),)
+    proposals = [
+        Proposal(lengths, "1f1b", count, options, objective=objective)
+        for count in counts_of(request, stages, replicas)
     ]
-    objective = Objective(f"most less fewest {what} of a stage", float(max(sums) - min(sums)), "1")
-    options = () if copies == 1 else (("replicas", copies),)
-    return best_of(
-        request,
-        [
-            Proposal(lengths, "1f1b", count, options, objective=objective)
-            for count in counts_of(request, stages, copies)
-        ],
-    )
+    return best_plan(request, proposals)
 
 
 def _weights(request: PlanRequest, method: str) -> tuple[list[int], str]:
-    """What is balanced: one number for every layer, and its name."""
+    """Return the number per layer that a method balances, and its name."""
     name, _, pattern = method.partition(":")
     if name == "type":
-        return [
-            1 if re.search(pattern, layer.kind, re.IGNORECASE) else 0 for layer in request.profile
-        ], f"{pattern} layers"
+        matches = [re.search(pattern, layer.kind, re.IGNORECASE) for layer in request.profile]
+        return [1 if match else 0 for match in matches], f"{pattern} layers"
     if name == "parameters":
         return [layer.parameters for layer in request.profile], name
     return [1] * len(request.profile), "layers"
-
-
-def _ends(lengths: tuple[int, ...]) -> list[int]:
-    return [sum(lengths[: stage + 1]) for stage in range(len(lengths))]

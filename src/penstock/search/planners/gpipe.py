@@ -13,7 +13,7 @@ from penstock.search.planners.scope import check_scope
 from penstock.search.planners.straight import counts_of, stages_of
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_of
+from penstock.search.score import best_plan
 
 
 @register(
@@ -21,17 +21,17 @@ from penstock.search.score import best_of
     source="Huang et al. 2019, GPipe, section 2.2: minimise the variance in the estimated costs of all cells",
 )
 def gpipe(request: PlanRequest) -> Plan:
-    """The cut with the least variance of the stages' costs, which for so many stages is the least
-    sum of squares: found exactly.
+    """Return the plan with the least variance of the stages' costs, which for a fixed number of
+    stages is the least sum of squares: found exactly.
 
-    The cost is a layer's seconds of forward and backward for a micro-batch on the first device; the
-    paper's is a function that its user may give, by default the number of operations. The number of
-    stages is its user's, too: one on each device unless asked otherwise. All numbers of
-    micro-batches are simulated, and the best is taken. GPipe recomputes every stage, so with
-    recompute="auto" that is taken, whatever would fit.
+    The cost of a layer is its seconds of forward and backward for a micro-batch on the first
+    device; the paper's is a function that its user may give, by default the number of operations.
+    The number of stages is chosen by the user, too: one per device unless requested otherwise. All
+    numbers of micro-batches are simulated, and the best is the plan. GPipe recomputes every stage,
+    so that recompute="auto" means "always", even if less would fit.
 
     Raises:
-        PlanError: another cut or schedule is asked for, or nothing fits.
+        PlanError: another cut or schedule is requested, or nothing fits.
     """
     check_scope(request, "gpipe", "gpipe")
     stages = stages_of(request)
@@ -44,12 +44,12 @@ def gpipe(request: PlanRequest) -> Plan:
         proposals.append(
             Proposal(tuple(lengths), "gpipe", count, recompute="always", objective=objective)
         )
-    return best_of(request, proposals)
+    return best_plan(request, proposals)
 
 
 def least_variance(costs: Sequence[float], stages: int) -> list[int]:
-    """Stage lengths with the least variance of the stages' sums; of equal ones that with the
-    longest last stage.
+    """Return the stage lengths with the least variance of the stages' sums; of equal ones those
+    with the longest last stage.
 
     >>> least_variance([1, 1, 1, 1, 4], 3)
     [2, 2, 1]
@@ -61,9 +61,8 @@ def least_variance(costs: Sequence[float], stages: int) -> list[int]:
     least[0] = 0.0
     choices = []
     for _ in range(stages):
-        total = (
-            least[:-1, None] + squares
-        )  # [first, last]: the stages before, and one of these layers
+        # [first, last]: the stages before `first`, and one stage of these layers.
+        total = least[:-1, None] + squares
         choices.append(total.argmin(axis=0))
         least = np.concatenate(([np.inf], total.min(axis=0)))
     end, lengths = layers, []
@@ -75,6 +74,7 @@ def least_variance(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _sums(costs: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """Return the cost of every stage."""
     ends = np.cumsum(lengths)
     return [
         float(sum(costs[end - length : end])) for length, end in zip(lengths, ends, strict=True)

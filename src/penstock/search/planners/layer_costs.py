@@ -1,4 +1,4 @@
-"""What layers cost for one micro-batch, as plain numbers that planners sum over ranges of layers."""
+"""Costs of layers for one micro-batch, as numbers that planners sum over ranges of layers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class LayerCosts:
 
     Attributes:
         forward_s, backward_s: seconds.
-        output_bytes: what crosses to the next layer, if that is on another device. The last layer's
-        crosses to nobody. activation_bytes: what is kept for backward. parameter_bytes: weights,
-        which are also as many bytes of gradients.
+        output_bytes: bytes that the next layer receives, if it is on another device. Those of the
+            last layer are not sent.
+        activation_bytes: bytes that are saved for the backward.
+        parameter_bytes: bytes of the weights; their gradients have the same size.
     """
 
     forward_s: tuple[float, ...]
@@ -34,7 +35,7 @@ class LayerCosts:
 
     @classmethod
     def of(cls, profile: Profile, micro_batch: float) -> LayerCosts:
-        """The costs for `micro_batch` samples, which need not be whole."""
+        """Return the costs for `micro_batch` samples, which need not be a whole number."""
         return cls(
             tuple(profile.seconds("forward", micro_batch)),
             tuple(profile.seconds("backward", micro_batch)),
@@ -48,12 +49,12 @@ class LayerCosts:
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
-        """Forward and backward together."""
+        """Seconds of forward and backward together."""
         return tuple(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
 
 
 def before(numbers: tuple[float, ...] | Numbers) -> Numbers:
-    """Sums of all numbers before each place: of n numbers, n + 1 sums.
+    """Return the sums of all numbers before each place: n + 1 sums for n numbers.
 
     >>> before((1.0, 2.0, 4.0)).tolist()
     [0.0, 1.0, 3.0, 7.0]
@@ -62,10 +63,8 @@ def before(numbers: tuple[float, ...] | Numbers) -> Numbers:
 
 
 def over_ranges(numbers: tuple[float, ...]) -> Numbers:
-    """Sums over all ranges: entry [i, j] is of the layers i .. j, infinite where there are none (j
-    < i).
-    """
+    """Return the sums over all ranges: entry [i, j] is for layers i .. j, infinite for j < i."""
     sums = before(numbers)
-    found = sums[None, 1:] - sums[:-1, None]
-    found[np.tril_indices(len(numbers), -1)] = np.inf
-    return found
+    ranges = sums[None, 1:] - sums[:-1, None]
+    ranges[np.tril_indices(len(numbers), -1)] = np.inf
+    return ranges

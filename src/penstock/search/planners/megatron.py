@@ -1,4 +1,4 @@
-"""Megatron-LM's way: equal numbers of layers, tried on a grid of pipelines, stages and virtual
+"""Megatron-LM's planner: equal numbers of layers, on a grid of pipelines, stages and virtual
 stages.
 """
 
@@ -12,13 +12,13 @@ from penstock.plan.plan import Option, Plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.scope import SIMULATED_FORWARDS, check_alike, check_scope
-from penstock.search.planners.straight import allowed, copies_of, counts_of
+from penstock.search.planners.straight import allowed, counts_of, replicas_of
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_of
+from penstock.search.score import best_plan
 
-#: Stages on a rank that are tried, and proposals that are simulated: those with the least
-#: estimates.
+#: Numbers of stages per rank that are tried, and number of proposals that are simulated: those with
+#: the least estimates.
 VIRTUAL, SIMULATED = (1, 2, 4), 12
 
 
@@ -27,78 +27,103 @@ VIRTUAL, SIMULATED = (1, 2, 4), 12
     source="Narayanan et al. 2021, SC, section 3, with equal numbers of layers and no tensor parallelism",
 )
 def megatron(request: PlanRequest) -> Plan:
-    """The best of a grid: p ranks in a pipeline, d pipelines, as many as there are devices for, v
-    stages on a rank, every stage as many layers.
+    """Return the best plan of a grid: p ranks in a pipeline, d pipelines, as many as there are
+    devices for, v stages per rank, equal numbers of layers in all stages.
 
-    Megatron has no planner; the paper's section 3 says how to choose by hand, from the bubble (p -
-    1) / v m of m micro-batches of one pipeline. The objective is its estimate, (v m + p - 1) / v
-    times a micro-batch's seconds on the slowest rank; the dozen with the least are simulated. One
-    stage per rank runs 1F1B, several run it interleaved. Layers that do not divide go to the first
-    stages.
+    Megatron has no planner; the paper's section 3 says how to choose by hand, from the bubble
+    (p - 1) / v m of m micro-batches of one pipeline. The objective is its estimate, (v m + p - 1) /
+    v times a micro-batch's seconds on the slowest rank; the dozen with the least are simulated.
+    With one stage per rank the schedule is 1F1B, with several it is interleaved. If layers do not
+    divide, the first stages have one more.
 
     Raises:
-        PlanError: another cut or schedule is asked for, devices are of several kinds, or nothing
-        fits.
+        PlanError: another cut or schedule is requested, devices are of several kinds, or nothing
+            fits.
     """
     check_scope(request, "megatron", "1f1b", "interleaved")
     check_alike(request, "megatron")
-    found = sorted(
-        _proposals(request), key=lambda each: (_value(each), each.micro_batches, each.stages)
-    )
-    if not found:
+    proposals = sorted(_proposals(request), key=_estimate)
+    if not proposals:
         raise PlanError(
-            f"megatron finds no way to cut {len(request.profile)} layers for {request.cluster.ranks} devices with these "
-            "numbers: leave stages and micro_batches out"
+            f"megatron finds no way to cut {len(request.profile)} layers for "
+            f"{request.cluster.ranks} devices with these numbers: leave stages and micro_batches "
+            "out"
         )
-    return best_of(request, found[:SIMULATED])
+    return best_plan(request, proposals[:SIMULATED])
 
 
 def _proposals(request: PlanRequest) -> Iterator[Proposal]:
-    ranks, layers = request.cluster.ranks, len(request.profile)
-    schedules = allowed(request, "1f1b", "interleaved")
+    """Yield all proposals of the grid."""
     costs: dict[int, tuple[float, ...]] = {}
-    for width in range(1, min(ranks, layers) + 1):
-        copies = copies_of(request, width)
-        for count in counts_of(request, width, copies):
-            each = count // copies
+    for width in range(1, min(request.cluster.ranks, len(request.profile)) + 1):
+        replicas = replicas_of(request, width)
+        for count in counts_of(request, width, replicas):
             if count not in costs:
                 costs[count] = LayerCosts.of(request.profile, request.batch / count).seconds
             for virtual in VIRTUAL if width > 1 else (1,):
-                stages, schedule = width * virtual, "1f1b" if virtual == 1 else "interleaved"
-                if (
-                    stages > layers
-                    or request.stages not in (None, stages)
-                    or schedule not in schedules
-                ):
-                    continue
-                if stages * count > SIMULATED_FORWARDS or (virtual > 1 and each % width):
-                    continue
-                lengths = tuple(partition_uniform(layers, stages))
-                value = (
-                    (virtual * each + width - 1) / virtual * _slowest(costs[count], lengths, width)
-                )
-                options: tuple[tuple[str, Option], ...] = (
-                    () if virtual == 1 else (("chunks", virtual),)
-                )
-                options += () if copies == 1 else (("replicas", copies),)
-                yield Proposal(
-                    lengths,
-                    schedule,
-                    count,
-                    options,
-                    objective=Objective("estimated step", value, "s"),
-                )
+                if _is_possible(request, width, virtual, count, count // replicas):
+                    yield _proposal(request, width, virtual, replicas, count, costs[count])
 
 
-def _value(proposal: Proposal) -> float:
+def _is_possible(
+    request: PlanRequest, width: int, virtual: int, count: int, per_pipeline: int
+) -> bool:
+    """Return whether the request allows this schedule and number of stages, the model has layers
+    for them, the schedule takes this number of micro-batches per pipeline, and simulation is quick
+    enough.
+    """
+    stages = width * virtual
+    if stages > len(request.profile) or request.stages not in (None, stages):
+        return False
+    schedule = "1f1b" if virtual == 1 else "interleaved"
+    if schedule not in allowed(request, "1f1b", "interleaved"):
+        return False
+    if virtual > 1 and per_pipeline % width:
+        return False
+    return stages * count <= SIMULATED_FORWARDS
+
+
+def _proposal(
+    request: PlanRequest,
+    width: int,
+    virtual: int,
+    replicas: int,
+    count: int,
+    seconds: tuple[float, ...],
+) -> Proposal:
+    """Return the proposal of one point of the grid.
+
+    Args:
+        request: the request.
+        width: ranks per pipeline.
+        virtual: stages per rank.
+        replicas: number of pipelines.
+        count: number of micro-batches, of all pipelines together.
+        seconds: seconds of every layer for a micro-batch.
+    """
+    lengths = tuple(partition_uniform(len(request.profile), width * virtual))
+    slots = (virtual * (count // replicas) + width - 1) / virtual
+    estimate = slots * _slowest(seconds, lengths, width)
+    options: tuple[tuple[str, Option], ...] = () if virtual == 1 else (("chunks", virtual),)
+    if replicas > 1:
+        options += (("replicas", replicas),)
+    return Proposal(
+        lengths,
+        "1f1b" if virtual == 1 else "interleaved",
+        count,
+        options,
+        objective=Objective("estimated step", estimate, "s"),
+    )
+
+
+def _estimate(proposal: Proposal) -> tuple[float, int, int]:
+    """Return the sort key of a proposal: its estimate, then its numbers."""
     assert proposal.objective is not None
-    return proposal.objective.value
+    return proposal.objective.value, proposal.micro_batches, proposal.stages
 
 
 def _slowest(seconds: tuple[float, ...], lengths: tuple[int, ...], width: int) -> float:
-    """Seconds of a micro-batch on the slowest rank, which has every stage s with s mod width its
-    number.
-    """
+    """Return the seconds of a micro-batch on the slowest rank; stage s is on rank s mod width."""
     busy, start = [0.0] * width, 0
     for stage, length in enumerate(lengths):
         busy[stage % width] += sum(seconds[start : start + length])

@@ -1,22 +1,24 @@
-"""PipeDream's partitioning: where to cut and how often each stage stands, level by level of the
-machine.
+"""PipeDream's partitioning: where to cut and how often to replicate each stage, level by level of
+the machine.
 
     level 1   | devices of one node, joined by the link inside it
     level 2   | nodes, joined by the network
 
-At every level a range of layers is cut into stages, each on some of the level's components. What
-one component takes for a range is what the level below found best for it, with all components that
-it has; at the bottom it is one device's forward and backward.
+At every level a range of layers is cut into stages, each on some of the level's components. The
+time of one component for a range is the best that the level below achieves with all components that
+it has; at the lowest level it is one device's forward and backward.
 
     A[i, j, m]  | the slowest stage of layers i .. j on m components: the best of
-                | one stage, m times:               time(i, j, m)
-                | one more cut, behind layer k:     max(A[i, k, m - m'], transfer of k's output, time(k + 1, j, m'))
+                | one stage on m components:        time(i, j, m)
+                | one more cut, behind layer k:     max(A[i, k, m - m'], transfer of k's output,
+                |                                       time(k + 1, j, m'))
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, final
 
 import numpy as np
@@ -28,8 +30,8 @@ from penstock.search.planners.layer_costs import LayerCosts, Numbers, over_range
 @final
 @dataclass(frozen=True)
 class Level:
-    """So many components, joined by links of this bandwidth: of the lowest level devices, of the
-    others the level below.
+    """A number of components joined by links of this bandwidth: devices at the lowest level, else
+    the level below.
     """
 
     components: int
@@ -39,26 +41,25 @@ class Level:
 @final
 @dataclass(frozen=True)
 class Rules:
-    """What a cut may be and how it counts.
+    """Limits on a cut, and how its costs count.
 
     Attributes:
-        form: "paper": a stage takes max(compute, sync) / m; sync is 2 (m - 1)/m of its weights over
-        the link, a boundary 2 a of
-            activation and gradient. "code", as the authors' optimizer has it with
-            `activation_compression_ratio=1`: (compute + 4 (m - 1)/m of its weights) / m, a boundary
-            2 a / m', towards the layers before and behind alike; and a level's all-reduce of a
-            stage that is a whole range by itself counts for a component of the level below only.
-        straight: no stage stands twice, as in `--straight_pipeline`.
-        most_replicas: the most components of a stage; None is no limit.
-        stages: how many stages; None leaves it free. Only where there is one level.
-        memory_bytes: what a component may hold; None is no limit. With w micro-batches waiting
-        behind a stage, w = ceil(components behind
-            / components of the stage), it holds activations of w + 1, and as many versions of the
-            weights, gradients and momenta. In the code: w times activations and weights, and
-            nothing else.
+        form: "paper": a stage takes max(compute, sync) / m, with a sync of 2 (m - 1)/m of its
+            weights over the link; a boundary takes 2 a, for the activation and its gradient.
+            "code", as in the authors' optimizer with `activation_compression_ratio=1`: a stage
+            takes (compute + 4 (m - 1)/m of its weights) / m, a boundary 2 a / m', towards the
+            layers before and behind alike; and a level's all-reduce of a stage that is a whole
+            range by itself counts for a component of the level below only.
+        straight: no stage is replicated, as with `--straight_pipeline`.
+        most_replicas: maximum number of components of a stage; None is no limit.
+        stages: number of stages; None leaves it free. Only for a single level.
+        memory_bytes: memory of a component; None is no limit. With w micro-batches waiting behind a
+            stage, w = ceil(components behind / components of the stage), it holds activations of
+            w + 1, and as many versions of the weights, gradients and momenta. In the code: w times
+            activations and weights only.
         stash: weights have a version for every micro-batch in flight; else one.
-        besides: how many times the weights a component holds in gradients and the optimizer's
-        numbers: momenta by default.
+        other_state_factor: bytes of gradients and optimizer states per byte of weights; momenta by
+            default.
     """
 
     form: Literal["paper", "code"] = "paper"
@@ -67,14 +68,14 @@ class Rules:
     stages: int | None = None
     memory_bytes: float | None = None
     stash: bool = True
-    besides: float = 2.0
+    other_state_factor: float = 2.0
 
 
 @final
 @dataclass(frozen=True)
 class Part:
-    """Layers `start` up to `stop`, which is not among them, on so many components, each of them cut
-    further as `inner` says; empty at the lowest level.
+    """A stage: layers `start` to `stop` (exclusive) on `replicas` components, each of them cut
+    further into `inner`, which is empty at the lowest level.
     """
 
     start: int
@@ -86,230 +87,231 @@ class Part:
 @final
 @dataclass(frozen=True)
 class Cut:
-    """The slowest stage or link, in seconds per minibatch, and the parts of the highest level."""
+    """The slowest stage or link in seconds per minibatch, and the parts of the highest level."""
 
     slowest_s: float
     parts: tuple[Part, ...]
 
 
 def hierarchical_cut(costs: LayerCosts, levels: Sequence[Level], rules: Rules | None = None) -> Cut:
-    """The best cut that uses every component of every level; of equals the one cut earliest.
+    """Return the best cut that uses every component of every level; of equal ones the one that cuts
+    earliest.
 
     Complexity: n layers, m components at a level: O(n^2 m^2) at the highest, O(n^3 m^2) below.
 
     Args:
-        costs: of one minibatch, which one component takes whole.
-        levels: from the lowest.
-        rules: the paper's by default.
+        costs: costs of one minibatch on one component.
+        levels: the levels, lowest first.
+        rules: limits on the cut; the paper's by default.
 
     Raises:
-        PlanError: with `straight`, or with few replicas, so many components cannot be used.
+        PlanError: all components cannot be used, with `straight` or with few replicas.
 
     Source: Narayanan et al. 2019, PipeDream, section 3.1; optimizer_graph_hierarchical.py of
     github.com/msr-fiddle/pipedream.
     """
     rules = rules or Rules()
     seconds, weights = over_ranges(costs.seconds), over_ranges(costs.parameter_bytes)
-    kept = over_ranges(costs.activation_bytes)
+    activations = over_ranges(costs.activation_bytes)
     output = np.asarray(costs.output_bytes, float)
     within, tables = 1, []
     for number, level in enumerate(levels):
-        table = _Table(seconds, weights, kept, output, level, rules)
+        table = _Table(seconds, weights, activations, output, level, rules)
         table.fill(within, whole_only=number == len(levels) - 1)
-        seconds = table.of_all()
+        seconds = table.all_components()
         within = level.components
         tables.append(table)
     slowest = tables[-1].best(0, len(costs) - 1)
     if not np.isfinite(slowest):
+        components = " x ".join(str(level.components) for level in levels)
         raise PlanError(
-            f"{len(costs)} layers cannot be spread over {' x '.join(str(level.components) for level in levels)} "
-            f"components: {_limits(rules)}"
+            f"{len(costs)} layers cannot be spread over {components} components: "
+            f"{_describe_limits(rules)}"
         )
     return Cut(float(slowest), _parts(tables, 0, len(costs) - 1))
 
 
-def _limits(rules: Rules) -> str:
-    found = []
+def _describe_limits(rules: Rules) -> str:
+    """Return the limits on a cut as text."""
+    limits = []
     if rules.stages is not None:
-        found.append(f"{rules.stages} stages are asked for")
+        limits.append(f"{rules.stages} stages are requested")
     if rules.straight:
-        found.append("no stage may stand twice")
+        limits.append("no stage may stand twice")
     elif rules.most_replicas is not None:
-        found.append(f"no stage may have more than {rules.most_replicas} replicas")
+        limits.append(f"no stage may have more than {rules.most_replicas} replicas")
     if rules.memory_bytes is not None:
-        found.append(f"and a component has {rules.memory_bytes:.3g} bytes")
-    return ", ".join(found)
+        limits.append(f"and a component has {rules.memory_bytes:.3g} bytes")
+    return ", ".join(limits)
 
 
 def _parts(tables: Sequence[_Table], start: int, stop: int) -> tuple[Part, ...]:
-    found = tables[-1].parts(start, stop)
+    """Return the parts of layers `start` to `stop` (inclusive) at the highest of these levels."""
+    parts = tables[-1].parts(start, stop)
     if len(tables) == 1:
-        return found
+        return parts
     return tuple(
-        Part(each.start, each.stop, each.replicas, _parts(tables[:-1], each.start, each.stop - 1))
-        for each in found
+        replace(part, inner=_parts(tables[:-1], part.start, part.stop - 1)) for part in parts
     )
 
 
 class _Table:
-    """One level: for all ranges and numbers of components, the slowest stage, and where the last
-    cut is.
+    """One level: the slowest stage and the last cut, for all ranges and numbers of components.
 
-    `time[s]` has [i, j, m]; s counts stages where their number is asked for, and is 0 where it is
-    not.
+    `time[s]` is indexed [i, j, m]. If the number of stages is fixed, s counts stages; else it is 0.
     """
 
     def __init__(
         self,
         seconds: Numbers,
         weights: Numbers,
-        kept: Numbers,
+        activations: Numbers,
         output: Numbers,
         level: Level,
         rules: Rules,
     ) -> None:
-        self.seconds, self.weights, self.kept, self.level, self.rules = (
-            seconds,
-            weights,
-            kept,
-            level,
-            rules,
-        )
+        self.seconds, self.weights, self.activations = seconds, weights, activations
+        self.level, self.rules = level, rules
         self.layers, self.most = len(output), level.components
         self.replicas = 1 if rules.straight else min(self.most, rules.most_replicas or self.most)
         counts = np.arange(1, self.replicas + 1)
         self.counts = counts.astype(float)
         senders = self.counts if rules.form == "code" else np.ones(self.replicas)
         self.hop = 2 * output[:, None] / (level.bandwidth_bytes_per_s * senders)
-        # In the code a stage's output counts with its own number of components too; the last
-        # layer's goes nowhere.
+        # In the code a stage's output also counts with its own number of components; that of the
+        # last layer is not sent.
         self.out = self.hop.copy() if rules.form == "code" else np.zeros_like(self.hop)
         self.out[-1] = 0.0
 
     def _stage(self, rows: slice, j: int, within: int = 1) -> Numbers:
-        """Seconds of the stages from each of `rows` to layer j, by number of components."""
-        own, weights = self.seconds[rows, j, None], self.weights[rows, j, None]
+        """Return the seconds of stages from each of `rows` to layer j, by number of components."""
+        compute, weights = self.seconds[rows, j, None], self.weights[rows, j, None]
         sync: Numbers = (
             2 * (self.counts - 1) / self.counts * weights / self.level.bandwidth_bytes_per_s
         )
-        taken: Numbers = (
-            own + 2 * sync / within if self.rules.form == "code" else np.maximum(own, sync)
-        )
-        each: Numbers = taken / self.counts
-        return each
+        total: Numbers = np.maximum(compute, sync)
+        if self.rules.form == "code":
+            total = compute + 2 * sync / within
+        per_component: Numbers = total / self.counts
+        return per_component
 
     def fill(self, within: int, *, whole_only: bool) -> None:
-        """Work out everything; only ranges from the first layer where `whole_only`."""
+        """Compute all entries; with `whole_only` only those of ranges from the first layer.
+
+        `behind` has the layer before the last cut, -1 for a single stage; `last` the number of
+        components of the last stage.
+        """
         rows = 1 if whole_only else self.layers
         stages = self.rules.stages or 1
         shape = (rows, self.layers, self.most + 1)
         self.time = [np.full(shape, np.inf) for _ in range(stages)]
-        self.behind = [
-            np.full(shape, -1, np.int32) for _ in range(stages)
-        ]  # the layer before the last cut
-        self.last = [
-            np.zeros(shape, np.int32) for _ in range(stages)
-        ]  # components of the last stage
+        self.behind = [np.full(shape, -1, np.int32) for _ in range(stages)]
+        self.last = [np.zeros(shape, np.int32) for _ in range(stages)]
         for j in range(self.layers):
             upto = min(j + 1, rows)
-            over = self._over(slice(0, upto), j, self.most - self.counts)
-            whole = np.where(over, np.inf, self._stage(slice(0, upto), j, within))
-            self.time[0][:upto, j, 1 : self.replicas + 1] = whole
+            exceeds = self._exceeds_memory(slice(0, upto), j, self.most - self.counts)
+            single = np.where(exceeds, np.inf, self._stage(slice(0, upto), j, within))
+            self.time[0][:upto, j, 1 : self.replicas + 1] = single
             self.last[0][:upto, j, 1 : self.replicas + 1] = np.arange(1, self.replicas + 1)
-        free = self.rules.stages is None
-        for s in range(0 if free else 1, stages):
+        # Without a number of stages the one table is updated in place.
+        is_free = self.rules.stages is None
+        steps = [(0, 0)] if is_free else [(s, s - 1) for s in range(1, stages)]
+        for s, before in steps:
             for j in range(1, self.layers):
-                self._cut(s, s if free else s - 1, j)
+                self._cut(s, before, j)
 
-    def _over(
+    def _exceeds_memory(
         self, rows: slice, j: int, behind: Numbers | int
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """Whether the stages from each of `rows` to layer j hold more than they may, by number of
+        """Return whether the stages from each of `rows` to layer j exceed the memory, by number of
         components.
         """
         if self.rules.memory_bytes is None:
             return np.zeros((1, 1), bool)
         waiting: Numbers = np.ceil(behind / self.counts)
-        weights, kept = self.weights[rows, j, None], self.kept[rows, j, None]
+        weights, activations = self.weights[rows, j, None], self.activations[rows, j, None]
         if self.rules.form == "code":
-            held: Numbers = waiting * (weights + kept)
+            total: Numbers = waiting * (weights + activations)
         else:
-            held = (waiting + 1) * kept + (
-                (waiting + 1 if self.rules.stash else 1) + self.rules.besides
+            versions = waiting + 1 if self.rules.stash else 1
+            total = (waiting + 1) * activations + (
+                versions + self.rules.other_state_factor
             ) * weights
-        return held > self.rules.memory_bytes
+        return total > self.rules.memory_bytes
 
     def _cut(self, s: int, before: int, j: int) -> None:
-        """All ranges that end with layer j, cut once more."""
-        after = np.maximum(np.maximum(self._stage(slice(1, j + 1), j), self.hop[:j]), self.out[j])
+        """Update the entries of all ranges that end with layer j by one more cut."""
+        last_stage = np.maximum(
+            np.maximum(self._stage(slice(1, j + 1), j), self.hop[:j]), self.out[j]
+        )
         time, earlier = self.time[s], self.time[before]
         rows = min(j, len(time))
         for m in range(2, self.most + 1):
             count = min(m - 1, self.replicas)
-            last = np.where(self._over(slice(1, j + 1), j, self.most - m), np.inf, after)[
-                None, :, :count
-            ]
-            found = np.maximum(earlier[:rows, :j, m - 1 : m - 1 - count : -1], last).reshape(
-                rows, -1
-            )
-            best = found.argmin(axis=1)
-            value = found[np.arange(rows), best]
+            exceeds = self._exceeds_memory(slice(1, j + 1), j, self.most - m)
+            last = np.where(exceeds, np.inf, last_stage)[None, :, :count]
+            # [range, cut, components of the last stage], the other components before it.
+            totals = np.maximum(earlier[:rows, :j, m - 1 : m - 1 - count : -1], last)
+            totals = totals.reshape(rows, -1)
+            best = totals.argmin(axis=1)
+            value = totals[np.arange(rows), best]
             better = np.flatnonzero(value < time[:rows, j, m])
             time[better, j, m] = value[better]
             self.behind[s][better, j, m] = best[better] // count
             self.last[s][better, j, m] = best[better] % count + 1
 
-    def of_all(self) -> Numbers:
-        """[i, j]: the best of layers i .. j on all components."""
+    def all_components(self) -> Numbers:
+        """Return [i, j]: the best time of layers i .. j on all components."""
         return self.time[-1][:, :, self.most]
 
     def best(self, i: int, j: int) -> float:
-        """The best of layers i .. j on all components."""
+        """Return the best time of layers i .. j on all components."""
         return float(self.time[-1][i, j, self.most])
 
     def parts(self, i: int, j: int) -> tuple[Part, ...]:
-        """The stages that make it so."""
-        found: list[Part] = []
+        """Return the stages of the best time of layers i .. j, traced back from the last."""
+        parts: list[Part] = []
         s, m = len(self.time) - 1, self.most
         while True:
             behind, last = int(self.behind[s][i, j, m]), int(self.last[s][i, j, m])
-            found.append(Part(behind + 1 if behind >= 0 else i, j + 1, last))
+            parts.append(Part(behind + 1 if behind >= 0 else i, j + 1, last))
             if behind < 0:
-                return tuple(reversed(found))
+                return tuple(reversed(parts))
             j, m, s = behind, m - last, s if self.rules.stages is None else s - 1
 
 
 def spread(
     parts: Sequence[Part], components: Sequence[object]
 ) -> list[tuple[int, int, tuple[int, ...]]]:
-    """The stages of the lowest level with the devices of each: (first layer, one past the last,
-    devices).
+    """Return the stages of the lowest level with the devices of each: (first layer, one past the
+    last, devices).
 
-    Copies of a stage in several components are numbered round them, so that a micro-batch that goes
-    to the n-th copies stays in one component all the way.
+    Replicas of a stage in several components are numbered in turn, so that a micro-batch that goes
+    to the n-th replicas stays in one component all the way.
 
     >>> spread([Part(0, 4, 2, (Part(0, 3, 1), Part(3, 4, 1))), Part(4, 5, 1, (Part(4, 5, 2),))], [[0, 1], [2, 3], [4, 5]])
     [(0, 3, (0, 2)), (3, 4, (1, 3)), (4, 5, (4, 5))]
 
     Args:
-        parts: of the highest level.
-        components: of the highest level: ranks, or lists of the components below.
+        parts: parts of the highest level.
+        components: components of the highest level: ranks, or lists of the components below.
     """
     stages: list[tuple[int, int, tuple[int, ...]]] = []
     used = 0
     for part in parts:
-        own = components[used : used + part.replicas]
+        part_components = components[used : used + part.replicas]
         used += part.replicas
         if not part.inner:
-            stages.append(
-                (part.start, part.stop, tuple(rank for rank in own if isinstance(rank, int)))
-            )
+            ranks = tuple(rank for rank in part_components if isinstance(rank, int))
+            stages.append((part.start, part.stop, ranks))
             continue
-        each = [
-            spread(part.inner, component) for component in own if isinstance(component, Sequence)
+        inner_stages = [
+            spread(part.inner, component)
+            for component in part_components
+            if isinstance(component, Sequence)
         ]
-        for copies in zip(*each, strict=True):
-            start, stop, _ = copies[0]
-            turns = zip(*(ranks for *_, ranks in copies), strict=True)
-            stages.append((start, stop, tuple(rank for turn in turns for rank in turn)))
+        for replicas in zip(*inner_stages, strict=True):
+            start, stop, _ = replicas[0]
+            turns = zip(*(ranks for *_, ranks in replicas), strict=True)
+            stages.append((start, stop, tuple(chain.from_iterable(turns))))
     return stages

@@ -1,4 +1,4 @@
-"""What a paper's planner can be asked: those that cannot answer say so, and why."""
+"""Checks of what a paper's planner can be asked for, and the choice of proposals to simulate."""
 
 from __future__ import annotations
 
@@ -11,107 +11,119 @@ from penstock.schedule.replicas import start_up
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 
-#: Most proposals of a planner that are simulated, and most forwards of all of them but the first
-#: together.
+#: Maximum number of proposals of a planner that are simulated, and maximum number of forwards of
+#: all of them together, not counting the first.
 SIMULATED, SIMULATED_FORWARDS = 4, 50_000
 
 
 def check_scope(request: PlanRequest, planner: str, *schedules: str) -> None:
-    """Pass, if the planner may choose the cut, and one of its schedules.
+    """Check that the request leaves the cut to the planner and allows one of its schedules.
 
     Raises:
-        PlanError: the request says how to cut, or names schedules that are none of these.
+        PlanError: the request says how to cut, or names none of these schedules.
     """
     if request.by != "bottleneck":
         raise PlanError(
-            f"{planner} cuts by its own method, and partition={request.by!r} is asked for: leave that out, or ask "
-            "planner 'auto'"
+            f"{planner} cuts by its own method, and partition={request.by!r} is requested: leave "
+            "that out, or use planner 'auto'"
         )
     if request.schedules is None:
         return
-    own = {FAMILIES.find(name).name for name in schedules}
-    asked = [FAMILIES.find(name).name for name in request.schedules]
-    if not own.intersection(asked):
+    available = {FAMILIES.find(name).name for name in schedules}
+    requested = [FAMILIES.find(name).name for name in request.schedules]
+    if not available.intersection(requested):
         raise PlanError(
-            f"{planner} runs {' or '.join(sorted(own))}, and {', '.join(asked)} is asked for: leave schedules out, or "
-            "ask planner 'auto'"
+            f"{planner} runs {' or '.join(sorted(available))}, and {', '.join(requested)} is "
+            "requested: leave schedules out, or use planner 'auto'"
         )
 
 
 def check_alike(request: PlanRequest, planner: str) -> None:
-    """Pass, if the cluster has one kind of devices.
+    """Check that all devices of the cluster are of one kind.
 
     Raises:
-        PlanError: it mixes them.
+        PlanError: they are not.
     """
     kinds = request.cluster.kinds
     if len(kinds) > 1:
         raise PlanError(
-            f"{planner} takes all devices for equal, and {request.cluster.name} has {', '.join(kinds)}: ask bapipe, "
-            "hetpipe or auto, or plan for those of one kind"
+            f"{planner} takes all devices for equal, and {request.cluster.name} has "
+            f"{', '.join(kinds)}: use bapipe, hetpipe or auto, or plan for those of one kind"
         )
 
 
 def likely(request: PlanRequest, proposals: Sequence[Proposal]) -> list[Proposal]:
-    """Those that may fit the memory; all, if none may, so that the message says what they need."""
-    return [each for each in proposals if may_fit(request, each)] or list(proposals)
+    """Return the proposals that may fit the memory; all, if none may, so that the error says what
+    they need.
+    """
+    fitting = [proposal for proposal in proposals if may_fit(request, proposal)]
+    return fitting or list(proposals)
 
 
 def may_fit(request: PlanRequest, proposal: Proposal) -> bool:
-    """Whether the stages of a 1F1B with copies may fit, at a glance, before anything is simulated;
-    with as much recomputing as may be.
+    """Return whether the stages of a 1F1B with replicas may fit, by a rough estimate without
+    simulation and with the most recompute that is allowed.
     """
     replicas = proposal.replicas if isinstance(proposal.replicas, tuple) else (1,) * proposal.stages
-    ahead = dict(proposal.options).get("warm_up") or start_up(replicas)
-    if not isinstance(ahead, tuple):
+    warm_up = dict(proposal.options).get("warm_up") or start_up(replicas)
+    if not isinstance(warm_up, tuple):
         return True
-    samples = -(-request.batch // proposal.micro_batches)
-    again = proposal.recompute if request.recompute == "auto" else request.recompute
-    start = rank = 0
-    for length, copies, number in zip(proposal.lengths, replicas, ahead, strict=True):
-        layers = request.profile.layers[start : start + length]
-        kept = samples * sum(layer.activation_bytes_per_sample for layer in layers)
-        before = (
-            request.profile.layers[start - 1].output_bytes_per_sample
-            if start
-            else request.profile.input_bytes_per_sample
+    first_layer = first_rank = 0
+    for length, count, forwards in zip(proposal.lengths, replicas, warm_up, strict=True):
+        in_flight = min(-(-forwards // count), -(-proposal.micro_batches // count))
+        needed = _stage_bytes(
+            request, proposal, slice(first_layer, first_layer + length), in_flight
         )
-        in_flight = min(-(-number // copies), -(-proposal.micro_batches // copies))
-        if again == "never":
-            held = in_flight * kept
-        elif again in ("always", "except_last"):
-            held = (in_flight - 1) * samples * before + kept
-        # whatever runs again, the first layer keeps its input or what it saves, and each layer's
-        # comes back
-        else:
-            first = layers[0].activation_bytes_per_sample + layers[0].entry_bytes_per_sample
-            largest = max(layer.activation_bytes_per_sample for layer in layers)
-            held = samples * ((in_flight - 1) * min(before, first) + largest)
-        held += sum(
-            request.held_per_parameter_byte * layer.parameter_bytes + layer.buffer_bytes
-            for layer in layers
+        ranks = proposal.devices[first_rank : first_rank + count] or range(
+            first_rank, first_rank + count
         )
-        ranks = proposal.devices[rank : rank + copies] or range(rank, rank + copies)
-        if held > min(request.memory_bytes(each) for each in ranks):
+        if needed > min(request.memory_bytes(rank) for rank in ranks):
             return False
-        start, rank = start + length, rank + copies
+        first_layer, first_rank = first_layer + length, first_rank + count
     return True
 
 
+def _stage_bytes(request: PlanRequest, proposal: Proposal, part: slice, in_flight: int) -> float:
+    """Return the least bytes of a stage's weights and of the activations of `in_flight`
+    micro-batches, with the most recompute that is allowed.
+    """
+    layers = request.profile.layers[part]
+    samples = -(-request.batch // proposal.micro_batches)
+    recompute = proposal.recompute if request.recompute == "auto" else request.recompute
+    activations = samples * sum(layer.activation_bytes_per_sample for layer in layers)
+    input_bytes = request.profile.input_bytes_per_sample
+    if part.start:
+        input_bytes = request.profile.layers[part.start - 1].output_bytes_per_sample
+    if recompute == "never":
+        needed = in_flight * activations
+    elif recompute in ("always", "except_last"):
+        needed = (in_flight - 1) * samples * input_bytes + activations
+    else:
+        # With any selection the first layer saves its input or its activations, and the activations
+        # of the largest layer are recomputed.
+        first = layers[0].activation_bytes_per_sample + layers[0].entry_bytes_per_sample
+        largest = max(layer.activation_bytes_per_sample for layer in layers)
+        needed = samples * ((in_flight - 1) * min(input_bytes, first) + largest)
+    return needed + sum(
+        request.state_per_parameter_byte * layer.parameter_bytes + layer.buffer_bytes
+        for layer in layers
+    )
+
+
 def quickest(proposals: Sequence[Proposal], most: int = SIMULATED) -> list[Proposal]:
-    """The first of them, and a few more if they are not too large to simulate."""
-    found: list[Proposal] = []
+    """Return the first proposal, and a few more if they are not too large to simulate."""
+    selected: list[Proposal] = []
     forwards = 0
     for proposal in proposals[:most]:
         forwards += proposal.stages * proposal.micro_batches
-        if found and forwards > SIMULATED_FORWARDS:
+        if selected and forwards > SIMULATED_FORWARDS:
             break
-        found.append(proposal)
-    return found
+        selected.append(proposal)
+    return selected
 
 
 def nodes_of(cluster: Cluster) -> list[list[int]]:
-    """The ranks of every node, in the order of their first."""
+    """Return the ranks of every node; nodes are in the order of their first ranks."""
     nodes: dict[int, list[int]] = {}
     for rank in range(cluster.ranks):
         nodes.setdefault(cluster.node(rank), []).append(rank)

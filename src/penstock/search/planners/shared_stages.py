@@ -1,5 +1,5 @@
-"""Planners whose stages may each stand on several devices: tables of what every possible stage
-takes, and where its devices are.
+"""Helpers for planners whose stages may each be on several devices: costs of all possible stages,
+and the choice of their devices.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import final
 
 import numpy as np
@@ -22,13 +23,14 @@ from penstock.search.request import PlanRequest
 @final
 @dataclass(frozen=True)
 class Ranges:
-    """Sums of a micro-batch's costs over all ranges of layers; entry [a, b] is of the layers a .. b
-    - 1, 0 where b <= a.
+    """Sums of a micro-batch's costs over all ranges of layers; entry [a, b] is the sum of layers
+    a .. b - 1, 0 for b <= a.
     """
 
     costs: LayerCosts
 
     def _over(self, numbers: Sequence[float]) -> Numbers:
+        """Return the sums of one number per layer over all ranges."""
         sums = before(tuple(numbers))
         return np.triu(sums[None, :] - sums[:, None])
 
@@ -44,7 +46,7 @@ class Ranges:
 
     @cached_property
     def activation_bytes(self) -> Numbers:
-        """Bytes kept for backward."""
+        """Bytes saved for the backward."""
         return self._over(self.costs.activation_bytes)
 
     @cached_property
@@ -54,28 +56,28 @@ class Ranges:
 
     @cached_property
     def input_bytes(self) -> Numbers:
-        """Shape (layers + 1,): bytes that cross before a layer; none does before the first, or
-        after the last.
+        """Bytes that cross before each layer and after the last, shape (layers + 1,); the first and
+        the last are 0.
         """
         return np.array([0.0, *self.costs.output_bytes[:-1], 0.0])
 
 
-def check_size(planner: str, work: float, most: float, what: str) -> None:
-    """Pass, if a search is not too large.
+def check_size(planner: str, work: float, most: float, unit: str) -> None:
+    """Check that a search is not too large.
 
     Raises:
-        PlanError: it is; `what` says what `work` counts.
+        PlanError: it is; `unit` says what `work` counts.
     """
     if work > most:
         raise PlanError(
-            f"{planner}'s search is for {what} up to {most:.3g}, and here are {work:.3g}: merge layers, ask for fewer "
-            "devices, or ask planner 'auto'"
+            f"{planner}'s search is for {unit} up to {most:.3g}, and here are {work:.3g}: merge "
+            "layers, use fewer devices, or use planner 'auto'"
         )
 
 
 def likely_counts(request: PlanRequest, work: float, most: float) -> list[int]:
-    """Numbers of micro-batches to search for, ascending: all of them, or if a search takes `work`
-    of `most` that may be taken together, those nearest to four for every device or layer.
+    """Return the numbers of micro-batches to search for, ascending: all of them; or if each search
+    takes `work` of at most `most` together, those nearest to four per device or layer.
     """
     counts = request.micro_batch_counts(request.copies_allowed)
     usual = 4 * min(request.cluster.ranks, len(request.profile))
@@ -84,58 +86,66 @@ def likely_counts(request: PlanRequest, work: float, most: float) -> list[int]:
 
 
 def slowest_bandwidth(cluster: Cluster) -> float:
-    """Bytes per second of the slowest link that is used."""
-    links = (
-        [cluster.inside, *(link for _, link in cluster.insides)]
-        if cluster.nodes < cluster.ranks
-        else []
-    )
-    links += [cluster.between] if cluster.nodes > 1 else []
+    """Return the bytes per second of the slowest link that is used."""
+    links = []
+    if cluster.nodes < cluster.ranks:
+        links += [cluster.inside, *(link for _, link in cluster.insides)]
+    if cluster.nodes > 1:
+        links.append(cluster.between)
     return min(link.bandwidth_bytes_per_s for link in links or [cluster.inside])
 
 
 def least_memory(request: PlanRequest) -> int:
-    """What the device with the least memory may hold."""
+    """Return the bytes that the device with the least memory may use."""
     return min(map(request.memory_bytes, range(request.cluster.ranks)))
 
 
-def packed(cluster: Cluster, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Devices for groups of these sizes, such that as few as can be stand in two nodes: in the
-    order of the groups.
+def pack_devices(cluster: Cluster, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return devices for groups of these sizes, in the order of the groups, so that as few groups
+    as possible span several nodes.
 
-    In the order of the nodes, if no group is in more of them than it must be then. Else the largest
-    is placed first, each on whole nodes as far as it fills them, then in the node that it leaves
-    the least room in: powers of two in nodes of a power of two always fit without gaps (Zheng et
-    al. 2022, Alpa, appendix A).
+    The devices are in the order of the nodes, if then no group spans more nodes than it must. Else
+    the largest group is placed first, each on whole nodes as far as it fills them, then in the node
+    that it leaves the least room in: powers of two in nodes of a power of two always fit without
+    gaps (Zheng et al. 2022, Alpa, appendix A).
 
     >>> from penstock.cluster.cluster import cluster
-    >>> packed(cluster("2x4xV100-NVLink-25GbE"), [1, 4, 2, 1])
+    >>> pack_devices(cluster("2x4xV100-NVLink-25GbE"), [1, 4, 2, 1])
     (6, 0, 1, 2, 3, 4, 5, 7)
     """
     free = nodes_of(cluster)
-    largest = max(map(len, free))
-    order = [rank for node in free for rank in node]
-    own_nodes = [
-        {cluster.node(rank) for rank in order[start:end]} for start, end in ranges_of(sizes)
-    ]
-    if all(len(nodes) == -(-size // largest) for nodes, size in zip(own_nodes, sizes, strict=True)):
-        return tuple(order[: sum(sizes)])
+    in_order = [rank for node in free for rank in node]
+    if _spans_fewest_nodes(cluster, in_order, sizes, largest_node=max(map(len, free))):
+        return tuple(in_order[: sum(sizes)])
     groups: dict[int, list[int]] = {}
-    for group in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
-        own: list[int] = []
-        while len(own) < sizes[group]:
-            wanted = sizes[group] - len(own)
-            room = [node for node in free if len(node) >= wanted]
-            node = min(room, key=len) if room else max(free, key=len)
-            own += node[:wanted]
-            del node[:wanted]
-            free = [each for each in free if each]
-        groups[group] = own
-    return tuple(rank for group in range(len(sizes)) for rank in groups[group])
+    for group in sorted(range(len(sizes)), key=lambda group: -sizes[group]):
+        devices: list[int] = []
+        while len(devices) < sizes[group]:
+            needed = sizes[group] - len(devices)
+            sufficient = [node for node in free if len(node) >= needed]
+            node = min(sufficient, key=len) if sufficient else max(free, key=len)
+            devices += node[:needed]
+            del node[:needed]
+            free = [node for node in free if node]
+        groups[group] = devices
+    return tuple(chain.from_iterable(groups[group] for group in range(len(sizes))))
+
+
+def _spans_fewest_nodes(
+    cluster: Cluster, order: Sequence[int], sizes: Sequence[int], *, largest_node: int
+) -> bool:
+    """Return whether no group spans more nodes than its size requires if the groups take the
+    devices in this order.
+    """
+    for (start, end), size in zip(ranges_of(sizes), sizes, strict=True):
+        nodes = {cluster.node(rank) for rank in order[start:end]}
+        if len(nodes) != -(-size // largest_node):
+            return False
+    return True
 
 
 def ranges_of(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First layer and end of every stage."""
+    """Yield the first layer of every stage, and one past its last."""
     start = 0
     for length in lengths:
         yield start, start + length

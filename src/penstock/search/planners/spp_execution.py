@@ -1,11 +1,11 @@
-"""SPP's PE: list scheduling of micro-batches on stages and channels."""
+"""SPP's PE: a list schedule of micro-batches on stages and channels."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
 
-#: A block: whether it is a forward, its micro-batch; the resource is known where it waits.
+#: A block: whether it is a forward, and its micro-batch. Its resource is that whose queue it is in.
 _Block = tuple[bool, int]
 
 
@@ -16,58 +16,66 @@ def makespan(
     sync: Sequence[float],
     micro_batches: int,
 ) -> float:
-    """Seconds until all stages have their summed gradients.
+    """Return the seconds until all stages have their synced gradients.
 
     Every stage is a resource, and so is every channel between two of them, for both directions. A
-    block of a micro-batch is available once the block before it on its way is done: stage 0,
-    channel 0, … the last stage, and back. Whenever a resource is free it starts the first block
-    that is available, of the order: backwards, then forwards, each by micro-batch. So the last
-    stage runs each backward right after its forward, and nothing waits on purpose: memory is no
-    limit here. Copies of a stage share each micro-batch, and add up their gradients after the
-    stage's last backward.
+    block of a micro-batch is available once the block before it on its path is done: stage 0,
+    channel 0, … the last stage, and back. Whenever a resource is free it starts the first available
+    block in this order: backwards, then forwards, each by micro-batch. So the last stage runs each
+    backward right after its forward, and no resource waits on purpose: memory is no limit here.
+    Replicas of a stage share each micro-batch, and sync their gradients after the stage's last
+    backward.
 
     >>> makespan([1, 1, 1], [2, 2, 2], [0, 0], [0, 0, 0], micro_batches=6)
     24.0
 
     Args:
-        forward, backward, sync: seconds of every stage; the first two of a micro-batch, the last of
-        a batch. channel: seconds of every boundary, one way. micro_batches: of a batch.
+        forward, backward: seconds of every stage for a micro-batch.
+        channel: seconds of every boundary for a micro-batch, one way.
+        sync: seconds of every stage's gradient sync.
+        micro_batches: number of micro-batches.
 
     Source: Luo et al. 2022, SPP, pipeline execution scheduler; LITERATURE 8.3, which has no more of
     the order than this.
     """
     stages = len(forward)
-    last = 2 * stages - 2  # resources are in the order of the way: stage, channel, stage, …
-    seconds = [
-        (forward[i // 2], backward[i // 2]) if i % 2 == 0 else (channel[i // 2], channel[i // 2])
-        for i in range(last + 1)
-    ]
-    waiting: list[list[_Block]] = [[] for _ in range(last + 1)]
-    free = [True] * (last + 1)
+    seconds: list[tuple[float, float]] = []
+    for stage in range(stages):
+        seconds.append((forward[stage], backward[stage]))
+        if stage + 1 < stages:
+            seconds.append((channel[stage], channel[stage]))
+    last = len(seconds) - 1
+    waiting: list[list[_Block]] = [[] for _ in seconds]
+    free = [True] * len(seconds)
     waiting[0] = [(True, number) for number in range(micro_batches)]  # sorted, so it is a heap
-    done: list[tuple[float, int, _Block]] = []
-    now, ended = 0.0, [0.0] * stages
-    touched = {0}
+    running: list[tuple[float, int, _Block]] = []
+    stage_end = [0.0] * stages
+    now, changed = 0.0, {0}
     while True:
-        for resource in touched:
+        for resource in changed:
             if free[resource] and waiting[resource]:
                 block = heapq.heappop(waiting[resource])
                 free[resource] = False
-                heapq.heappush(done, (now + seconds[resource][not block[0]], resource, block))
-        if not done:
-            return max(end + met for end, met in zip(ended, sync, strict=True))
-        now = done[0][0]
-        touched = set()
-        while done and done[0][0] == now:
-            _, resource, (is_forward, number) = heapq.heappop(done)
+                heapq.heappush(running, (now + seconds[resource][not block[0]], resource, block))
+        if not running:
+            return max(end + sync_s for end, sync_s in zip(stage_end, sync, strict=True))
+        now = running[0][0]
+        changed = set()
+        while running and running[0][0] == now:
+            _, resource, block = heapq.heappop(running)
             free[resource] = True
-            touched.add(resource)
+            changed.add(resource)
             if resource % 2 == 0:
-                ended[resource // 2] = now
-            if is_forward and resource == last:
-                after, block = last, (False, number)
-            else:
-                after, block = resource + (1 if is_forward else -1), (is_forward, number)
-            if after >= 0:
-                heapq.heappush(waiting[after], block)
-                touched.add(after)
+                stage_end[resource // 2] = now
+            next_resource, next_block = _next_block(resource, block, last)
+            if next_resource >= 0:
+                heapq.heappush(waiting[next_resource], next_block)
+                changed.add(next_resource)
+
+
+def _next_block(resource: int, block: _Block, last: int) -> tuple[int, _Block]:
+    """Return the next block on a micro-batch's path, and its resource; -1 at the end."""
+    is_forward, number = block
+    if is_forward and resource == last:
+        return last, (False, number)
+    return resource + (1 if is_forward else -1), block

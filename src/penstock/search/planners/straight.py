@@ -1,5 +1,5 @@
-"""What planners share that only cut: how many stages, and into how many micro-batches, is left to
-their users.
+"""Helpers for planners that only cut the model, and leave the numbers of stages and micro-batches
+to their users.
 """
 
 from __future__ import annotations
@@ -13,57 +13,55 @@ from penstock.search.request import PlanRequest
 
 
 def stages_of(request: PlanRequest) -> int:
-    """The number of stages that is asked for, or one for every device, as far as there are layers."""
-    return (
-        min(request.cluster.ranks, len(request.profile))
-        if request.stages is None
-        else request.stages
-    )
+    """Return the requested number of stages, or one per device but not more than layers."""
+    if request.stages is not None:
+        return request.stages
+    return min(request.cluster.ranks, len(request.profile))
 
 
-def copies_of(request: PlanRequest, stages: int) -> int:
-    """How many whole pipelines of so many stages there are devices, samples and leave for; of a
-    number of micro-batches that is asked for, each gets equally many.
+def replicas_of(request: PlanRequest, stages: int) -> int:
+    """Return the largest number of whole pipelines with `stages` stages that the devices, the
+    samples and the request allow. A requested number of micro-batches must divide evenly among
+    them.
     """
     most = max(1, min(request.cluster.ranks // stages, request.copies_allowed, request.batch))
-    asked = request.micro_batches
-    return (
-        most
-        if asked is None
-        else max(copies for copies in range(1, most + 1) if asked % copies == 0)
-    )
+    micro_batches = request.micro_batches
+    if micro_batches is None:
+        return most
+    return max(count for count in range(1, most + 1) if micro_batches % count == 0)
 
 
 def method_of(request: PlanRequest, planner: str, methods: tuple[str, ...], *schedules: str) -> str:
-    """The first of its own methods to cut, or that of them which is asked for.
+    """Return the partition method to use: the requested one if it is among a planner's `methods`,
+    else the first of these.
 
     Raises:
-        PlanError: another one is asked for, or none of its schedules.
+        PlanError: another method is requested, or none of the planner's schedules.
     """
-    asked = request.by if isinstance(request.by, str) else ""
-    if asked.partition(":")[0] in methods:
+    requested = request.by if isinstance(request.by, str) else ""
+    if requested.partition(":")[0] in methods:
         check_scope(replace(request, by="bottleneck"), planner, *schedules)
-        return asked
+        return requested
     check_scope(request, planner, *schedules)
     return methods[0]
 
 
-def counts_of(request: PlanRequest, stages: int, copies: int = 1) -> Iterator[int]:
-    """The numbers of micro-batches to try, of all the pipelines together: equally many for each,
-    larger numbers only while they are quick to simulate; or the one that is asked for.
+def counts_of(request: PlanRequest, stages: int, replicas: int = 1) -> Iterator[int]:
+    """Yield the numbers of micro-batches to try, of all pipelines together: the requested number,
+    or equally many per pipeline as long as they are quick to simulate.
     """
     forwards = 0
-    for each in request.micro_batch_counts():
-        count = each if request.micro_batches is not None else each * copies
+    for per_pipeline in request.micro_batch_counts():
+        count = per_pipeline if request.micro_batches is not None else per_pipeline * replicas
         forwards += stages * count
-        if count > request.batch or (forwards > SIMULATED_FORWARDS and each > 1):
+        if count > request.batch or (forwards > SIMULATED_FORWARDS and per_pipeline > 1):
             return
         yield count
 
 
 def allowed(request: PlanRequest, *schedules: str) -> list[str]:
-    """Those of a planner's schedules that are asked for, or all."""
+    """Return those of a planner's schedules that are requested; all if none is named."""
     if request.schedules is None:
         return list(schedules)
-    asked = {FAMILIES.find(name).name for name in request.schedules}
-    return [name for name in schedules if name in asked]
+    requested = {FAMILIES.find(name).name for name in request.schedules}
+    return [name for name in schedules if name in requested]

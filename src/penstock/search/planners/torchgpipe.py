@@ -1,4 +1,4 @@
-"""torchgpipe's planner: its block partition of layers' seconds or bytes, and GPipe."""
+"""torchgpipe's planner: its block partition by layers' seconds or bytes, and GPipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.search.catalogue import register
 from penstock.search.planners.straight import counts_of, method_of, stages_of
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_of
+from penstock.search.score import best_plan
 
 
 @register(
@@ -19,20 +19,20 @@ from penstock.search.score import best_of
     source="Kim et al. 2020, torchgpipe, balance/__init__.py and blockpartition.py",
 )
 def torchgpipe(request: PlanRequest) -> Plan:
-    """The cut of `balance_by_time`: neighbours hand on layers until no partition stands out by more
-    than the dearest layer.
+    """Return the plan with the cut of `balance_by_time`: neighbours pass layers on until no
+    partition exceeds the others by more than the most expensive layer.
 
-    torchgpipe's user says how many partitions, one on each device unless asked otherwise, and how
-    many micro-batches: all numbers of these are simulated, and the best is taken. Times are those
-    of one micro-batch on the first device, as torchgpipe measures them on one. Its schedule is
-    GPipe with backwards in reverse order; it recomputes all but the last micro-batch, so with
-    recompute="auto" that is taken, whatever would fit. With `partition="size"` it is the planner
-    "torchgpipe-size".
+    torchgpipe's user chooses the number of partitions, one per device unless requested otherwise,
+    and of micro-batches: all numbers of these are simulated, and the best is the plan. Times are
+    those of one micro-batch on the first device, as torchgpipe measures them on one. Its schedule
+    is GPipe with backwards in reverse order; it recomputes all but the last micro-batch, so that
+    recompute="auto" means "except_last", even if less would fit. With `partition="size"` it is the
+    planner "torchgpipe-size".
 
     FairScale's Pipe is its fork, with the same balances.
 
     Raises:
-        PlanError: another cut or schedule is asked for, or nothing fits.
+        PlanError: another cut or schedule is requested, or nothing fits.
     """
     return _planned(request, method_of(request, "torchgpipe", ("time", "size"), "gpipe"))
 
@@ -43,23 +43,25 @@ def torchgpipe(request: PlanRequest) -> Plan:
     source="Kim et al. 2020, torchgpipe, balance_by_size",
 )
 def torchgpipe_size(request: PlanRequest) -> Plan:
-    """As "torchgpipe", by `balance_by_size`: the bytes of a micro-batch's outputs, and twice those
-    of the parameters.
+    """Return the plan of "torchgpipe" with the cut of `balance_by_size`: the bytes of a
+    micro-batch's outputs, and twice those of the parameters.
 
     Raises:
-        PlanError: another cut or schedule is asked for, or nothing fits.
+        PlanError: another cut or schedule is requested, or nothing fits.
     """
     return _planned(request, method_of(request, "torchgpipe-size", ("size",), "gpipe"))
 
 
 def _planned(request: PlanRequest, method: str) -> Plan:
+    """Return the best plan with one partition method, over the numbers of micro-batches."""
     stages = stages_of(request)
-    return best_of(
+    return best_plan(
         request, [_proposal(request, stages, count, method) for count in counts_of(request, stages)]
     )
 
 
 def _proposal(request: PlanRequest, stages: int, count: int, method: str) -> Proposal:
+    """Return the proposal with `count` micro-batches."""
     profile, samples = request.profile, request.batch / count
     if method == "time":
         lengths = partition(profile, stages, by="time", micro_batch=samples)
@@ -83,8 +85,8 @@ def _proposal(request: PlanRequest, stages: int, count: int, method: str) -> Pro
 
 
 def imbalance(costs: Sequence[float], lengths: Sequence[int]) -> float:
-    """The difference of the heaviest and the lightest stage, once the cheapest layer counts 0 and
-    the dearest 1; the block partition makes it 1 or less.
+    """Return the difference of the heaviest and the lightest stage, in units in which the cheapest
+    layer costs 0 and the most expensive 1; the block partition makes it 1 or less.
 
     >>> imbalance([1, 1, 1, 1, 1, 1, 1, 1, 20], [3, 3, 3])
     1.0
@@ -92,10 +94,9 @@ def imbalance(costs: Sequence[float], lengths: Sequence[int]) -> float:
     cheapest, dearest = min(costs), max(costs)
     if cheapest == dearest:
         return 0.0
+    scaled = [(cost - cheapest) / (dearest - cheapest) for cost in costs]
     sums, start = [], 0
     for length in lengths:
-        sums.append(
-            sum((cost - cheapest) / (dearest - cheapest) for cost in costs[start : start + length])
-        )
+        sums.append(sum(scaled[start : start + length]))
         start += length
     return float(max(sums) - min(sums))

@@ -1,7 +1,7 @@
-"""A stage more after a prefix of a pipeline, and the rest of the layers as the last stage: the
-latency of all such pipelines.
+"""Kernel of DAPPLE's search: the latency of all pipelines that add one stage to a prefix and put
+the remaining layers into a last stage.
 
-Compiled by Numba and kept on disk; importing this file loads Numba.
+Compiled by Numba and cached on disk; importing this file loads Numba.
 """
 
 from __future__ import annotations
@@ -18,40 +18,45 @@ Numbers = Any
 
 
 @dataclass(frozen=True)
-class Numbered:
-    """What `extend` gets as one array.
+class StepNumbers:
+    """The numbers that `extend` takes as one array.
 
-    `micro_batches`; `known`, a latency that is possible, so that what is surely above it need not
-    be entered; `behind`, latency and seconds per byte of the transfer from the new stage to the
-    rest; `reduce` and `reduce_rest`, the same of the all-reduce of the new stage and of the rest;
-    `devices` left behind the new stage; `prefix` and `move`, where this comes from.
+    Attributes:
+        micro_batches: micro-batches of a step.
+        behind: latency and seconds per byte of the transfer from the new stage to the rest.
+        reduce: the same of the all-reduce of the new stage.
+        all_reduce_rest: the same of the all-reduce of the rest.
+        devices: devices left for the rest.
+        move: index of the new stage's move.
+        cutoff_s: a latency that is possible; pipelines whose bound exceeds it are skipped.
+        prefix: index of the prefix.
     """
 
     micro_batches: float
     behind: tuple[float, float]
     reduce: tuple[float, float]
-    reduce_rest: tuple[float, float]
+    all_reduce_rest: tuple[float, float]
     devices: int
     move: int
-    known: float = 0.0
+    cutoff_s: float = 0.0
     prefix: int = 0
 
-    #: Where in the array these stand.
-    KNOWN: ClassVar[int] = 1
+    #: Their places in the array.
+    CUTOFF: ClassVar[int] = 1
     PREFIX: ClassVar[int] = 2
 
     def array(self) -> Numbers:
-        """All numbers, in the order that `extend` reads them."""
-        pairs = (*self.behind, *self.reduce, *self.reduce_rest)
+        """Return all numbers, in the order in which `extend` reads them."""
+        pairs = (*self.behind, *self.reduce, *self.all_reduce_rest)
         return np.array(
-            [self.micro_batches, self.known, self.prefix, self.move, self.devices, *pairs], float
+            [self.micro_batches, self.cutoff_s, self.prefix, self.move, self.devices, *pairs], float
         )
 
 
 def _latency(
     forward: Numbers, backward: Numbers, reduce: Numbers, count: int, micro_batches: float
 ) -> Any:
-    """`dapple_latency.latency`, without its parts."""
+    """Return the total of `dapple_latency.latency`, without its parts."""
     pivot = count - 1
     between = 0.0
     for s in range(count - 2, -1, -1):
@@ -78,6 +83,7 @@ def _latency(
 
 
 def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a kernel, cached on disk if possible."""
     try:
         return njit(cache=True, nogil=True)(kernel)
     except RuntimeError:  # no folder that Numba may write to: compiled again in every process
@@ -87,10 +93,10 @@ def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
 latency = _compiled(_latency)
 
 
-def _enter(
+def _insert(
     values: Numbers, origins: Numbers, stop: int, kind: int, key: float, origin: tuple[float, float]
 ) -> None:
-    """Put a way among the best of one ranking, if it is one of them."""
+    """Insert a pipeline into one ranking of a state, if it is among the best `keep`."""
     keep = values.shape[0] // 2
     top, place = kind * keep, kind * keep + keep - 1
     if key >= values[place, stop]:
@@ -104,7 +110,7 @@ def _enter(
     origins[0, place, stop], origins[1, place, stop] = origin
 
 
-enter = _compiled(_enter)
+insert = _compiled(_insert)
 
 
 def _extend(
@@ -115,21 +121,25 @@ def _extend(
     numbers: Numbers,
     table: tuple[Numbers, Numbers],
 ) -> tuple[float, int]:
-    """Enter every pipeline with one more stage into the table of the state that it leads to; the
-    least latency of them, and where the rest starts; -1 where there is none.
+    """Insert all pipelines with one more stage into the table of the state that they lead to.
 
     Args:
-        stages: [3, at + 3 or more]: forward, backward and all-reduce of the prefix and of the
-        transfer behind it, and room. at: how many of them there are. start: the new stage's first
-        layer; it ends before any later layer. sums: [7, n + 1], before every layer: forward and
-        backward at the new stage's number of copies, and at that of the rest; output
-            bytes of the layer before; weights; the least work.
-        numbers: see `Numbered`.
-        table: [2 keep, n + 1], the least latencies by the layer that the rest starts with,
-        ascending: with the rest as one stage, and
-            with the rest spread evenly; [2, 2 keep, n + 1], their prefixes and moves.
+        stages: [3, at + 3 or more]: forward, backward and all-reduce of the stages and transfers of
+            the prefix, the transfer behind it included, and room for more.
+        at: number of those columns.
+        start: first layer of the new stage, which ends before any later layer.
+        sums: [7, n + 1], sums before every layer: forward and backward with the new stage's number
+            of replicas, and with that of the rest; output bytes of the layer before; weights; the
+            least work.
+        numbers: see `StepNumbers`.
+        table: [2 keep, n + 1], the least latencies by the first layer of the rest, ascending: with
+            the rest as one stage, and with the rest divided evenly; and [2, 2 keep, n + 1], their
+            prefixes and moves.
+
+    Returns:
+        The least latency, and the first layer of the rest; -1 if there is no pipeline.
     """
-    rounds, known, devices, last = numbers[0] - 1, numbers[1], numbers[4], sums.shape[1] - 1
+    rounds, cutoff_s, devices, last = numbers[0] - 1, numbers[1], numbers[4], sums.shape[1] - 1
     first = stages[0, 0] + stages[1, 0] if at else 0.0
     best, where = 1e300, -1
     most, forward, ending = 0.0, 0.0, 0.0
@@ -140,9 +150,9 @@ def _extend(
     for stop in range(start + 1, last):
         f, b = sums[0, stop] - sums[0, start], sums[1, stop] - sums[1, start]
         share = (sums[6, last] - sums[6, stop]) / devices
-        if rounds * max(most, f + b) + (first if at else f + b) > known:
+        if rounds * max(most, f + b) + (first if at else f + b) > cutoff_s:
             break
-        if rounds * share + first > known:
+        if rounds * share + first > cutoff_s:
             continue
         stages[0, at], stages[1, at] = f, b
         stages[2, at] = numbers[7] + (sums[5, stop] - sums[5, start]) * numbers[8]
@@ -156,8 +166,8 @@ def _extend(
         value = latency(stages[0], stages[1], stages[2], at + 3, rounds + 1)
         if value < best:
             best, where = value, stop
-        # What the rest adds is the same for all ways to a state, unless it is what they are too
-        # slow for.
+        # All pipelines of a state have the same rest, so that its contribution matters only where
+        # it is slower than they are.
         spread = (
             rounds * max(most, f + b, 2 * hop, share)
             + forward
@@ -166,8 +176,8 @@ def _extend(
             + b
             + 2 * hop
         )
-        enter(table[0], table[1], stop, 0, value, (numbers[2], numbers[3]))
-        enter(table[0], table[1], stop, 1, spread, (numbers[2], numbers[3]))
+        insert(table[0], table[1], stop, 0, value, (numbers[2], numbers[3]))
+        insert(table[0], table[1], stop, 1, spread, (numbers[2], numbers[3]))
     return best, where
 
 

@@ -1,1 +1,1 @@
-"""The search for the shortest program: list scheduling, local search, bounds, and proof."""
+"""Search for the shortest program: list scheduling, local search, bounds, and proof."""

@@ -1,5 +1,5 @@
-"""Kernel: simulated annealing of words. Every move takes an op of the critical path past others of
-its block.
+"""Kernel: simulated annealing of encoded programs. Every move shifts an op of the critical path
+past other ops of its block.
 
 A *block* is a run of ops on one rank that follow each other without a wait on the longest path.
 Only a move that takes an op of a block before its first or behind its last can shorten that path
@@ -12,103 +12,104 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.search.synthesis.arrays import Floats, Ints, Spec, Words, Work
+from penstock.search.synthesis.arrays import Encoding, Floats, Ints, Spec, Workspace
 from penstock.search.synthesis.compiled import compiled
-from penstock.search.synthesis.play import play, sound
+from penstock.search.synthesis.play import evaluate, is_valid
 
 
-class Knobs(NamedTuple):
-    """How to anneal.
+class AnnealSettings(NamedTuple):
+    """Settings of a run. One-element arrays, since kernels take arrays.
 
     Attributes:
-        moves: (1,) how many moves to try.
-        heat: (2,) temperature of the first move and of the last, in seconds.
-        goal: (1,) makespan at which to stop.
-        dice: (1,) state of the random numbers; changes.
-        splits: (1,) 1 if backwards may be split and joined.
+        moves: (1,) number of moves to try.
+        temperature: (2,) temperature of the first move and of the last, in seconds.
+        target: (1,) makespan at which to stop.
+        rng_state: (1,) state of the random numbers; changes.
+        may_split: (1,) 1 if backwards may be split and joined.
     """
 
     moves: Ints
-    heat: Floats
-    goal: Floats
-    dice: Ints
-    splits: Ints
+    temperature: Floats
+    target: Floats
+    rng_state: Ints
+    may_split: Ints
 
 
 @compiled
-def roll(dice: Ints) -> float:
-    """A number in [0, 1): a linear congruential generator with 48 bits, as drand48."""
-    dice[0] = (int(dice[0]) * 25214903917 + 11) & 0xFFFFFFFFFFFF
-    return int(dice[0] >> 17) / 2147483648.0
+def random_unit(rng_state: Ints) -> float:
+    """Return a random number in [0, 1) by a 48-bit linear congruential generator, as drand48."""
+    rng_state[0] = (int(rng_state[0]) * 25214903917 + 11) & 0xFFFFFFFFFFFF
+    return int(rng_state[0] >> 17) / 2147483648.0
 
 
 @compiled
-def anneal(spec: Spec, words: Words, work: Work, knobs: Knobs) -> float:
-    """Shorten `words` in place. Returns the makespan of what they are at the end: the best that was
-    seen.
-    """
-    ranks, size = words.codes.shape
-    now = best = play(spec, words, work)
-    kept, row = np.empty((ranks, size + 1), np.int64), np.empty(size + 1, np.int64)
+def anneal(spec: Spec, encoding: Encoding, work: Workspace, settings: AnnealSettings) -> float:
+    """Shorten `encoding` in place to the best programs that were found. Return their makespan."""
+    ranks, size = encoding.codes.shape
+    current = best = evaluate(spec, encoding, work)
+    best_rows, saved_row = np.empty((ranks, size + 1), np.int64), np.empty(size + 1, np.int64)
     for rank in range(ranks):
-        _copy(words, rank, kept[rank])
+        _copy(encoding, rank, best_rows[rank])
     path = np.empty(ranks * size, np.int64)
-    length = _critical(words, work, path)
-    heat, moves = knobs.heat[0], knobs.moves[0]
-    cooling = (knobs.heat[1] / heat) ** (1.0 / max(1, moves))
+    length = _critical(encoding, work, path)
+    temperature, moves = settings.temperature[0], settings.moves[0]
+    cooling = (settings.temperature[1] / temperature) ** (1.0 / max(1, moves))
     for _ in range(moves):
-        if best <= knobs.goal[0]:
+        if best <= settings.target[0]:
             break
-        heat *= cooling
-        chosen = int(roll(knobs.dice) * length)
-        rank = path[chosen] // size
-        _copy(words, rank, row)
-        if not _moved(words, path, length, chosen, knobs):
+        temperature *= cooling
+        index = int(random_unit(settings.rng_state) * length)
+        rank = path[index] // size
+        _copy(encoding, rank, saved_row)
+        if not _try_move(encoding, path, length, index, settings):
             continue
-        then = play(spec, words, work) if sound(spec, words, work, rank) else -1.0
-        if then >= 0.0 and (then <= now or roll(knobs.dice) < np.exp((now - then) / heat)):
-            now = then
-            length = _critical(words, work, path)
-            if now < best:
-                best = now
+        proposed = evaluate(spec, encoding, work) if is_valid(spec, encoding, work, rank) else -1.0
+        if proposed >= 0.0 and (
+            proposed <= current
+            or random_unit(settings.rng_state) < np.exp((current - proposed) / temperature)
+        ):
+            current = proposed
+            length = _critical(encoding, work, path)
+            if current < best:
+                best = current
                 for other in range(ranks):
-                    _copy(words, other, kept[other])
+                    _copy(encoding, other, best_rows[other])
         else:
-            _restore(words, rank, row)
+            _restore(encoding, rank, saved_row)
     for rank in range(ranks):
-        _restore(words, rank, kept[rank])
+        _restore(encoding, rank, best_rows[rank])
     return best
 
 
 @compiled
-def _copy(words: Words, rank: int, row: Ints) -> None:
-    """Write the word of `rank`, and how long it is, into `row`."""
-    size = words.lengths[rank]
-    row[len(row) - 1] = size
+def _copy(encoding: Encoding, rank: int, saved_row: Ints) -> None:
+    """Write the codes of `rank`, and their number, into `saved_row`."""
+    size = encoding.lengths[rank]
+    saved_row[len(saved_row) - 1] = size
     for place in range(size):
-        row[place] = words.codes[rank, place]
+        saved_row[place] = encoding.codes[rank, place]
 
 
 @compiled
-def _restore(words: Words, rank: int, row: Ints) -> None:
-    """The word of `rank` as it was copied."""
-    size = row[len(row) - 1]
-    words.lengths[rank] = size
+def _restore(encoding: Encoding, rank: int, saved_row: Ints) -> None:
+    """Restore the codes of `rank` from a copy."""
+    size = saved_row[len(saved_row) - 1]
+    encoding.lengths[rank] = size
     for place in range(size):
-        words.codes[rank, place] = row[place]
+        encoding.codes[rank, place] = saved_row[place]
 
 
 @compiled
-def _critical(words: Words, work: Work, path: Ints) -> int:
-    """Write the ops of a longest path into `path`, the last first, as rank x L + place. Returns how
-    many they are.
+def _critical(encoding: Encoding, work: Workspace, path: Ints) -> int:
+    """Write the ops of a longest path into `path`, the last first, as rank x L + place. Return
+    their number.
     """
     last = 0
-    for rank in range(1, len(words.lengths)):
+    for rank in range(1, len(encoding.lengths)):
         if work.free[rank] > work.free[last]:
             last = rank
-    length = words.codes.shape[1]
-    op, count = last * length + words.lengths[last] - 1, 0
+    length = encoding.codes.shape[1]
+    op, count = last * length + encoding.lengths[last] - 1, 0
     while op >= 0:
         path[count] = op
         count += 1
@@ -117,38 +118,40 @@ def _critical(words: Words, work: Work, path: Ints) -> int:
 
 
 @compiled
-def _moved(words: Words, path: Ints, count: int, chosen: int, knobs: Knobs) -> bool:
-    """Change the word of the rank of op `chosen` of the path, by a move out of its block. Whether
-    anything has changed.
+def _try_move(
+    encoding: Encoding, path: Ints, count: int, index: int, settings: AnnealSettings
+) -> bool:
+    """Change the codes of the rank of op `index` of the path, by a move out of its block. Return
+    whether anything has changed.
     """
-    length = words.codes.shape[1]
-    rank, place = path[chosen] // length, path[chosen] % length
-    if knobs.splits[0] == 1 and roll(knobs.dice) < 0.15:
-        return _split_or_join(words, rank, place, roll(knobs.dice) < 0.5)
+    length = encoding.codes.shape[1]
+    rank, place = path[index] // length, path[index] % length
+    if settings.may_split[0] == 1 and random_unit(settings.rng_state) < 0.15:
+        return _split_or_join(encoding, rank, place, random_unit(settings.rng_state) < 0.5)
     low = high = place
-    i = chosen + 1
+    i = index + 1
     while i < count and path[i] == path[i - 1] - 1 and low > 0:
         low -= 1
         i += 1
-    i = chosen - 1
-    while i >= 0 and path[i] == path[i + 1] + 1 and high < words.lengths[rank] - 1:
+    i = index - 1
+    while i >= 0 and path[i] == path[i + 1] + 1 and high < encoding.lengths[rank] - 1:
         high += 1
         i -= 1
-    luck = roll(knobs.dice)
-    if luck < 0.25:
+    rng = random_unit(settings.rng_state)
+    if rng < 0.25:
         target = low
-    elif luck < 0.5:
+    elif rng < 0.5:
         target = high
     else:
-        target = place + int(roll(knobs.dice) * 9) - 4
-    target = min(max(target, 0), words.lengths[rank] - 1)
-    return _shifted(words.codes, rank, place, target)
+        target = place + int(random_unit(settings.rng_state) * 9) - 4
+    target = min(max(target, 0), encoding.lengths[rank] - 1)
+    return _shift(encoding.codes, rank, place, target)
 
 
 @compiled
-def _shifted(codes: Ints, rank: int, source: int, target: int) -> bool:
-    """Take the op at `source` to `target`, the others between move up. False if all of these are
-    the same op.
+def _shift(codes: Ints, rank: int, source: int, target: int) -> bool:
+    """Move the op at `source` to `target`; the ops between shift by one. Return False if all of
+    these are the same op.
     """
     code, changed = codes[rank, source], False
     step = 1 if target > source else -1
@@ -160,11 +163,11 @@ def _shifted(codes: Ints, rank: int, source: int, target: int) -> bool:
 
 
 @compiled
-def _split_or_join(words: Words, rank: int, place: int, early: bool) -> bool:
-    """Make I and W of the B at `place`; or make B of the I or W there and its other half, where the
-    `early` or late one stood.
+def _split_or_join(encoding: Encoding, rank: int, place: int, early: bool) -> bool:
+    """Split the B at `place` into I and W; or join the I or W there with its other half to a B, at
+    the place of the earlier half if `early`, else of the later. Return whether that was possible.
     """
-    codes, size = words.codes, words.lengths[rank]
+    codes, size = encoding.codes, encoding.lengths[rank]
     copy, kind = codes[rank, place] >> 2, codes[rank, place] & 3
     if kind == 0:
         return False
@@ -172,7 +175,7 @@ def _split_or_join(words: Words, rank: int, place: int, early: bool) -> bool:
         for i in range(size, place + 1, -1):
             codes[rank, i] = codes[rank, i - 1]
         codes[rank, place], codes[rank, place + 1] = 4 * copy + 1, 4 * copy + 2
-        words.lengths[rank] = size + 1
+        encoding.lengths[rank] = size + 1
         return True
     turn, other = 0, -1
     for i in range(place):
@@ -186,5 +189,5 @@ def _split_or_join(words: Words, rank: int, place: int, early: bool) -> bool:
     codes[rank, first if early else second] = 4 * copy + 3
     for i in range(second if early else first, size - 1):
         codes[rank, i] = codes[rank, i + 1]
-    words.lengths[rank] = size - 1
+    encoding.lengths[rank] = size - 1
     return True

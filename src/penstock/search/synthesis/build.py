@@ -1,14 +1,15 @@
-"""Kernel: list scheduling. Every rank always begins the op that is due first, of those that it can
-begin soon.
+"""Kernel: list scheduling. Every rank always starts the op that is due first, of those that it can
+start soon.
 
-Giffler and Thompson 1960: the rank whose next op could end first of all is the one that decides, so
-that it knows of every op that could begin before that end. How long it may wait for an op that is
-due earlier is the rule's patience.
+Giffler and Thompson 1960: the rank whose next op could end first of all decides first, so that all
+ops are known that could start before that end. How long it may wait for an op that is due earlier
+is the rule's patience.
 
-Where all micro-batches' ops are due at one offset each, and a steady pace later than those of the
-micro-batch before, the offsets are a block that repeats, as in controllable memory's (Qi et al.
-2024); I far before all others makes 1F1B, F far before all others GPipe, W far behind fills
-bubbles. Where ops are due when a given program starts them, the rule makes about that program.
+If the ops of all micro-batches are due at fixed offsets, and those of each micro-batch by a
+constant pace later than those of the one before, the offsets are a block that repeats, as in
+controllable memory's (Qi et al. 2024); I far before all others gives 1F1B, F far before all others
+GPipe, W far behind fills bubbles. If ops are due when a given program starts them, the rule
+approximately reproduces that program.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.search.synthesis.arrays import HOLD, UP, Floats, Ints, Spec, Words, Work
+from penstock.search.synthesis.arrays import HOLD, UP, Encoding, Floats, Ints, Spec, Workspace
 from penstock.search.synthesis.compiled import compiled
-from penstock.search.synthesis.play import ended, reset
+from penstock.search.synthesis.play import end_of_updates, reset
 
 
 class Rule(NamedTuple):
-    """How to choose.
+    """A priority rule.
 
     Attributes:
         due: (C, 3, M) when the k-th F, I or B, W of each copy are due.
-        patience: (1,) 0: begin what can begin now; 1: wait for what is due earlier as long as no op
-        would end meanwhile. cap: (R,) the most to hold: the limit or less. whole: (C, M) 1 where
-        the backward is not split.
+        patience: (1,) 0: start what can start now; 1: wait for what is due earlier as long as no op
+            would end meanwhile.
+        cap: (R,) memory to use, at most the limit.
+        whole: (C, M) 1 where the backward is not split.
     """
 
     due: Floats
@@ -39,14 +41,14 @@ class Rule(NamedTuple):
 
 
 @compiled
-def build(spec: Spec, rule: Rule, words: Words, work: Work) -> float:
-    """Write the words that the rule makes. Returns their makespan, or -1 where the rule's cap lets
-    nothing go on.
+def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -> float:
+    """Write the programs that the rule makes. Return their makespan, or -1 if the rule's cap lets
+    no op continue.
     """
     reset(spec, work)
     codes, lengths, copies, cost, copies_of = (
-        words.codes,
-        words.lengths,
+        encoding.codes,
+        encoding.lengths,
         spec.copies,
         spec.cost,
         spec.copies_of,
@@ -54,8 +56,8 @@ def build(spec: Spec, rule: Rule, words: Words, work: Work) -> float:
     dues, whole = rule.due, rule.whole
     arrive, done, link, free = work.arrive, work.done, work.link, work.free
     ranks, stages, far = len(lengths), len(copies) // len(spec.counts), _far(spec, rule.cap)
-    # Per copy and kind when the next could begin; per rank when one could begin, and when one could
-    # end.
+    # begin: per copy and kind, when the next op could start. soon: per rank, when an op could
+    # start, and when one could end.
     begin, soon = np.empty((len(copies), 3)), np.empty((2, ranks))
     look, looks, left = np.empty(2, np.int64), ranks, 0
     for copy in range(len(copies)):
@@ -85,12 +87,12 @@ def build(spec: Spec, rule: Rule, words: Words, work: Work) -> float:
             rank = other if soon[1, other] < soon[1, rank] else rank
         if soon[1, rank] == np.inf:
             break
-        until = soon[0, rank] + rule.patience[0] * (soon[1, rank] - soon[0, rank])
+        wait_until = soon[0, rank] + rule.patience[0] * (soon[1, rank] - soon[0, rank])
         best, copy, kind = np.inf, -1, -1
         for j in range(copies_of.shape[1]):
             other = copies_of[rank, j]
             for what in range(3 if other >= 0 else 0):
-                if begin[other, what] <= until and dues[other, what, done[other, what]] < best:
+                if begin[other, what] <= wait_until and dues[other, what, done[other, what]] < best:
                     best, copy, kind = dues[other, what, done[other, what]], other, what
         code = 3 if kind == 1 and whole[copy, done[copy, 1]] else kind
         codes[rank, lengths[rank]] = 4 * copy + code
@@ -107,15 +109,15 @@ def build(spec: Spec, rule: Rule, words: Words, work: Work) -> float:
                 end = link[rank, target] = max(end, link[rank, target]) + cost[copy, UP + kind]
                 look[1], looks = target, 2
             arrive[kind, taker, done[copy, kind] - 1] = end
-        if far:  # an op anywhere may make room for one anywhere
+        if far:  # an op on any rank may free memory for an op on any other
             looks = ranks
-    return -1.0 if left else ended(spec, work)
+    return -1.0 if left else end_of_updates(spec, work)
 
 
 @compiled
 def _far(spec: Spec, cap: Floats) -> bool:
-    """Whether micro-batches go two ways and some rank cannot hold one of each: then no rank can
-    tell alone what fits.
+    """Return whether there are two routes and some rank cannot hold a micro-batch of each: then no
+    rank can decide alone what fits.
     """
     for rank in range(len(cap) if len(spec.counts) > 1 else 0):
         both = 0.0
@@ -128,13 +130,14 @@ def _far(spec: Spec, cap: Floats) -> bool:
 
 @compiled
 def _fits(spec: Spec, cap: Floats, done: Ints, copy: int, far: bool) -> bool:
-    """Whether a forward of `copy` leaves its rank within the cap, and everybody able to finish.
+    """Return whether a forward of `copy` leaves its rank within the cap, and all micro-batches able
+    to finish.
 
-    On two routes it is enough that either always leaves room for one micro-batch of the other: both
-    then drain as if alone.
+    On two routes it suffices that either always leaves memory for one micro-batch of the other:
+    both can then drain as if alone.
     """
     rank, stages = spec.copies[copy, 0], len(spec.copies) // len(spec.counts)
-    held, most, own = (
+    held, most, with_other_route = (
         spec.cost[copy, HOLD],
         0.0,
         spec.cost[copy, HOLD] * (done[copy, 0] - done[copy, 1]),
@@ -143,14 +146,14 @@ def _fits(spec: Spec, cap: Floats, done: Ints, copy: int, far: bool) -> bool:
         other = spec.copies_of[rank, i]
         if other >= 0:
             held += spec.cost[other, HOLD] * (done[other, 0] - done[other, 2])
-            own += spec.cost[other, HOLD]
+            with_other_route += spec.cost[other, HOLD]
             most += spec.cost[other, HOLD] * spec.counts[other // stages]
     if held > cap[rank]:
         return False
     if len(spec.counts) == 1 and (spec.copies_of.shape[1] == 1 or most <= cap[rank]):
         return True
     if len(spec.counts) > 1 and not far:
-        return bool(own <= cap[rank])
+        return bool(with_other_route <= cap[rank])
     done[copy, 0] += 1
     free = _way_out(spec, cap, done) if far else _way_out_of_rank(spec, cap, done, rank)
     done[copy, 0] -= 1
@@ -159,20 +162,19 @@ def _fits(spec: Spec, cap: Floats, done: Ints, copy: int, far: bool) -> bool:
 
 @compiled
 def _way_out_of_rank(spec: Spec, cap: Floats, done: Ints, rank: int) -> bool:
-    """Whether the micro-batches in flight can finish on `rank`, oldest first.
+    """Return whether the micro-batches in flight can finish on `rank`, oldest first.
 
-    Each needs room on its later stages while itself and all that are behind it hold theirs; a W
-    that waits can run at once. Since micro-batches stay in order, no other order of finishing
-    exists, and every rank can be asked alone.
+    Each needs memory on its later stages while it and all micro-batches behind it hold theirs; a
+    waiting W can run at once. Since micro-batches stay in order, no other order of finishing
+    exists, and every rank can be checked alone.
     """
     first = spec.copies_of[rank, 0]
     for i in range(spec.copies_of.shape[1]):
         number = spec.copies_of[rank, i]
         if number < 0:
             continue
-        m = (
-            done[first, 1] if number == first else done[number, 0]
-        )  # the oldest, and those that stand before a stage
+        # The oldest micro-batch, and those that wait before a stage.
+        m = done[first, 1] if number == first else done[number, 0]
         if m >= done[first, 0]:
             continue
         held = 0.0
@@ -189,8 +191,8 @@ def _way_out_of_rank(spec: Spec, cap: Floats, done: Ints, rank: int) -> bool:
 
 @compiled
 def _way_out(spec: Spec, cap: Floats, done: Ints) -> bool:
-    """Whether all in flight can finish, one after the other, on two routes: the banker's algorithm
-    (Dijkstra 1965).
+    """Return whether all micro-batches in flight on two routes can finish, one after the other: the
+    banker's algorithm (Dijkstra 1965).
     """
     stages = len(spec.copies) // 2
     out = np.empty(2, np.int64)
@@ -207,7 +209,9 @@ def _way_out(spec: Spec, cap: Floats, done: Ints) -> bool:
 
 @compiled
 def _can_finish(spec: Spec, cap: Floats, done: Ints, out: Ints, route: int) -> bool:
-    """Whether the next of `route` has room on every rank, `out` of each route having finished."""
+    """Return whether the next micro-batch of `route` has memory on every rank, once `out` of each
+    route have finished.
+    """
     stages = len(spec.copies) // 2
     for copy in range(route * stages, route * stages + stages):
         if done[copy, 0] > out[route]:

@@ -1,7 +1,7 @@
-"""Functions compiled by Numba where it is installed, and played by Python where it is not.
+"""Compile functions by Numba if it is installed; else Python runs them.
 
-Only the kernels of this folder import it, and they are imported when a search begins: Numba takes a
-second to load.
+Only the kernels of this folder import this module, and they are imported when a search starts:
+Numba takes a second to load.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., object])
 
 
 def _njit() -> Any:
+    """Return Numba's decorator, or None if it is not installed."""
     try:
         from numba import njit
     except ImportError:
@@ -24,8 +25,8 @@ _NJIT = _njit()
 
 
 def compiled(function: Kernel) -> Kernel:
-    """`function`, compiled at its first call; what that made is kept on disk, where there is a
-    folder to write to.
+    """Return `function`, compiled at its first call, and cached on disk if there is a writable
+    folder.
     """
     if _NJIT is None:
         return function

@@ -1,9 +1,9 @@
 """The optimum, proved by OR-Tools' CP-SAT.
 
-One interval for every op, none of a rank's overlapping; messages in the order of their sending.
-Micro-batches of a route are in order, which loses nothing (see `arrays`), and every op lies between
-its head and what its tail leaves of the best makespan known (see `bound`), which is most of the
-proof. Where micro-batches go two ways every number of each is a model of its own.
+The model has one interval for every op, those of a rank without overlap; messages are in the order
+of their sending. Micro-batches of a route are in order, which loses nothing (see `arrays`), and
+every op lies between its head and the best known makespan minus its tail (see `bound`), which is
+most of the proof. With two routes, every number of micro-batches on each is a model of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import combinations, pairwise, product
@@ -19,20 +19,23 @@ from typing import Any, NamedTuple
 
 from penstock.errors import MissingExtra
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.search.synthesis.bound import Way, seconds_of
+from penstock.search.synthesis.bound import RouteBounds, seconds_of
 from penstock.search.synthesis.problem import Problem, StageCosts
 from penstock.simulate.simulate import simulate_schedule
 
-#: Where seconds are no whole numbers of any tick, so many ticks make the best makespan known, and
-#: seconds are rounded down to
-#: them: a bound stays one, and is short of the truth by a tick for every op of the longest path.
+#: If seconds are no whole numbers of any tick, the best known makespan is divided into this number
+#: of ticks, and seconds are rounded down to them: a bound stays valid, and is too low by at most a
+#: tick for every op of the longest path.
 MOST_TICKS = 10**8
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What CP-SAT found: a schedule shorter than the one given, if there is one, and what no
-    schedule undercuts.
+    """Result of CP-SAT.
+
+    Attributes:
+        schedule: a schedule shorter than the given one, or None.
+        lower_bound: lower bound of the makespan in seconds.
     """
 
     schedule: Schedule | None
@@ -40,7 +43,7 @@ class Proof:
 
 
 def load() -> Any:
-    """OR-Tools' module.
+    """Import OR-Tools' module.
 
     Raises:
         MissingExtra: it is not installed.
@@ -53,94 +56,129 @@ def load() -> Any:
 
 
 def prove(problem: Problem, best: Schedule, most: float, until_s: float, seed: int = 0) -> Proof:
-    """Search for the optimum until `time.monotonic()` is `until_s`.
+    """Search for the optimum until `time.monotonic()` reaches `until_s`.
 
     Args:
         problem: the problem.
-        best, most: a schedule without E, L and pairs, and its makespan.
+        best: a schedule without E, L and pairs.
+        most: its makespan in seconds.
         until_s: when to stop.
-        seed: of the solver.
+        seed: seed of the solver.
 
     Raises:
         MissingExtra: OR-Tools is not installed.
     """
     cp = load()
     ticks = ticks_per_second(problem.costs, most)
-    whole = replace(problem, costs=in_ticks(problem.costs, ticks))
+    in_tick_costs = replace(problem, costs=in_ticks(problem.costs, ticks))
+    schedule, bounds = None, []
+    shortest = round(simulate_schedule(best, in_tick_costs.costs.costs()).makespan)
+    for counts in _route_splits(problem):
+        bound = math.ceil(seconds_of(in_tick_costs, counts) - 1e-6)
+        remaining_s = until_s - time.monotonic()
+        if bound < shortest and remaining_s > 0:
+            model = _Model(cp, in_tick_costs, counts, shortest)
+            solution, bound = model.solve(bound, remaining_s, seed)
+            if solution is not None:
+                schedule, shortest = solution
+        bounds.append(min(bound, shortest))
+    return Proof(schedule, float(min(bounds) / ticks))
+
+
+def _route_splits(problem: Problem) -> list[tuple[int, ...]]:
+    """Return all numbers of micro-batches on the routes, the most even first."""
     m = problem.micro_batches
-    splits = (
-        [(m,)]
-        if len(problem.routes) == 1
-        else sorted(((n, m - n) for n in range(1, m)), key=lambda c: abs(c[0] - c[1]))
-    )
-    found, bounds = None, []
-    top = round(simulate_schedule(best, whole.costs.costs()).makespan)
-    for counts in splits:
-        low = math.ceil(seconds_of(whole, counts) - 1e-6)
-        left = until_s - time.monotonic()
-        if low < top and left > 0:
-            made, low = _Model(cp, whole, counts, top).solve(low, left, seed)
-            if made is not None:
-                found, top = made
-        bounds.append(min(low, top))
-    return Proof(found, float(min(bounds) / ticks))
+    if len(problem.routes) == 1:
+        return [(m,)]
+    counts = [(n, m - n) for n in range(1, m)]
+    return sorted(counts, key=lambda split: abs(split[0] - split[1]))
 
 
 def ticks_per_second(costs: StageCosts, most: float) -> Fraction:
-    """Ticks in which all seconds are whole numbers if `most` then has less than `MOST_TICKS`, else
-    so many that it has these.
+    """Return the ticks per second with which all seconds are whole numbers, if `most` seconds then
+    have at most `MOST_TICKS`; else the number with which they have `MOST_TICKS`.
     """
-    numbers = {number for row in costs.seconds for number in row if number}
-    exact = [_decimal(number) for number in numbers]
-    bottom = math.lcm(*(each.denominator for each in exact))
-    ticks = Fraction(
-        bottom, math.gcd(*(each.numerator * (bottom // each.denominator) for each in exact)) or 1
-    )
+    fractions = {_decimal(number) for row in costs.seconds for number in row if number}
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    numerators = [
+        fraction.numerator * (denominator // fraction.denominator) for fraction in fractions
+    ]
+    ticks = Fraction(denominator, math.gcd(*numerators) or 1)
     return ticks if most * ticks <= MOST_TICKS else Fraction(MOST_TICKS) / Fraction(repr(most))
 
 
 def _decimal(number: float) -> Fraction:
-    """What was meant: 0.3 for 0.1 + 0.2."""
+    """Return the decimal number that a float stands for: 0.3 for 0.1 + 0.2."""
     return Fraction(f"{number:.12g}")
 
 
 def in_ticks(costs: StageCosts, ticks: Fraction) -> StageCosts:
-    """The same costs in whole ticks, rounded down."""
-    f, i, w, b, u, up, down = (
-        tuple(float(math.floor(_decimal(number) * ticks)) for number in row)
-        for row in costs.seconds
-    )
-    return StageCosts(f, i, w, b, u, up, down, costs.hold, costs.in_bytes)
+    """Return the same costs in whole ticks, rounded down."""
+    rows = []
+    for row in costs.seconds:
+        rows.append(tuple(float(math.floor(_decimal(number) * ticks)) for number in row))
+    f, i, w, b, u, up, down = rows
+    return StageCosts(f, i, w, b, u, up, down, costs.memory, costs.in_bytes)
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """One micro-batch on one stage: variables of the starts of F, of I or B, of W; of the end of I
-    or B, and of W or B.
+class _MicroBatch:
+    """Variables of one micro-batch on one stage.
+
+    Attributes:
+        op: the stage and the number of the micro-batch.
+        forward: start of F.
+        backward: start of I or B.
+        weight_grad: start of W.
+        gradient_ready: end of I or B.
+        released: end of W or B.
+        joined: whether the backward is a B; None if it is always split.
     """
 
     op: tuple[int, int]
     forward: Any
-    back: Any
-    weights: Any
-    turned: Any
+    backward: Any
+    weight_grad: Any
+    gradient_ready: Any
     released: Any
-    whole: Any
+    joined: Any
 
 
 class _Message(NamedTuple):
-    """A value on its way: variables of the start and end of the op that makes it, and of when it
-    leaves; its ticks on the link.
+    """Variables of a message.
+
+    Attributes:
+        begin: start of the op that makes its value.
+        end: end of that op.
+        leaves: when the message leaves.
+        ticks: its ticks on the link.
     """
 
     begin: Any
-    made: Any
+    end: Any
     leaves: Any
-    seconds: int
+    ticks: int
+
+
+#: A value that crosses a boundary: start and end of the op that makes it, start of the op that
+#: takes it.
+_Value = tuple[Any, Any, Any]
 
 
 class _Model:
-    """One number of micro-batches on each route, every cost a whole number of ticks."""
+    """The model for one number of micro-batches on each route, every cost a whole number of ticks.
+
+    Attributes:
+        cp: OR-Tools' module.
+        problem: the problem.
+        counts: micro-batches on each route.
+        most: makespan that a solution must undercut.
+        model: the CP-SAT model.
+        makespan: its objective.
+        on_rank: per rank, the intervals of its ops.
+        updates: per stage, the start of its update, and the stage.
+        micro_batches: indexed by route, stage and number.
+    """
 
     def __init__(self, cp: Any, problem: Problem, counts: Sequence[int], most: int) -> None:
         self.cp, self.problem, self.counts, self.most = cp, problem, tuple(counts), most
@@ -148,151 +186,182 @@ class _Model:
         self.makespan = self.model.new_int_var(0, most - 1, "makespan")
         self.on_rank: list[list[Any]] = [[] for _ in range(problem.ranks)]
         self.updates: list[tuple[Any, int]] = []
-        self.turns = [self._route(route) for route in range(len(counts))]
-        self._messages()
-        self._memory()
-        self._end()
+        self.micro_batches = [self._add_route(route) for route in range(len(counts))]
+        self._add_messages()
+        self._add_memory_limits()
+        self._add_updates()
         for intervals in self.on_rank:
             self.model.add_no_overlap(intervals)
         self.model.minimize(self.makespan)
 
-    def _route(self, route: int) -> list[list[_Turn]]:
-        """The ops of a route's micro-batches, by stage and number."""
-        way = Way(self.problem, self.counts, route)
+    def _add_route(self, route: int) -> list[list[_MicroBatch]]:
+        """Add the ops of a route's micro-batches; return them by stage and number."""
+        bounds = RouteBounds(self.problem, self.counts, route)
         first = sum(self.counts[:route])
-        rows = [[self._turn(way, s, n, first) for n in range(way.count)] for s in range(way.stages)]
-        for row in rows:
+        rows = []
+        for s in range(bounds.stages):
+            row = [self._add_micro_batch(bounds, s, n, first) for n in range(bounds.count)]
             for one, other in pairwise(row):
-                self.model.add(other.forward >= one.forward + int(way.f[one.op[0]]))
-                self.model.add(other.back >= one.turned)
-                if one.whole is None:
-                    self.model.add(other.weights >= one.released)
+                self.model.add(other.forward >= one.forward + int(bounds.f[s]))
+                self.model.add(other.backward >= one.gradient_ready)
+                if one.joined is None:
+                    self.model.add(other.weight_grad >= one.released)
+            rows.append(row)
         return rows
 
-    def _turn(self, way: Way, s: int, n: int, first: int) -> _Turn:
-        c, model, rank = self.problem.costs, self.model, self.on_rank[way.homes[s]]
+    def _add_micro_batch(self, bounds: RouteBounds, s: int, n: int, first: int) -> _MicroBatch:
+        """Add micro-batch `n` of a route on stage `s`; `first` is the route's first micro-batch."""
+        c, model, rank = self.problem.costs, self.model, self.on_rank[bounds.stage_ranks[s]]
         f, i, w, b, update = (
-            int(each[s]) for each in (c.forward, c.inputs, c.weights, c.whole, c.update)
+            int(row[s]) for row in (c.forward, c.input_grad, c.weight_grad, c.backward, c.update)
         )
-        forward = self._var(way.head_f[s, n], f + way.tail_f[s, n])
-        back = self._var(way.head_i[s, n], min(i, b) + way.tail_i[s, n])
-        # A whole backward ends with its weights' part, which the tail of an I still has before it.
-        halves = self.problem.split and i + w <= b
-        turned = self._var(way.head_i[s, n] + min(i, b), way.tail_i[s, n] if halves else update)
-        weights = self._var(way.head_i[s, n] + min(i, b), update)
-        released = self._var(way.head_i[s, n] + min(i + w, b), update)
+        head_i, tail_i = bounds.head_i[s, n], bounds.tail_i[s, n]
+        forward = self._var(bounds.head_f[s, n], f + bounds.tail_f[s, n])
+        backward = self._var(head_i, min(i, b) + tail_i)
+        # A B ends with its weight gradients, which the tail of an I still has before it.
+        always_split = self.problem.split and i + w <= b
+        gradient_ready = self._var(head_i + min(i, b), tail_i if always_split else update)
+        weight_grad = self._var(head_i + min(i, b), update)
+        released = self._var(head_i + min(i + w, b), update)
         rank.append(model.new_fixed_size_interval_var(forward, f, ""))
-        whole = None
-        if halves:
-            rank.append(model.new_interval_var(back, i, turned, ""))
-            rank.append(model.new_interval_var(weights, w, released, ""))
+        joined = None
+        if always_split:
+            rank.append(model.new_interval_var(backward, i, gradient_ready, ""))
+            rank.append(model.new_interval_var(weight_grad, w, released, ""))
         else:
-            whole = model.new_bool_var("")
-            model.add(whole == 1 if not self.problem.split else whole >= 0)
-            rank.append(model.new_interval_var(back, i + (b - i) * whole, turned, ""))
-            rank.append(model.new_optional_interval_var(weights, w, released, ~whole, ""))
-            model.add(released == turned).only_enforce_if(whole)
-        model.add(weights >= turned).only_enforce_if([] if whole is None else [~whole])
-        model.add(back >= forward + f)
-        return _Turn((s, first + n), forward, back, weights, turned, released, whole)
+            joined = model.new_bool_var("")
+            model.add(joined == 1 if not self.problem.split else joined >= 0)
+            size = i + (b - i) * joined
+            rank.append(model.new_interval_var(backward, size, gradient_ready, ""))
+            rank.append(model.new_optional_interval_var(weight_grad, w, released, ~joined, ""))
+            model.add(released == gradient_ready).only_enforce_if(joined)
+        split = [] if joined is None else [~joined]
+        model.add(weight_grad >= gradient_ready).only_enforce_if(split)
+        model.add(backward >= forward + f)
+        return _MicroBatch(
+            (s, first + n), forward, backward, weight_grad, gradient_ready, released, joined
+        )
 
     def _var(self, head: float, tail: float) -> Any:
+        """Return a variable for a time of at least `head` that leaves `tail` of the makespan."""
         low = math.ceil(head - 1e-6)
         return self.model.new_int_var(low, max(low, self.most - math.ceil(tail - 1e-6)), "")
 
-    def _messages(self) -> None:
-        """An op that takes a value starts when it has come; each link carries its messages one at a
-        time, as they are sent.
+    def _add_messages(self) -> None:
+        """Let ops that take a value start after its arrival, and links carry one message at a time,
+        in the order of sending.
         """
-        c, model = self.problem.costs, self.model
+        c = self.problem.costs
+        # Per link the messages of one kind and boundary, in order.
         links: dict[tuple[int, int], list[list[_Message]]] = {}
-        for route, homes in enumerate(self.problem.routes):
-            for s, (home, above) in enumerate(pairwise(homes)):
-                here, there = self.turns[route][s], self.turns[route][s + 1]
-                f, up, down = (int(each[s]) for each in (c.forward, c.up, c.down))
-                rising = [
-                    (a.forward, a.forward + f, b.forward) for a, b in zip(here, there, strict=True)
-                ]
-                falling = [(b.back, b.turned, a.back) for a, b in zip(here, there, strict=True)]
-                for values, link, seconds in (
-                    (rising, (home, above), up),
-                    (falling, (above, home), down),
-                ):
-                    if home == above:
-                        for _, made, taken in values:
-                            model.add(taken >= made)
-                        continue
-                    sent = [
-                        _Message(begin, made, self._var(0, 0), seconds) for begin, made, _ in values
-                    ]
-                    links.setdefault(link, []).append(sent)
-                    for message, (*_, taken) in zip(sent, values, strict=True):
-                        model.add(message.leaves >= message.made)
-                        model.add(taken >= message.leaves + seconds)
-                    for one, other in pairwise(sent):
-                        model.add(other.leaves >= one.leaves + seconds)
+        for route, stage_ranks in enumerate(self.problem.routes):
+            for s, (rank, next_rank) in enumerate(pairwise(stage_ranks)):
+                up, down = self._values(route, s)
+                if rank == next_rank:
+                    for _, end, receiver_start in [*up, *down]:
+                        self.model.add(receiver_start >= end)
+                    continue
+                links.setdefault((rank, next_rank), []).append(self._send(up, int(c.up[s])))
+                links.setdefault((next_rank, rank), []).append(self._send(down, int(c.down[s])))
         for kinds in links.values():
-            for rows in combinations(kinds, 2):
-                for one, other in product(*rows) if any(row[0].seconds for row in rows) else ():
-                    first = model.new_bool_var("")
-                    model.add(one.made <= other.begin).only_enforce_if(first)
-                    model.add(other.leaves >= one.leaves + one.seconds).only_enforce_if(first)
-                    model.add(other.made <= one.begin).only_enforce_if(~first)
-                    model.add(one.leaves >= other.leaves + other.seconds).only_enforce_if(~first)
+            for one_kind, other_kind in combinations(kinds, 2):
+                if one_kind[0].ticks or other_kind[0].ticks:
+                    for one, other in product(one_kind, other_kind):
+                        self._add_order(one, other)
 
-    def _memory(self) -> None:
-        """No rank holds more than its limit, from the start of F to the end of B or W."""
+    def _values(self, route: int, s: int) -> tuple[list[_Value], list[_Value]]:
+        """Return the activations from stage `s` of a route to the next, and the gradients back."""
+        f = int(self.problem.costs.forward[s])
+        lower, upper = self.micro_batches[route][s], self.micro_batches[route][s + 1]
+        up, down = [], []
+        for low, high in zip(lower, upper, strict=True):
+            up.append((low.forward, low.forward + f, high.forward))
+            down.append((high.backward, high.gradient_ready, low.backward))
+        return up, down
+
+    def _send(self, values: Sequence[_Value], ticks: int) -> list[_Message]:
+        """Add the messages of one kind over one boundary, in order."""
+        messages = []
+        for begin, end, receiver_start in values:
+            message = _Message(begin, end, self._var(0, 0), ticks)
+            self.model.add(message.leaves >= end)
+            self.model.add(receiver_start >= message.leaves + ticks)
+            messages.append(message)
+        for one, other in pairwise(messages):
+            self.model.add(other.leaves >= one.leaves + ticks)
+        return messages
+
+    def _add_order(self, one: _Message, other: _Message) -> None:
+        """Let two messages of different kinds use their link one after the other."""
+        first = self.model.new_bool_var("")
+        self.model.add(one.end <= other.begin).only_enforce_if(first)
+        self.model.add(other.leaves >= one.leaves + one.ticks).only_enforce_if(first)
+        self.model.add(other.end <= one.begin).only_enforce_if(~first)
+        self.model.add(one.leaves >= other.leaves + other.ticks).only_enforce_if(~first)
+
+    def _add_memory_limits(self) -> None:
+        """Limit the memory of every rank; a micro-batch holds it from the start of F to the end of
+        B or W.
+        """
+        for rank in range(self.problem.ranks):
+            self._add_memory_limit(rank)
+
+    def _add_memory_limit(self, rank: int) -> None:
+        """Limit the memory of one rank, if that is a limit at all."""
         p, model = self.problem, self.model
-        for rank, copies in enumerate(p.held_on):
-            rows = [self.turns[copy // p.stages][copy % p.stages] for copy in copies]
-            holds = [Fraction(repr(p.costs.hold[copy % p.stages])) for copy in copies]
-            if (
-                p.limits[rank] == math.inf
-                or sum(h * len(row) for h, row in zip(holds, rows, strict=True)) <= p.limits[rank]
-            ):
-                continue
-            unit = math.lcm(*(hold.denominator for hold in holds))
-            limit = Fraction(repr(p.limits[rank])) * unit
-            if len(rows) == 1 and rows[0][0].whole is None:
-                room = math.floor(limit / holds[0] / unit)
-                for turn, other in zip(rows[0], rows[0][room:], strict=False):
-                    model.add(other.forward >= turn.released)
-                continue
-            spans, demands = [], []
-            for row, hold in zip(rows, holds, strict=True):
-                for turn in row:
-                    size = model.new_int_var(0, self.most, "")
-                    spans.append(model.new_interval_var(turn.forward, size, turn.released, ""))
-                    demands.append(int(hold * unit))
-            model.add_cumulative(spans, demands, math.floor(limit))
+        copies, limit = p.copies_of_rank[rank], p.limits[rank]
+        rows = [self.micro_batches[copy // p.stages][copy % p.stages] for copy in copies]
+        sizes = [Fraction(repr(p.costs.memory[copy % p.stages])) for copy in copies]
+        total = sum(size * len(row) for size, row in zip(sizes, rows, strict=True))
+        if limit == math.inf or total <= limit:
+            return
+        unit = math.lcm(*(size.denominator for size in sizes))
+        whole_limit = Fraction(repr(limit)) * unit
+        if len(rows) == 1 and rows[0][0].joined is None:
+            room = math.floor(whole_limit / sizes[0] / unit)
+            for micro_batch, later in zip(rows[0], rows[0][room:], strict=False):
+                model.add(later.forward >= micro_batch.released)
+            return
+        spans, demands = [], []
+        for row, size in zip(rows, sizes, strict=True):
+            for micro_batch in row:
+                length = model.new_int_var(0, self.most, "")
+                spans.append(
+                    model.new_interval_var(micro_batch.forward, length, micro_batch.released, "")
+                )
+                demands.append(int(size * unit))
+        model.add_cumulative(spans, demands, math.floor(whole_limit))
 
-    def _end(self) -> None:
-        """Updates come after all backwards of their stage, at one time on all copies; the last of
-        them ends the batch.
+    def _add_updates(self) -> None:
+        """Add the updates: after all backwards of their stage, at one time on all its copies. The
+        last of them ends the batch.
         """
         p = self.problem
         for s in range(p.stages):
-            seconds = int(p.costs.update[s])
-            turns = [turn for rows in self.turns for turn in rows[s]]
-            ranks = {homes[s] for homes in p.routes}
+            ticks = int(p.costs.update[s])
             start = self.model.new_int_var(0, self.most, "")
-            for turn in turns:
-                self.model.add(start >= turn.released)
-            self.model.add(self.makespan >= start + seconds)
+            for stages in self.micro_batches:
+                for micro_batch in stages[s]:
+                    self.model.add(start >= micro_batch.released)
+            self.model.add(self.makespan >= start + ticks)
             self.updates.append((start, s))
-            if seconds:
-                for rank in ranks:
+            if ticks:
+                for rank in {stage_ranks[s] for stage_ranks in p.routes}:
                     self.on_rank[rank].append(
-                        self.model.new_fixed_size_interval_var(start, seconds, "")
+                        self.model.new_fixed_size_interval_var(start, ticks, "")
                     )
 
     def solve(
-        self, least: int, left_s: float, seed: int
+        self, least: int, limit_s: float, seed: int
     ) -> tuple[tuple[Schedule, int] | None, int]:
-        """A shorter schedule with its ticks, if one was found, and what no schedule undercuts."""
+        """Solve the model within `limit_s` seconds.
+
+        Returns:
+            A shorter schedule with its makespan in ticks, or None; and a lower bound in ticks.
+        """
         self.model.add(self.makespan >= least)
         solver = self.cp.CpSolver()
-        solver.parameters.max_time_in_seconds = max(left_s, 0.05)
+        solver.parameters.max_time_in_seconds = max(limit_s, 0.05)
         solver.parameters.num_workers = min(8, max(2, os.cpu_count() or 1))
         solver.parameters.random_seed = seed
         status = solver.solve(self.model)
@@ -304,34 +373,37 @@ class _Model:
         return (self._schedule(solver), round(solver.objective_value)), bound
 
     def _schedule(self, solver: Any) -> Schedule:
-        """The programs that start times are; of what starts at one time, first what takes no time
-        and is needed first.
+        """Return the schedule of a solution: ops by their start times. Of ops with the same start,
+        those that take no time come first, in the order of their dependencies.
         """
         p = self.problem
+        # Per rank: start, end, micro-batch, order of dependencies, op.
         rows: list[list[tuple[int, int, int, int, Op]]] = [[] for _ in range(p.ranks)]
-        for route, homes in enumerate(p.routes):
-            for s, home in enumerate(homes):
-                for turn in self.turns[route][s]:
-                    _, m = turn.op
-                    joined = turn.whole is not None and bool(solver.value(turn.whole))
-                    ops = [
-                        (turn.forward, turn.forward + int(p.costs.forward[s]), s, Kind.F),
-                        (turn.back, turn.turned, 2 * p.stages - s, Kind.B if joined else Kind.I),
-                    ]
-                    ops += (
-                        [] if joined else [(turn.weights, turn.released, 2 * p.stages + 1, Kind.W)]
-                    )
-                    rows[home] += [
-                        (solver.value(a), solver.value(z), m, order, Op(kind, s, m))
-                        for a, z, order, kind in ops
-                    ]
+        for stages, stage_ranks in zip(self.micro_batches, p.routes, strict=True):
+            for row, rank in zip(stages, stage_ranks, strict=True):
+                for micro_batch in row:
+                    rows[rank] += self._ops(solver, micro_batch)
         for start, s in self.updates:
-            # One that takes no time must not wait for the other copy's amid other work.
+            # An update that takes no time must not wait for another copy's amid other work.
             begin = solver.value(start) if p.costs.update[s] else self.most
-            for home in {homes[s] for homes in p.routes}:
-                end = begin + int(p.costs.update[s])
-                rows[home].append((begin, end, p.micro_batches + s, 0, Op(Kind.U, s, 1)))
-        programs = (sorted(row, key=lambda each: each[:4]) for row in rows)
-        return Schedule(
-            tuple(tuple(op for *_, op in program) for program in programs), "synthesised"
-        )
+            end = begin + int(p.costs.update[s])
+            for rank in {stage_ranks[s] for stage_ranks in p.routes}:
+                rows[rank].append((begin, end, p.micro_batches + s, 0, Op(Kind.U, s, 1)))
+        programs = []
+        for program in rows:
+            programs.append(tuple(op for *_, op in sorted(program, key=lambda entry: entry[:4])))
+        return Schedule(tuple(programs), "synthesised")
+
+    def _ops(
+        self, solver: Any, micro_batch: _MicroBatch
+    ) -> Iterator[tuple[int, int, int, int, Op]]:
+        """Yield the ops of a micro-batch on one stage, with their times in a solution."""
+        (s, m), stages = micro_batch.op, self.problem.stages
+        start = solver.value(micro_batch.forward)
+        yield start, start + int(self.problem.costs.forward[s]), m, s, Op(Kind.F, s, m)
+        joined = micro_batch.joined is not None and bool(solver.value(micro_batch.joined))
+        start, end = solver.value(micro_batch.backward), solver.value(micro_batch.gradient_ready)
+        yield start, end, m, 2 * stages - s, Op(Kind.B if joined else Kind.I, s, m)
+        if not joined:
+            start, end = solver.value(micro_batch.weight_grad), solver.value(micro_batch.released)
+            yield start, end, m, 2 * stages + 1, Op(Kind.W, s, m)

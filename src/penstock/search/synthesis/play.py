@@ -1,21 +1,20 @@
-"""Kernel: when the ops of given programs start. The rules are those of `simulate`."""
+"""Kernel: start times of the ops of encoded programs. The rules are those of `simulate`."""
 
 from __future__ import annotations
 
-from penstock.search.synthesis.arrays import HOLD, UP, UPDATE, Spec, Words, Work
+from penstock.search.synthesis.arrays import HOLD, UP, UPDATE, Encoding, Spec, Workspace
 from penstock.search.synthesis.compiled import compiled
 
 
 @compiled
-def play(spec: Spec, words: Words, work: Work) -> float:
-    """Seconds until the last op ends, updates included; -1 if the programs wait for each other in a
-    circle.
+def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
+    """Return the seconds until the last op ends, updates included; -1 if the programs deadlock.
 
-    Ranks play their words in turn, each as far as it can go; a message for a rank lets it have
-    another turn. So every op is looked at once, and once more for each message that it waits for.
+    Ranks run their programs in turn, each as far as possible; a message queues its receiver again.
+    So every op is considered once, and once more for each message that it waits for.
     """
     reset(spec, work)
-    codes, lengths, copies, cost = words.codes, words.lengths, spec.copies, spec.cost
+    codes, lengths, copies, cost = encoding.codes, encoding.lengths, spec.copies, spec.cost
     start, cause, arrive, maker, done = work.start, work.cause, work.arrive, work.maker, work.done
     link, busy, turn, clock = work.link, work.busy, work.turn, work.free
     ranks, length = codes.shape
@@ -32,8 +31,8 @@ def play(spec: Spec, words: Words, work: Work) -> float:
         while place < lengths[rank]:
             copy, kind = codes[rank, place] >> 2, codes[rank, place] & 3
             way = 0 if kind == 0 else 1
-            own = rank * length + place
-            begin, why, k = free, own - 1 if place else -1, done[copy, way]
+            op = rank * length + place
+            begin, why, k = free, op - 1 if place else -1, done[copy, way]
             if kind != 2:
                 arrived = arrive[way, copy, k]
                 if arrived < 0.0:
@@ -54,26 +53,26 @@ def play(spec: Spec, words: Words, work: Work) -> float:
             target, end = copies[taker, 0], free
             if target != rank:
                 if link[rank, target] > end:
-                    end, own = link[rank, target], busy[rank, target]
+                    end, op = link[rank, target], busy[rank, target]
                 end += cost[copy, UP + way]
-                link[rank, target], busy[rank, target] = end, own
+                link[rank, target], busy[rank, target] = end, op
                 if turn[target, 2] == 0:
                     turn[target, 2] = 1
                     turn[(first + waiting) % ranks, 1] = target
                     waiting += 1
-            arrive[way, taker, k], maker[way, taker, k] = end, own
+            arrive[way, taker, k], maker[way, taker, k] = end, op
         turn[rank, 0] = place
     for rank in range(ranks):
         left += lengths[rank] - turn[rank, 0]
-    return -1.0 if left else ended(spec, work)
+    return -1.0 if left else end_of_updates(spec, work)
 
 
 @compiled
-def reset(spec: Spec, work: Work) -> None:
-    """Before the first op."""
+def reset(spec: Spec, work: Workspace) -> None:
+    """Reset a workspace to the state before the first op."""
     for copy in range(len(spec.copies)):
         for way in range(2):
-            # Nobody sends the first stage its inputs, nor the last its loss.
+            # The first stage receives no activations, nor the last one gradients.
             at = 0.0 if spec.copies[copy, 2 - way] < 0 else -1.0
             for k in range(work.arrive.shape[2]):
                 work.arrive[way, copy, k], work.maker[way, copy, k] = at, -1
@@ -87,8 +86,8 @@ def reset(spec: Spec, work: Work) -> None:
 
 
 @compiled
-def _update_in_gap(spec: Spec, work: Work, rank: int, until: float) -> None:
-    """Run updates that are due in the idle time of `rank` before `until`, where they fit."""
+def _update_in_gap(spec: Spec, work: Workspace, rank: int, until: float) -> None:
+    """Run due updates in the idle time of `rank` before `until`, where they fit."""
     for i in range(spec.copies_of.shape[1]):
         copy = spec.copies_of[rank, i]
         if copy >= 0 and work.done[copy, 2] == spec.counts[0] and work.done[copy, 3] == 0:
@@ -99,9 +98,9 @@ def _update_in_gap(spec: Spec, work: Work, rank: int, until: float) -> None:
 
 
 @compiled
-def ended(spec: Spec, work: Work) -> float:
-    """When the last rank has run the updates that are left. Two copies of a stage meet at theirs,
-    at the end.
+def end_of_updates(spec: Spec, work: Workspace) -> float:
+    """Return when the last rank has run its remaining updates. The updates of two copies of a stage
+    sync at the end.
     """
     last, ranks = 0.0, len(work.free)
     for rank in range(ranks):
@@ -120,17 +119,17 @@ def ended(spec: Spec, work: Work) -> float:
 
 
 @compiled
-def sound(spec: Spec, words: Words, work: Work, rank: int) -> bool:
-    """Whether the word of `rank` keeps the order within its copies and the limit on what it holds.
-    Changes `work.done`.
+def is_valid(spec: Spec, encoding: Encoding, work: Workspace, rank: int) -> bool:
+    """Return whether the codes of `rank` keep the order of ops within its copies and its memory
+    limit. Changes `work.done`.
     """
-    done, cost, codes, limit = work.done, spec.cost, words.codes, spec.limit[rank]
+    done, cost, codes, limit = work.done, spec.cost, encoding.codes, spec.limit[rank]
     for i in range(spec.copies_of.shape[1]):
         copy = spec.copies_of[rank, i]
         for column in range(3 if copy >= 0 else 0):
             done[copy, column] = 0
     held = 0.0
-    for place in range(words.lengths[rank]):
+    for place in range(encoding.lengths[rank]):
         copy, kind = codes[rank, place] >> 2, codes[rank, place] & 3
         if kind == 0:
             done[copy, 0] += 1

@@ -1,9 +1,12 @@
-"""The shortest program for given costs: bounds, the zoo, the search, and if asked for the proof."""
+"""Synthesise the shortest program for given costs: bounds, the zoo, the search, and on request a
+proof.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -12,9 +15,9 @@ from penstock.schedule.op import Kind, Schedule
 from penstock.search.synthesis.bound import lower_bound
 from penstock.search.synthesis.problem import (
     PLACEMENTS,
+    Constraints,
     Limit,
     Problem,
-    Room,
     StageCosts,
     problem_for,
 )
@@ -23,20 +26,20 @@ from penstock.search.synthesis.zoo import candidates
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
-#: A schedule that is longer than the bound by no more than this part of it is proved: seconds that
-#: are no whole ticks, and sums
-#: of floats, leave so much open.
+#: A schedule within this relative distance of its lower bound counts as optimal: seconds that are
+#: no whole ticks, and the rounding of sums, leave this much open.
 PROVED = 1e-6
-#: The part of the budget for the search when the rest is for the proof.
+
+#: Share of the budget for the search if the rest is for the proof.
 BEFORE_PROOF = 0.3
 
-#: What the search makes programs of.
-_WORDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
+#: The kinds of ops that the search makes programs of.
+_SEARCHED_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to search; see `synthesised` for what each means."""
+    """Settings of the search; `synthesised` documents them."""
 
     memory_limit: Limit = None
     placement: str = "linear"
@@ -64,26 +67,27 @@ class Settings:
                 raise ScheduleError(f"synthesised takes a {name} of 0 or more, not {number!r}")
         if self.placement not in (*PLACEMENTS, "any"):
             raise ScheduleError(
-                f"synthesised knows no placement {self.placement!r}: take one of {', '.join(PLACEMENTS)}, any"
+                f"synthesised knows no placement {self.placement!r}: take one of "
+                f"{', '.join(PLACEMENTS)}, any"
             )
 
-    def room(self, placement: str) -> Room:
-        """Where the programs may stand."""
-        return Room(placement, self.memory_limit, self.ranks, self.split)
+    def constraints(self, placement: str) -> Constraints:
+        """Return the constraints of the search with one placement."""
+        return Constraints(placement, self.memory_limit, self.ranks, self.split)
 
 
 @dataclass(frozen=True)
 class Synthesis:
-    """What the search found.
+    """Result of the search.
 
     Attributes:
-        schedule: the shortest schedule found.
+        schedule: the shortest schedule.
         makespan: its simulated seconds.
-        lower_bound: seconds that no schedule with this placement and limit undercuts.
+        lower_bound: lower bound in seconds of all schedules with this placement and limit.
         gap: makespan / lower_bound - 1.
-        proved: whether the schedule is as short as any, to a part in a million.
-        placement: where its stages stand; tells which, where any was asked for.
-        zoo: the best schedule of the zoo that fits, by name; None if none does.
+        proved: whether the schedule is optimal, to a part in a million.
+        placement: its placement, which tells the best one if "any" was requested.
+        zoo: name of the best schedule of the zoo that fits; None if none does.
         zoo_makespan: its simulated seconds; None if there is none.
         rounds: rounds of search.
     """
@@ -99,27 +103,29 @@ class Synthesis:
     rounds: int
 
     def facts(self) -> tuple[tuple[str, object], ...]:
-        """What the schedule carries in its `options`."""
+        """Return what the schedule carries in its `options`."""
         names = ("placement", "makespan", "lower_bound", "gap", "proved", "zoo", "zoo_makespan")
         return tuple((name, getattr(self, name)) for name in names)
 
 
 def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = None) -> Synthesis:
-    """Search for the shortest schedule; `synthesised` says how, and what the settings mean.
+    """Search for the shortest schedule; `synthesised` documents the method and the settings.
 
     Args:
-        costs: with an entry for every stage in `forward`.
+        costs: costs with an entry for every stage in `forward`.
         micro_batches: at least 1.
-        settings: how to search.
+        settings: settings of the search.
 
     Raises:
-        ScheduleError: nothing fits, or the placement cannot have so many stages, ranks and
-        micro-batches. SettingError: the costs do not fit together, or a limit is a text that is no
-        amount of bytes. MissingExtra: `exact` without OR-Tools.
+        ScheduleError: nothing fits, or the placement does not allow these numbers of stages, ranks
+            and micro-batches.
+        SettingError: the costs do not fit together, or a limit is a text that is no amount of
+            bytes.
+        MissingExtra: `exact` without OR-Tools.
     """
-    wish = settings or Settings()
-    begun = time.monotonic()
-    if wish.exact:
+    settings = settings or Settings()
+    start_s = time.monotonic()
+    if settings.exact:
         from penstock.search.synthesis.exact import load
 
         load()
@@ -128,44 +134,54 @@ def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = Non
             "the costs do not tell the number of stages: give forward as one number per stage"
         )
     table = StageCosts.of(costs, len(costs.forward))
-    if wish.budget_s and wish.max_rounds != 0:
+    if settings.budget_s and settings.max_rounds != 0:
         _compile()
-    end_s = max(begun + wish.budget_s, time.monotonic() + wish.budget_s / 4)
-    tasks = [_Task(problem, costs, wish) for problem in _problems(table, micro_batches, wish)]
-    # Placements share what is left of the budget, the most promising first; what cannot win any
-    # more gets nothing.
+    # Compilation counts, but leaves at least a quarter of the budget.
+    end_s = max(start_s + settings.budget_s, time.monotonic() + settings.budget_s / 4)
+    problems = _problems(table, micro_batches, settings)
+    tasks = [_Task(problem, costs, settings) for problem in problems]
+    _run_all(tasks, settings, end_s)
+    return _result(tasks)
+
+
+def _run_all(tasks: Sequence[_Task], settings: Settings, end_s: float) -> None:
+    """Run the tasks of all placements until `end_s`, the most promising first. Each gets an equal
+    share of the remaining time; tasks that cannot win any more get none.
+    """
     for i, task in enumerate(sorted(tasks, key=lambda task: task.least)):
         if i and task.least >= min(other.makespan for other in tasks):
             continue
-        left = max(0.0, end_s - time.monotonic()) / (len(tasks) - i)
-        end = time.monotonic() + left
-        task.run(end - (1 - BEFORE_PROOF) * left * wish.exact)
-        if wish.exact and not task.proved:
-            task.prove(end)
+        share_s = max(0.0, end_s - time.monotonic()) / (len(tasks) - i)
+        task_end_s = time.monotonic() + share_s
+        proof_s = (1 - BEFORE_PROOF) * share_s * settings.exact
+        task.run(task_end_s - proof_s)
+        if settings.exact and not task.proved:
+            task.prove(task_end_s)
+
+
+def _result(tasks: Sequence[_Task]) -> Synthesis:
+    """Return the best schedule of all placements, which carries its facts in its options."""
     best = min(tasks, key=lambda task: task.makespan)
-    least = min(
-        best.makespan, *(task.least for task in tasks)
-    )  # sums of floats may pass each other
-    gap = best.makespan / least - 1 if least else 0.0
-    found = Synthesis(
-        best.schedule,
-        best.makespan,
-        least,
-        gap,
-        best.makespan <= least * (1 + PROVED),
-        best.problem.placement,
-        best.zoo,
-        best.zoo_makespan if best.zoo else None,
-        sum(task.rounds for task in tasks),
+    # The rounding of sums may put a bound above the makespan.
+    least = min(best.makespan, *(task.least for task in tasks))
+    result = Synthesis(
+        schedule=best.schedule,
+        makespan=best.makespan,
+        lower_bound=least,
+        gap=best.makespan / least - 1 if least else 0.0,
+        proved=best.makespan <= least * (1 + PROVED),
+        placement=best.problem.placement,
+        zoo=best.zoo,
+        zoo_makespan=best.zoo_makespan if best.zoo else None,
+        rounds=sum(task.rounds for task in tasks),
     )
-    return replace(
-        found, schedule=replace(found.schedule, name="synthesised", options=found.facts())
-    )
+    schedule = replace(result.schedule, name="synthesised", options=result.facts())
+    return replace(result, schedule=schedule)
 
 
 def _compile() -> None:
-    """Let the search's loops be compiled, which takes some seconds once on a machine, by a small
-    search that has to try them all.
+    """Compile the kernels, which takes some seconds once on a machine, by a small search that runs
+    all of them.
     """
     costs = Costs(
         forward=[1, 1.2, 1, 0.8],
@@ -173,32 +189,49 @@ def _compile() -> None:
         weight_grad=[0.8, 1, 0.7, 0.6],
         transfer=0.5,
     )
-    wish = Settings(memory_limit=4, max_rounds=2)
-    _Task(problem_for(StageCosts.of(costs, 4), 8, wish.room("linear")), costs, wish).run(math.inf)
+    settings = Settings(memory_limit=4, max_rounds=2)
+    problem = problem_for(StageCosts.of(costs, 4), 8, settings.constraints("linear"))
+    _Task(problem, costs, settings).run(math.inf)
 
 
-def _problems(costs: StageCosts, micro_batches: int, wish: Settings) -> list[Problem]:
-    """The problem of the placement, or of all that can have so many stages and that the limit
-    allows.
+def _problems(costs: StageCosts, micro_batches: int, settings: Settings) -> list[Problem]:
+    """Return the problem of the requested placement, or of all placements that are possible.
+
+    Raises:
+        ScheduleError: none is possible.
     """
-    if wish.placement != "any":
-        return [problem_for(costs, micro_batches, wish.room(wish.placement))]
+    if settings.placement != "any":
+        constraints = settings.constraints(settings.placement)
+        return [problem_for(costs, micro_batches, constraints)]
     problems, reasons = [], []
     for placement in PLACEMENTS:
         try:
-            problems.append(problem_for(costs, micro_batches, wish.room(placement)))
+            problems.append(problem_for(costs, micro_batches, settings.constraints(placement)))
         except ScheduleError as error:
-            reasons.append(error)
+            reasons.append(str(error))
     if not problems:
-        raise ScheduleError("no placement will do:\n  " + "\n  ".join(map(str, reasons)))
+        raise ScheduleError("\n  ".join(["no placement is possible:", *reasons]))
     return problems
 
 
 class _Task:
-    """One placement: the best of its zoo, and the search from there."""
+    """The search of one placement.
 
-    def __init__(self, problem: Problem, costs: Costs, wish: Settings) -> None:
-        self.problem, self.costs, self.wish = problem, costs, wish
+    Attributes:
+        problem: the problem.
+        costs: the costs that schedules are simulated with.
+        settings: settings of the search.
+        least: lower bound of the makespan.
+        schedule: the best schedule so far.
+        makespan: its simulated seconds.
+        zoo: name of the best schedule of the zoo, if one fits.
+        zoo_makespan: its simulated seconds.
+        rounds: rounds of search.
+        starts: schedules of the zoo to start from.
+    """
+
+    def __init__(self, problem: Problem, costs: Costs, settings: Settings) -> None:
+        self.problem, self.costs, self.settings = problem, costs, settings
         self.least = lower_bound(problem)
         self.schedule, self.makespan = Schedule(()), math.inf
         self.zoo: str | None = None
@@ -209,19 +242,19 @@ class _Task:
             seconds = self.offer(candidate)
             if seconds < self.zoo_makespan:
                 self.zoo, self.zoo_makespan = candidate.name, seconds
-        self._bound_it()
+        self._relax_bound()
 
     @property
     def proved(self) -> bool:
-        """Whether nothing shorter is left to find."""
+        """Whether no shorter schedule is possible."""
         return self.makespan <= self.least * (1 + PROVED)
 
     def seconds(self, schedule: Schedule) -> float:
-        """Its simulated makespan."""
+        """Return the simulated makespan of a schedule."""
         return simulate_schedule(schedule, self.costs).makespan
 
     def offer(self, schedule: Schedule) -> float:
-        """Keep the schedule if it is the shortest so far. Returns its makespan."""
+        """Store the schedule if it is the shortest so far. Return its makespan."""
         seconds = self.seconds(schedule)
         if seconds < self.makespan or (
             seconds == self.makespan and len(schedule.ops) < len(self.schedule.ops)
@@ -230,48 +263,49 @@ class _Task:
         return seconds
 
     def run(self, until_s: float) -> None:
-        """From the zoo's."""
+        """Search until `until_s`, starting from the zoo's schedules."""
         from penstock.search.synthesis.local import POOL, Search
 
-        search = Search(self.problem, self.least, self.wish.seed)
+        search = Search(self.problem, self.least, self.settings.seed)
         for candidate in self.starts:
             search.start(candidate)
-        search.run(until_s, self.wish.max_rounds)
+        search.run(until_s, self.settings.max_rounds)
         self.rounds = search.rounds
-        several = any(self.problem.costs.update) and max(map(len, self.problem.held_on)) > 1
-        for made in islice(search.schedules(), POOL if several else 1):
-            self.offer(with_early_updates(made, self.seconds) if several else made)
-        self._bound_it()
+        has_updates = any(self.problem.costs.update)
+        several = has_updates and max(map(len, self.problem.copies_of_rank)) > 1
+        for schedule in islice(search.schedules(), POOL if several else 1):
+            self.offer(with_early_updates(schedule, self.seconds) if several else schedule)
+        self._relax_bound()
 
-    def _plain(self) -> bool:
-        """Whether the best is of what the search makes: each op on its own, every activation on its
-        rank.
+    def _is_searchable(self) -> bool:
+        """Return whether the best schedule consists of ops that the search makes programs of: no op
+        is part of a cheaper pair, and every activation stays on its rank.
         """
         paired = bool(self.schedule.pairs) and self.costs.pair is not None
-        return not paired and all(op.kind in _WORDS for op in self.schedule.ops)
+        return not paired and all(op.kind in _SEARCHED_KINDS for op in self.schedule.ops)
 
-    def _bound_it(self) -> None:
-        """Make the bound one for the best, which may hand activations to other ranks, or have pairs
-        that are cheap.
+    def _relax_bound(self) -> None:
+        """Lower the bound until it is valid for the best schedule, which may move activations to
+        other ranks, or have pairs that are cheaper than their ops.
         """
-        if not self._plain():
+        if not self._is_searchable():
             pair = self.costs.spread("pair", self.problem.stages)
             costs = self.problem.costs if pair is None else self.problem.costs.with_pairs(pair)
             free = replace(self.problem, costs=costs, limits=(math.inf,) * self.problem.ranks)
             self.least = min(self.least, lower_bound(free))
 
     def prove(self, until_s: float) -> None:
-        """By CP-SAT, from what the search found."""
+        """Prove the optimum by CP-SAT until `until_s`, starting from the best schedule."""
         from penstock.search.synthesis.exact import prove
 
-        if not self._plain():
+        if not self._is_searchable():
             return
         proof = prove(
             self.problem,
             replace(self.schedule, pairs=frozenset()),
             self.makespan,
             until_s,
-            self.wish.seed,
+            self.settings.seed,
         )
         if proof.schedule is not None:
             self.offer(proof.schedule)

@@ -1,4 +1,4 @@
-"""What the zoo has for a problem: every synchronous schedule that is placed as asked and fits."""
+"""Schedules of the zoo that fit a problem: all synchronous ones with the required placement."""
 
 from __future__ import annotations
 
@@ -9,72 +9,78 @@ from penstock.errors import PenstockError
 from penstock.schedule import catalogue
 from penstock.schedule.op import Schedule
 from penstock.search.synthesis.problem import Problem
-from penstock.search.synthesis.words import counts_of
+from penstock.search.synthesis.words import route_counts
 
 
 def candidates(problem: Problem) -> Iterator[Schedule]:
-    """The fitting schedules, alphabetically; found by where they place stages, and not by their
-    names.
+    """Yield the fitting schedules, alphabetically. They are recognised by where they place stages,
+    not by their names.
 
-    Those that cut micro-batches into slices are left out: they need a model that can be cut so.
+    Schedules that cut micro-batches into slices are left out, since they need a model that can be
+    cut that way.
     """
-    seen = set()
+    programs = set()
+    for schedule in _placed_schedules(problem):
+        if schedule.programs not in programs:
+            programs.add(schedule.programs)
+            if fits(problem, schedule):
+                yield schedule
+
+
+def _placed_schedules(problem: Problem) -> Iterator[Schedule]:
+    """Yield all synchronous schedules of the zoo with the required placement, without slices."""
     for name, facts in catalogue.schedules().items():
         if not facts.synchronous or (facts.splits_backward and not problem.split):
             continue
         for options in _options(name, problem):
             try:
-                made = catalogue.schedule(name, problem.stages, problem.micro_batches, **options)
-            except PenstockError:  # its conditions are others
+                schedule = catalogue.schedule(
+                    name, problem.stages, problem.micro_batches, **options
+                )
+            except PenstockError:  # the family does not take these numbers
                 continue
-            if (
-                made.programs in seen
-                or getattr(made, "slicing", None) is not None
-                or counts_of(problem, made) is None
-            ):
-                continue
-            seen.add(made.programs)
-            if fits(problem, made):
-                yield made
+            if schedule.slicing is None and route_counts(problem, schedule) is not None:
+                yield schedule
 
 
 def _options(name: str, problem: Problem) -> list[dict[str, int]]:
-    """Ways to call a family: as it comes, and with as many stages on a rank as the problem has."""
-    takes = inspect.signature(catalogue.FAMILIES.find(name).make).parameters
-    each = problem.stages // problem.ranks
-    ways: list[dict[str, int]] = [{}]
-    if "chunks" in takes and each > 1:
-        ways.append({"chunks": each})
-    if "waves" in takes and each > 2 and each % 2 == 0:
-        ways.append({"waves": each // 2})
-    return ways
+    """Return the options to call a family with: none, and as many stages per rank as the problem
+    has.
+    """
+    parameters = inspect.signature(catalogue.FAMILIES.find(name).make).parameters
+    stages_per_rank = problem.stages // problem.ranks
+    choices: list[dict[str, int]] = [{}]
+    if "chunks" in parameters and stages_per_rank > 1:
+        choices.append({"chunks": stages_per_rank})
+    if "waves" in parameters and stages_per_rank > 2 and stages_per_rank % 2 == 0:
+        choices.append({"waves": stages_per_rank // 2})
+    return choices
 
 
 def fits(problem: Problem, schedule: Schedule) -> bool:
-    """Whether no rank holds more than its limit.
+    """Return whether no rank exceeds its limit.
 
     A micro-batch is held from its F to its B or W by the rank of its stage; between an E and its L
-    by the rank that has no F of it.
+    by the rank that does not run its F.
     """
+    peaks = peak_memory(problem, schedule)
     return all(
-        peak <= limit * (1 + 1e-12)
-        for peak, limit in zip(held_most(problem, schedule), problem.limits, strict=True)
+        peak <= limit * (1 + 1e-12) for peak, limit in zip(peaks, problem.limits, strict=True)
     )
 
 
-def held_most(problem: Problem, schedule: Schedule) -> tuple[float, ...]:
-    """What every rank holds at its fullest: bytes of activations where costs have them, else
+def peak_memory(problem: Problem, schedule: Schedule) -> tuple[float, ...]:
+    """Return the peak memory of every rank: bytes of activations if the costs have them, else
     micro-batches over all its stages.
     """
     peaks = []
     for rank, program in enumerate(schedule.programs):
-        held = peak = 0.0
+        total = peak = 0.0
         for kind, stage, m in program:
-            own = schedule.placement.get((stage, m)) == rank
-            step = {"F": 1, "B": -1, "W": -1, "E": -1 if own else 1, "L": 1 if own else -1}.get(
-                kind.value, 0
-            )
-            held += step * problem.costs.hold[stage]
-            peak = max(peak, held)
+            runs_forward = schedule.placement.get((stage, m)) == rank
+            evict = -1 if runs_forward else 1
+            step = {"F": 1, "B": -1, "W": -1, "E": evict, "L": -evict}.get(kind.value, 0)
+            total += step * problem.costs.memory[stage]
+            peak = max(peak, total)
         peaks.append(peak)
     return tuple(peaks)
