@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import penstock as ps
-from penstock.transport.coded import CODES, coded
+from penstock.transport.coded import CODES, compress
 from penstock.transport.payload import Payload
 from penstock.zoo.catalogue import model as zoo_model
 from penstock.zoo.gpt import gpt_loss
@@ -71,7 +71,7 @@ def model_profile(model: torch.nn.Module) -> ps.Profile:
 def sent(code: str | None) -> int:
     """Bytes of one boundary tensor of a micro-batch."""
     payload = Payload.of(torch.randn(BATCH // MICRO_BATCHES, TOKENS, WIDTH))
-    return (payload if code is None else coded(payload, code)).nbytes
+    return (payload if code is None else compress(payload, code)).nbytes
 
 
 def main() -> None:

@@ -22,7 +22,8 @@ from penstock.runtime.launch import launch
 from penstock.runtime.processes import join
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
-from penstock.transport.distributed import DistributedTransport, Wire, _name, _tag
+from penstock.transport.distributed import DistributedTransport, Wire
+from penstock.transport.messages import header_name, message_tag
 from penstock.transport.payload import Payload
 from penstock.transport.transport import TransportLost, TransportTimeout
 
@@ -125,7 +126,7 @@ def values_of_all_sorts(transport, rank):
     if rank == 0:
         transport.send(1, forward(0), mine, "sorts")
         transport.drain()
-        return len(transport._leaving)
+        return len(transport._in_flight)
     found = transport.post(0, forward(0), "sorts").wait()
     same = [
         torch.equal(a, b) and a.dtype == b.dtype
@@ -264,7 +265,7 @@ def too_many_tensors(transport, rank):
                 1, forward(0), Payload.of([torch.ones(1) for _ in range(40)]), "many"
             )
         )
-        told = transport.wire.store.check([_name(("many", Link(0, 1), Kind.F, 0))])
+        told = transport.wire.store.check([header_name(("many", Link(0, 1), Kind.F, 0))])
         transport.send(
             1, forward(0), Payload.of([torch.tensor(float(i)) for i in range(32)]), "many"
         )
@@ -370,7 +371,7 @@ def test_a_form_that_changes_under_its_signature_is_refused_at_the_sender(report
     for kind, text in refusals:
         assert kind == "RunError"
         assert text.startswith(
-            "what 0F0 makes changed its form between batches whose inputs have the same shapes: it was a tensor of float32[2] and is "
+            "the output of 0F0 changed its form between batches whose inputs have the same shapes: it was a tensor of float32[2] and is "
         )
         assert (
             "Shapes and constants that depend on the data are not supported between hosts" in text
@@ -418,14 +419,16 @@ TAGGED = st.tuples(MESSAGES, st.integers(0, 31))
 @settings(deadline=None, max_examples=300)
 def test_tags_are_as_different_as_messages_and_fit_31_bits(first, second):
     """Two messages with one tag would be taken for each other."""
-    assert (_tag(*first) == _tag(*second)) == (first == second)
-    assert 0 <= _tag(*first) < 2**31 - 1
+    assert (message_tag(*first) == message_tag(*second)) == (first == second)
+    assert 0 <= message_tag(*first) < 2**31 - 1
 
 
 def test_micro_batches_of_a_long_stream_use_tags_again():
     """A stream's micro-batches count on for ever; those 8,192 apart are never under way together."""
-    assert _tag(Message(Kind.B, 3, 7 + 5 * 2**13), 2) == _tag(Message(Kind.B, 3, 7), 2)
-    assert 0 <= _tag(Message(Kind.B, 1023, 10**12), 31) < 2**31 - 1
+    assert message_tag(Message(Kind.B, 3, 7 + 5 * 2**13), 2) == message_tag(
+        Message(Kind.B, 3, 7), 2
+    )
+    assert 0 <= message_tag(Message(Kind.B, 1023, 10**12), 31) < 2**31 - 1
 
 
 def test_a_stage_that_has_no_room_in_a_tag_is_refused():
@@ -443,11 +446,11 @@ def test_a_stream_lets_go_of_what_nothing_answers():
     waited = []
     transport = DistributedTransport(wire=SimpleNamespace(wait=waited.append))
     for m in range(4):
-        transport._leaving[0, Message(Kind.B, 1, m)] = [(f"work {m}", torch.ones(1))]
-    transport._leaving[0, Message(Kind.U, 1, 0)] = [("meeting", torch.ones(1))]
+        transport._in_flight[0, Message(Kind.B, 1, m)] = [(f"work {m}", torch.ones(1))]
+    transport._in_flight[0, Message(Kind.U, 1, 0)] = [("meeting", torch.ones(1))]
     transport.release(before=2)
     assert waited == ["work 0", "work 1"]
-    assert list(transport._leaving) == [
+    assert list(transport._in_flight) == [
         (0, Message(Kind.B, 1, 2)),
         (0, Message(Kind.B, 1, 3)),
         (0, Message(Kind.U, 1, 0)),
@@ -462,11 +465,11 @@ def test_an_activation_is_held_no_longer_than_until_its_gradient_is_back():
     wire = SimpleNamespace(wait=waited.append)
     transport = DistributedTransport(wire=wire)
     for m in range(2):
-        transport._leaving[1, Message(Kind.F, 0, m)] = [(f"work {m}", torch.ones(1))]
+        transport._in_flight[1, Message(Kind.F, 0, m)] = [(f"work {m}", torch.ones(1))]
     transport.arrived(1, Message(Kind.F, 0, 0))
-    assert len(transport._leaving) == 2, "an activation says nothing of other activations"
+    assert len(transport._in_flight) == 2, "an activation says nothing of other activations"
     transport.arrived(1, Message(Kind.B, 1, 0))
-    assert list(transport._leaving) == [(1, Message(Kind.F, 0, 1))]
+    assert list(transport._in_flight) == [(1, Message(Kind.F, 0, 1))]
     transport.drain()
     assert waited == ["work 0", "work 1"]
-    assert not transport._leaving
+    assert not transport._in_flight

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.transport.arena import LINE, Arena
-from penstock.transport.layout import Layout, key_of, told
+from penstock.transport.layout import Layout, encode_layout, key_of
 from penstock.transport.payload import Payload
 
 
@@ -20,7 +20,7 @@ def slot():
 
 def layout_of(value, number=0):
     """As both sides make it."""
-    return Layout.parse(told(number, Payload.of(value)))
+    return Layout.parse(encode_layout(number, Payload.of(value)))
 
 
 def test_tensors_lie_one_after_another_each_at_a_line_of_its_own(slot):

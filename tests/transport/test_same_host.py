@@ -266,7 +266,7 @@ def test_want_of_memory_is_an_error_that_says_so(ends, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", none)
     with pytest.raises(
-        RunError, match=r"no memory for messages.*bytes are wanted.*Cannot allocate"
+        RunError, match=r"no shared memory for messages.*cannot allocate .*Cannot allocate"
     ):
         ends[0].send(1, forward(0), Payload.of(torch.ones(2)), "")
     monkeypatch.undo()
@@ -297,7 +297,7 @@ def test_any_sequence_of_sends_and_waits_is_a_queue_per_name(ends, script):
     for name in reversed(list(model)):
         while model[name]:
             take(name)
-    assert ends[1]._peers[0].incoming.came == {}
+    assert ends[1]._peers[0].incoming.pending == {}
 
 
 @settings(
@@ -320,7 +320,7 @@ def test_memory_is_what_was_in_flight(ends, lengths):
 
 def test_who_waits_is_woken_and_does_not_only_look_now_and_then(ends, monkeypatch):
     """Without the bell this would take an hour."""
-    monkeypatch.setattr(same_host, "_SLICE_S", 3600.0)
+    monkeypatch.setattr(same_host, "_CHECK_EVERY_S", 3600.0)
     for end in ends:
         end.spin_s = 0.0
 
@@ -339,7 +339,7 @@ def test_who_waits_is_woken_and_does_not_only_look_now_and_then(ends, monkeypatc
 @pytest.mark.parametrize("stopped", [0, 1, 2])
 def test_who_waits_is_let_go_when_anybody_stops_the_run(monkeypatch, stopped):
     """Himself, from another thread; who was to send; or another, whose failure holds the sender up."""
-    monkeypatch.setattr(same_host, "_SLICE_S", 3600.0)
+    monkeypatch.setattr(same_host, "_CHECK_EVERY_S", 3600.0)
     ends = joined(3)
     found = []
 
@@ -351,7 +351,7 @@ def test_who_waits_is_let_go_when_anybody_stops_the_run(monkeypatch, stopped):
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not ends[0]._door._words[16]:  # his bell for rank 1
+    while not ends[0]._mailbox._words[16]:  # his bell for rank 1
         os.sched_yield()
     ends[stopped].abort()
     thread.join()
@@ -435,7 +435,7 @@ def test_what_was_not_opened_in_time_is_lost_with_its_sender(ends, monkeypatch):
     monkeypatch.setattr(same_host, "_LINGER_S", 0.01)
     ends[0].send(1, forward(0), Payload.of(torch.ones(2)), "")
     ends[0].close()
-    with pytest.raises(TransportLost, match=r"what rank 0 .* has sent cannot be opened any more"):
+    with pytest.raises(TransportLost, match=r"cannot open the memory of rank 0"):
         ends[1].post(0, forward(0), "").wait()
 
 
@@ -449,32 +449,30 @@ def test_nobody_is_reachable_whose_memory_cannot_be_opened(monkeypatch):
     """As between two users, or where /proc is not there. Here rank 1 can open nobody's, while the
     others can open its.
     """
-    real = SameHostTransport._opened
+    real = SameHostTransport._open_peer
     monkeypatch.setattr(
         SameHostTransport,
-        "_opened",
+        "_open_peer",
         lambda end, *entry: None if end.rank == 1 else real(end, *entry),
     )
     assert [end.reachable for end in joined(3)] == [{2}, set(), {0}]
 
 
-@pytest.mark.parametrize("differs", ["host", "nonce", "pid", "door"])
+@pytest.mark.parametrize("differs", ["host", "nonce", "pid", "mailbox"])
 def test_a_process_that_only_looks_like_a_peer_is_not_taken_for_it(monkeypatch, differs):
     """Numbers of processes mean something else in another container, and another machine has its
     own.
     """
-    real = same_host._told
-    wrong = {"host": "another", "nonce": "0" * 32, "pid": 2**22 + 1, "door": 0}
+    real = same_host._gather
+    wrong = {"host": "another", "nonce": "0" * 32, "pid": 2**22 + 1, "mailbox": 0}
 
-    def told(store, name, size):
+    def gather(store, name, size):
         entries = real(store, name, size)
-        return (
-            [{**entry, differs: wrong[differs]} for entry in entries]
-            if name.endswith("here")
-            else entries
-        )
+        if not name.endswith("address"):
+            return entries
+        return [{**entry, differs: wrong[differs]} for entry in entries]
 
-    monkeypatch.setattr(same_host, "_told", told)
+    monkeypatch.setattr(same_host, "_gather", gather)
     assert [end.reachable for end in joined()] == [set(), set()]
 
 
@@ -528,7 +526,7 @@ def test_another_process_misses_no_bell(other_process, monkeypatch):
     """Thousands of times both go to sleep just as the other is about to wake them; nobody looks by
     himself.
     """
-    monkeypatch.setattr(same_host, "_SLICE_S", 3600.0)
+    monkeypatch.setattr(same_host, "_CHECK_EVERY_S", 3600.0)
     end, counted = other_process
     monkeypatch.setattr(end, "spin_s", 0.0)
     payload = Payload.of(torch.ones(4))
@@ -550,7 +548,7 @@ def test_a_process_that_is_killed_is_missed_before_the_deadline(tmp_path, monkey
             1,
             0,
         ]
-        with pytest.raises(TransportLost, match=rf"rank 1 \(process {process.pid}\) is gone"):
+        with pytest.raises(TransportLost, match=rf"rank 1 \(process {process.pid}\) has ended"):
             end.post(1, backward(3), "").wait()
         monkeypatch.setattr(same_host, "_LINGER_S", 3600.0)
         end.send(1, forward(3), Payload.of(torch.ones(2**20)), "")
@@ -561,20 +559,20 @@ def test_messages_that_look_like_entries_are_not_taken_for_them(ends):
     """Memory of a message must never become a block of entries: its numbers could be those that the
     receiver waits for.
     """
-    lane = ends[0]._peers[1].outgoing
+    queue = ends[0]._peers[1].outgoing
     passed(
         ends, torch.zeros(8 * 128, dtype=torch.int64)
     )  # as large as a block, in entries of four numbers
     passed(ends, torch.tensor(0))
     looks = torch.zeros(256, 4, dtype=torch.int64)
-    left = (lane._end - lane._at) // 32
+    left = (queue._end - queue._offset) // 32
     looks[:, 0] = (
-        torch.arange(256) + lane._sequence + left + 2
+        torch.arange(256) + queue._sequence + left + 2
     )  # after what is left here comes the entry that leads there
     passed(ends, looks.reshape(-1))
     for number in range(left):
         assert passed(ends, torch.tensor(number), forward(number)).value() == number
-    assert ends[1]._peers[0].incoming.came == {}
+    assert ends[1]._peers[0].incoming.pending == {}
 
 
 def test_tensors_arrive_on_the_receivers_device():
@@ -599,7 +597,7 @@ def test_what_a_peer_has_sent_just_before_its_end_counts(ends):
                 ends[0].send(1, forward(0), Payload.of(torch.ones(1)), "")
             return [(0, 1)]
 
-    ends[1]._peers[0] = dataclasses.replace(ends[1]._peers[0], ended=Ended())
+    ends[1]._peers[0] = dataclasses.replace(ends[1]._peers[0], exit_poll=Ended())
     assert ends[1].post(0, forward(0), "").wait().value().item() == 1
-    with pytest.raises(TransportLost, match=r"rank 0 .* is gone"):
+    with pytest.raises(TransportLost, match=r"rank 0 .* has ended"):
         ends[1].post(0, forward(1), "").wait()
