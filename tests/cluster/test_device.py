@@ -70,7 +70,7 @@ def test_a_link_prints_its_source():
         (lambda: Device("x", 1, "tpu"), "device x is of kind 'tpu'"),
         (
             lambda: Device("x", 1, flops=(("float31", 1e12),)),
-            "device x has a peak for 'float31'; peaks are known for float64, float32",
+            "device x has a peak for 'float31'; peaks are for float64, float32",
         ),
         (
             lambda: Device("x", 1, flops=(("float32", -1.0),)),

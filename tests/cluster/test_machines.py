@@ -107,7 +107,7 @@ def test_every_rank_is_on_one_node_and_prints(made):
         ),
         (
             lambda: Cluster("x", (A, A), 1, FAST, NET).on([0, 0]),
-            r"has every rank once, and \[0, 0\] names one twice",
+            r"has every rank once, and \[0, 0\] lists one twice",
         ),
         (lambda: Cluster("x", (A, A), 1, FAST, NET).on([0, 2]), "has ranks 0 to 1, and no rank 2"),
         (lambda: Cluster("x", (A, A), 1, FAST, NET).on([]), "cluster x has no devices"),

@@ -116,7 +116,7 @@ def test_one_node_of_one_device_needs_no_links(lab):
         (
             ", inside: NVLink}",
             "}",
-            r"nodes\[0\]: the key 'inside' is missing: 4 devices on a node need it, there or for all nodes",
+            r"nodes\[0\]: the key 'inside' is missing: 4 devices on a node need it, in this entry or for all nodes",
         ),
         (
             "like: A100",
@@ -164,10 +164,10 @@ def test_one_node_of_one_device_needs_no_links(lab):
         (
             "dsp: 6840",
             "flops: {fp32: 1 TFLOP/s}, dsp: 6840",
-            r"nodes\[2\]: devices\[0\]: both 'flops' and 'dsp' are there",
+            r"nodes\[2\]: devices\[0\]: both 'flops' and 'dsp' are set",
         ),
         ("between: 25GbE", "", "the key 'between' is missing: 4 nodes need it"),
-        ("between: 25GbE", "between: 25GbE\nbetween: 1GbE", "the key 'between' stands there twice"),
+        ("between: 25GbE", "between: 25GbE\nbetween: 1GbE", "duplicate key 'between'"),
         (
             "between: 25GbE",
             "between: 25GbE\nnode_of: [0, 0]",
@@ -203,7 +203,7 @@ def test_a_slip_in_a_file_of_nodes_is_refused_with_file_and_key(lab, old, new, m
         ),
         (
             "name: x\nnode_of: [0]\ndevices: [V100]\ndevices_per_node: 1\n",
-            "node_of says on which of the 'nodes' each rank is",
+            "node_of gives the node of each rank",
         ),
         (
             "name: x\ndevices_per_node: 1\nbetween: IB\ndevices: [{name: V100, count: 65536}, V100]\n",
