@@ -339,7 +339,7 @@ def test_what_may_hide_a_gradient_is_refused_at_the_sender_with_its_place(value,
     [
         (
             (ONE, len),
-            r"^a builtin_function_or_method cannot cross a stage boundary between processes.*Give what it is made of",
+            r"^a builtin_function_or_method cannot cross a stage boundary between processes.*Send the arguments it is made from",
         ),
         ((ONE, np.ones(2)), r"^a ndarray cannot cross.*torch.from_numpy"),
         ((ONE, object()), r"^an object cannot cross a stage boundary between processes"),
@@ -381,7 +381,7 @@ def test_what_holds_no_tensor_passes_within_a_process_and_is_refused_between_the
                     "children": [],
                 }
             },
-            "another kind of thing",
+            "that class is of another kind",
         ),
         (
             {"structure": {"kind": "object", "class": "os:system", "context": [], "children": []}},
@@ -391,7 +391,7 @@ def test_what_holds_no_tensor_passes_within_a_process_and_is_refused_between_the
         ({"leaves": [{"constant": {"call": ["os", "system"]}}]}, "no constant of a known kind"),
         (
             {"leaves": [{"shape": [], "dtype": "load", "wants_grad": False, "stride": None}]},
-            "torch.load in it, which is no dtype",
+            "torch.load, which is no dtype",
         ),
         (
             {

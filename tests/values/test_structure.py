@@ -206,7 +206,7 @@ def test_what_refers_to_itself_is_refused():
     """It would never end."""
     value = [H]
     value.append({"self": value})
-    with pytest.raises(RunError, match=r"has itself among its parts.*\(at \[1\]\['self'\]\)"):
+    with pytest.raises(RunError, match=r"it contains itself.*\(at \[1\]\['self'\]\)"):
         flatten(value)
 
 

@@ -64,7 +64,7 @@ def cluster(spec: str | Path | int) -> Cluster:
             f"a cluster is described by a text, a path or a number of ranks, not by {spec!r}"
         )
     if match := re.fullmatch(r"local(?::(\d+))?", spec):
-        return local(int(match[1] or 1), spec)
+        return local(int(match.groups(default="1")[0]), spec)
     presets = Presets.load()
     from_shorthand = parse_shorthand(spec, presets)
     if from_shorthand is not None:

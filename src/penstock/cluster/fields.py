@@ -52,7 +52,8 @@ def parse_bandwidth(text: object) -> float:
     match = _BANDWIDTH.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise SettingError(
-            f"{text!r} is not a bandwidth; write for example '10 Gb/s' (bits) or '1.25 GB/s' (bytes)"
+            f"{text!r} is not a bandwidth; write for example '10 Gb/s' (bits) or '1.25 GB/s' "
+            "(bytes)"
         )
     return float(match[1]) * _PREFIX[match[2]] / (1 if match[3] == "B" else 8)
 
