@@ -54,7 +54,7 @@ def test_sequence_longer_than_the_context_is_refused_with_both_numbers():
     made = model("gpt", **TINY)
     with pytest.raises(
         SettingError,
-        match="made with tokens=8, and the input has 9 per sequence: make it with tokens=9",
+        match="made with tokens=8, but the input has 9 per sequence: make it with tokens=9",
     ):
         made(torch.zeros(1, 9, dtype=torch.int64))
 
@@ -97,7 +97,7 @@ def test_slices_count_against_the_context_length_together():
     tokens = torch.zeros(1, 9, dtype=torch.int64)
     with pytest.raises(
         SettingError,
-        match="made with tokens=8, and the input has 9 per sequence: make it with tokens=9",
+        match="made with tokens=8, but the input has 9 per sequence: make it with tokens=9",
     ):
         in_slices(made, tokens, [6, 3])
 

@@ -71,7 +71,7 @@ def test_images_that_cannot_be_halved_so_often_are_refused():
     """A skip of another size than what comes up beside it would fail in the middle of a run."""
     with pytest.raises(
         SettingError,
-        match=r"unet takes image a multiple of 16, for 4 halvings, not 24: take fewer levels",
+        match=r"unet takes image a multiple of 16, for 4 halvings, not 24: choose fewer levels",
     ):
         model("unet", image=24)
     with pytest.raises(SettingError, match=r"unet takes per_pixel=True or False, not 'yes'"):
