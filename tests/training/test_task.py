@@ -68,7 +68,7 @@ def test_data_at_hand_for_an_unknown_model_is_refused_with_what_there_is():
     [
         ("vgg11", "text", "takes images"),
         ("gpt", "digits", "takes tokens"),
-        ("gpt", "reversed", "take --data text"),
+        ("gpt", "reversed", "use --data text"),
         ("gnmt", "text", "takes pairs of sequences of tokens, but data text is tokens"),
     ],
 )

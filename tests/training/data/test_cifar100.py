@@ -208,7 +208,7 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path):
     """A saved error page often has the archive's name."""
     path = tmp_path / "cifar-100-binary.tar.gz"
     path.write_bytes(b"<html>404</html>")
-    with pytest.raises(FileError, match=r"is no whole \.tar\.gz: not a gzip file"):
+    with pytest.raises(FileError, match=r"is no complete \.tar\.gz: not a gzip file"):
         cifar100(path)
 
 
@@ -220,7 +220,7 @@ def test_an_archive_that_is_cut_off_is_refused_wherever_the_cut_is(cifar_bytes, 
     whole = path.read_bytes()
     for length in (0, 5, 30, len(whole) // 3, len(whole) * 9 // 10):
         path.write_bytes(whole[:length])
-        with pytest.raises(FileError, match=r"is no whole \.tar\.gz"):
+        with pytest.raises(FileError, match=r"is no complete \.tar\.gz"):
             cifar100(path)
 
 
