@@ -54,7 +54,7 @@ def test_a_device_prints_what_is_known_of_it():
 
 
 def test_a_shared_link_says_so():
-    """Whoever reads a description must see why transfers wait for one another."""
+    """A description must show why transfers wait for one another."""
     assert str(Link(50e-6, 1e9, shared=True)) == "50.0 us + 1 GB/s, shared (assumed)"
 
 

@@ -14,7 +14,7 @@ from penstock.training.throughput import BatchFeed, ThroughputMeter, measured_st
 
 
 class Clock:
-    """Time passes when somebody works."""
+    """A clock that advances only when the test says so."""
 
     def __init__(self):
         self.now = 0.0
@@ -26,20 +26,20 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     """The clock that the module sees."""
-    found = Clock()
-    monkeypatch.setattr(module, "time", found)
-    return found
+    fake_clock = Clock()
+    monkeypatch.setattr(module, "time", fake_clock)
+    return fake_clock
 
 
 def batches(clock, sizes, made_s):
-    """Batches of so many samples, each of which takes a while to be made."""
+    """Batches of the given sizes, each of which takes `made_s` seconds to make."""
     for size in sizes:
         clock.now += made_s
         yield torch.zeros(size, 1), torch.zeros(size)
 
 
 def pipeline(clock, feed, *, late, fill_s=10.0, batch_s=2.0, drain_s=5.0):
-    """A stream whose losses come so many batches late."""
+    """A stream whose losses arrive some batches late."""
     count = 0
     for number, _ in enumerate(feed):
         clock.now += fill_s if number < late else batch_s
@@ -56,12 +56,12 @@ def test_filling_draining_and_making_batches_do_not_count(clock):
     """What the plan predicts is the time of a batch in a full pipeline."""
     feed = BatchFeed(batches(clock, [4] * 8, made_s=100.0))
     meter = ThroughputMeter(feed, batch=4)
-    found = [
+    times = [
         (float(loss), seconds) for loss, seconds in meter.losses(pipeline(clock, feed, late=2))
     ]
-    assert [loss for loss, _ in found] == list(range(8))
+    assert [loss for loss, _ in times] == list(range(8))
     assert meter.seconds_per_batch == 2
-    assert [seconds for _, seconds in found] == [
+    assert [seconds for _, seconds in times] == [
         22,
         2,
         2,
@@ -95,8 +95,10 @@ def test_a_stream_that_is_never_full_counts_as_a_whole(clock):
 
 def test_the_steady_state_of_a_timeline_is_by_the_pace():
     """Work of whole batches, held against the time that they take when others run beside them."""
-    made, costs = schedule("pipedream", 3, 2, batches=6), Costs(forward=[1, 2, 1], backward=2)
-    predicted = steady(made, costs)
-    found = measured_steady_state(simulate_schedule(made, costs), predicted.seconds_per_batch, 2)
-    assert found.batches == 6
-    assert found.bubble_ratio == pytest.approx(predicted.bubble_ratio)
+    program, costs = schedule("pipedream", 3, 2, batches=6), Costs(forward=[1, 2, 1], backward=2)
+    predicted = steady(program, costs)
+    measured = measured_steady_state(
+        simulate_schedule(program, costs), predicted.seconds_per_batch, 2
+    )
+    assert measured.batches == 6
+    assert measured.bubble_ratio == pytest.approx(predicted.bubble_ratio)

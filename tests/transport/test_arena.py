@@ -16,10 +16,10 @@ from penstock.transport.arena import LINE, Arena, Segment, _size_class, split_pl
 
 @pytest.fixture
 def arena():
-    """An arena of nobody's; closed when the test is over."""
-    made = Arena()
-    yield made
-    made.close()
+    """An empty arena; closed when the test is over."""
+    fresh_arena = Arena()
+    yield fresh_arena
+    fresh_arena.close()
 
 
 def test_what_one_writes_the_other_reads():
@@ -88,13 +88,13 @@ def test_a_smaller_message_takes_a_larger_slot_that_is_free_up_to_four_times_its
     assert arena.take(arena.pool(4096)) is large
 
 
-def test_a_pool_that_is_kept_apart_neither_lends_nor_borrows(arena):
+def test_an_exclusive_pool_neither_lends_nor_borrows(arena):
     """What entries lie in must never have held a message."""
-    kept = arena.exclusive_pool(2048)
+    exclusive = arena.exclusive_pool(2048)
     for pool, others in (
-        (kept, arena.pool(1024)),
-        (arena.pool(2048), kept),
-        (arena.pool(4096), kept),
+        (exclusive, arena.pool(1024)),
+        (arena.pool(2048), exclusive),
+        (arena.pool(4096), exclusive),
     ):
         slot = arena.take(pool)
         slot.free()

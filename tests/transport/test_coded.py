@@ -57,11 +57,11 @@ def test_everything_else_arrives_as_it_was(code):
     value["x"].requires_grad_(True)
     back = decompress(compress(Payload.of(value), code))
     assert back.wants_grad == Payload.of(value).wants_grad
-    found = back.value()
+    received = back.value()
     for name in ("mask", "ids", "few"):
-        assert torch.equal(found[name], value[name])
-    assert (found["depth"], found["none"]) == (2, None)
-    torch.testing.assert_close(found["x"], value["x"].detach(), rtol=0.02, atol=0.03)
+        assert torch.equal(received[name], value[name])
+    assert (received["depth"], received["none"]) == (2, None)
+    torch.testing.assert_close(received["x"], value["x"].detach(), rtol=0.02, atol=0.03)
 
 
 def test_what_a_gradient_has_lost_comes_with_the_next():

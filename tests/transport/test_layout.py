@@ -103,9 +103,9 @@ def test_a_tensor_comes_out_of_a_slot_with_the_strides_that_it_had(slot, tensor)
     """
     layout = layout_of(tensor)
     layout.put(slot, [tensor])
-    (found,) = layout.take(slot, None).tensors
-    assert found.stride() == tensor.stride()
-    assert torch.equal(found, tensor)
+    (received,) = layout.take(slot, None).tensors
+    assert received.stride() == tensor.stride()
+    assert torch.equal(received, tensor)
     assert layout.nbytes <= LINE * -(-tensor.untyped_storage().nbytes() // LINE)
 
 
@@ -117,6 +117,6 @@ def test_wide_gaps_and_overlaps_become_contiguous(slot, tensor):
     """Their memory would be many times what is in them, or cannot be copied as it is."""
     layout = layout_of(tensor)
     layout.put(slot, [tensor])
-    (found,) = layout.take(slot, None).tensors
-    assert found.is_contiguous()
-    assert torch.equal(found, tensor)
+    (received,) = layout.take(slot, None).tensors
+    assert received.is_contiguous()
+    assert torch.equal(received, tensor)

@@ -40,7 +40,7 @@ def ends():
 
 
 def test_nothing_has_come_before_anything_was_sent(ends):
-    """Nor is any memory taken for a link that nobody uses."""
+    """Nor does an unused link allocate memory."""
     assert not ends.reader.poll()
     assert ends.writer.arena.nbytes == 0
     assert ends.writer.all_opened()
@@ -85,7 +85,7 @@ def test_entries_come_in_order_whatever_lies_between_two_looks(bursts):
     ends.close()
 
 
-def test_the_bell_rings_only_for_who_is_about_to_sleep(ends):
+def test_only_an_armed_notifier_makes_a_system_call(ends):
     """A system call for each message would cost as much as the message."""
     calls = []
     ends.writer._notifier._syscall = lambda *words: calls.append(words)
