@@ -233,7 +233,9 @@ def gradients_with_gaps(transport, rank):
             transport.send(1, Message(Kind.B, 1, m), Payload.flat(gradients), f"gaps.{m}")
         transport.drain()
         return None
-    received = [transport.post(0, Message(Kind.B, 1, m), f"gaps.{m}").wait().value() for m in range(3)]
+    received = [
+        transport.post(0, Message(Kind.B, 1, m), f"gaps.{m}").wait().value() for m in range(3)
+    ]
     return [
         [None if gradient is None else gradient.tolist() for gradient in gradients]
         for gradients in received
