@@ -238,8 +238,8 @@ def _refusal(facts: RankFacts) -> str:
         return ""
     if facts.problem:
         return (
-            f"torch cannot list the accelerators: {facts.problem}. Repair the driver, or compute on "
-            "the CPU with device='cpu'"
+            f"torch cannot list the accelerators: {facts.problem}. Repair the driver, or compute "
+            "on the CPU with device='cpu'"
         )
     if kind is None:
         return ""

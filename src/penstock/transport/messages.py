@@ -90,6 +90,7 @@ def checked_tensors(payload: Payload, message: Message) -> list[Tensor]:
     if len(tensors) > _MAX_TENSORS or message.stage >= _MAX_STAGES:
         raise RunError(
             f"stage {message.stage} sends {len(tensors)} tensors for micro-batch "
-            f"{message.micro_batch}: at most {_MAX_TENSORS} tensors and {_MAX_STAGES:,} stages fit a message's tag"
+            f"{message.micro_batch}: at most {_MAX_TENSORS} tensors and {_MAX_STAGES:,} stages fit "
+            "a message's tag"
         )
     return tensors

@@ -184,7 +184,7 @@ class SameHostTransport:
                 mailbox.stop()
 
     def close(self) -> None:
-        """Close this rank's memory to new readers, once its peers have opened what was sent to them.
+        """Close this rank's memory to new readers, once its peers have opened their messages.
 
         Waits at most `_LINGER_S` seconds for them.
         """

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +52,8 @@ def models() -> dict[str, ModelFacts]:
     for name, entry in MODELS.entries().items():
         options = _options(entry)
         # The call checks that the registered facts are the fields of ModelFacts.
-        facts[name] = ModelFacts(name=name, options=options, **entry.facts)  # type: ignore[arg-type]
+        registered: dict[str, Any] = dict(entry.facts)
+        facts[name] = ModelFacts(name=name, options=options, **registered)
     return facts
 
 
