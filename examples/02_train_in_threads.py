@@ -61,7 +61,8 @@ print(
     f"largest difference from plain training in any of {len(gradients)} gradients: {max(gradients.values()):g}"
 )
 
-losses = [float(loss) for loss in pipe.train((x, y) for _ in range(60))]
+stream = pipe.train((x, y) for _ in range(60))
+losses = [float(loss) for loss in stream]
 print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {len(losses)} batches")
 
 print(

@@ -36,18 +36,18 @@ def train(plan: Plan) -> list[str]:
         optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
         seed=0,
     )
-    told = []
+    lines = []
     for epoch in range(EPOCHS):
         for loss in pipe.train(batches(x, y, BATCH, seed=0, epoch=epoch)):
             last = float(loss)
         right = pipe.forward(digits.test_inputs.flatten(1)).argmax(1) == digits.test_targets
-        told.append(f"epoch {epoch}: loss {last:.3f}, test accuracy {right.float().mean():.1%}")
+        lines.append(f"epoch {epoch}: loss {last:.3f}, test accuracy {right.float().mean():.1%}")
     measured = pipe.timeline().makespan
-    told.append(
+    lines.append(
         f"a step: {plan.predicted.step_s * 1000:.1f} ms predicted, {measured * 1000:.1f} ms the last one"
     )
     pipe.close()
-    return told
+    return lines
 
 
 if __name__ == "__main__":
@@ -55,5 +55,5 @@ if __name__ == "__main__":
     profile = ps.profile(make_model("meta"), example, batch=BATCH, threads=1)
     plan = ps.plan(profile, ps.cluster("local:2"), batch=BATCH, stages=2)
     print(plan)
-    told = ps.launch(train, plan.ranks, plan)
-    print("\n".join(told[0]))
+    lines = ps.launch(train, plan.ranks, plan)
+    print("\n".join(lines[0]))

@@ -49,8 +49,8 @@ class Translator(nn.Module):
 
 def batch(samples: int, words: int) -> tuple[dict[str, Tensor], Tensor]:
     """Inputs by name, and the target itself, moved by one."""
-    said = torch.randint(1, 50, (samples, words))
-    return {"source": said.flip(1), "target": said.roll(1, 1)}, said
+    tokens = torch.randint(1, 50, (samples, words))
+    return {"source": tokens.flip(1), "target": tokens.roll(1, 1)}, tokens
 
 
 model = Translator()
@@ -60,16 +60,16 @@ print(
     f"{chain.parameter_count:,} parameters in {len(chain)} layers, among them",
     ", ".join(layer.name for layer in list(chain)[:4]),
 )
-print(
-    "used by several:",
-    {name: [chain[user].name for user in users] for name, users in chain.description.tied.items()},
-)
+tied = {}
+for name, users in chain.description.tied.items():
+    tied[name] = [chain[user].name for user in users]
+print("used by several:", tied)
 
 third = len(chain) // 3
 pipe = ps.Pipeline(
     chain,
-    loss=lambda output, said: functional.cross_entropy(
-        output["scores"].flatten(0, 1), said.flatten()
+    loss=lambda output, tokens: functional.cross_entropy(
+        output["scores"].flatten(0, 1), tokens.flatten()
     ),
     optimizer=lambda params: torch.optim.Adam(params, lr=0.003),
     balance=[third, third, len(chain) - 2 * third],
@@ -84,8 +84,9 @@ print(
     "yes" if difference < 1e-6 else f"no, off by {difference:g}",
 )
 
-shown = [batch(8, words) for words in (7, 5)]
-losses = [float(loss) for loss in pipe.train(shown[step % 2] for step in range(60))]
+examples = [batch(8, words) for words in (7, 5)]
+stream = pipe.train(examples[step % 2] for step in range(60))
+losses = [float(loss) for loss in stream]
 print(
     f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {len(losses)} batches of 7 and 5 words"
 )

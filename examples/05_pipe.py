@@ -44,14 +44,16 @@ class Down(nn.Module):
 class Up(nn.Module):
     """Doubles the image, and sets what was kept beside it."""
 
-    def __init__(self, channels: int, kept: int, narrower: int) -> None:
+    def __init__(self, channels: int, skip_channels: int, narrower: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(channels + kept, narrower, 3, padding=1)
+        self.conv = nn.Conv2d(channels + skip_channels, narrower, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> Skips:
         """Enlarge, pop, convolve."""
-        kept = yield ps.pop("skip")
-        return self.conv(torch.cat([functional.interpolate(x, scale_factor=2), kept], dim=1))
+        skip_channels = yield ps.pop("skip")
+        return self.conv(
+            torch.cat([functional.interpolate(x, scale_factor=2), skip_channels], dim=1)
+        )
 
 
 def make_model() -> nn.Sequential:

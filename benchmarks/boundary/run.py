@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import penstock as ps
-from penstock.transport.coded import CODES, coded
+from penstock.transport.coded import CODES, compress
 from penstock.transport.payload import Payload
 from penstock.zoo.catalogue import model as zoo_model
 from penstock.zoo.gpt import gpt_loss
@@ -52,13 +52,13 @@ def losses(code: str | None, seed: int, steps: int) -> list[float]:
     )
     generator = torch.Generator().manual_seed(seed)
     data = text()
-    found = []
+    values = []
     for _ in range(steps):
         starts = torch.randint(0, len(data) - TOKENS - 1, (BATCH,), generator=generator).tolist()
         rows = torch.stack([data[start : start + TOKENS + 1] for start in starts])
-        found.append(float(pipe.train_batch(rows[:, :-1], rows[:, 1:])))
+        values.append(float(pipe.train_batch(rows[:, :-1], rows[:, 1:])))
     pipe.close()
-    return found
+    return values
 
 
 def model_profile(model: torch.nn.Module) -> ps.Profile:
@@ -71,7 +71,7 @@ def model_profile(model: torch.nn.Module) -> ps.Profile:
 def sent(code: str | None) -> int:
     """Bytes of one boundary tensor of a micro-batch."""
     payload = Payload.of(torch.randn(BATCH // MICRO_BATCHES, TOKENS, WIDTH))
-    return (payload if code is None else coded(payload, code)).nbytes
+    return (payload if code is None else compress(payload, code)).nbytes
 
 
 def main() -> None:
@@ -80,12 +80,13 @@ def main() -> None:
     words.add_argument("--steps", type=int, default=300)
     words.add_argument("--seeds", type=int, default=3)
     words.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
-    given = words.parse_args()
+    arguments = words.parse_args()
     torch.set_num_threads(1)
     rows: dict[str, dict[str, object]] = {}
     for code in (None, *CODES):
         ends = [
-            statistics.mean(losses(code, seed, given.steps)[-20:]) for seed in range(given.seeds)
+            statistics.mean(losses(code, seed, arguments.steps)[-20:])
+            for seed in range(arguments.seeds)
         ]
         rows[code or "as it is"] = {
             "bytes": sent(code),
@@ -93,7 +94,7 @@ def main() -> None:
         }
     base = rows["as it is"]["final_loss"]
     print(
-        f"{'boundary':10} {'bytes':>8}  loss after {given.steps} steps (mean of the last 20), by seed; difference to as it is"
+        f"{'boundary':10} {'bytes':>8}  loss after {arguments.steps} steps (mean of the last 20), by seed; difference to as it is"
     )
     for name, row in rows.items():
         row["difference"] = [round(a - b, 4) for a, b in zip(row["final_loss"], base, strict=True)]  # type: ignore[call-overload]
@@ -103,8 +104,8 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    given.out.write_text(
-        json.dumps({"machine": machine, "steps": given.steps, "results": rows}, indent=1) + "\n"
+    arguments.out.write_text(
+        json.dumps({"machine": machine, "steps": arguments.steps, "results": rows}, indent=1) + "\n"
     )
 
 

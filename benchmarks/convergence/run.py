@@ -34,18 +34,18 @@ def main() -> None:
     words.add_argument(
         "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="cases at a time"
     )
-    given = words.parse_args()
+    arguments = words.parse_args()
 
     def say(line: object) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    results = Study(EXPERIMENT, given.folder, given.jobs).run(
+    results = Study(EXPERIMENT, arguments.folder, arguments.jobs).run(
         lambda _: lambda ended: say(ended.case), say
     )
     print(text(results))
     # All losses of all runs are a megabyte; means over nine batches or so make the same curves.
     (HERE / "results.json").write_text(results.as_json(thin=True))
-    figures = sorted(given.folder.glob("*-*.png"))
+    figures = sorted(arguments.folder.glob("*-*.png"))
     (HERE / "table.md").write_text(page(results, [figure.name for figure in figures]))
     for figure in figures:
         shutil.copy(figure, HERE / figure.name)

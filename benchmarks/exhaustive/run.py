@@ -2,7 +2,7 @@
 run for real, beside what `ps.plan` chose.
 
 The plan is made first, from a profile alone. Then 1F1B and GPipe run in every cut and with every
-number of micro-batches, in two processes with one thread each, over gloo. The best of so many noisy
+number of micro-batches, in two processes with one thread each, over gloo. The best of that many noisy
 medians is partly luck, so the fastest few and the chosen one run once more, in turn, and those
 times count.
 """
@@ -58,8 +58,8 @@ def workload(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor, Loss]:
     """Model, a batch and its loss; the same on every rank."""
     torch.manual_seed(0)
     if name == "gpt":
-        made = zoo_model("gpt", layers=5, width=128, heads=4, tokens=64, vocabulary=256)
-        return made, torch.randint(0, 256, (16, 64)), torch.randint(0, 256, (16, 64)), gpt_loss
+        network = zoo_model("gpt", layers=5, width=128, heads=4, tokens=64, vocabulary=256)
+        return network, torch.randint(0, 256, (16, 64)), torch.randint(0, 256, (16, 64)), gpt_loss
     # Layers that differ, as the cut has to find the middle of the work and not of the list.
     widths = (256, 512, 1024, 1024, 512, 256, 128)
     layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
@@ -73,15 +73,15 @@ def workload(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor, Loss]:
 
 def measured_profile(name: str) -> Profile:
     """On every rank, the profile of a model."""
-    made, x, y, loss = workload(name)
-    return ps.profile(made, x, threads=1, loss=loss, targets=y, together=True, repeats=9)
+    network, x, y, loss = workload(name)
+    return ps.profile(network, x, threads=1, loss=loss, targets=y, together=True, repeats=9)
 
 
 def pipeline(name: str, way: Way) -> tuple[ps.Pipeline, torch.Tensor, torch.Tensor]:
     """It, warmed up, and a batch for it."""
-    made, x, y, loss = workload(name)
+    network, x, y, loss = workload(name)
     pipe = ps.Pipeline(
-        made,
+        network,
         loss=loss,
         balance=way.lengths,
         schedule=way.schedule,
@@ -95,14 +95,14 @@ def pipeline(name: str, way: Way) -> tuple[ps.Pipeline, torch.Tensor, torch.Tens
 
 def seconds(pipe: ps.Pipeline, x: torch.Tensor, y: torch.Tensor, steps: int) -> list[float]:
     """Of some steps, as a training loop sees them."""
-    found = []
+    times = []
     gc.collect()
     for _ in range(steps):
         dist.barrier()
         start = time.perf_counter()
         pipe.train_batch(x, y)
-        found.append(time.perf_counter() - start)
-    return found
+        times.append(time.perf_counter() - start)
+    return times
 
 
 def measure(
@@ -115,15 +115,15 @@ def measure(
         pipe, x, y = pipeline(name, way)
         first[way] = statistics.median(seconds(pipe, x, y, steps))
         pipe.close()
-    told = torch.tensor([first[way] for way in ways], dtype=torch.float64)
-    dist.broadcast(told, 0)  # all ranks must agree on who is in the final
-    first = dict(zip(ways, told.tolist(), strict=True))
+    first_times = torch.tensor([first[way] for way in ways], dtype=torch.float64)
+    dist.broadcast(first_times, 0)  # all ranks must agree on who is in the final
+    first = dict(zip(ways, first_times.tolist(), strict=True))
     finalists = list(dict.fromkeys([*sorted(ways, key=first.__getitem__)[:FINALISTS], chosen]))
     pipes = {way: pipeline(name, way) for way in finalists}
     again: dict[Way, list[float]] = {way: [] for way in finalists}
     for _ in range(5):
-        for way, made in pipes.items():
-            again[way] += seconds(*made, steps)
+        for way, network in pipes.items():
+            again[way] += seconds(*network, steps)
     return first, {way: statistics.median(times) for way, times in again.items()}
 
 
@@ -166,10 +166,10 @@ def compare(name: str, on: Cluster, steps: int) -> dict[str, object]:
     for key, value in result.items():
         print(f"  {key:20} {value}", flush=True)
     result["final_ms"] = {
-        str(way): round(taken * 1e3, 2)
-        for way, taken in sorted(final.items(), key=lambda each: each[1])
+        str(way): round(seconds * 1e3, 2)
+        for way, seconds in sorted(final.items(), key=lambda pair: pair[1])
     }
-    result["all_ms"] = {str(way): round(taken * 1e3, 2) for way, taken in first.items()}
+    result["all_ms"] = {str(way): round(seconds * 1e3, 2) for way, seconds in first.items()}
     return result
 
 
@@ -179,7 +179,7 @@ def main() -> None:
     words.add_argument("--steps", type=int, default=7, help="timed steps of each way")
     words.add_argument("--models", default="mlp,gpt")
     words.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
-    given = words.parse_args()
+    arguments = words.parse_args()
     started = time.perf_counter()
 
     def link() -> Link:
@@ -189,20 +189,21 @@ def main() -> None:
     on = ps.cluster(f"local:{RANKS}").with_links(inside=ps.launch(link, RANKS, threads=1)[0])
     print(on)
     results = {}
-    for name in given.models.split(","):
+    for name in arguments.models.split(","):
         print(name)
-        results[name] = compare(name, on, given.steps)
+        results[name] = compare(name, on, arguments.steps)
     machine = {
         **machine_facts(torch.device("cpu")),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "link": str(on.inside),
     }
-    taken = round(time.perf_counter() - started, 1)
-    given.out.write_text(
-        json.dumps({"machine": machine, "seconds": taken, "results": results}, indent=1) + "\n"
+    minutes_taken = round(time.perf_counter() - started, 1)
+    arguments.out.write_text(
+        json.dumps({"machine": machine, "seconds": minutes_taken, "results": results}, indent=1)
+        + "\n"
     )
-    print(f"{taken} s")
+    print(f"{minutes_taken} s")
 
 
 if __name__ == "__main__":

@@ -93,20 +93,20 @@ def workload(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor, Loss]:
     """Model, a batch and its loss; the same on every rank."""
     torch.manual_seed(0)
     options, batch = MODELS[name]
-    made = zoo_model(name, **options)
+    network = zoo_model(name, **options)
     if name == "gpt":
         shape = (batch, int(str(options["tokens"])))
-        return made, torch.randint(0, 256, shape), torch.randint(0, 256, shape), gpt_loss
+        return network, torch.randint(0, 256, shape), torch.randint(0, 256, shape), gpt_loss
     shape = (batch, int(str(options["features"]))) if name == "mlp" else (batch, 3, 32, 32)
-    return made, torch.randn(shape), torch.randint(0, 100, (batch,)), nn.functional.cross_entropy
+    return network, torch.randn(shape), torch.randint(0, 100, (batch,)), nn.functional.cross_entropy
 
 
 def measured_profile(name: str) -> Profile:
     """On every rank, the profile of a model: a layer is measured while the other rank measures
     another one.
     """
-    made, x, y, loss = workload(name)
-    return ps.profile(made, x, threads=1, loss=loss, targets=y, together=True, repeats=9)
+    network, x, y, loss = workload(name)
+    return ps.profile(network, x, threads=1, loss=loss, targets=y, together=True, repeats=9)
 
 
 def planned(profile: Profile, on: Cluster, case: Case) -> Plan:
@@ -129,11 +129,11 @@ def run(name: str, plans: list[Plan], steps: int) -> list[tuple[list[float], lis
     machine only adds to it.
     """
     join()
-    found: dict[int, tuple[list[float], list[Timeline]]] = {}
+    measurements: dict[int, tuple[list[float], list[Timeline]]] = {}
     for index, plan in [*enumerate(plans)] * ROUNDS:
-        made, x, y, loss = workload(name)
+        network, x, y, loss = workload(name)
         pipe = ps.Pipeline(
-            made, plan, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9)
+            network, plan, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9)
         )
         for _ in range(4):
             pipe.train_batch(x, y)
@@ -145,10 +145,12 @@ def run(name: str, plans: list[Plan], steps: int) -> list[tuple[list[float], lis
             pipe.train_batch(x, y)
             seconds.append(time.perf_counter() - start)
             timelines.append(pipe.timeline())
-        if index not in found or statistics.median(seconds) < statistics.median(found[index][0]):
-            found[index] = seconds, timelines
+        if index not in measurements or statistics.median(seconds) < statistics.median(
+            measurements[index][0]
+        ):
+            measurements[index] = seconds, timelines
         pipe.close()
-    return [found[index] for index in range(len(plans))]
+    return [measurements[index] for index in range(len(plans))]
 
 
 def parts(timeline: Timeline) -> dict[str, float]:
@@ -172,15 +174,17 @@ def _seconds(event: Event) -> float:
 
 def predicted_parts(plan: Plan, profile: Profile, on: Cluster) -> dict[str, float]:
     """The same of the simulation, which has the CPU's part of messages in the ops."""
-    found = parts(ps.simulate(plan, profile, on))
+    simulated = parts(ps.simulate(plan, profile, on))
     costs, layers = (
         costs_of_plan(plan, profile, on),
         stage_seconds(profile, plan.lengths, plan.batch / plan.micro_batches),
     )
     down, up = (
         [
-            cost - own
-            for cost, own in zip(costs.spread(phase, plan.stages) or (), layers[phase], strict=True)
+            cost - measured_layer
+            for cost, measured_layer in zip(
+                costs.spread(phase, plan.stages) or (), layers[phase], strict=True
+            )
         ]
         for phase in ("forward", "input_grad")
     )
@@ -195,9 +199,9 @@ def predicted_parts(plan: Plan, profile: Profile, on: Cluster) -> dict[str, floa
         / plan.ranks
     )
     return {
-        **found,
-        "layers": found["layers"] - moved,
-        "messages and waits": found["messages and waits"] + moved,
+        **simulated,
+        "layers": simulated["layers"] - moved,
+        "messages and waits": simulated["messages and waits"] + moved,
     }
 
 
@@ -209,7 +213,9 @@ def record(
     quarters = statistics.quantiles(seconds, n=4)
     expected = predicted_parts(plan, profile, on)
     rows = [parts(timeline) for timeline in timelines]
-    real = {name: statistics.median(row[name] for row in rows) for name in expected}
+    real = {}
+    for name in expected:
+        real[name] = statistics.median([row[name] for row in rows])
     outside = step - statistics.median(timeline.makespan for timeline in timelines)
     peaks = timelines[-1].peak_memory or ()
     errors = [a / b - 1 for a, b in zip(plan.predicted.peak_memory, peaks, strict=True)]
@@ -240,9 +246,11 @@ def show(rows: dict[str, dict[str, object]]) -> None:
         f"{'':44}{'predicted':>10}{'measured':>10}{'error':>8}{'memory':>8}  layers          update        messages, waits  outside"
     )
     for case, row in rows.items():
-        each = row["parts_ms"]
-        assert isinstance(each, dict)
-        columns = "  ".join(f"{predicted:6.1f}/{real:6.1f} " for predicted, real in each.values())
+        milliseconds = row["parts_ms"]
+        assert isinstance(milliseconds, dict)
+        columns = "  ".join(
+            f"{predicted:6.1f}/{real:6.1f} " for predicted, real in milliseconds.values()
+        )
         cause = f"  <- {row['most_off']}" if abs(float(str(row["error"]))) > 0.1 else ""
         print(
             f"{case:44}{row['predicted_ms']:>10}{row['measured_ms']:>10}{row['error']:>+8.1%}{row['memory_error']:>+8.1%}  {columns}"
@@ -275,9 +283,9 @@ def main() -> None:
         help="timed steps of each configuration, in each of two rounds",
     )
     words.add_argument("--out", type=Path, default=None)
-    given = words.parse_args()
+    arguments = words.parse_args()
     started, rows = time.perf_counter(), {}
-    cases = QUICK if given.quick else dict.fromkeys(MODELS, CASES)
+    cases = QUICK if arguments.quick else dict.fromkeys(MODELS, CASES)
 
     def link() -> Link:
         join()
@@ -285,27 +293,29 @@ def main() -> None:
 
     on = ps.cluster(f"local:{RANKS}").with_links(inside=ps.launch(link, RANKS, threads=1)[0])
     print(on)
-    for name, wanted in cases.items():
+    for name, options in cases.items():
         profile = ps.launch(measured_profile, RANKS, name, threads=1)[0]
-        plans = [planned(profile, on, case) for case in wanted]
-        results = ps.launch(run, RANKS, name, plans, given.steps, threads=1)[0]
-        found = {
+        plans = [planned(profile, on, case) for case in options]
+        results = ps.launch(run, RANKS, name, plans, arguments.steps, threads=1)[0]
+        records = {
             f"{name} {case}": record(plan, profile, on, *result)
-            for case, plan, result in zip(wanted, plans, results, strict=True)
+            for case, plan, result in zip(options, plans, results, strict=True)
         }
-        show(found)
-        rows |= found
-    told = {**summary(rows), "seconds": round(time.perf_counter() - started, 1)}
-    print(json.dumps(told))
+        show(records)
+        rows |= records
+    report = {**summary(rows), "seconds": round(time.perf_counter() - started, 1)}
+    print(json.dumps(report))
     machine = {
         **machine_facts(torch.device("cpu")),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "link": str(on.inside),
     }
-    out = given.out or Path(__file__).with_name("quick.json" if given.quick else "results.json")
+    out = arguments.out or Path(__file__).with_name(
+        "quick.json" if arguments.quick else "results.json"
+    )
     out.write_text(
-        json.dumps({"machine": machine, "summary": told, "results": rows}, indent=1) + "\n"
+        json.dumps({"machine": machine, "summary": report, "results": rows}, indent=1) + "\n"
     )
 
 

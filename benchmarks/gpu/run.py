@@ -75,35 +75,39 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="small sizes, on the CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--sections-from", type=Path, help="a folder of other sections")
-    given = parser.parse_args(words)
-    given.only = _names(given.only)
-    given.skip = _names(given.skip)
-    return given
+    arguments = parser.parse_args(words)
+    arguments.only = _names(arguments.only)
+    arguments.skip = _names(arguments.skip)
+    return arguments
 
 
 def _names(words: list[str]) -> list[str]:
     return [name.strip().replace("-", "_") for word in words for name in word.split(",") if name]
 
 
-def chosen(given: argparse.Namespace) -> list[tuple[Entry, Path]]:
+def chosen(arguments: argparse.Namespace) -> list[tuple[Entry, Path]]:
     """The sections to run, with their files.
 
     Raises:
-        ValueError: there is no section of a name that was given.
+        ValueError: a name is not that of a section.
     """
     folder = HERE / "sections"
     entries = list(SECTIONS)
-    if given.sections_from is not None:
-        folder = given.sections_from
+    if arguments.sections_from is not None:
+        folder = arguments.sections_from
         files = sorted(folder.glob("[!_]*.py"))
         entries = [Entry(file.stem, 0, SMOKE_LIMIT_S) for file in files]
-    known = [entry.name for entry in entries]
-    unknown = sorted({*given.only, *given.skip} - set(known))
+    known_names = [entry.name for entry in entries]
+    unknown = sorted({*arguments.only, *arguments.skip} - set(known_names))
     if unknown:
-        raise ValueError(f"no section called {', '.join(unknown)}; there are {', '.join(known)}")
-    wanted = [entry for entry in entries if not given.only or entry.name in given.only]
+        raise ValueError(
+            f"no section called {', '.join(unknown)}; there are {', '.join(known_names)}"
+        )
+    selected = [entry for entry in entries if not arguments.only or entry.name in arguments.only]
     return [
-        (entry, folder / f"{entry.name}.py") for entry in wanted if entry.name not in given.skip
+        (entry, folder / f"{entry.name}.py")
+        for entry in selected
+        if entry.name not in arguments.skip
     ]
 
 
@@ -111,7 +115,7 @@ def chosen(given: argparse.Namespace) -> list[tuple[Entry, Path]]:
 class Run:
     """A run from its first section to its last."""
 
-    given: argparse.Namespace
+    arguments: argparse.Namespace
     results: Results
     scratch: Path
     device: torch.device
@@ -139,11 +143,11 @@ class Run:
 
     def _section(self, entry: Entry, file: Path) -> None:
         least_s, limit_s = entry.least_s, entry.limit_s
-        if self.given.smoke:
+        if self.arguments.smoke:
             least_s, limit_s = SMOKE_LEAST_S, SMOKE_LIMIT_S
-        if self.given.section_limit is not None:
-            limit_s = self.given.section_limit
-        left_s = self.given.limit - (time.monotonic() - self.started)
+        if self.arguments.section_limit is not None:
+            limit_s = self.arguments.section_limit
+        left_s = self.arguments.limit - (time.monotonic() - self.started)
         if left_s <= least_s:
             self._skip([(entry, file)], "out of time")
             return
@@ -151,8 +155,8 @@ class Run:
         section = Section(
             name=entry.name,
             device=self.device,
-            smoke=self.given.smoke,
-            out=self.given.out,
+            smoke=self.arguments.smoke,
+            out=self.arguments.out,
             rows_file=self.scratch / f"{entry.name}.jsonl",
             limit_s=min(limit_s, left_s),
             earlier={done.name: done.rows for done in self.results.sections},
@@ -182,8 +186,8 @@ class Run:
         self.results.seconds = round(time.monotonic() - self.started, 1)
         gpu = self.results.machine.get("gpu") if self.device.type == "cuda" else None
         self.results.expected = compare(self.results.sections, gpu)
-        self.results.write(self.given.out / "results.json")
-        (self.given.out / "summary.txt").write_text(summary(self.results), encoding="utf-8")
+        self.results.write(self.arguments.out / "results.json")
+        (self.arguments.out / "summary.txt").write_text(summary(self.results), encoding="utf-8")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -195,18 +199,18 @@ def main(words: list[str] | None = None) -> int:
     started = time.monotonic()
     # What ends a run by force at its limit gets what there is, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    given = options(words)
+    arguments = options(words)
     try:
-        entries = chosen(given)
+        entries = chosen(arguments)
     except ValueError as error:
         print(error, file=sys.stderr)
         return USAGE
-    given.out.mkdir(parents=True, exist_ok=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
         scratch = Path(folder)
         facts = ask(machine.machine, scratch, "machine", 60.0)
-        known: Row = facts if isinstance(facts, dict) else {}
-        device = _device(given, known)
+        machine_facts: Row = facts if isinstance(facts, dict) else {}
+        device = _device(arguments, machine_facts)
         if device is None:
             print(
                 "there is no CUDA device here, and this benchmark is of GPUs:"
@@ -214,16 +218,18 @@ def main(words: list[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return USAGE
-        results = Results(machine.commit(), str(device), given.smoke, given.limit, known)
-        run = Run(given, results, scratch, device, started)
+        results = Results(
+            machine.commit(), str(device), arguments.smoke, arguments.limit, machine_facts
+        )
+        run = Run(arguments, results, scratch, device, started)
         return _finish(run, entries)
 
 
-def _device(given: argparse.Namespace, known: Row) -> torch.device | None:
+def _device(arguments: argparse.Namespace, machine_facts: Row) -> torch.device | None:
     """Where sections compute; None where a GPU is wanted and there is none."""
-    if given.device == "cpu" or (given.smoke and given.device == "auto"):
+    if arguments.device == "cpu" or (arguments.smoke and arguments.device == "auto"):
         return torch.device("cpu")
-    return torch.device("cuda", 0) if known.get("gpu") else None
+    return torch.device("cuda", 0) if machine_facts.get("gpu") else None
 
 
 def _finish(run: Run, entries: list[tuple[Entry, Path]]) -> int:
@@ -234,7 +240,7 @@ def _finish(run: Run, entries: list[tuple[Entry, Path]]) -> int:
         run.results.ended = "interrupted"
         status = INTERRUPTED
     run.write()
-    print((run.given.out / "summary.txt").read_text(encoding="utf-8"), flush=True)
+    print((run.arguments.out / "summary.txt").read_text(encoding="utf-8"), flush=True)
     bad = ("failed", "timeout", "crashed")
     sick = run.results.ended.startswith("ended")
     if status == PASSED and (sick or any(part.status in bad for part in run.results.sections)):

@@ -47,10 +47,10 @@ def workload(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor], object, list[
             nn.functional.mse_loss,
             [8, 8],
         )
-    made = zoo_model("gpt", layers=8, width=192, heads=6, tokens=64, vocabulary=256)
-    count = len(ps.chain(made))
+    network = zoo_model("gpt", layers=8, width=192, heads=6, tokens=64, vocabulary=256)
+    count = len(ps.chain(network))
     batch = torch.randint(0, 256, (16, 64)), torch.randint(0, 256, (16, 64))
-    return made, batch, gpt_loss, [count // 2, count - count // 2]
+    return network, batch, gpt_loss, [count // 2, count - count // 2]
 
 
 class Stream:
@@ -81,10 +81,10 @@ class Stream:
         start = time.perf_counter()
         for _ in range(count):
             next(losses)
-        taken = time.perf_counter() - start
+        seconds = time.perf_counter() - start
         for _ in losses:
             pass
-        return taken / count
+        return seconds / count
 
 
 def measure(
@@ -111,7 +111,10 @@ def measure(
         for event in systems[SYSTEMS[micro_batches][0]].pipe.timeline().compute:
             key = event.op.kind.value, event.op.stage
             fastest[key] = min(fastest.get(key, float("inf")), event.end - event.start)
-    return times, [[fastest[kind, stage] for stage in range(2)] for kind in "FBU"]
+    fastest_of_kind = []
+    for kind in "FBU":
+        fastest_of_kind.append([fastest[kind, stage] for stage in range(2)])
+    return times, fastest_of_kind
 
 
 def simulated(micro_batches: int, ops: list[list[float]]) -> dict[str, float]:
@@ -131,15 +134,15 @@ def main() -> None:
     words.add_argument("--rounds", type=int, default=9)
     words.add_argument("--batches", type=int, default=20)
     words.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
-    given = words.parse_args()
+    arguments = words.parse_args()
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name in ("mlp", "gpt"):
         for micro_batches in SYSTEMS:
-            found = ps.launch(
-                measure, 2, name, micro_batches, given.rounds, given.batches, threads=1
+            rows = ps.launch(
+                measure, 2, name, micro_batches, arguments.rounds, arguments.batches, threads=1
             )
-            times = found[0][0]
-            expected = simulated(micro_batches, found[0][1])
+            times = rows[0][0]
+            expected = simulated(micro_batches, rows[0][1])
             first = SYSTEMS[micro_batches][0]
             case = f"{name} S=2 M={micro_batches}"
             results[case] = {
@@ -166,7 +169,7 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    given.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+    arguments.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -57,18 +57,15 @@ def gpu_rows(report: Callable[[str], None]) -> list[Row]:
 
 
 def _gpu_row(name: str, cluster: Cluster, case: str) -> Row:
-    own, batch = analytic(name, "V100", 128), SHARE[name] * cluster.ranks
+    layers, batch = analytic(name, "V100", 128), SHARE[name] * cluster.ranks
     plain, bare = (
-        data_parallel_s(own, cluster, SHARE[name], overlap=overlap) for overlap in (True, False)
+        data_parallel_s(layers, cluster, SHARE[name], overlap=overlap) for overlap in (True, False)
     )
-    found = [
-        each
-        for each in (
-            planned(own, cluster, batch, planner) for planner in ("bapipe", "dapple", "auto")
-        )
-        if each is not None
+    candidates = [
+        planned(layers, cluster, batch, planner) for planner in ("bapipe", "dapple", "auto")
     ]
-    best = min(found, key=lambda each: each.predicted.step_s)
+    plans = [candidate for candidate in candidates if candidate is not None]
+    best = min(plans, key=lambda plan: plan.predicted.step_s)
     note = (
         f"{best.planner}: {form(best)}; {bare / best.predicted.step_s:.2f} over DP without overlap"
     )
@@ -110,17 +107,17 @@ def board_stages(name: str, cluster: Cluster, samples: int) -> list[dict[tuple[i
     """
     layers = len(counted(name))
     before = [0.0, *accumulate(_weight_bytes(name, i, i + 1) for i in range(layers))]
-    found = []
+    stages = []
     for board in cluster.devices:
         sums = {}
         for on_chip in (True, False):
-            own = board_profile(name, board.name, samples, on_chip=on_chip)
+            profile = board_profile(name, board.name, samples, on_chip=on_chip)
             sums[on_chip] = (
                 [
-                    [0.0, *accumulate(own.seconds(phase, samples))]
+                    [0.0, *accumulate(profile.seconds(phase, samples))]
                     for phase in ("forward", "backward")
                 ],
-                own.update_s_per_byte,
+                profile.update_s_per_byte,
             )
         ranges = {}
         for start, stop in combinations(range(layers + 1), 2):
@@ -131,8 +128,8 @@ def board_stages(name: str, cluster: Cluster, samples: int) -> list[dict[tuple[i
                 backward[stop] - backward[start],
                 2 * weights * update,
             )
-        found.append(ranges)
-    return found
+        stages.append(ranges)
+    return stages
 
 
 def best_cut(stages: list[dict[tuple[int, int], Stage]], layers: int) -> list[tuple[int, int]]:
@@ -140,12 +137,12 @@ def best_cut(stages: list[dict[tuple[int, int], Stage]], layers: int) -> list[tu
     order.
     """
     best: dict[int, tuple[float, list[tuple[int, int]]]] = {0: (0.0, [])}
-    for number, own in enumerate(stages):
+    for number, layer_costs in enumerate(stages):
         last = number == len(stages) - 1
         after: dict[int, tuple[float, list[tuple[int, int]]]] = {}
         for stop in [layers] if last else range(1, layers):
             tried = [
-                (max(slowest, sum(own[start, stop][:2])), [*cuts, (start, stop)])
+                (max(slowest, sum(layer_costs[start, stop][:2])), [*cuts, (start, stop)])
                 for start, (slowest, cuts) in best.items()
                 if start < stop
             ]
@@ -159,12 +156,12 @@ def board_pipeline(name: str, cluster: Cluster, batch: int) -> tuple[float, str]
     """Seconds of a step of BaPipe's pipeline over boards, and what it is: the best number of
     micro-batches.
     """
-    found = []
+    candidates = []
     sizes = [2**power for power in range(batch.bit_length()) if batch % 2**power == 0]
     for samples in sizes:
         stages = board_stages(name, cluster, samples)
         cut = best_cut(stages, len(counted(name)))
-        rows = [own[each] for own, each in zip(stages, cut, strict=True)]
+        rows = [layer_costs[part] for layer_costs, part in zip(stages, cut, strict=True)]
         out = [
             samples * counted(name).layers[stop - 1].output_bytes_per_sample / 2
             for _, stop in cut[:-1]
@@ -179,12 +176,12 @@ def board_pipeline(name: str, cluster: Cluster, batch: int) -> tuple[float, str]
             _board_step(rows, transfer, batch // samples) for transfer in (streamed, whole)
         )
         chips = sum(
-            fits_on_chip(_weight_bytes(name, *each), board)
-            for each, board in zip(cut, cluster.devices, strict=True)
+            fits_on_chip(_weight_bytes(name, *part), board)
+            for part, board in zip(cut, cluster.devices, strict=True)
         )
         words = f"cut {':'.join(str(b - a) for a, b in cut)}, M={batch // samples}, weights of {chips} boards on their chips; not streamed {still / step:.2f} times as long"
-        found.append((step, words))
-    return min(found)
+        candidates.append((step, words))
+    return min(candidates)
 
 
 def _board_step(rows: list[Stage], transfer: list[float], micro_batches: int) -> float:
@@ -211,27 +208,25 @@ def board_rows(report: Callable[[str], None]) -> list[Row]:
 
 
 def deep_gnmt(layers: int, batch: int) -> ps.Profile:
-    """GNMT with so many LSTM layers: GNMT-16's with the third of encoder and decoder repeated."""
-    own = analytic("gnmt16", "V100", 128)
+    """GNMT with `layers` LSTM layers: GNMT-16's with the third of encoder and decoder repeated."""
+    profiled = analytic("gnmt16", "V100", 128)
     names = [
-        each.name.rpartition(".")[2] if "classifier" in each.name else each.name for each in own
+        layer.name.rpartition(".")[2] if "classifier" in layer.name else layer.name
+        for layer in profiled
     ]
-    third = {
-        half: next(i for i, name in enumerate(names) if name == f"{half}.lstm3")
-        for half in ("encoder", "decoder")
-    }
-    last = {
-        half: next(i for i, name in enumerate(names) if name == f"{half}.lstm8")
-        for half in ("encoder", "decoder")
-    }
-    made = []
-    for index, each in enumerate(own):
-        half = next((half for half in third if third[half] <= index < last[half]), None)
+    halves = ("encoder", "decoder")
+    third = {half: names.index(f"{half}.lstm3") for half in halves}
+    last = {half: names.index(f"{half}.lstm8") for half in halves}
+    deep_layers = []
+    for index, layer in enumerate(profiled):
+        # Between the third and the last layer of a half, the third takes all places.
+        half = next((half for half in halves if third[half] <= index < last[half]), None)
         if half is None:
-            made.append(each)
+            deep_layers.append(layer)
         elif index == third[half]:
-            made += [replace(each, name=f"{half}.lstm{3 + n}") for n in range(layers // 2 - 3)]
-    return replace(own, layers=tuple(made), batch=batch, fingerprint=f"gnmt-{layers}")
+            for number in range(3, layers // 2):
+                deep_layers.append(replace(layer, name=f"{half}.lstm{number}"))
+    return replace(profiled, layers=tuple(deep_layers), batch=batch, fingerprint=f"gnmt-{layers}")
 
 
 def deepest(cluster: Cluster, planner: str, **options: object) -> int:
@@ -264,7 +259,7 @@ def memory_rows(report: Callable[[str], None]) -> list[Row]:
 
 
 def _parameters(layers: int) -> int:
-    return sum(each.parameters for each in deep_gnmt(layers, 128))
+    return sum(layer.parameters for layer in deep_gnmt(layers, 128))
 
 
 def sections(report: Callable[[str], None]) -> list[Section]:

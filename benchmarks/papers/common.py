@@ -23,7 +23,7 @@ from penstock.zoo.catalogue import model
 
 DATA = Path(__file__).parent / "data"
 GRAPHS = Path(__file__).parents[2] / "tests" / "search" / "planners" / "data"
-#: Tokens of a sentence in GNMT, source and target alike: so many make GNMT-16 take on our V100 what
+#: Tokens of a sentence in GNMT, source and target alike: this number makes GNMT-16 take on our V100 what
 #: DAPPLE measured (LITERATURE 11.7).
 TOKENS = 40
 #: PyTorch's DDP adds up gradients in buckets of this many bytes while the backward goes on.
@@ -56,12 +56,21 @@ def layer(
         Timing((samples,), (seconds,))
         for seconds in (forward_s, backward_s, backward_s / 2, backward_s / 2)
     ]
-    each = output_bytes / samples
-    return LayerProfile(name, "layer", *times, parameter_bytes // 4, parameter_bytes, 0, each, each)
+    bytes_per_sample = output_bytes / samples
+    return LayerProfile(
+        name,
+        "layer",
+        *times,
+        parameter_bytes // 4,
+        parameter_bytes,
+        0,
+        bytes_per_sample,
+        bytes_per_sample,
+    )
 
 
 def table_profile(name: str, samples: int) -> ps.Profile:
-    """A chain that others measured on a V100 with so many samples: data/<name>.txt, milliseconds
+    """A chain that others measured on a V100 with `samples` samples: data/<name>.txt, milliseconds
     and bytes.
 
     Times at other sizes are taken in proportion.
@@ -107,7 +116,9 @@ def data_parallel_s(
         return (
             now
             + sum(backward)
-            + meeting_seconds(ranks, sum(each.parameter_bytes for each in profile), cluster)
+            + meeting_seconds(
+                ranks, sum(layer_costs.parameter_bytes for layer_costs in profile), cluster
+            )
         )
     network = bucket = 0.0
     for index in reversed(range(len(profile))):
@@ -155,10 +166,10 @@ def form(plan: ps.Plan) -> str:
 
 def cut_behind(profile: ps.Profile, word: str) -> tuple[int, int]:
     """Lengths of two stages: up to and with the last layer whose name has `word`, and the rest."""
-    last = max(index for index, each in enumerate(profile) if word in each.name)
+    last = max(index for index, layer_costs in enumerate(profile) if word in layer_costs.name)
     return last + 1, len(profile) - last - 1
 
 
 def fastest(values: Sequence[float | None]) -> float | None:
     """The least that there is."""
-    return min((each for each in values if each is not None), default=None)
+    return min((seconds for seconds in values if seconds is not None), default=None)

@@ -89,24 +89,24 @@ def published_proposals(name: str, plan: Published) -> list[Proposal]:
     """A published plan on our chain: its micro-batches whole, and in as many parts as its largest
     stage has copies, as DAPPLE splits them.
     """
-    own, (micro, batch) = profile(name), SIZES[name]
+    layers, (micro, batch) = profile(name), SIZES[name]
     if plan == "straight":
-        return [Proposal(tuple(ps.partition(own, 16)), "1f1b", batch // micro)]
+        return [Proposal(tuple(ps.partition(layers, 16)), "1f1b", batch // micro)]
     if plan == "DP":
-        copies, lengths = (16,), (len(own),)
+        copies, lengths = (16,), (len(layers),)
     else:
         assert not isinstance(plan, str)
         copies, weighted = plan
         place = CUTS[name]
         cut = place[weighted[0]] if isinstance(place, dict) else place
-        lengths = cut, len(own) - cut
+        lengths = cut, len(layers) - cut
     counts = {max(batch // micro, *copies), min(batch // micro * max(copies), batch)}
     return [Proposal(lengths, "1f1b", count, (("replicas", copies),)) for count in sorted(counts)]
 
 
 @final
 @dataclass(frozen=True)
-class Weighed:
+class StepTimes:
     """Seconds of a step: of the published plan, of our DAPPLE's, of our PipeDream's with a flush,
     and of data parallelism.
     """
@@ -117,7 +117,7 @@ class Weighed:
     plain: float
 
 
-def weighed(name: str, config: str, plan: Published) -> Weighed:
+def step_times(name: str, config: str, plan: Published) -> StepTimes:
     """All that is asked of a model on a configuration."""
     cluster, (_, batch) = ps.cluster(CONFIGS[config]), SIZES[name]
     request = PlanRequest(profile(name), cluster, batch)
@@ -130,7 +130,7 @@ def weighed(name: str, config: str, plan: Published) -> Weighed:
     dapple, pipedream = (
         planned(profile(name), cluster, batch, planner) for planner in ("dapple", "pipedream")
     )
-    return Weighed(
+    return StepTimes(
         published, dapple, pipedream, data_parallel_s(profile(name), cluster, batch / cluster.ranks)
     )
 
@@ -150,16 +150,16 @@ def plans(report: Callable[[str], None]) -> list[Section]:
     for name, by_config in PLANS.items():
         for config, plan in zip(CONFIGS, by_config, strict=True):
             report(f"{name} on {config}")
-            found = weighed(name, config, plan)
-            theirs = found.published
-            best = found.dapple.predicted.step_s if found.dapple is not None else None
-            note = "nothing fits" if found.dapple is None else form(found.dapple)
+            steps = step_times(name, config, plan)
+            theirs = steps.published
+            best = steps.dapple.predicted.step_s if steps.dapple is not None else None
+            note = "nothing fits" if steps.dapple is None else form(steps.dapple)
             if best is not None:
-                note += f"; {found.plain / best:.2f} times DP"
+                note += f"; {steps.plain / best:.2f} times DP"
             ratio = None if theirs is None or best is None else theirs / best
             rows.append(Row(f"{name} on {config}: {words(plan)}", None, ratio, note))
-            if found.pipedream is not None and best is not None:
-                gains[f"{name} on {config}"] = found.pipedream.predicted.step_s / best
+            if steps.pipedream is not None and best is not None:
+                gains[f"{name} on {config}"] = steps.pipedream.predicted.step_s / best
     where = max(gains, key=lambda key: gains[key])
     published = (
         (
@@ -331,8 +331,8 @@ def _fit_bytes() -> tuple[float, float]:
     """On two devices GPipe holds two micro-batches on each at M = 2, 1F1B two and one: 1.5 in the
     mean.
     """
-    gpipe, own = BERT["gpipe", 2, "never"][1], BERT["1f1b", 2, "never"][1]
-    activations = (gpipe - own) / 0.5 * 1e9
+    gpipe, one_f_one_b = BERT["gpipe", 2, "never"][1], BERT["1f1b", 2, "never"][1]
+    activations = (gpipe - one_f_one_b) / 0.5 * 1e9
     return gpipe * 1e9 - 2 * activations, activations
 
 

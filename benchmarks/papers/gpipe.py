@@ -27,7 +27,7 @@ def chain_step(stages: Sequence[float], micro_batches: int, recompute: str) -> f
     """Seconds of a step whose stages take these forwards, and twice as long for backwards;
     transfers are free.
     """
-    costs = ps.Costs(forward=list(stages), backward=[2 * each for each in stages])
+    costs = ps.Costs(forward=list(stages), backward=[2 * seconds for seconds in stages])
     schedule = ps.schedule(
         "gpipe", stages=len(stages), micro_batches=micro_batches, backward_order="reverse"
     )
@@ -118,7 +118,7 @@ def amoebanet_table() -> Section:
         recompute = "always" if m == 1 else "except_last"
         # One device's time is that of M=1 on any number of devices: one after the other.
         speed, equal = (
-            (3 + 1) / chain_step([each / m for each in cell_seconds(balance)], m, recompute),
+            (3 + 1) / chain_step([seconds / m for seconds in cell_seconds(balance)], m, recompute),
             4 / chain_step([1 / n / m] * n, m, recompute),
         )
         note = f"{published:g} samples/s; batch {batch:,}, balance {':'.join(map(str, balance))}; {equal:.2f} if perfectly balanced"
@@ -151,8 +151,8 @@ def amoebanet_table() -> Section:
 def sections(report: Callable[[str], None]) -> list[Section]:
     """All of GPipe's and torchgpipe's."""
     report("GPipe, table 2")
-    found = [gpipe_table(), shape_table(), amoebanet_table()]
+    tables = [gpipe_table(), shape_table(), amoebanet_table()]
     report("ResNet-101 on P40")
     from resnet101 import resnet_table
 
-    return [*found, resnet_table(RESNET101, Presets.load().device("P40"))]
+    return [*tables, resnet_table(RESNET101, Presets.load().device("P40"))]

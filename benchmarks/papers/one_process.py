@@ -60,11 +60,11 @@ class _Run:
             self._begin(rank)
         lock_free = 0.0
         while self.turns:
-            asked, rank, done = heapq.heappop(self.turns)
+            requested_s, rank, done = heapq.heappop(self.turns)
             work = self.work(self._op(rank))
             if work.locked_s:
-                lock_free = asked = max(asked, lock_free) + work.locked_s / self.pieces
-            ended = asked + work.free_s / self.pieces
+                lock_free = requested_s = max(requested_s, lock_free) + work.locked_s / self.pieces
+            ended = requested_s + work.free_s / self.pieces
             if done + 1 < self.pieces:
                 heapq.heappush(self.turns, (ended, rank, done + 1))
             else:
@@ -79,21 +79,22 @@ class _Run:
         return self.schedule.programs[rank][self.place[rank]]
 
     def _needs(self, op: Op) -> list[Op]:
-        return [
-            next(each for each in group if each in self.known)
-            for group in needs(op, self.schedule.stages)
-        ]
+        """Return the ops that an op waits for: of every group, the one that exists."""
+        required = []
+        for group in needs(op, self.schedule.stages):
+            required.append(next(replica for replica in group if replica in self.known))
+        return required
 
     def _begin(self, rank: int) -> None:
         """Let the rank's next op ask for the lock, or wait for what it needs."""
         if self.place[rank] == len(self.schedule.programs[rank]):
             return
-        wanted = self._needs(self._op(rank))
-        missing = [op for op in wanted if op not in self.host_end]
+        inputs = self._needs(self._op(rank))
+        missing = [op for op in inputs if op not in self.host_end]
         if missing:
             self.waiting.setdefault(missing[0], []).append(rank)
             return
-        self.started[rank] = max([self.thread_free[rank], *(self.host_end[op] for op in wanted)])
+        self.started[rank] = max([self.thread_free[rank], *(self.host_end[op] for op in inputs)])
         heapq.heappush(self.turns, (self.started[rank], rank, 0))
 
     def _finish(self, rank: int, ended: float, work: Work) -> None:

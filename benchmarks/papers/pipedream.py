@@ -89,26 +89,26 @@ def speed_up(case: Case, share: float = 1.0) -> float:
     Where gradients are added up, links carry `share` of their line rate; messages from stage to
     stage have all of it.
     """
-    line, samples, own = cluster_of(case, 1.0), SAMPLES[case.model], profile(case.model)
+    line, samples, profiled = cluster_of(case, 1.0), SAMPLES[case.model], profile(case.model)
     slow = cluster_of(case, share)
-    plain = data_parallel_s(own, slow, samples) / (case.devices * samples)
-    found = _plan(case, own, line)
-    if found is None:
+    plain = data_parallel_s(profiled, slow, samples) / (case.devices * samples)
+    plan = _plan(case, profiled, line)
+    if plan is None:
         return 1.0
     # As the paper's planner reckons a stage: the longer of computing and of adding up gradients,
     # which go on beside each other.
-    costs = costs_of_plan(found, own, line)
-    meetings = [
-        meeting_seconds(ranks, sum(each.parameter_bytes for each in own.layers[start:stop]), slow)
-        for (start, stop), ranks in zip(found.bounds, _devices(found), strict=True)
-    ]
+    costs = costs_of_plan(plan, profiled, line)
+    sync_seconds = []
+    for (start, stop), ranks in zip(plan.bounds, _devices(plan), strict=True):
+        nbytes = sum(layer.parameter_bytes for layer in profiled.layers[start:stop])
+        sync_seconds.append(meeting_seconds(ranks, nbytes, slow))
     per_batch = max(
         steady(
-            found.schedule, replace(costs, update=0.0), recompute=found.recompute
+            plan.schedule, replace(costs, update=0.0), recompute=plan.recompute
         ).seconds_per_batch,
-        *meetings,
+        *sync_seconds,
     )
-    gain = plain * found.batch / per_batch
+    gain = plain * plan.batch / per_batch
     # Data parallelism is among the planner's choices, and gradients go beside its backward.
     return max(1.0, gain) if case.ran == "DP" else gain
 
@@ -116,44 +116,52 @@ def speed_up(case: Case, share: float = 1.0) -> float:
 def _devices(plan: ps.Plan) -> list[list[int]]:
     """The cluster's ranks that hold each stage."""
     places = plan.devices or tuple(range(plan.ranks))
-    return [[places[rank] for rank in ranks] for ranks in plan.schedule.ranks_of_stage]
+    devices = []
+    for ranks in plan.schedule.ranks_of_stage:
+        devices.append([places[rank] for rank in ranks])
+    return devices
 
 
-def _plan(case: Case, own: ps.Profile, cluster: Cluster) -> ps.Plan | None:
+def _plan(case: Case, profiled: ps.Profile, cluster: Cluster) -> ps.Plan | None:
     """What PipeDream ran, or what our `pipedream` finds where it ran data parallelism; None for
     that.
     """
     samples = SAMPLES[case.model]
     if case.ran == "DP":
-        found = planned(own, cluster, case.devices * samples, "pipedream", asynchronous=True)
-        return found if found is not None and found.stages > 1 else None
+        plan = planned(profiled, cluster, case.devices * samples, "pipedream", asynchronous=True)
+        return plan if plan is not None and plan.stages > 1 else None
     if case.ran == "15-1":
-        proposal = Proposal(cut_behind(own, "MaxPool"), "pipedream", 15, (("replicas", (15, 1)),))
-        return scored_plan(own, cluster, 15 * samples, proposal, asynchronous=True)
-    found = planned(
-        own,
+        proposal = Proposal(
+            cut_behind(profiled, "MaxPool"), "pipedream", 15, (("replicas", (15, 1)),)
+        )
+        return scored_plan(profiled, cluster, 15 * samples, proposal, asynchronous=True)
+    plan = planned(
+        profiled,
         cluster,
         case.devices * samples,
         "pipedream",
         asynchronous=True,
         max_replicas=1,
-        stages=min(case.devices, len(own)),
+        stages=min(case.devices, len(profiled)),
         micro_batches=case.devices,
     )
-    if found is None:
+    if plan is None:
         raise RuntimeError(f"no straight pipeline for {case}")
-    return found
+    return plan
 
 
 def ours(case: Case) -> str:
     """What our planners take instead, with a flush after every batch, and its speed-up."""
-    cluster, samples, own = cluster_of(case, 1.0), SAMPLES[case.model], profile(case.model)
-    found = [
-        planned(own, cluster, case.devices * samples, planner)
+    cluster, samples, profiled = cluster_of(case, 1.0), SAMPLES[case.model], profile(case.model)
+    plans = [
+        planned(profiled, cluster, case.devices * samples, planner)
         for planner in ("auto", "pipedream", "dapple")
     ]
-    best = min((each for each in found if each is not None), key=lambda each: each.predicted.step_s)
-    plain = data_parallel_s(own, cluster, samples) / (case.devices * samples)
+    best = min(
+        (candidate for candidate in plans if candidate is not None),
+        key=lambda candidate: candidate.predicted.step_s,
+    )
+    plain = data_parallel_s(profiled, cluster, samples) / (case.devices * samples)
     return f"{best.planner}: {form(best)}, {plain * best.predicted.samples_per_s:.2f}"
 
 

@@ -38,16 +38,18 @@ def cut(balance: tuple[int, ...], layers: int) -> list[int]:
 
 def resnet_table(published: Mapping[str, Published], device: Device) -> Section:
     """Samples per second, from a roofline."""
-    own, rows = profile(device), []
+    profiled, rows = profile(device), []
     for case, (batch, micro_batches, balance, paper) in published.items():
         stages = len(balance)
         cluster = ps.cluster("torchgpipe").on(range(stages))
         schedule = ps.schedule(
             "gpipe", stages=stages, micro_batches=micro_batches, backward_order="reverse"
         )
-        lengths = cut(balance, len(own))
+        lengths = cut(balance, len(profiled))
         costs = place_costs(
-            stage_costs(own, lengths, batch / micro_batches, cluster, micro_batches=micro_batches),
+            stage_costs(
+                profiled, lengths, batch / micro_batches, cluster, micro_batches=micro_batches
+            ),
             schedule,
             cluster,
         )

@@ -23,28 +23,34 @@ START, END = "<!-- tables, written by run.py -->", "<!-- end of the tables -->"
 
 def simulate(papers: Sequence[str]) -> dict[str, list[Section]]:
     """All sections of some papers."""
-    found = {}
+    results = {}
     start = time.perf_counter()
 
     def report(words: str) -> None:
         print(f"{time.perf_counter() - start:6.0f} s  {words}", file=sys.stderr, flush=True)
 
     for paper in papers:
-        found[paper] = importlib.import_module(paper).sections(report)
-    return found
+        results[paper] = importlib.import_module(paper).sections(report)
+    return results
 
 
 def page(sections: Sequence[Section]) -> str:
     """A table of how far off each table is, then all of them."""
-    overview = table(("table", "how far off"), [(each.title, each.summary()) for each in sections])
-    return "\n\n".join([overview, *(each.markdown() for each in sections)])
+    overview = table(
+        ("table", "how far off"), [(section.title, section.summary()) for section in sections]
+    )
+    return "\n\n".join([overview, *(section.markdown() for section in sections)])
 
 
-def kept(path: Path, found: dict[str, list[Section]]) -> dict[str, list[dict[str, Any]]]:
+def merged_results(
+    path: Path, sections_of_paper: dict[str, list[Section]]
+) -> dict[str, list[dict[str, Any]]]:
     """What results.json had, and what was found now instead of it."""
     before = json.loads(path.read_text(encoding="utf-8"))["papers"] if path.exists() else {}
-    fresh = {paper: [each.data() for each in sections] for paper, sections in found.items()}
-    return {paper: {**before, **fresh}[paper] for paper in PAPERS if paper in {**before, **fresh}}
+    results = dict(before)
+    for paper, sections in sections_of_paper.items():
+        results[paper] = [section.data() for section in sections]
+    return {paper: results[paper] for paper in PAPERS if paper in results}
 
 
 def rewritten(text: str, tables: str) -> str:
@@ -60,26 +66,30 @@ def main() -> None:
     words.add_argument("--only", default=",".join(PAPERS), help=f"some of {','.join(PAPERS)}")
     words.add_argument("--out", type=Path, default=HERE / "results.json")
     words.add_argument("--page", type=Path, default=HERE / "README.md")
-    given = words.parse_args()
-    papers = [paper for paper in PAPERS if paper in given.only.split(",")]
-    unknown = set(given.only.split(",")) - set(PAPERS)
+    arguments = words.parse_args()
+    papers = [paper for paper in PAPERS if paper in arguments.only.split(",")]
+    unknown = set(arguments.only.split(",")) - set(PAPERS)
     if unknown:
         words.error(f"no paper called {', '.join(sorted(unknown))}: there are {', '.join(PAPERS)}")
-    results = kept(given.out, simulate(papers))
+    results = merged_results(arguments.out, simulate(papers))
     machine = {
         "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    given.out.write_text(
+    arguments.out.write_text(
         json.dumps({"machine": machine, "papers": results}, indent=1) + "\n", encoding="utf-8"
     )
-    shown = {paper: [Section.of(data) for data in sections] for paper, sections in results.items()}
-    print(page([each for paper in papers for each in shown[paper]]))
-    if given.page.exists():
-        everything = page([each for sections in shown.values() for each in sections])
-        given.page.write_text(
-            rewritten(given.page.read_text(encoding="utf-8"), everything), encoding="utf-8"
+    sections_of_paper = {}
+    for paper, sections in results.items():
+        sections_of_paper[paper] = [Section.of(data) for data in sections]
+    print(page([section for paper in papers for section in sections_of_paper[paper]]))
+    if arguments.page.exists():
+        whole_page = page(
+            [section for sections in sections_of_paper.values() for section in sections]
+        )
+        arguments.page.write_text(
+            rewritten(arguments.page.read_text(encoding="utf-8"), whole_page), encoding="utf-8"
         )
 
 

@@ -50,19 +50,18 @@ class Section:
     @classmethod
     def of(cls, data: dict[str, Any]) -> Section:
         """What `data` gave."""
-        rows = tuple(
-            Row(**{key: value for key, value in row.items() if key != "ratio"})
-            for row in data["rows"]
-        )
-        told = {key: tuple(data[key]) for key in ("published", "assumed", "fitted", "misses")}
-        return cls(data["name"], data["title"], data["unit"], rows, **told)
+        rows = []
+        for row in data["rows"]:
+            rows.append(Row(**{key: value for key, value in row.items() if key != "ratio"}))
+        fields = {key: tuple(data[key]) for key in ("published", "assumed", "fitted", "misses")}
+        return cls(data["name"], data["title"], data["unit"], tuple(rows), **fields)
 
     def summary(self) -> str:
         """How far off, in a sentence."""
         off = [max(ratio, 1 / ratio) - 1 for ratio in self.predicted if ratio > 0]
         if not off:
             return "No row of this table has a published number to hold ours against."
-        inside = sum(each <= 0.1 for each in off)
+        inside = sum(error <= 0.1 for error in off)
         of = f"Of {len(off)} predicted" if len(off) > 1 else "The one predicted"
         if len(off) == 1:
             return f"{of} number is off by {off[0]:.0%}."
@@ -84,12 +83,12 @@ class Section:
     def markdown(self) -> str:
         """The section of a page."""
         noted = any(row.note for row in self.rows)
-        beside = any(row.paper is not None for row in self.rows)
+        has_paper = any(row.paper is not None for row in self.rows)
         head = [
             "case",
             *(
                 [f"paper ({self.unit})", "ours", "ours / paper"]
-                if beside
+                if has_paper
                 else [f"ours ({self.unit})"]
             ),
             *(["how"] if noted else []),
@@ -99,7 +98,7 @@ class Section:
                 row.case,
                 *(
                     [shown(row.paper), shown(row.ours), ratio_text(row)]
-                    if beside
+                    if has_paper
                     else [shown(row.ours)]
                 ),
                 *([row.note] if noted else []),
@@ -143,13 +142,10 @@ def shown(number: float | None) -> str:
 def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A Markdown table that reads well as text."""
     rows = [list(head), *map(list, body)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = [
-        "| "
-        + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        + " |"
-        for row in rows
-    ]
-    return "\n".join(
-        [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
-    )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append(f"| {' | '.join(cells).rstrip()} |")
+    rule = "|".join("-" * (width + 2) for width in widths)
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])

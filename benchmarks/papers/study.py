@@ -65,22 +65,22 @@ class Cell:
 
 def cells() -> list[Cell]:
     """All of tables 2 and 3."""
-    found = []
+    rows = []
     for row in PUBLISHED["table3"]["rows"]:
         for library in ("torchgpipe", "fairscale"):
             for balance, by_count in row[library].items():
-                found += [
+                rows += [
                     Cell(library, balance, row["gpus"], int(m), pair[1])
                     for m, pair in by_count.items()
                 ]
     for row in PUBLISHED["table2"]["rows"]:
         for library in ("torchgpipe", "fairscale", "deepspeed"):
-            found += [
+            rows += [
                 Cell(library, balance, row["gpus"], 16, pair[1])
                 for balance, pair in row[library].items()
             ]
     return sorted(
-        found, key=lambda each: (each.micro_batches, each.library, each.balance, each.gpus)
+        rows, key=lambda cell: (cell.micro_batches, cell.library, cell.balance, cell.gpus)
     )
 
 
@@ -104,7 +104,9 @@ def counts() -> ModelCounts:
 
 
 def _merged(parts: Sequence[LayerCounts]) -> LayerCounts:
-    works = {phase: tuple(work for part in parts for work in part.work(phase)) for phase in PHASES}
+    works = {}
+    for phase in PHASES:
+        works[phase] = tuple(work for part in parts for work in part.work(phase))
     return replace(
         parts[0],
         parameters=sum(part.parameters for part in parts),
@@ -140,18 +142,18 @@ def lengths(gpus: int, micro_batches: int, by: str = "time") -> tuple[int, ...]:
 
 def launches(cut: Sequence[int]) -> list[tuple[int, int, int]]:
     """Per stage, ops that a forward, a backward and an update launch."""
-    found, start = [], 0
+    launches_of_stage, start = [], 0
     for length in cut:
         layers = counts().layers[start : start + length]
         start += length
-        found.append(
+        launches_of_stage.append(
             (
-                sum(each.launches("forward") for each in layers),
-                sum(each.launches("backward") for each in layers),
+                sum(layer.launches("forward") for layer in layers),
+                sum(layer.launches("backward") for layer in layers),
                 TENSORS * length,
             )
         )
-    return found
+    return launches_of_stage
 
 
 def device_seconds(cut: Sequence[int], samples: float) -> list[tuple[float, float]]:
@@ -239,9 +241,9 @@ def fit(residual: Callable[[Sequence[float]], float], start: Sequence[float]) ->
         for index in range(len(best)):
             for by in (factor, 1 / factor):
                 tried = [value * by if i == index else value for i, value in enumerate(best)]
-                found = residual(tried)
-                if found < least:
-                    best, least, moved = tried, found, True
+                residuals = residual(tried)
+                if residuals < least:
+                    best, least, moved = tried, residuals, True
         if not moved:
             factor = math.sqrt(factor)
     return best
@@ -326,10 +328,10 @@ ASSUMED = (
 
 def _one_process_section(rows: list[Row], host: Host) -> Section:
     off = lengths(8, 16, "size")
-    by_gpus = {
-        gpus: sum(row.ours or 0 for row in rows if row.case.endswith(f"M=16, {gpus} GPUs"))
-        for gpus in GPUS
-    }
+    by_gpus = {}
+    for gpus in GPUS:
+        suffix = f"M=16, {gpus} GPUs"
+        by_gpus[gpus] = sum(row.ours or 0 for row in rows if row.case.endswith(suffix))
     best = min(by_gpus, key=lambda gpus: by_gpus[gpus])
     return Section(
         "study",

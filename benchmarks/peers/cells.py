@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cell:
-    """One comparison. All systems train the same model on the same batch, on so many ranks."""
+    """One comparison. All systems train the same model on the same batch, on the same number of ranks."""
 
     workload: str
     stages: int

@@ -21,18 +21,18 @@ from penstock.runtime.processes import join
 
 HERE = Path(__file__).parent
 #: Kept from run to run while the machine and torch stay the same.
-KEPT = HERE / "profiles"
+PROFILES = HERE / "profiles"
 RANKS = 2
 
 
 def _profile(workload: str) -> ps.Profile:
     join()
     torch.manual_seed(0)
-    made, (x, y) = nn.Sequential(*layers_of(WORKLOADS[workload].make())), first_batch(workload)
+    network, (x, y) = nn.Sequential(*layers_of(WORKLOADS[workload].make())), first_batch(workload)
     samples = WORKLOADS[workload].samples
     sizes = sorted({max(2, samples // parts) for parts in (2, 4, 16)})
     return ps.profile(
-        made,
+        network,
         x,
         sizes=sizes,
         repeats=3,
@@ -55,41 +55,41 @@ def machine() -> dict[str, object]:
 
 def profile_of(workload: str, anew: bool) -> ps.Profile:
     """Measured now, or kept from a run on this machine."""
-    path, facts = KEPT / f"{workload}.json", KEPT / "machine.json"
+    path, facts = PROFILES / f"{workload}.json", PROFILES / "machine.json"
     same = facts.exists() and json.loads(facts.read_text()) == json.loads(json.dumps(machine()))
     if path.exists() and same and not anew:
         return ps.Profile.load(path)
     if not same:
-        for stale in KEPT.glob("*.json"):
+        for stale in PROFILES.glob("*.json"):
             stale.unlink()
     print(f"measuring the layers of {workload} …", flush=True)
-    KEPT.mkdir(exist_ok=True)
-    found = ps.launch(_profile, RANKS, workload, threads=1)[0]
-    assert isinstance(found, ps.Profile)
-    found.save(path)
+    PROFILES.mkdir(exist_ok=True)
+    profile = ps.launch(_profile, RANKS, workload, threads=1)[0]
+    assert isinstance(profile, ps.Profile)
+    profile.save(path)
     facts.write_text(json.dumps(machine(), indent=1) + "\n")
-    return found
+    return profile
 
 
 def link(anew: bool) -> Link:
     """Between two ranks of this host. Measured before profiles, so that it stands with them."""
-    path = KEPT / "link.json"
+    path = PROFILES / "link.json"
     if path.exists() and not anew:
         return Link(**json.loads(path.read_text()))
-    found = ps.launch(_link, RANKS, threads=1)[0]
-    assert isinstance(found, Link)
-    KEPT.mkdir(exist_ok=True)
+    measured_link = ps.launch(_link, RANKS, threads=1)[0]
+    assert isinstance(measured_link, Link)
+    PROFILES.mkdir(exist_ok=True)
     path.write_text(
         json.dumps(
             {
-                "latency_s": found.latency_s,
-                "bandwidth_bytes_per_s": found.bandwidth_bytes_per_s,
+                "latency_s": measured_link.latency_s,
+                "bandwidth_bytes_per_s": measured_link.bandwidth_bytes_per_s,
                 "source": "measured",
             }
         )
         + "\n"
     )
-    return found
+    return measured_link
 
 
 def cuts_of(cell: Cell, profile: ps.Profile) -> Cuts:
@@ -107,11 +107,10 @@ def cuts_of(cell: Cell, profile: ps.Profile) -> Cuts:
         # A stage without weights has nothing to give an optimizer, which some peers refuse: then
         # all stages have as many layers.
         firsts = [sum(lengths[:stage]) for stage in range(stages)]
-        bare = any(
-            not any(layer.parameters for layer in profile.layers[first : first + length])
-            for first, length in zip(firsts, lengths, strict=True)
-        )
-        return tuple(ps.partition(profile, stages, by="uniform")) if bare else lengths
+        for first, length in zip(firsts, lengths, strict=True):
+            if not any(layer.parameters for layer in profile.layers[first : first + length]):
+                return tuple(ps.partition(profile, stages, by="uniform"))
+        return lengths
 
     return Cuts(cut(cell.stages), cut(2 * cell.stages) if layers >= 2 * cell.stages else None)
 

@@ -1,5 +1,5 @@
-"""Where peers are installed: a folder for each, put in front of the path of its processes and of
-nobody else's.
+"""Folders that peers are installed in: each is put in front of the path of its own processes
+only.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ FOLDERS = HERE / ".environments"
 FILE = HERE / "environments.txt"
 
 
-def environments(given: Iterable[str], peers: Iterable[str]) -> dict[str, Path]:
+def environments(assignments: Iterable[str], peers: Iterable[str]) -> dict[str, Path]:
     """By peer: from the command line, else from `environments.txt`, else from `.environments/`."""
-    found = {peer: FOLDERS / peer for peer in peers if (FOLDERS / peer).is_dir()}
+    folders = {peer: FOLDERS / peer for peer in peers if (FOLDERS / peer).is_dir()}
     lines = FILE.read_text().splitlines() if FILE.exists() else []
-    for entry in [*lines, *given]:
+    for entry in [*lines, *assignments]:
         name, _, path = entry.partition("=")
         if path and not entry.startswith("#"):
-            found[name.strip()] = Path(path.strip()).expanduser().resolve()
-    return found
+            folders[name.strip()] = Path(path.strip()).expanduser().resolve()
+    return folders
 
 
 def install(systems: Mapping[str, System], peers: Iterable[str]) -> None:
     """Put peers' packages into folders of their own. torch is the one that is there, so they bring
     none.
     """
-    wanted = {
+    packages_of_peer = {
         system.peer: system.packages
         for system in systems.values()
         if system.packages and system.peer in peers
     }
-    for peer, packages in wanted.items():
+    for peer, packages in packages_of_peer.items():
         folder = FOLDERS / peer
         print(f"installing {' '.join(packages)} into {folder}", flush=True)
         command = [

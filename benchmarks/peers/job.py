@@ -44,13 +44,13 @@ class Job:
         bare = skeleton(self.cell.workload)
         last = len(bare) if last is None else last
         values = torch.load(self.spec.weights, mmap=True)
-        made = [layer.to_empty(device="cpu") for layer in bare[first:last]]
+        layers = [layer.to_empty(device="cpu") for layer in bare[first:last]]
         with torch.no_grad():
-            for index, layer in enumerate(made, first):
+            for index, layer in enumerate(layers, first):
                 for name, parameter in layer.named_parameters():
                     parameter.copy_(values[f"{index}.{name}"])
                     self._names[id(parameter)] = f"{index}.{name}", parameter
-        return made
+        return layers
 
     def stage(self, index: int, lengths: tuple[int, ...] | None = None) -> nn.Sequential:
         """One stage of the cut."""
@@ -76,12 +76,12 @@ class Job:
         it.
         """
         momentum = WORKLOADS[self.cell.workload].momentum
-        made = torch.optim.SGD(list(parameters), lr=LEARNING_RATE, momentum=momentum)
+        sgd = torch.optim.SGD(list(parameters), lr=LEARNING_RATE, momentum=momentum)
         if self.spec.gradients:
-            handle = made.register_step_pre_hook(
+            handle = sgd.register_step_pre_hook(
                 lambda optimizer, *_: (self.check(optimizer), handle.remove(), None)[-1]
             )
-        return made
+        return sgd
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Note every parameter's largest error; at once for all parameters that this optimizer has."""
@@ -91,11 +91,11 @@ class Job:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name, _ = self._names[id(parameter)]
-                found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                self.errors[name] = float((found - plain[name]).abs().max())
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                self.errors[name] = float((grad - plain[name]).abs().max())
 
     def forget_names(self) -> None:
-        """Let go of parameters that are not this rank's."""
+        """Drop references to parameters that are not this rank's."""
         self._names.clear()
 
 

@@ -80,7 +80,7 @@ class Bench:
     Attributes:
         nurseries: by peer.
         rounds: where steps are short, and where one fills a round.
-        slower: where steps are long, a system beyond so many times ours in a round is not measured
+        slower: where steps are long, a system beyond this multiple of ours in a round is not measured
         again. say: told how it goes. log: file for what went wrong. realtime: whether ranks have
         the host for themselves in their turn.
     """
@@ -125,10 +125,10 @@ class _Run:
     held: dict[str, int] = field(default_factory=dict)
 
     def all(self, chosen: Sequence[System]) -> None:
-        """As many at once as memory allows; ours is always there."""
+        """Measure all systems, as many at once as memory allows; ours is always among them."""
         group: list[str] = []
         room = available_bytes() - SPARE
-        for system in sorted(chosen, key=lambda each: each.name not in (OURS, "bound")):
+        for system in sorted(chosen, key=lambda system: system.name not in (OURS, "bound")):
             if not self._begun(system):
                 continue
             group.append(system.name)
@@ -137,13 +137,13 @@ class _Run:
                 stay = [name for name in group if name in (OURS, "bound")]
                 self.end([name for name in group if name not in stay])
                 group = stay
-        if any(name not in (OURS, "bound") for name in group) or not any(
-            row.seconds for row in self.rows.values()
-        ):
+        has_peers = any(name not in (OURS, "bound") for name in group)
+        measured_before = any(row.seconds for row in self.rows.values())
+        if has_peers or not measured_before:
             self._rounds(group)
 
     def end(self, names: list[str]) -> None:
-        """Let systems go."""
+        """End the processes of some systems."""
         for name in names:
             if name in self.teams:
                 self.teams.pop(name).end()
@@ -156,12 +156,12 @@ class _Run:
         try:
             team = Team(system, self.bench.nurseries[system.peer], self.cell, self.cuts, self.files)
             self.teams[system.name] = team
-            found = team.tell("check", [(self.bench.realtime,)] * team.ranks, LIMIT_S)
-            row.error = None if system.name == "bound" else self._error(found)
+            checks = team.tell("check", [(self.bench.realtime,)] * team.ranks, LIMIT_S)
+            row.error = None if system.name == "bound" else self._error(checks)
             if row.error is not None and not row.error < WRONG:
                 row.note = "its gradients are not those of plain training"
-            self.pace[system.name] = max(seconds for _, _, seconds, _ in found)
-            self.held[system.name] = sum(held for *_, held in found)
+            self.pace[system.name] = max(seconds for _, _, seconds, _ in checks)
+            self.held[system.name] = sum(held for *_, held in checks)
             team.tell("begin", [()] * team.ranks, 20)
         except (NotInstalled, PeerBroke) as error:
             self._broke(system.name, error)
@@ -172,15 +172,15 @@ class _Run:
         )
         return True
 
-    def _error(self, found: list[tuple[dict[str, float], float, float, int]]) -> float:
+    def _error(self, checks: list[tuple[dict[str, float], float, float, int]]) -> float:
         """The largest error in the largest gradient's terms."""
-        errors = {name: error for each, *_ in found for name, error in each.items()}
-        lacking = self.names - set(errors)
-        if lacking:
+        errors = {name: error for differences, *_ in checks for name, error in differences.items()}
+        missing = self.names - set(errors)
+        if missing:
             raise PeerBroke(
-                f"{len(lacking)} parameters were not updated, {min(lacking)} among them"
+                f"{len(missing)} parameters were not updated, {min(missing)} among them"
             )
-        return max(errors.values()) / max(most for _, most, *_ in found)
+        return max(errors.values()) / max(most for _, most, *_ in checks)
 
     def _broke(self, name: str, error: Exception) -> None:
         self.rows[name].note = str(error).splitlines()[0]
@@ -191,37 +191,44 @@ class _Run:
         self.bench.say(f"{self.cell}: {name}: {self.rows[name].note}")
 
     def _rounds(self, group: list[str]) -> None:
+        """Measure a group of systems in rounds; in each round their order is random."""
         if not group:
             return
         order = random.Random(0)
-        for name in group:  # what the first step took has little to say of those that are short
+        # The time of the first step is no good estimate for short steps: measure them again.
+        for name in group:
             if self.pace[name] < 1.0 and ROUND_S and name in self.teams:
                 self._try(name, 2, 3)
         for _ in range(self.bench.rounds[self._long(group[0])]):
-            ours = self._try(OURS, *self._steps(OURS)) if OURS in self.teams else None
-            others = [
-                name
-                for name in group
-                if name != OURS and name in self.teams and not self._dropped(name)
-            ]
-            for name in order.sample(others, len(others)):
-                if name == "bound":
-                    self._measure_bound()
-                    continue
-                seconds = self._try(name, *self._steps(name))
-                if seconds is not None:
-                    self.rows[name].seconds.append(seconds)
-                    if ours is not None:
-                        self.rows[name].ratios.append(seconds / ours)
-            if ours is not None:
-                self.rows[OURS].seconds.append(ours)
-                self.rows[OURS].ratios.append(1.0)
+            self._round(group, order)
+
+    def _round(self, group: list[str], order: random.Random) -> None:
+        """Measure every system once, ours first."""
+        ours = self._try(OURS, *self._steps(OURS)) if OURS in self.teams else None
+        others = [
+            name
+            for name in group
+            if name != OURS and name in self.teams and not self._dropped(name)
+        ]
+        for name in order.sample(others, len(others)):
+            if name == "bound":
+                self._measure_bound()
+                continue
+            seconds = self._try(name, *self._steps(name))
+            if seconds is not None:
+                self.rows[name].seconds.append(seconds)
+                if ours is not None:
+                    self.rows[name].ratios.append(seconds / ours)
+        if ours is not None:
+            self.rows[OURS].seconds.append(ours)
+            self.rows[OURS].ratios.append(1.0)
 
     def _long(self, name: str) -> bool:
+        """Whether a step fills a round."""
         return self.pace[name] > ROUND_S
 
     def _dropped(self, name: str) -> bool:
-        """Whether enough is known of a slow one."""
+        """Whether a slow system need not be measured again."""
         slower = self.bench.slower
         return (
             slower is not None
@@ -239,17 +246,18 @@ class _Run:
         """Seconds of a step, the median of some. A step ends when the last rank is through."""
         team, row = self.teams[name], self.rows[name]
         try:
-            found = team.tell(
+            reports = team.tell(
                 "run", [(warm, steps)] * team.ranks, 60 + 20 * (warm + steps) * self.pace[name]
             )
         except PeerBroke as error:
             self._broke(name, error)
             return None
-        ends = [max(moment) for moment in zip(*(each["times"] for each in found), strict=True)]
+        times_of_ranks = [report["times"] for report in reports]
+        ends = [max(times) for times in zip(*times_of_ranks, strict=True)]
         seconds = statistics.median(after - before for before, after in itertools.pairwise(ends))
-        row.peaks = [each["peak"] for each in found]
-        row.whole_peaks = any(each["whole"] for each in found)
-        row.idle_s = max(each["idle_s"] for each in found)
+        row.peaks = [report["peak"] for report in reports]
+        row.whole_peaks = any(report["whole"] for report in reports)
+        row.idle_s = max(report["idle_s"] for report in reports)
         self.pace[name] = seconds
         return seconds
 
@@ -260,17 +268,17 @@ class _Run:
             list(range(first, min(first + cores, team.ranks)))
             for first in range(0, team.ranks, cores)
         ]
-        for kept, sets in (
+        for series, sets in (
             (self.bound.alone_s, [[rank] for rank in range(team.ranks)]),
             (self.bound.together_s, groups),
         ):
-            found = [
+            answers = [
                 answer
-                for told in sets
-                for answer in team.tell("run", [(warm, steps)] * team.ranks, 300, told)
+                for ranks in sets
+                for answer in team.tell("run", [(warm, steps)] * team.ranks, 300, ranks)
             ]
-            kept.append(
-                bound_s([_medians(answer) for answer in found], self.cell.micro_batches, cores)
+            series.append(
+                bound_s([_medians(answer) for answer in answers], self.cell.micro_batches, cores)
             )
 
 
@@ -298,8 +306,8 @@ def bound_s(parts: Sequence[tuple[float, float, float]], micro_batches: int, cor
     >>> bound_s([(1.0, 2.0, 0.5), (1.0, 2.0, 0.5)], micro_batches=1, cores=2)  # 3 s, and 3.5 s before the next batch is there
     6.5
     """
-    found, ramp = 0.0, 0.0
+    slowest, ramp = 0.0, 0.0
     for stage, (forward, backward, update) in enumerate(parts):
-        found = max(found, forward + backward + max(update, ramp + parts[0][2] * (stage > 0)))
+        slowest = max(slowest, forward + backward + max(update, ramp + parts[0][2] * (stage > 0)))
         ramp += (forward + backward) / micro_batches
-    return max(found, sum(map(sum, parts)) / cores)
+    return max(slowest, sum(map(sum, parts)) / cores)

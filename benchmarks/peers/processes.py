@@ -84,8 +84,8 @@ class Nursery:
             line = self.process.stdout.readline()
             if not line:
                 raise PeerBroke(f"its imports ended the process; see {self.log}")
-            told = json.loads(line)
-            self.versions, self.missing = told.get("versions"), told.get("missing")
+            message = json.loads(line)
+            self.versions, self.missing = message.get("versions"), message.get("missing")
         if self.versions is None:
             raise NotInstalled(f"not installed ({self.missing})")
         return self.versions
@@ -171,19 +171,19 @@ class Team:
         Raises:
             PeerBroke: see there. Its ranks are ended then.
         """
-        told = list(range(self.ranks)) if only is None else list(only)
+        targets = list(range(self.ranks)) if only is None else list(only)
         try:
-            for rank in told:
+            for rank in targets:
                 self.connections[rank].send((name, args[rank]))
-            return self._answers(told, name, time.monotonic() + limit_s)
+            return self._answers(targets, name, time.monotonic() + limit_s)
         except BaseException as error:
             self.end()
             if isinstance(error, OSError | EOFError):
                 raise PeerBroke(f"a rank died in {name}") from error
             raise
 
-    def _answers(self, told: list[int], name: str, until: float) -> list[Any]:
-        waiting = {self.connections[rank]: rank for rank in told}
+    def _answers(self, targets: list[int], name: str, until: float) -> list[Any]:
+        waiting = {self.connections[rank]: rank for rank in targets}
         answers: dict[int, Any] = {}
         while waiting:
             ready = wait(list(waiting), max(0.0, until - time.monotonic()))
@@ -200,7 +200,7 @@ class Team:
                         f"rank {waiting[connection]}, {name}: {answer['error']}\n{answer['traceback']}"
                     )
                 answers[waiting.pop(connection)] = answer["value"]
-        return [answers[rank] for rank in told]
+        return [answers[rank] for rank in targets]
 
     def end(self) -> None:
         """All its ranks, at once."""

@@ -5,7 +5,7 @@ it is asked to, and sleeps.
 
 A line on standard input is the address of a socket: a rank is forked, which connects to it and does
 what it is told. Forked ranks begin with what was loaded, so that starting them takes milliseconds
-and nobody's memory has another's libraries in it.
+and no system's memory contains another's libraries.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     os.dup2(2, 1)  # what peers print goes to the log
     try:
         # The last three are what every rank needs before its first step: an optimizer loads
-        # torch._dynamo, whoever makes it.
+        # torch._dynamo in every system.
         modules = [
             importlib.import_module(name)
             for name in [*json.loads(sys.argv[1]), "torch._dynamo", "job", "adapters.catalogue"]
@@ -63,9 +63,7 @@ def main() -> None:
         if hasattr(module, "__version__")
     }
     print(json.dumps({"versions": versions}), file=answers, flush=True)
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_IGN
-    )  # nobody waits for ranks: let the system clear them away
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are not waited for: the system reaps them
     me = os.getpid()
     for line in sys.stdin:
         if os.fork() == 0:

@@ -52,12 +52,12 @@ def _ms(seconds: float | None) -> float | None:
 def _row(row: Row, alone: float | None, together: float | None) -> dict[str, Any]:
     if not row.seconds:
         return {"note": row.note}
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "step_ms": _ms(row.step_s),
         "step_ms_by_round": [_ms(seconds) for seconds in row.seconds],
     }
     if row.ratio:
-        found["ratio"] = dict(
+        fields["ratio"] = dict(
             zip(
                 ("lower_quartile", "median", "upper_quartile"),
                 (round(part, 3) for part in row.ratio),
@@ -65,25 +65,25 @@ def _row(row: Row, alone: float | None, together: float | None) -> dict[str, Any
             )
         )
     if alone and together:
-        found["efficiency"] = {
+        fields["efficiency"] = {
             "alone": round(alone / row.step_s, 3),
             "together": round(together / row.step_s, 3),
         }
-    found["peak_bytes_by_process"] = row.peaks
+    fields["peak_bytes_by_process"] = row.peaks
     if row.whole_peaks:
-        found["peaks_with_making"] = True
+        fields["peaks_with_making"] = True
     if row.error is not None:
-        found["gradient_error"] = row.error
-    found["idle_cpu_s"] = round(row.idle_s, 3)
+        fields["gradient_error"] = row.error
+    fields["idle_cpu_s"] = round(row.idle_s, 3)
     if row.note:
-        found["note"] = row.note
-    return found
+        fields["note"] = row.note
+    return fields
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(cell: Mapping[str, Any]) -> str:
     """One cell, the fastest first."""
-    bound = found["bound_ms"]
-    head = f"{found['workload']}, {found['stages']} ranks, {found['micro_batches']} micro-batches, cut {found['lengths']}"
+    bound = cell["bound_ms"]
+    head = f"{cell['workload']}, {cell['stages']} ranks, {cell['micro_batches']} micro-batches, cut {cell['lengths']}"
     if bound["alone"]:
         head += f"; bound {bound['alone']:.2f} ms by ops alone, {bound['together']:.2f} ms by ops together"
     lines = [
@@ -93,32 +93,31 @@ def table(found: Mapping[str, Any]) -> str:
             f"{'MiB/rank':>10}{'MiB in all':>12}{'gradients':>11}"
         ),
     ]
-    done = {name: row for name, row in found["systems"].items() if "step_ms" in row}
+    done = {name: row for name, row in cell["systems"].items() if "step_ms" in row}
     for name, row in sorted(done.items(), key=lambda pair: pair[1]["step_ms"]):
-        ratio, efficiency, peaks = (
-            row.get("ratio"),
-            row.get("efficiency"),
-            [peak / 2**20 for peak in row["peak_bytes_by_process"]],
-        )
-        middle = f"{ratio['median']:.2f}" if ratio else "-"
-        spread = (
-            f"{ratio['lower_quartile']:.2f} - {ratio['upper_quartile']:.2f}"
-            if ratio and name != OURS
-            else ""
-        )
-        shares = [
-            f"{efficiency[kind]:.1%}" if efficiency else "-" for kind in ("alone", "together")
-        ]
-        error = f"{row['gradient_error']:.0e}" if "gradient_error" in row else "-"
-        lines.append(
-            f"  {name:24}{row['step_ms']:>10.2f}{middle:>9}{spread:>15}{shares[0]:>10}{shares[1]:>10}"
-            f"{max(peaks):>10.0f}{sum(peaks):>12.0f}{error:>11}"
-            + (f"  {row['note']}" if "note" in row else "")
-        )
+        lines.append(_system_line(name, row))
     lines += [
-        f"  {name:24}{row['note']}" for name, row in found["systems"].items() if name not in done
+        f"  {name:24}{row['note']}" for name, row in cell["systems"].items() if name not in done
     ]
     return "\n".join(lines)
+
+
+def _system_line(name: str, row: Mapping[str, Any]) -> str:
+    """Return a system's line of the table."""
+    ratio, efficiency = row.get("ratio"), row.get("efficiency")
+    peaks = [peak / 2**20 for peak in row["peak_bytes_by_process"]]
+    median = f"{ratio['median']:.2f}" if ratio else "-"
+    spread = ""
+    if ratio and name != OURS:
+        spread = f"{ratio['lower_quartile']:.2f} - {ratio['upper_quartile']:.2f}"
+    alone = f"{efficiency['alone']:.1%}" if efficiency else "-"
+    together = f"{efficiency['together']:.1%}" if efficiency else "-"
+    error = f"{row['gradient_error']:.0e}" if "gradient_error" in row else "-"
+    note = f"  {row['note']}" if "note" in row else ""
+    return (
+        f"  {name:24}{row['step_ms']:>10.2f}{median:>9}{spread:>15}{alone:>10}{together:>10}"
+        f"{max(peaks):>10.0f}{sum(peaks):>12.0f}{error:>11}{note}"
+    )
 
 
 def picture(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -132,15 +131,7 @@ def picture(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
         name: list(rows)
         for name, rows in itertools.groupby(cells, key=lambda cell: cell["workload"])
     }
-    names = sorted(
-        dict.fromkeys(
-            name
-            for cell in cells
-            for name, row in cell["systems"].items()
-            if "ratio" in row and name != OURS
-        ),
-        key=_peer_place,
-    )
+    names = _compared_systems(cells)
     if not names:
         return
     figure, axes = plt.subplots(
@@ -150,62 +141,85 @@ def picture(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
         squeeze=False,
         layout="constrained",
     )
-    width = 0.86 / len(names)
     for axis, (workload, rows) in zip(axes[:, 0], panels.items(), strict=True):
-        for place, name in enumerate(names):
-            at = [
-                (x, row["systems"][name]["ratio"])
-                for x, row in enumerate(rows)
-                if "ratio" in row["systems"].get(name, {})
-            ]
-            xs = [x + (place - (len(names) - 1) / 2) * width for x, _ in at]
-            middles = [ratio["median"] for _, ratio in at]
-            spread = [
-                [ratio["median"] - ratio["lower_quartile"] for _, ratio in at],
-                [ratio["upper_quartile"] - ratio["median"] for _, ratio in at],
-            ]
-            colour, hatch, shade = _style(name, names)
-            axis.bar(
-                xs,
-                [middle - 1 for middle in middles],
-                width,
-                bottom=1,
-                color=colour,
-                alpha=shade,
-                hatch=hatch,
-                label=name,
-                edgecolor="white",
-                linewidth=0.3,
-            )
-            if at:
-                axis.errorbar(xs, middles, yerr=spread, fmt="none", ecolor="black", elinewidth=0.6)
-        axis.set_yscale("log", base=2)
-        axis.minorticks_off()
-        found = [
-            row["systems"][name]["ratio"]
-            for row in rows
-            for name in names
-            if "ratio" in row["systems"].get(name, {})
-        ]
-        bottom = 0.92 * min([0.85, *(ratio["lower_quartile"] for ratio in found)])
-        top = 1.08 * max([1.3, *(ratio["upper_quartile"] for ratio in found)])
-        ticks = [tick for tick in (COARSE if top > 5 * bottom else FINE) if bottom < tick < top]
-        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.set_ylim(bottom, top)
-        axis.axhline(1, color=COLOURS["penstock"], linewidth=1)
-        axis.set_xticks(
-            range(len(rows)), [f"{row['stages']} ranks, M = {row['micro_batches']}" for row in rows]
-        )
-        axis.set_xlim(-0.5, len(rows) - 0.5)
-        axis.grid(axis="y", color="#dddddd", linewidth=0.5)
-        axis.set_axisbelow(True)
+        for name in names:
+            _draw_bars(axis, rows, name, names)
+        _format_axis(axis, rows, names)
         axis.set_title(workload, loc="left", fontsize=10)
-        axis.set_ylabel("step, in terms of\nPenstock 1F1B", fontsize=8)
-        axis.tick_params(labelsize=8)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _compared_systems(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the systems that have a ratio to ours in some cell, in the order of `COLOURS`."""
+    names: dict[str, None] = {}
+    for cell in cells:
+        for name, row in cell["systems"].items():
+            if "ratio" in row and name != OURS:
+                names[name] = None
+    return sorted(names, key=_peer_place)
+
+
+def _ratios(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, Mapping[str, float]]]:
+    """Return a system's ratios to ours with the index of their row."""
+    return [
+        (index, row["systems"][name]["ratio"])
+        for index, row in enumerate(rows)
+        if "ratio" in row["systems"].get(name, {})
+    ]
+
+
+def _draw_bars(
+    axis: Any, rows: Sequence[Mapping[str, Any]], name: str, names: Sequence[str]
+) -> None:
+    """Draw the bars of one system, from 1 to its median ratio, with the quartiles."""
+    width = 0.86 / len(names)
+    offset = (names.index(name) - (len(names) - 1) / 2) * width
+    ratios = _ratios(rows, name)
+    xs = [index + offset for index, _ in ratios]
+    medians = [ratio["median"] for _, ratio in ratios]
+    spread = [
+        [ratio["median"] - ratio["lower_quartile"] for _, ratio in ratios],
+        [ratio["upper_quartile"] - ratio["median"] for _, ratio in ratios],
+    ]
+    colour, hatch, shade = _style(name, names)
+    axis.bar(
+        xs,
+        [median - 1 for median in medians],
+        width,
+        bottom=1,
+        color=colour,
+        alpha=shade,
+        hatch=hatch,
+        label=name,
+        edgecolor="white",
+        linewidth=0.3,
+    )
+    if ratios:
+        axis.errorbar(xs, medians, yerr=spread, fmt="none", ecolor="black", elinewidth=0.6)
+
+
+def _format_axis(axis: Any, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Set scale, limits, ticks and labels of a panel."""
+    axis.set_yscale("log", base=2)
+    axis.minorticks_off()
+    ratios = [ratio for name in names for _, ratio in _ratios(rows, name)]
+    bottom = 0.92 * min([0.85, *(ratio["lower_quartile"] for ratio in ratios)])
+    top = 1.08 * max([1.3, *(ratio["upper_quartile"] for ratio in ratios)])
+    ticks = [tick for tick in (COARSE if top > 5 * bottom else FINE) if bottom < tick < top]
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_ylim(bottom, top)
+    axis.axhline(1, color=COLOURS["penstock"], linewidth=1)
+    axis.set_xticks(
+        range(len(rows)), [f"{row['stages']} ranks, M = {row['micro_batches']}" for row in rows]
+    )
+    axis.set_xlim(-0.5, len(rows) - 0.5)
+    axis.grid(axis="y", color="#dddddd", linewidth=0.5)
+    axis.set_axisbelow(True)
+    axis.set_ylabel("step, in terms of\nPenstock 1F1B", fontsize=8)
+    axis.tick_params(labelsize=8)
 
 
 def _peer(name: str) -> str:
@@ -220,5 +234,5 @@ def _style(name: str, names: Sequence[str]) -> tuple[str, str, float]:
     """A colour for the peer; its systems differ by shade and hatching."""
     peer = name.split(maxsplit=1)[0].rstrip(",")
     peer = "floor:" if peer.startswith("floor") else peer
-    place = [each for each in names if each.startswith(peer)].index(name)
+    place = [candidate for candidate in names if candidate.startswith(peer)].index(name)
     return COLOURS.get(peer, "#999999"), ("", "////", "....")[place % 3], (1.0, 0.8, 0.6)[place % 3]

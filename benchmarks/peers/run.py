@@ -9,6 +9,7 @@ how peers are installed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,34 +44,35 @@ DEFAULT = (
 QUICK = (Cell("mlp", 2, 16), Cell("gpt", 2, 8))
 
 
-def cells(given: argparse.Namespace) -> list[Cell]:
-    """What to compare."""
-    named = given.workload or given.stages or given.micro_batches
-    if not named and not given.full:
-        return list(QUICK if given.quick else DEFAULT)
-    return [
-        Cell(name, stages, count)
-        for name in given.workload or WORKLOADS
-        for stages in given.stages or STAGES
-        for count in given.micro_batches or WORKLOADS[name].micro_batches
-    ]
+def cells(arguments: argparse.Namespace) -> list[Cell]:
+    """Return the cells to compare, from the command line."""
+    named = arguments.workload or arguments.stages or arguments.micro_batches
+    if not named and not arguments.full:
+        return list(QUICK if arguments.quick else DEFAULT)
+    selected = []
+    for name in arguments.workload or WORKLOADS:
+        micro_batch_counts = arguments.micro_batches or WORKLOADS[name].micro_batches
+        for stages, count in itertools.product(arguments.stages or STAGES, micro_batch_counts):
+            selected.append(Cell(name, stages, count))
+    return selected
 
 
-def chosen(found: dict[str, System], wanted: Sequence[str] | None) -> list[System]:
-    """Those asked for, by peer or by name; ours and the bound are always among them."""
-    if wanted:
-        known = {*found, *(system.peer for system in found.values())}
-        unknown = [name for name in wanted if name not in known]
-        if unknown:
-            sys.exit(
-                f"there is no peer {unknown[0]!r}; there are {', '.join(sorted({system.peer for system in found.values()}))}, "
-                f"and by single systems: {'; '.join(found)}"
-            )
-    always = ("penstock 1f1b", "bound")
+def chosen(available: dict[str, System], names: Sequence[str] | None) -> list[System]:
+    """Return the systems selected by peer or by name; ours and the bound are always included."""
+    if not names:
+        return list(available.values())
+    peers = {system.peer for system in available.values()}
+    unknown = [name for name in names if name not in available and name not in peers]
+    if unknown:
+        sys.exit(
+            f"there is no peer {unknown[0]!r}; there are {', '.join(sorted(peers))}, "
+            f"and by single systems: {'; '.join(available)}"
+        )
+    selected_names = {"penstock 1f1b", "bound", *names}
     return [
         system
-        for system in found.values()
-        if not wanted or system.name in always or system.peer in wanted or system.name in wanted
+        for system in available.values()
+        if system.name in selected_names or system.peer in names
     ]
 
 
@@ -142,44 +144,32 @@ def words() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Compare, print, write."""
-    given = words().parse_args()
-    found = systems()
-    peers = given.peers.split(",") if given.peers else None
-    out = given.out or HERE / ("quick.json" if given.quick else "results.json")
+    arguments = words().parse_args()
+    available = systems()
+    peers = arguments.peers.split(",") if arguments.peers else None
+    out = arguments.out or HERE / ("quick.json" if arguments.quick else "results.json")
     drawn = HERE / "figure.png" if out == HERE / "results.json" else out.with_suffix(".png")
-    if given.install:
-        install(found, peers or {system.peer for system in found.values()})
+    if arguments.install:
+        install(available, peers or {system.peer for system in available.values()})
         return
-    if given.draw:
-        shown = json.loads(out.read_text())["cells"]
-        print(*map(table, shown), sep="\n\n")
-        picture(shown, drawn)
+    if arguments.draw:
+        previous_cells = json.loads(out.read_text())["cells"]
+        print(*map(table, previous_cells), sep="\n\n")
+        picture(previous_cells, drawn)
         return
-    wanted = cells(given)
-    if wrong := [
-        cell
-        for cell in wanted
-        if cell.micro_batches < 1 or WORKLOADS[cell.workload].samples % cell.micro_batches
-    ]:
-        sys.exit(
-            f"{wrong[0]}: micro-batches must divide the batch of {WORKLOADS[wrong[0].workload].samples} samples"
-        )
+    selected_cells = cells(arguments)
+    _check_cells(selected_cells)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    picked = chosen(found, peers)
-    started, known = (
-        time.monotonic(),
-        environments(given.environment, {system.peer for system in found.values()}),
-    )
+    picked = chosen(available, peers)
+    started = time.monotonic()
+    all_peers = {system.peer for system in available.values()}
+    folders = environments(arguments.environment, all_peers)
     logs = HERE / "logs"
     logs.mkdir(exist_ok=True)
     nurseries: dict[str, Nursery] = {}
     with tempfile.TemporaryDirectory(prefix="penstock-peers-") as folder:
         try:
-            for system in picked:
-                if system.peer not in nurseries:
-                    log = logs / f"{system.peer}.txt"
-                    log.unlink(missing_ok=True)
-                    nurseries[system.peer] = Nursery(system, known.get(system.peer), log)
+            _start_nurseries(nurseries, picked, folders, logs)
             results: dict[str, Any] = {
                 "machine": {},
                 "versions": _versions(nurseries),
@@ -188,9 +178,25 @@ def main() -> None:
             }
             log = logs / "errors.txt"
             log.unlink(missing_ok=True)
-            rounds = (given.rounds,) * 2 if given.rounds else (2, 1) if given.quick else (5, 3)
-            bench = Bench(nurseries, rounds, given.slower or None, _say, log, given.realtime)
-            _compare(wanted, picked, bench, Path(folder), results, given.measure_cuts, (out, drawn))
+            rounds = (
+                (arguments.rounds,) * 2
+                if arguments.rounds
+                else (2, 1)
+                if arguments.quick
+                else (5, 3)
+            )
+            bench = Bench(
+                nurseries, rounds, arguments.slower or None, _say, log, arguments.realtime
+            )
+            _compare(
+                selected_cells,
+                picked,
+                bench,
+                Path(folder),
+                results,
+                arguments.measure_cuts,
+                (out, drawn),
+            )
         except KeyboardInterrupt:
             print("\nstopped; what was measured is written", file=sys.stderr)
             sys.exit(130)
@@ -202,8 +208,30 @@ def main() -> None:
     )
 
 
+def _check_cells(selected_cells: Sequence[Cell]) -> None:
+    """Exit if a number of micro-batches does not divide the batch."""
+    for cell in selected_cells:
+        samples = WORKLOADS[cell.workload].samples
+        if cell.micro_batches < 1 or samples % cell.micro_batches:
+            sys.exit(f"{cell}: micro-batches must divide the batch of {samples} samples")
+
+
+def _start_nurseries(
+    nurseries: dict[str, Nursery],
+    systems: Sequence[System],
+    folders: Mapping[str, Path],
+    logs: Path,
+) -> None:
+    """Start the process of every peer, with an empty log; `nurseries` gets them by peer."""
+    for system in systems:
+        if system.peer not in nurseries:
+            log = logs / f"{system.peer}.txt"
+            log.unlink(missing_ok=True)
+            nurseries[system.peer] = Nursery(system, folders.get(system.peer), log)
+
+
 def _compare(
-    wanted: list[Cell],
+    selected_cells: list[Cell],
     picked: list[System],
     bench: Bench,
     folder: Path,
@@ -213,29 +241,29 @@ def _compare(
 ) -> None:
     # Measuring loads torch, its threads and its memory into a process that should keep out of the
     # way: another one does it.
-    with ProcessPoolExecutor(1) as apart:
+    with ProcessPoolExecutor(1) as executor:
         import cuts
 
         results["machine"] = {
-            **apart.submit(cuts.machine).result(),
+            **executor.submit(cuts.machine).result(),
             "python": platform.python_version(),
         }
-        found = {}
-        for cell in wanted:
-            found[cell] = apart.submit(
+        cuts_of_cell = {}
+        for cell in selected_cells:
+            cuts_of_cell[cell] = executor.submit(
                 cuts.found,
                 cell,
                 folder,
-                anew and all(cell.workload != done.workload for done in found),
+                anew and all(cell.workload != done.workload for done in cuts_of_cell),
                 any(system.name == "penstock auto" for system in picked),
             ).result()
     files = {}
-    for name in dict.fromkeys(cell.workload for cell in wanted):
+    for name in dict.fromkeys(cell.workload for cell in selected_cells):
         files[name] = _reference(name, folder)
-    for cell in wanted:
+    for cell in selected_cells:
         weights, gradients, names = files[cell.workload]
-        rows, bound = bench.measure(cell, found[cell], picked, (weights, gradients), names)
-        results["cells"].append(record(cell, found[cell], rows, bound))
+        rows, bound = bench.measure(cell, cuts_of_cell[cell], picked, (weights, gradients), names)
+        results["cells"].append(record(cell, cuts_of_cell[cell], rows, bound))
         _say("")
         print(table(results["cells"][-1]) + "\n", flush=True)
         places[0].write_text(json.dumps(results, indent=1) + "\n")
@@ -246,8 +274,8 @@ def _reference(workload: str, folder: Path) -> tuple[Path, Path, set[str]]:
     from rank import reference
 
     weights, gradients = folder / f"{workload}.weights", folder / f"{workload}.gradients"
-    with ProcessPoolExecutor(1) as apart:
-        names = apart.submit(reference, weights, gradients, workload).result()
+    with ProcessPoolExecutor(1) as executor:
+        names = executor.submit(reference, weights, gradients, workload).result()
     return weights, gradients, names
 
 

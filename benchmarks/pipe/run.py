@@ -49,12 +49,12 @@ def workload(name: str) -> tuple[nn.Sequential, Tensor, Tensor, Callable[..., Te
             nn.functional.mse_loss,
         )
     if name == "gpt":
-        made = zoo_model("gpt", layers=12, width=256, heads=4, tokens=128, vocabulary=512)
+        network = zoo_model("gpt", layers=12, width=256, heads=4, tokens=128, vocabulary=512)
         x, y = torch.randint(0, 512, (2, 32, 128))
-        return nn.Sequential(*ps.chain(made).modules), x, y, gpt_loss
-    made = zoo_model("vgg19", classes=100, image=32, dropout=0.0)
+        return nn.Sequential(*ps.chain(network).modules), x, y, gpt_loss
+    network = zoo_model("vgg19", classes=100, image=32, dropout=0.0)
     return (
-        nn.Sequential(*ps.chain(made).modules),
+        nn.Sequential(*ps.chain(network).modules),
         torch.randn(128, 3, 32, 32),
         torch.randint(0, 100, (128,)),
         nn.functional.cross_entropy,
@@ -77,7 +77,7 @@ def contestant(name: str) -> Callable[..., nn.Module]:
 
 
 def serve(name: str, cell: str, mode: str) -> None:
-    """What a contestant's process does: answers every line of input by the milliseconds of so many
+    """What a contestant's process does: answers every line of input by the milliseconds of that many
     steps.
     """
     warnings.simplefilter("ignore")
@@ -151,9 +151,9 @@ class Contestant:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{steps}\n")
         self._process.stdin.flush()
-        found = self._read()
-        self.times += found
-        self.rounds.append(statistics.median(found))
+        answer = self._read()
+        self.times += answer
+        self.rounds.append(statistics.median(answer))
 
     def end(self) -> None:
         """Let it go."""
@@ -163,21 +163,24 @@ class Contestant:
 def measure(cell: str, mode: str, names: list[str], settings: argparse.Namespace) -> dict[str, Any]:
     """All contestants in turn, for some rounds."""
     steps = settings.steps or {"mlp": 30, "gpt": 2, "vgg": 2}[cell]
-    found = [Contestant(name, cell, mode, settings.peers) for name in names]
+    contestants = [Contestant(name, cell, mode, settings.peers) for name in names]
     for _ in range(settings.rounds):
-        for each in found:
-            each.train(steps)
-    ours = next(each for each in found if each.name == "penstock")
+        for contestant in contestants:
+            contestant.train(steps)
+    ours = next(contestant for contestant in contestants if contestant.name == "penstock")
     rows = {}
-    for each in found:
-        each.end()
-        ratios = sorted(theirs / own for theirs, own in zip(each.rounds, ours.rounds, strict=True))
-        rows[each.name] = {
-            "median_ms": round(statistics.median(each.times), 3),
-            "least_ms": round(min(each.times), 3),
+    for contestant in contestants:
+        contestant.end()
+        ratios = sorted(
+            theirs / our_time
+            for theirs, our_time in zip(contestant.rounds, ours.rounds, strict=True)
+        )
+        rows[contestant.name] = {
+            "median_ms": round(statistics.median(contestant.times), 3),
+            "least_ms": round(min(contestant.times), 3),
             "to_ours": round(statistics.median(ratios), 3),
             "to_ours_spread": [round(ratios[0], 3), round(ratios[-1], 3)],
-            **{name: float(f"{value:.3g}") for name, value in each.facts.items()},
+            **{name: float(f"{value:.3g}") for name, value in contestant.facts.items()},
         }
     return {
         "cell": cell,

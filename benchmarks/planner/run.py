@@ -78,7 +78,7 @@ CASES = [
 def weigh(case: Case, path: str) -> None:
     """Plan one case and write what came of it; in a process of its own."""
     with torch.device("meta"):
-        made = model(case.model, **case.options)
+        network = model(case.model, **case.options)
     where = case.cluster
     if where == "mixed":
         file = Path(tempfile.mkdtemp()) / "mixed.yaml"
@@ -86,7 +86,7 @@ def weigh(case: Case, path: str) -> None:
         where = str(file)
     target = ps.cluster(where)
     kinds = dict.fromkeys(device.name for device in target.devices)
-    profiles = {kind: ps.analytic(made, example(case), kind, batch=case.batch) for kind in kinds}
+    profiles = {kind: ps.analytic(network, example(case), kind, batch=case.batch) for kind in kinds}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start, spent = time.perf_counter(), time.process_time()
     plan = ps.plan(profiles, target, batch=case.batch)
@@ -111,17 +111,17 @@ def weigh(case: Case, path: str) -> None:
         "rss_before_mib": before / 1024,
         "planners": [
             {
-                "planner": each.planner,
-                "step_s": each.step_s if each.plan else None,
-                "seconds": each.seconds,
-                "plan": str(each.plan).splitlines()[0]
-                if each.plan
-                else each.refusal.splitlines()[0],
-                "objective": str(each.plan.objective)
-                if each.plan and each.plan.objective
+                "planner": planner.planner,
+                "step_s": planner.step_s if planner.plan else None,
+                "seconds": planner.seconds,
+                "plan": str(planner.plan).splitlines()[0]
+                if planner.plan
+                else planner.refusal.splitlines()[0],
+                "objective": str(planner.plan.objective)
+                if planner.plan and planner.plan.objective
                 else None,
             }
-            for each in others
+            for planner in others
         ],
     }
     Path(path).write_text(json.dumps(row))
@@ -170,9 +170,11 @@ def show(row: dict[str, Any]) -> None:
         f"{row['lower_bound_s'] * 1e3:.1f} ms; planned in {row['seconds']:.1f} s ({row['cpu_s']:.1f} s of CPU), peak "
         f"{row['peak_rss_mib']:.0f} MiB"
     )
-    for each in row["planners"]:
-        ratio = f"{each['step_s'] / row['step_s']:7.3f}" if each["step_s"] else "   none"
-        print(f"  {each['planner']:18} {ratio}  {each['seconds']:6.2f} s  {each['plan'][:120]}")
+    for planner in row["planners"]:
+        ratio = f"{planner['step_s'] / row['step_s']:7.3f}" if planner["step_s"] else "   none"
+        print(
+            f"  {planner['planner']:18} {ratio}  {planner['seconds']:6.2f} s  {planner['plan'][:120]}"
+        )
     sys.stdout.flush()
 
 

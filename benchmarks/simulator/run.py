@@ -52,32 +52,35 @@ def seconds_of(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def ops_of(made: Schedule) -> int:
+def ops_of(program: Schedule) -> int:
     """Number of ops."""
-    return sum(map(len, made.programs))
+    return sum(map(len, program.programs))
 
 
-def anew(made: Schedule) -> Schedule:
+def anew(program: Schedule) -> Schedule:
     """The same schedule with nothing kept of earlier simulations."""
-    return Schedule(made.programs, made.name)
+    return Schedule(program.programs, program.name)
 
 
 def one_schedule(name: str, stages: int, micro_batches: int, rounds: int) -> Row:
     """First call on a new Schedule (conversion and structure), further calls, and calls that read
     every figure.
     """
-    made = schedule(name, stages, micro_batches)
+    program = schedule(name, stages, micro_batches)
     rng = np.random.default_rng(0)
-    costs = Costs(forward=rng.random(made.stages), backward=rng.random(made.stages), transfer=0.1)
-    ops = ops_of(made)
-    simulate(made, costs)
+    costs = Costs(
+        forward=rng.random(program.stages), backward=rng.random(program.stages), transfer=0.1
+    )
+    ops = ops_of(program)
+    simulate(program, costs)
     first = [
-        seconds_of(lambda: simulate(anew(made), costs).makespan) for _ in range(max(rounds // 3, 1))
+        seconds_of(lambda: simulate(anew(program), costs).makespan)
+        for _ in range(max(rounds // 3, 1))
     ]
-    again = [seconds_of(lambda: simulate(made, costs).makespan) for _ in range(rounds)]
+    again = [seconds_of(lambda: simulate(program, costs).makespan) for _ in range(rounds)]
 
     def figures() -> None:
-        line = simulate(made, costs)
+        line = simulate(program, costs)
         _ = line.makespan, line.bubble_ratio, line.span_bubble_ratio, line.peak_in_flight
 
     reading = [seconds_of(figures) for _ in range(rounds)]
@@ -94,30 +97,34 @@ def one_schedule(name: str, stages: int, micro_batches: int, rounds: int) -> Row
 
 def many_vectors(name: str, stages: int, micro_batches: int, vectors: int, rounds: int) -> Row:
     """Vectors per second: one by one, as a list of Costs, as arrays."""
-    made = schedule(name, stages, micro_batches)
+    program = schedule(name, stages, micro_batches)
     rng = np.random.default_rng(0)
     arrays = {
-        "forward": rng.random((vectors, made.stages)),
-        "backward": rng.random((vectors, made.stages)),
-        "transfer": rng.random((vectors, made.stages - 1)),
+        "forward": rng.random((vectors, program.stages)),
+        "backward": rng.random((vectors, program.stages)),
+        "transfer": rng.random((vectors, program.stages - 1)),
     }
-    costs = [Costs(**{field: array[i] for field, array in arrays.items()}) for i in range(vectors)]
-    simulate_many(made, arrays)
-    alone = [
-        seconds_of(lambda: [simulate(made, each).makespan for each in costs])
-        for _ in range(max(rounds // 3, 1))
-    ]
-    listed = [seconds_of(lambda: simulate_many(made, costs)) for _ in range(rounds)]
-    stacked = [seconds_of(lambda: simulate_many(made, arrays)) for _ in range(rounds)]
-    medians = [statistics.median(each) for each in (alone, listed, stacked)]
+    costs = []
+    for i in range(vectors):
+        costs.append(Costs(**{field: array[i] for field, array in arrays.items()}))
+    simulate_many(program, arrays)
+
+    def simulate_one_by_one() -> list[float]:
+        """Simulate every vector by a call of its own."""
+        return [simulate(program, vector).makespan for vector in costs]
+
+    alone = [seconds_of(simulate_one_by_one) for _ in range(max(rounds // 3, 1))]
+    listed = [seconds_of(lambda: simulate_many(program, costs)) for _ in range(rounds)]
+    stacked = [seconds_of(lambda: simulate_many(program, arrays)) for _ in range(rounds)]
+    medians = [statistics.median(times) for times in (alone, listed, stacked)]
     return {
         "schedule": f"{name} {stages} x {micro_batches}",
-        "ops": ops_of(made),
+        "ops": ops_of(program),
         "vectors": vectors,
         "one_by_one_per_s": vectors / medians[0],
         "list_per_s": vectors / medians[1],
         "arrays_per_s": vectors / medians[2],
-        "arrays_mops_per_s": ops_of(made) * vectors / medians[2] / 1e6,
+        "arrays_mops_per_s": ops_of(program) * vectors / medians[2] / 1e6,
         "speed_up": medians[0] / medians[2],
     }
 
@@ -125,13 +132,15 @@ def many_vectors(name: str, stages: int, micro_batches: int, vectors: int, round
 def largest(stages: int, micro_batches: int) -> Row:
     """In this process: time and memory of 1F1B at full size; Numba's loops are on disk already."""
     begin = time.perf_counter()
-    made = schedule("1f1b", stages, micro_batches)
+    program = schedule("1f1b", stages, micro_batches)
     built = time.perf_counter() - begin
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     costs = Costs(forward=1, transfer=0.1)
-    first = seconds_of(lambda: simulate(made, costs).makespan)
-    again = statistics.median(seconds_of(lambda: simulate(made, costs).makespan) for _ in range(5))
-    ops = ops_of(made)
+    first = seconds_of(lambda: simulate(program, costs).makespan)
+    again = statistics.median(
+        seconds_of(lambda: simulate(program, costs).makespan) for _ in range(5)
+    )
+    ops = ops_of(program)
     return {
         "schedule": f"1f1b {stages} x {micro_batches}",
         "ops": ops,
@@ -147,7 +156,7 @@ def largest(stages: int, micro_batches: int) -> Row:
 
 def cold_start() -> dict[str, float]:
     """Seconds of `penstock simulate` in a fresh process, with an empty cache of Numba's."""
-    found = {}
+    medians = {}
     for stages, micro_batches in ((4, 8), (16, 64), (64, 256)):
         words = [
             sys.executable,
@@ -162,11 +171,11 @@ def cold_start() -> dict[str, float]:
             str(micro_batches),
             "--json",
         ]
-        taken = []
+        times = []
         for _ in range(3):
             with tempfile.TemporaryDirectory() as empty:
                 environment = {**os.environ, "NUMBA_CACHE_DIR": empty}
-                taken.append(
+                times.append(
                     seconds_of(
                         lambda: subprocess.run(
                             words,  # noqa: B023
@@ -176,20 +185,19 @@ def cold_start() -> dict[str, float]:
                         )
                     )
                 )
-        found[f"{stages} x {micro_batches}"] = statistics.median(taken)
-    return found
+        medians[f"{stages} x {micro_batches}"] = statistics.median(times)
+    return medians
 
 
 def table(rows: list[Row]) -> None:
     """Print rows under their names."""
     names = list(rows[0])
-    cells = [
-        names,
-        *(
-            [f"{row[n]:.3g}" if isinstance(row[n], float) else str(row[n]) for n in names]
-            for row in rows
-        ),
-    ]
+    cells = [names]
+    for row in rows:
+        values = [row[name] for name in names]
+        cells.append(
+            [f"{value:.3g}" if isinstance(value, float) else str(value) for value in values]
+        )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
@@ -223,7 +231,7 @@ def main() -> None:
     start = cold_start()
     print(
         "cold start of `penstock simulate`, seconds:",
-        ", ".join(f"{size} {taken:.2f}" for size, taken in start.items()),
+        ", ".join(f"{size} {seconds:.2f}" for size, seconds in start.items()),
     )
     machine = {
         "machine": platform.machine(),

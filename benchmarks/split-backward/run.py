@@ -94,9 +94,9 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
     results: dict[str, dict[str, float]] = {}
     for name, (stage, entering) in stages().items():
-        found = [one_round(stage, entering, bool(n % 2)) for n in range(rounds)][rounds // 6 :]
-        b, i, w = (statistics.median(column) for column in zip(*found, strict=True))
-        ratio = statistics.median((one + two) / both for both, one, two in found)
+        times = [one_round(stage, entering, bool(n % 2)) for n in range(rounds)][rounds // 6 :]
+        b, i, w = (statistics.median(column) for column in zip(*times, strict=True))
+        ratio = statistics.median((one + two) / both for both, one, two in times)
         results[name] = {
             "b_ms": round(b, 3),
             "i_ms": round(i, 3),

@@ -29,7 +29,7 @@ CASES = [
     (8, 16, "interleaved", 8), (8, 16, "bidirectional", 8), (8, 16, "bidirectional", 4),
     (16, 64, "linear", 16), (16, 64, "linear", 8), (32, 64, "v", 32), (32, 64, "v", 16), (16, 64, "bidirectional", 16),
 ]  # fmt: skip
-#: Up to so many ops the optimum is looked for too.
+#: Ops up to which the optimum is computed too.
 PROVED_OPS = 80
 
 
@@ -50,9 +50,9 @@ def costs_of(stages: int, seed: int) -> ps.Costs:
 
 def timed(costs: ps.Costs, micro_batches: int, settings: Settings) -> tuple[Synthesis, float]:
     """What was found, and the seconds it took."""
-    begun = time.perf_counter()
-    found = synthesise(costs, micro_batches, settings)
-    return found, time.perf_counter() - begun
+    start = time.perf_counter()
+    synthesised = synthesise(costs, micro_batches, settings)
+    return synthesised, time.perf_counter() - start
 
 
 def measure(
@@ -63,18 +63,20 @@ def measure(
     rows, over_optimum = [], []
     for seed in range(seeds):
         costs = costs_of(stages, seed)
-        found, took = timed(
+        synthesised, took = timed(
             costs,
             micro_batches,
             Settings(placement=placement, memory_limit=limit, budget_s=budget_s),
         )
-        ps.verify(found.schedule)
+        ps.verify(synthesised.schedule)
         rows.append(
             (
-                found.gap,
-                1 - found.makespan / found.zoo_makespan if found.zoo_makespan else math.nan,
+                synthesised.gap,
+                1 - synthesised.makespan / synthesised.zoo_makespan
+                if synthesised.zoo_makespan
+                else math.nan,
                 took,
-                found.zoo,
+                synthesised.zoo,
             )
         )
         if 3 * stages * micro_batches <= PROVED_OPS:
@@ -83,9 +85,11 @@ def measure(
                 micro_batches,
                 Settings(placement=placement, memory_limit=limit, budget_s=60, exact=True),
             )
-            over_optimum.append(found.makespan / best.makespan - 1 if best.proved else math.nan)
+            over_optimum.append(
+                synthesised.makespan / best.makespan - 1 if best.proved else math.nan
+            )
     gaps, gains, seconds, names = zip(*rows, strict=True)
-    known = [gain for gain in gains if not math.isnan(gain)]
+    finite_gains = [gain for gain in gains if not math.isnan(gain)]
     return {
         "stages": stages,
         "micro_batches": micro_batches,
@@ -93,7 +97,7 @@ def measure(
         "limit": limit,
         "gap_median": round(statistics.median(gaps), 5),
         "gap_max": round(max(gaps), 5),
-        "gain_over_zoo_median": round(statistics.median(known), 5) if known else None,
+        "gain_over_zoo_median": round(statistics.median(finite_gains), 5) if finite_gains else None,
         "zoo": sorted({name for name in names if name}),
         "seconds_max": round(max(seconds), 2),
         "over_optimum_max": round(max(over_optimum), 6) if over_optimum else None,
@@ -106,14 +110,14 @@ def main() -> None:
     words.add_argument("--seeds", type=int, default=5)
     words.add_argument("--budget", type=float, default=5.0)
     words.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
-    given = words.parse_args()
+    arguments = words.parse_args()
     synthesise(costs_of(4, 0), 4, Settings(max_rounds=3))  # compile
     print(
         f"{'S':>3} {'M':>3} {'placement':13} {'limit':>5} {'gap':>7} {'worst':>7} {'gain':>7} {'over optimum':>12} {'s':>5}  zoo's best"
     )
     results = []
     for case in CASES:
-        row = measure(case, given.seeds, given.budget)
+        row = measure(case, arguments.seeds, arguments.budget)
         results.append(row)
         gain = "" if row["gain_over_zoo_median"] is None else f"{row['gain_over_zoo_median']:.2%}"
         over = "" if row["over_optimum_max"] is None else f"{row['over_optimum_max']:.2%}"
@@ -126,10 +130,10 @@ def main() -> None:
         "machine": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "budget_s": given.budget,
-        "seeds": given.seeds,
+        "budget_s": arguments.budget,
+        "seeds": arguments.seeds,
     }
-    given.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+    arguments.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

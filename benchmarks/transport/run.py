@@ -34,7 +34,7 @@ from penstock.transport.same_host import SPIN_S, SameHostTransport
 SIZES = (64, 4 * 2**10, 64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20)
 BURST = 8
 
-#: Plays one exchange with the other rank: so many messages there, then so many back.
+#: Runs one exchange with the other rank: a number of messages to it, then a number back.
 Exchange = Callable[[torch.Tensor, int, int], None]
 
 
@@ -46,8 +46,8 @@ def shared_memory(rank: int, spin_s: float) -> Exchange:
     assert transport.reachable == {1 - rank}, "the two processes cannot open each other's memory"
     messages = [Message(Kind.F, 0, number) for number in range(BURST)]
 
-    def exchange(tensor: torch.Tensor, there: int, back: int) -> None:
-        payload, counts = Payload.of(tensor), (there, back)
+    def exchange(tensor: torch.Tensor, count: int, back: int) -> None:
+        payload, counts = Payload.of(tensor), (count, back)
         for turn in (0, 1):
             if turn == rank:
                 for message in messages[: counts[turn]]:
@@ -63,9 +63,9 @@ def gloo(rank: int) -> Exchange:
     """torch.distributed's isend and irecv."""
     buffers: dict[int, list[torch.Tensor]] = {}
 
-    def exchange(tensor: torch.Tensor, there: int, back: int) -> None:
+    def exchange(tensor: torch.Tensor, count: int, back: int) -> None:
         into = buffers.setdefault(tensor.numel(), [torch.empty_like(tensor) for _ in range(BURST)])
-        sends, receives = (there, back)[:: 1 if rank == 0 else -1]
+        sends, receives = (count, back)[:: 1 if rank == 0 else -1]
         arriving = [dist.irecv(into[number], 1 - rank, tag=number) for number in range(receives)]
         leaving = []
         for turn in (0, 1):
@@ -91,26 +91,26 @@ def measure(rounds: int) -> dict[str, dict[int, dict[str, list[float]]]]:
         "shared memory": shared_memory(rank, SPIN_S),
         "shared memory, no spin": shared_memory(rank, 0.0),
     }
-    found: dict[str, dict[int, dict[str, list[float]]]] = {way: {} for way in ways}
+    measured: dict[str, dict[int, dict[str, list[float]]]] = {way: {} for way in ways}
     for nbytes in SIZES:
         tensor = torch.ones(nbytes // 4)
         times = max(3, min(400, 40 * 2**20 // nbytes))
         for number in range(rounds + 1):  # the first warms up
             for way, exchange in ways.items():
-                rows = found[way].setdefault(
+                rows = measured[way].setdefault(
                     nbytes, {"one_way_us": [], "burst_us": [], "own_time_us": []}
                 )
-                for column, there, back in (("one_way_us", 1, 1), ("burst_us", BURST, 1)):
+                for column, count, back in (("one_way_us", 1, 1), ("burst_us", BURST, 1)):
                     dist.barrier()
-                    start, own = time.perf_counter(), time.process_time()
+                    start, cpu_start = time.perf_counter(), time.process_time()
                     for _ in range(times):
-                        exchange(tensor, there, back)
-                    seconds, spent = time.perf_counter() - start, time.process_time() - own
+                        exchange(tensor, count, back)
+                    seconds, spent = time.perf_counter() - start, time.process_time() - cpu_start
                     if number:
-                        rows[column].append(seconds / times / (there + back) * 1e6)
-                        if there == 1:
+                        rows[column].append(seconds / times / (count + back) * 1e6)
+                        if count == 1:
                             rows["own_time_us"].append(spent / times / 2 * 1e6)
-    return found
+    return measured
 
 
 def calls(rounds: int) -> dict[str, float]:
@@ -128,7 +128,7 @@ def calls(rounds: int) -> dict[str, float]:
         Payload.of(torch.ones(16)),
         [Message(Kind.F, 0, number) for number in range(BURST)],
     )
-    found: dict[str, list[float]] = {"send_us": [], "post_and_wait_us": []}
+    durations: dict[str, list[float]] = {"send_us": [], "post_and_wait_us": []}
     for _ in range(rounds):
         spent = [0.0, 0.0]
         for _ in range(500):
@@ -139,11 +139,11 @@ def calls(rounds: int) -> dict[str, float]:
             for message in messages:
                 ends[1].post(0, message, "").wait()
             spent = [spent[0] + middle - start, spent[1] + time.perf_counter() - middle]
-        for column, seconds in zip(found, spent, strict=True):
-            found[column].append(seconds / 500 / BURST * 1e6)
+        for column, seconds in zip(durations, spent, strict=True):
+            durations[column].append(seconds / 500 / BURST * 1e6)
     for end in ends:
         end.close()
-    return {column: round(statistics.median(values), 2) for column, values in found.items()}
+    return {column: round(statistics.median(values), 2) for column, values in durations.items()}
 
 
 def main() -> None:
@@ -151,12 +151,12 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--rounds", type=int, default=9)
     words.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
-    given = words.parse_args()
-    found = ps.launch(measure, 2, given.rounds, threads=1)[0]
+    arguments = words.parse_args()
+    measured = ps.launch(measure, 2, arguments.rounds, threads=1)[0]
     results: dict[str, dict[str, dict[str, float]]] = {}
     for nbytes in SIZES:
         row: dict[str, dict[str, float]] = {}
-        for way, sizes in found.items():
+        for way, sizes in measured.items():
             times = sizes[nbytes]
             row[way] = {
                 f"{column}_median": round(statistics.median(values), 2)
@@ -169,7 +169,7 @@ def main() -> None:
             row[way]["GB_per_s"] = round(nbytes / row[way]["one_way_us_median"] / 1e3, 3)
             if way != "gloo":
                 for column in ("one_way_us", "burst_us"):
-                    pairs = zip(found["gloo"][nbytes][column], times[column], strict=True)
+                    pairs = zip(measured["gloo"][nbytes][column], times[column], strict=True)
                     row[way][f"gloo / this, {column}"] = round(
                         statistics.median(a / b for a, b in pairs), 2
                     )
@@ -184,9 +184,9 @@ def main() -> None:
         "python": platform.python_version(),
         "load": round(os.getloadavg()[0], 1),
     }
-    of_calls = calls(given.rounds)
+    of_calls = calls(arguments.rounds)
     print(f"calls at 64 bytes: {of_calls}")
-    given.out.write_text(
+    arguments.out.write_text(
         json.dumps({"machine": machine, "calls": of_calls, "results": results}, indent=1) + "\n"
     )
 

@@ -100,7 +100,10 @@ def test_words_that_would_make_another_run_are_refused_with_both_values(
     before = contents(folder)
     ran = penstock("train", "--out", folder, "--resume", *words)
     assert ran.status == 2
-    assert f"the run in {folder} cannot go on as another one: {message}. Leave that out" in ran.err
+    assert (
+        f"the run in {folder} cannot continue with these settings: {message}. Leave that out"
+        in ran.err
+    )
     assert contents(folder) == before
 
 
@@ -163,17 +166,17 @@ def test_folders_that_hold_nothing_to_go_on_with_are_named(penstock, folder, tmp
     be.
     """
     ran = penstock("train", "--resume")
-    assert "resume needs the folder of the run to go on with" in ran.err
+    assert "resume needs the folder of the run to continue" in ran.err
     ran = penstock("train", "--out", tmp_path / "nowhere", "--resume")
-    assert "nowhere holds no run to go on with: there is no config.yaml" in ran.err
+    assert "nowhere holds no run to continue: there is no config.yaml" in ran.err
     assert not (tmp_path / "nowhere").exists()
     ran = penstock("train", folder, "--out", tmp_path / "other", "--resume")
-    assert "which run is to go on, that in" in ran.err
+    assert "two runs to continue: the one in" in ran.err
     ran = penstock("train", folder)
     assert "is a folder: add --resume to resume the run in it" in ran.err
     shutil.rmtree(folder / "checkpoint")
     ran = penstock("train", folder, "--resume")
-    assert "holds no checkpoint to go on from: there is no checkpoint/checkpoint.json" in ran.err
+    assert "holds no checkpoint to continue from: there is no checkpoint/checkpoint.json" in ran.err
 
 
 def test_a_damaged_checkpoint_leaves_the_folder_as_it_was(penstock, folder):
@@ -239,7 +242,7 @@ def test_a_run_of_a_card_goes_on_on_the_cpu_where_that_is_said(penstock, folder)
     ran = penstock("train", "--out", folder, "--resume", "--limit-steps", "6", "--device", "cpu")
     assert ran.status == 0, ran.err
     assert "device: cuda -> cpu" in ran.out
-    assert "the run was on cuda and goes on on cpu: weights and optimizer state" in ran.out
+    assert "the run was on cuda and continues on cpu: weights and optimizer state" in ran.out
     outcome = json.loads((folder / "outcome.json").read_text())
     assert (outcome["steps"], outcome["device"]) == (6, "cpu")
     assert outcome["measured_peak_allocated"] is None

@@ -22,32 +22,36 @@ def test_local_splits_this_host_s_memory():
 
 def test_a_network_joins_nodes_of_one_device():
     """4xV100-10GbE is four machines: every boundary pays the network."""
-    made = cluster("4xV100-10GbE")
-    assert (made.ranks, made.nodes, made.devices_per_node) == (4, 4, 1)
-    assert (made.devices[0].name, made.devices[0].memory_bytes, made.devices[0].kind) == (
+    topology = cluster("4xV100-10GbE")
+    assert (topology.ranks, topology.nodes, topology.devices_per_node) == (4, 4, 1)
+    assert (
+        topology.devices[0].name,
+        topology.devices[0].memory_bytes,
+        topology.devices[0].kind,
+    ) == (
         "V100",
         16 * 10**9,
         "gpu",
     )
-    assert made.link(0, 1).bandwidth_bytes_per_s == 1.25e9
+    assert topology.link(0, 1).bandwidth_bytes_per_s == 1.25e9
 
 
 def test_a_bus_joins_the_devices_of_one_node():
     """8xA100-NVLink is one machine."""
-    made = cluster("8xA100-NVLink")
-    assert (made.ranks, made.nodes) == (8, 1)
-    assert made.link(0, 7) == made.inside
+    topology = cluster("8xA100-NVLink")
+    assert (topology.ranks, topology.nodes) == (8, 1)
+    assert topology.link(0, 7) == topology.inside
 
 
 def test_nodes_of_several_devices_have_two_kinds_of_links():
     """Ranks fill node after node: 7 and 8 are neighbours in the pipeline and on different machines."""
-    made = cluster("2x8xV100-NVLink-25GbE")
-    assert (made.ranks, made.nodes, made.devices_per_node) == (16, 2, 8)
-    assert made.link(6, 7) == made.link(8, 15) == made.inside
-    assert made.link(7, 8) == made.link(8, 7) == made.link(0, 15) == made.between
-    assert made.between.bandwidth_bytes_per_s == 3.125e9
-    assert made.transfer_seconds(3.125e9, 7, 8) == pytest.approx(1 + 50e-6)
-    assert made.transfer_seconds(1e9, 3, 3) == 0
+    topology = cluster("2x8xV100-NVLink-25GbE")
+    assert (topology.ranks, topology.nodes, topology.devices_per_node) == (16, 2, 8)
+    assert topology.link(6, 7) == topology.link(8, 15) == topology.inside
+    assert topology.link(7, 8) == topology.link(8, 7) == topology.link(0, 15) == topology.between
+    assert topology.between.bandwidth_bytes_per_s == 3.125e9
+    assert topology.transfer_seconds(3.125e9, 7, 8) == pytest.approx(1 + 50e-6)
+    assert topology.transfer_seconds(1e9, 3, 3) == 0
 
 
 def test_device_names_with_a_dash_are_read_whole():
@@ -59,11 +63,11 @@ def test_device_names_with_a_dash_are_read_whole():
 def test_links_can_be_exchanged_for_measured_ones():
     """That is what `penstock doctor` does with a preset."""
     measured = Link(1e-5, 2e9, "measured")
-    made = cluster("2x8xV100-NVLink-25GbE")
-    assert made.with_links(between=measured) == Cluster(
-        made.name, made.devices, 8, made.inside, measured
+    topology = cluster("2x8xV100-NVLink-25GbE")
+    assert topology.with_links(between=measured) == Cluster(
+        topology.name, topology.devices, 8, topology.inside, measured
     )
-    assert made.with_links(inside=measured).inside == measured
+    assert topology.with_links(inside=measured).inside == measured
 
 
 @pytest.mark.parametrize(
@@ -119,14 +123,14 @@ def test_the_example_of_the_docstring_works(tmp_path):
     """It is what people copy."""
     path = tmp_path / "lab.yaml"
     path.write_text(example())
-    made = cluster(path)
-    assert made == cluster(str(path))
-    assert [device.name for device in made.devices] == ["V100", "V100", "old", "old"]
-    assert made.devices[2] == Device("old", 12 * 10**9, "gpu")
-    assert (made.name, made.devices_per_node, made.nodes) == ("lab", 2, 2)
-    assert made.inside.bandwidth_bytes_per_s == 15.75e9
-    assert made.between.latency_s == pytest.approx(30e-6)
-    assert (made.between.bandwidth_bytes_per_s, made.between.source) == (1.25e9, "measured")
+    topology = cluster(path)
+    assert topology == cluster(str(path))
+    assert [device.name for device in topology.devices] == ["V100", "V100", "old", "old"]
+    assert topology.devices[2] == Device("old", 12 * 10**9, "gpu")
+    assert (topology.name, topology.devices_per_node, topology.nodes) == ("lab", 2, 2)
+    assert topology.inside.bandwidth_bytes_per_s == 15.75e9
+    assert topology.between.latency_s == pytest.approx(30e-6)
+    assert (topology.between.bandwidth_bytes_per_s, topology.between.source) == (1.25e9, "measured")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +196,7 @@ def test_a_file_that_is_no_cluster_is_refused(tmp_path, text, message):
 
 
 def test_links_that_nothing_uses_may_be_left_out(tmp_path):
-    """Whoever has one machine has no network to describe."""
+    """A single machine has no network to describe."""
     path = tmp_path / "one.yaml"
     path.write_text(
         "name: one\ndevices_per_node: 8\ndevices: [{name: A100, count: 8}]\ninside: NVLink\n"

@@ -54,7 +54,7 @@ def test_a_device_prints_what_is_known_of_it():
 
 
 def test_a_shared_link_says_so():
-    """Whoever reads a description must see why transfers wait for one another."""
+    """A description must show why transfers wait for one another."""
     assert str(Link(50e-6, 1e9, shared=True)) == "50.0 us + 1 GB/s, shared (assumed)"
 
 
@@ -70,7 +70,7 @@ def test_a_link_prints_its_source():
         (lambda: Device("x", 1, "tpu"), "device x is of kind 'tpu'"),
         (
             lambda: Device("x", 1, flops=(("float31", 1e12),)),
-            "device x has a peak for 'float31'; peaks are known for float64, float32",
+            "device x has a peak for 'float31'; peaks are for float64, float32",
         ),
         (
             lambda: Device("x", 1, flops=(("float32", -1.0),)),

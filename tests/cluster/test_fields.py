@@ -59,7 +59,7 @@ def test_a_bandwidth_in_bits_is_an_eighth_of_the_one_in_bytes(number):
 
 
 def test_memory_is_read_in_bytes_only():
-    """16 Gb of memory is 2 GB, and nobody means that."""
+    """16 Gb of memory would be 2 GB, which is never meant."""
     assert (parse_memory("16 GB"), parse_memory("1 GiB"), parse_memory(512)) == (
         16 * 10**9,
         2**30,
@@ -97,7 +97,7 @@ def test_memory_is_read_in_bytes_only():
     ],
 )
 def test_a_value_of_another_type_is_refused(parse, value, message):
-    """YAML turns `yes`, `1e3` and `1:30` into things that nobody wrote; they must not slip through."""
+    """YAML turns `yes`, `1e3` and `1:30` into other values than written; they must be refused."""
     with pytest.raises(SettingError, match=message):
         parse(value)
 

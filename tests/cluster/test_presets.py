@@ -12,11 +12,11 @@ PRESETS = Presets.load()
 @pytest.mark.parametrize("name", sorted(PRESETS.clusters))
 def test_every_paper_s_cluster_can_be_made_and_has_a_source(name):
     """A name in the table that fails on use would be found by a user."""
-    made = cluster(name)
-    assert made.name == name
-    assert made.source == PRESETS.clusters[name]["source"]
-    assert made.source
-    assert made.ranks % made.devices_per_node == 0
+    topology = cluster(name)
+    assert topology.name == name
+    assert topology.source == PRESETS.clusters[name]["source"]
+    assert topology.source
+    assert topology.ranks % topology.devices_per_node == 0
 
 
 def test_links_carry_what_their_names_say():
@@ -36,7 +36,7 @@ def test_links_carry_what_their_names_say():
 
 
 def test_every_link_says_where_its_figure_is_from():
-    """A latency that nobody measured must not pass for a fact."""
+    """A latency that was not measured must not pass for a fact."""
     assert all(
         link.source.startswith("datasheet: ") and "assumed" in link.source
         for link in PRESETS.links.values()
@@ -99,13 +99,13 @@ def test_fpga_boards_have_what_their_chips_have():
 @pytest.mark.parametrize("name", ["DGX-A100", "DGX-H100", "DGX-H200", "ThetaGPU"])
 def test_nodes_of_eight_gpus_are_there_by_name(name):
     """What people have."""
-    made = cluster(name)
-    assert (made.ranks, made.nodes) == (8, 1)
-    assert made.inside.bandwidth_bytes_per_s >= 300e9
+    topology = cluster(name)
+    assert (topology.ranks, topology.nodes) == (8, 1)
+    assert topology.inside.bandwidth_bytes_per_s >= 300e9
 
 
 def test_names_are_found_whatever_their_case():
-    """Nobody remembers whether it is TitanX or TITANX."""
+    """Users do not remember whether it is TitanX or TITANX."""
     assert PRESETS.device("titanx").memory_bytes == 12 * 10**9
     with pytest.raises(UnknownName, match=r"no device called 'V101'\. Did you mean 'V100'\?"):
         PRESETS.device("V101")

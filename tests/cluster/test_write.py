@@ -19,7 +19,7 @@ devices = st.builds(
     st.integers(1, 10**15),
     st.sampled_from(["cpu", "gpu", "fpga"]),
     st.dictionaries(st.sampled_from(DTYPES), positive, max_size=3).map(
-        lambda found: tuple(found.items())
+        lambda numbers: tuple(numbers.items())
     ),
     st.none() | positive,
     st.floats(0, 1),
@@ -33,13 +33,15 @@ links = st.builds(Link, st.floats(0, 10), positive | st.just(float("inf")), name
 @st.composite
 def clusters(draw):
     """Devices, nodes and links of every kind."""
-    made = draw(st.lists(devices, min_size=1, max_size=5))
-    chosen = draw(st.lists(st.sampled_from(made), min_size=1, max_size=8))
-    met: list[int] = []
+    topology = draw(st.lists(devices, min_size=1, max_size=5))
+    chosen = draw(st.lists(st.sampled_from(topology), min_size=1, max_size=8))
+    nodes_so_far: list[int] = []
     for _ in chosen:
-        met.append(draw(st.integers(0, max(met, default=-1) + 1)))
-    insides = tuple((node, draw(links)) for node in sorted(set(met)) if draw(st.booleans()))
-    node_of = tuple(met) if draw(st.booleans()) else ()
+        nodes_so_far.append(draw(st.integers(0, max(nodes_so_far, default=-1) + 1)))
+    insides = tuple(
+        (node, draw(links)) for node in sorted(set(nodes_so_far)) if draw(st.booleans())
+    )
+    node_of = tuple(nodes_so_far) if draw(st.booleans()) else ()
     return Cluster(
         draw(names),
         tuple(chosen),
@@ -54,11 +56,11 @@ def clusters(draw):
 
 @given(clusters())
 @settings(deadline=None, max_examples=150)
-def test_what_is_written_reads_back_equal(tmp_path_factory, made):
+def test_what_is_written_reads_back_equal(tmp_path_factory, topology):
     """A cluster that changes on its way through a file changes every plan that is made for it."""
     path = tmp_path_factory.mktemp("clusters") / "any.yaml"
-    made.save(path)
-    assert cluster(path) == made
+    topology.save(path)
+    assert cluster(path) == topology
 
 
 @pytest.mark.parametrize(
@@ -74,14 +76,14 @@ def test_presets_and_words_read_back_equal(name, tmp_path):
 def test_what_is_written_is_what_people_write():
     """The file is there to be edited."""
     link = Link(5 * 1e-6, 25e9, "measured", shared=True)
-    made = Cluster(
+    topology = Cluster(
         "lab",
         (Device("V100", 16 * 10**9, flops=(("float32", 15.7e12),), launch_s=10 * 1e-6),) * 2,
         2,
         link,
         link,
     )
-    assert made.to_yaml() == (
+    assert topology.to_yaml() == (
         "name: lab\n"
         "devices_per_node: 2\n"
         "devices:\n"

@@ -50,5 +50,5 @@ def test_a_net_learns_as_it_does_without(boundary, schedule):
 
 def test_an_unknown_form_is_refused_before_anything_starts():
     """By name."""
-    with pytest.raises(SettingError, match="a boundary is sent as one of bfloat16, int8"):
+    with pytest.raises(SettingError, match="choose one of bfloat16, int8"):
         trained("float8")

@@ -18,7 +18,7 @@ def cards(count, *, host="a"):
     return tuple(card(index, host=host) for index in range(count))
 
 
-def facts(visible=(), *, host="a", asked=None, hostname=None, **environment):
+def facts(visible=(), *, host="a", requested=None, hostname=None, **environment):
     """A rank that sees CUDA cards; environment variables by name."""
     return RankFacts(
         hostname=hostname or host,
@@ -26,19 +26,19 @@ def facts(visible=(), *, host="a", asked=None, hostname=None, **environment):
         environment=tuple((name, str(value)) for name, value in environment.items()),
         accelerator="cuda" if visible else "",
         cards=tuple(visible),
-        asked=asked,
+        requested=requested,
         nccl=True,
     )
 
 
-def torchrun(hosts, per_host, visible, *, asked=None):
+def torchrun(hosts, per_host, visible, *, requested=None):
     """The ranks of torchrun on several hosts that each have so many visible cards."""
     size = len(hosts) * per_host
     return [
         facts(
             cards(visible, host=host),
             host=host,
-            asked=asked,
+            requested=requested,
             RANK=number * per_host + local,
             WORLD_SIZE=size,
             LOCAL_RANK=local,
@@ -49,6 +49,6 @@ def torchrun(hosts, per_host, visible, *, asked=None):
     ]
 
 
-def asking(ranks, *asked):
+def asking(ranks, *requested):
     """The same ranks, of which each asks for a device."""
-    return [replace(rank, asked=device) for rank, device in zip(ranks, asked, strict=True)]
+    return [replace(rank, requested=device) for rank, device in zip(ranks, requested, strict=True)]

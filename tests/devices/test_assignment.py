@@ -134,14 +134,20 @@ TABLE = [
     ),
     ("MIG slices", SLICES, ["cuda:0", "cuda:0"], HOST, "NCCL does not serve MIG slices"),
     (
-        "asked for the CPU while cards are visible",
-        torchrun("a", 2, 2, asked="cpu"),
+        "requested for the CPU while cards are visible",
+        torchrun("a", 2, 2, requested="cpu"),
         ["cpu", "cpu"],
         HOST,
         "as device='cpu' asks, with 2 cuda cards visible",
     ),
     ("no card", torchrun("ab", 1, 0), ["cpu", "cpu"], HOST, "no accelerator is visible"),
-    ("asked for cuda", torchrun("a", 2, 2, asked="cuda"), ["cuda:0", "cuda:1"], NCCL, "by LOCAL"),
+    (
+        "cuda requested",
+        torchrun("a", 2, 2, requested="cuda"),
+        ["cuda:0", "cuda:1"],
+        NCCL,
+        "by LOCAL",
+    ),
     (
         "some ask for cuda and some for nothing",
         asking(torchrun("a", 2, 2), None, "cuda"),
@@ -150,7 +156,7 @@ TABLE = [
         "LOCAL_RANK 1",
     ),
     (
-        "indices that are asked for",
+        "indices that are requested for",
         asking(torchrun("a", 2, 2), "cuda:1", "cuda:0"),
         ["cuda:1", "cuda:0"],
         NCCL,
@@ -158,7 +164,7 @@ TABLE = [
     ),
     (
         "one index for all",
-        torchrun("a", 2, 2, asked="cuda:1"),
+        torchrun("a", 2, 2, requested="cuda:1"),
         ["cuda:1", "cuda:1"],
         HOST,
         "shared with rank 0",
@@ -168,7 +174,7 @@ TABLE = [
         [facts((card(0, ""), card(1, "")), LOCAL_RANK=local) for local in range(2)],
         ["cuda:0", "cuda:1"],
         HOST,
-        "no UUID tells the cards apart of ranks 0, 1",
+        "no UUID identifies the cards of ranks 0, 1",
     ),
     (
         "no NCCL on one rank",
@@ -179,14 +185,14 @@ TABLE = [
     ),
     ("one rank", torchrun("a", 1, 2), ["cuda:0"], HOST, "no other rank"),
     (
-        "another accelerator, asked for",
-        [replace(rank, accelerator="xpu", asked="xpu") for rank in torchrun("a", 2, 2)],
+        "another accelerator, requested",
+        [replace(rank, accelerator="xpu", requested="xpu") for rank in torchrun("a", 2, 2)],
         ["xpu:0", "xpu:1"],
         HOST,
         "NCCL serves CUDA devices alone",
     ),
     (
-        "another accelerator, not asked for",
+        "another accelerator, not requested for",
         [replace(rank, accelerator="xpu") for rank in torchrun("a", 2, 2)],
         ["cpu", "cpu"],
         HOST,
@@ -228,22 +234,22 @@ def test_an_accelerator_left_unused_without_a_word_of_the_caller_is_marked():
 REFUSED = [
     (
         "index out of range",
-        torchrun("a", 2, 2, asked="cuda:2"),
-        "ranks 0, 1 on a: device='cuda:2' is asked for, and 2 cuda cards are visible, index 0 to 1",
+        torchrun("a", 2, 2, requested="cuda:2"),
+        "ranks 0, 1 on a: device='cuda:2' is requested, and 2 cuda cards are visible, index 0 to 1",
     ),
     (
         "index of the host under Slurm, where a task sees one card",
-        [facts((card(0, f"a-{rank}"),), asked=f"cuda:{rank}") for rank in range(2)],
-        "rank 1 on a: device='cuda:1' is asked for, and 1 cuda card is visible, index 0",
+        [facts((card(0, f"a-{rank}"),), requested=f"cuda:{rank}") for rank in range(2)],
+        "rank 1 on a: device='cuda:1' is requested, and 1 cuda card is visible, index 0",
     ),
     (
         "cuda without a card",
-        torchrun("ab", 1, 0, asked="cuda"),
-        "rank 0 on a: device='cuda' is asked for, and no cuda device is visible; rank 1 on b",
+        torchrun("ab", 1, 0, requested="cuda"),
+        "rank 0 on a: device='cuda' is requested, and no cuda device is visible; rank 1 on b",
     ),
     (
         "a type that is not this machine's",
-        torchrun("a", 1, 2, asked="xpu"),
+        torchrun("a", 1, 2, requested="xpu"),
         "no xpu device is visible",
     ),
     (
@@ -276,7 +282,7 @@ def test_what_ranks_cannot_have_is_refused_by_rank_and_host(ranks, message):
 
 def test_a_failing_driver_does_not_stop_who_asks_for_the_cpu():
     """The message says so."""
-    ranks = [replace(facts(asked="cpu"), problem="RuntimeError: CUDA driver error")]
+    ranks = [replace(facts(requested="cpu"), problem="RuntimeError: CUDA driver error")]
     assert assign_devices(ranks)[0].device == "cpu"
 
 
@@ -294,7 +300,7 @@ FACTS = st.builds(
     ).map(lambda found: tuple(found.items())),
     accelerator=st.just("cuda"),
     cards=CARDS,
-    asked=st.sampled_from([None, None, None, "cuda", "cuda", "cuda:0", "cuda:1", "cpu"]),
+    requested=st.sampled_from([None, None, None, "cuda", "cuda", "cuda:0", "cuda:1", "cpu"]),
     nccl=st.sampled_from([True, True, True, False]),
 )
 #: Ranks of which each sees one to three cards with UUIDs: those that mostly are not refused.
@@ -335,9 +341,9 @@ def test_all_ranks_come_to_one_result_and_no_two_share_a_card_under_nccl(ranks):
     assert len({assignment.transport for assignment in result}) == 1
     assert len({assignment.device.partition(":")[0] for assignment in result}) == 1
     for rank, assignment in zip(ranks, result, strict=True):
-        if rank.asked is not None and ":" in rank.asked:
-            assert assignment.device == rank.asked
-        if rank.cards and rank.asked != "cpu":
+        if rank.requested is not None and ":" in rank.requested:
+            assert assignment.device == rank.requested
+        if rank.cards and rank.requested != "cpu":
             assert assignment.device.startswith("cuda:")
     if result[0].transport == "nccl":
         chosen = [
@@ -389,7 +395,7 @@ def test_facts_of_this_process_hold_host_and_variables(monkeypatch):
     assert found.hostname
     assert dict(found.environment)["LOCAL_RANK"] == "3"
     assert dict(found.environment)["CUDA_VISIBLE_DEVICES"] == "2,0"
-    assert found.asked == "cpu"
+    assert found.requested == "cpu"
     assert found.problem == ""
 
 
@@ -409,7 +415,7 @@ def test_slices_are_recognised_by_name_or_by_what_selects_them(index, name, visi
 
 
 @pytest.mark.parametrize(
-    ("asked", "current", "expected"),
+    ("requested", "current", "expected"),
     [
         (None, 1, "cuda:1"),
         ("cuda", 1, "cuda:1"),
@@ -417,17 +423,17 @@ def test_slices_are_recognised_by_name_or_by_what_selects_them(index, name, visi
         ("cpu", 1, "cpu"),
     ],
 )
-def test_in_one_process_cuda_is_the_current_card(asked, current, expected):
+def test_in_one_process_cuda_is_the_current_card(requested, current, expected):
     """A11: threads of ranks have a current card of their own, 0, so that the caller's is taken
     once, with its index.
     """
-    assert choose_local_device(facts(cards(2), asked=asked), current) == expected
+    assert choose_local_device(facts(cards(2), requested=requested), current) == expected
 
 
 def test_in_one_process_what_is_not_visible_is_refused():
     """As with several."""
     assert choose_local_device(facts(), 0) == "cpu"
     with pytest.raises(SettingError, match="no cuda device is visible"):
-        choose_local_device(facts(asked="cuda"), 0)
+        choose_local_device(facts(requested="cuda"), 0)
     with pytest.raises(SettingError, match="2 cuda cards are visible, index 0 to 1"):
-        choose_local_device(facts(cards(2), asked="cuda:2"), 0)
+        choose_local_device(facts(cards(2), requested="cuda:2"), 0)

@@ -78,4 +78,4 @@ def test_a_card_that_no_rank_sees_is_refused_in_the_same_words_on_all():
     first, second = launch(on_a_rank, 2, "cuda", threads=1)
     assert first == second
     assert first.startswith("ranks 0, 1 on ")
-    assert first.endswith("device='cuda' is asked for, and no cuda device is visible")
+    assert first.endswith("device='cuda' is requested, and no cuda device is visible")

@@ -183,7 +183,7 @@ def test_a_device_that_cannot_be_entered_fails_its_rank():
 def test_a_card_that_is_not_visible_is_refused_before_anything_starts():
     """torch's own error would come from the first layer that is moved."""
     index = torch.accelerator.device_count() if torch.cuda.is_available() else 0
-    with pytest.raises(SettingError, match=rf"device='cuda:{index}' is asked for"):
+    with pytest.raises(SettingError, match=rf"device='cuda:{index}' is requested"):
         ps.Pipeline(
             nn.Sequential(nn.Linear(16, 4)),
             loss=functional.cross_entropy,

@@ -1,16 +1,16 @@
-"""What a run is asked to do is held against itself before anything is measured."""
+"""What a run is settings to do is held against itself before anything is measured."""
 
 from __future__ import annotations
 
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.training.checks import check_words, known_schedule
+from penstock.training.checks import check_settings, known_schedule
 from penstock.training.config import TrainConfig
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("settings", "message"),
     [
         (
             {"weights": "flush", "schedule": "pipedream"},
@@ -59,14 +59,14 @@ from penstock.training.config import TrainConfig
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_the_reason(asked, words):
+def test_what_does_not_go_together_is_refused_with_the_reason(settings, message):
     """Minutes of measuring for a typo are minutes lost."""
-    with pytest.raises(PenstockError, match=words):
-        check_words(TrainConfig(**asked), layers=8)
+    with pytest.raises(PenstockError, match=message):
+        check_settings(TrainConfig(**settings), layers=8)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "settings",
     [
         {},
         {"schedule": "pipedream"},
@@ -82,15 +82,15 @@ def test_what_does_not_go_together_is_refused_with_the_reason(asked, words):
         {"asynchronous": True},
     ],
 )
-def test_what_goes_together_passes(asked):
+def test_what_goes_together_passes(settings):
     """What is left open is the planner's to find."""
-    check_words(TrainConfig(**asked), layers=8)
+    check_settings(TrainConfig(**settings), layers=8)
 
 
 def test_a_schedule_is_known_once_all_its_numbers_are():
     """Then its ranks are, too: HetPipe starts twice as many as there are stages."""
-    asked = {"weights": "hetpipe", "stages": 2, "micro_batches": 1}
-    assert known_schedule(TrainConfig(**asked)).ranks == 4
-    for name in asked:
-        assert known_schedule(TrainConfig(**{**asked, name: None})) is None
+    settings = {"weights": "hetpipe", "stages": 2, "micro_batches": 1}
+    assert known_schedule(TrainConfig(**settings)).ranks == 4
+    for name in settings:
+        assert known_schedule(TrainConfig(**{**settings, name: None})) is None
     assert known_schedule(TrainConfig(weights="flush", stages=2, micro_batches=1)) is None

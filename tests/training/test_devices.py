@@ -17,7 +17,7 @@ from penstock.search.catalogue import plan
 from penstock.tracing.chain import chain
 from penstock.training.config import TrainConfig, load
 from penstock.training.devices import Devices, device_change, with_device
-from penstock.training.job import _peaks_allocated, _profile, _ranks
+from penstock.training.job import _peaks_allocated, _profile, _rank_count
 from penstock.training.rank import RankResult, profile_rank, take_device, train_on
 from penstock.training.task import make_task
 
@@ -35,7 +35,7 @@ def test_on_the_cpu_there_is_a_rank_per_core():
     """As it was before there was a choice."""
     cores = len(os.sched_getaffinity(0))
     assert (CPU.type, CPU.name) == ("cpu", "cpu")
-    assert _ranks(TrainConfig(), CPU) == cores
+    assert _rank_count(TrainConfig(), CPU) == cores
     assert CPU.executor(4) == "processes"
     assert CPU.processes(4) == 4
     assert CPU.of_process(3) == torch.device("cpu")
@@ -44,15 +44,15 @@ def test_on_the_cpu_there_is_a_rank_per_core():
 
 def test_on_cards_there_is_a_rank_per_card_whatever_the_number_of_cores():
     """16 cores beside one card are no reason for 16 stages."""
-    assert [_ranks(TrainConfig(), cards(count)) for count in (1, 2, 8)] == [1, 2, 8]
-    assert _ranks(TrainConfig(stages=2), cards(8)) == 2
-    assert _ranks(TrainConfig(ranks=4, stages=2), cards(8)) == 4
+    assert [_rank_count(TrainConfig(), cards(count)) for count in (1, 2, 8)] == [1, 2, 8]
+    assert _rank_count(TrainConfig(stages=2), cards(8)) == 2
+    assert _rank_count(TrainConfig(ranks=4, stages=2), cards(8)) == 4
 
 
 def test_two_stages_per_rank_need_half_as_many_cards_as_stages():
     """An interleaved schedule of 4 stages runs on 2 cards."""
     config = TrainConfig(schedule="interleaved", stages=4, micro_batches=4)
-    assert _ranks(config, cards(2)) == 2
+    assert _rank_count(config, cards(2)) == 2
 
 
 def test_every_process_has_a_card_of_its_own_with_its_free_memory():
@@ -119,8 +119,8 @@ def test_a_run_that_goes_on_on_another_device_is_reported(tmp_path):
     """Its numbers are not those that it would have had."""
     line = device_change(resumed(tmp_path, "cuda"), CPU)
     assert line is not None
-    assert line.startswith("the run was on cuda and goes on on cpu: weights and optimizer state")
-    assert "goes on on cuda" in (device_change(resumed(tmp_path, "cpu"), cards(1)) or "")
+    assert line.startswith("the run was on cuda and continues on cpu: weights and optimizer state")
+    assert "continues on cuda" in (device_change(resumed(tmp_path, "cpu"), cards(1)) or "")
 
 
 def test_a_run_that_stays_on_its_device_is_not_reported(tmp_path):

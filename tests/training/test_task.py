@@ -11,7 +11,7 @@ from penstock.training.task import accuracy, fitting_data, make_task
 
 
 def test_a_vgg_gets_the_classes_and_the_form_of_the_data():
-    """Nobody should have to count classes by hand."""
+    """Users should not have to count classes."""
     task = make_task(TrainConfig(model="vgg11", data="digits"))
     assert task.model[-1][-1].out_features == task.data.classes == 10
     assert task.data.train_inputs.shape[1:] == (3, 32, 32)
@@ -53,7 +53,7 @@ def test_a_gnmt_gets_pairs_of_sequences_and_their_vocabulary():
     [("vgg11", "digits"), ("mlp", "digits"), ("gpt", "text"), ("gnmt16", "reversed")],
 )
 def test_every_task_has_data_at_hand(model, data):
-    """Whoever profiles a model need not know what it learns from."""
+    """To profile a model one need not know its data."""
     assert fitting_data(model) == data
 
 
@@ -68,7 +68,7 @@ def test_data_at_hand_for_an_unknown_model_is_refused_with_what_there_is():
     [
         ("vgg11", "text", "takes images"),
         ("gpt", "digits", "takes tokens"),
-        ("gpt", "reversed", "take --data text"),
+        ("gpt", "reversed", "use --data text"),
         ("gnmt", "text", "takes pairs of sequences of tokens, but data text is tokens"),
     ],
 )

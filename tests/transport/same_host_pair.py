@@ -27,7 +27,7 @@ def joined(
     unwilling: tuple[int, ...] = (),
     device: torch.device | None = None,
 ) -> list[SameHostTransport]:
-    """So many ranks of one process, connected with one another."""
+    """Connect `count` ranks of one process with one another."""
     store, ends = (
         HashStore(),
         [SameHostTransport(rank, deadline_s, device) for rank in range(count)],
@@ -72,9 +72,7 @@ def echo(folder: Path) -> Iterator[tuple[SameHostTransport, subprocess.Popen[byt
 
 
 def _send_back(path: str) -> None:
-    """Rank 1: gives every activation back as a gradient, with twice its floats, until the run is
-    stopped.
-    """
+    """Rank 1: send every activation back as a gradient until the run is stopped."""
     torch.set_num_threads(1)
     end = SameHostTransport(1, 600.0)
     end.connect(FileStore(path, 2), 2)
@@ -82,8 +80,13 @@ def _send_back(path: str) -> None:
     number = 0
     with contextlib.suppress(TransportLost):
         while True:
-            got = end.post(0, forward(number), "").wait()
-            end.send(0, backward(number), Payload(got.structure, got.leaves, got.wants_grad), "")
+            received = end.post(0, forward(number), "").wait()
+            end.send(
+                0,
+                backward(number),
+                Payload(received.structure, received.leaves, received.wants_grad),
+                "",
+            )
             number += 1
 
 

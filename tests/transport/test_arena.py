@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import RunError
-from penstock.transport.arena import LINE, Arena, Segment, _rounded, split_place
+from penstock.transport.arena import LINE, Arena, Segment, _size_class, split_place
 
 
 @pytest.fixture
 def arena():
-    """An arena of nobody's; closed when the test is over."""
-    made = Arena()
-    yield made
-    made.close()
+    """An empty arena; closed when the test is over."""
+    fresh_arena = Arena()
+    yield fresh_arena
+    fresh_arena.close()
 
 
 def test_what_one_writes_the_other_reads():
@@ -69,7 +69,7 @@ def test_a_place_names_the_segment_and_where_in_it(arena):
         assert slot.start == offset + LINE == 8 * slot.state + LINE
         assert slot.start % LINE == 0
         assert slot.start + pool.nbytes <= len(slot.segment.memory)
-    assert len({slot.place for slot in pool.out}) == 200
+    assert len({slot.place for slot in pool.in_use}) == 200
     assert len(arena.segments) > 1
 
 
@@ -88,13 +88,13 @@ def test_a_smaller_message_takes_a_larger_slot_that_is_free_up_to_four_times_its
     assert arena.take(arena.pool(4096)) is large
 
 
-def test_a_pool_that_is_kept_apart_neither_lends_nor_borrows(arena):
+def test_an_exclusive_pool_neither_lends_nor_borrows(arena):
     """What entries lie in must never have held a message."""
-    kept = arena.kept_pool(2048)
+    exclusive = arena.exclusive_pool(2048)
     for pool, others in (
-        (kept, arena.pool(1024)),
-        (arena.pool(2048), kept),
-        (arena.pool(4096), kept),
+        (exclusive, arena.pool(1024)),
+        (arena.pool(2048), exclusive),
+        (arena.pool(4096), exclusive),
     ):
         slot = arena.take(pool)
         slot.free()
@@ -114,7 +114,7 @@ def test_want_of_memory_says_how_much_and_what_helps(arena, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", none)
     with pytest.raises(
         RunError,
-        match=rf"1,052,672 bytes are wanted beside {before:,} .*No space left.*fewer micro-batches",
+        match=rf"1,052,672 bytes in addition to the {before:,} in use .*No space left.*fewer micro-batches",
     ):
         arena.take(arena.pool(2**20))
     assert arena.nbytes == before
@@ -127,11 +127,11 @@ def test_want_of_memory_says_how_much_and_what_helps(arena, monkeypatch):
 @given(st.integers(0, 2**42))
 def test_room_is_whole_lines_and_less_than_a_quarter_more(nbytes):
     """Of a power of two, which most tensors are, nothing is wasted."""
-    room = _rounded(nbytes)
+    room = _size_class(nbytes)
     assert room >= max(nbytes, 256)
     assert room % LINE == 0
     assert nbytes < 256 or room < 1.25 * nbytes + 1
-    assert _rounded(room) == room
+    assert _size_class(room) == room
 
 
 @settings(deadline=None, max_examples=40)
@@ -148,7 +148,7 @@ def test_no_two_messages_share_a_byte_and_memory_follows_what_is_in_flight(lengt
             for (fd, _, end), (next_fd, start, _) in itertools.pairwise(spans):
                 assert fd != next_fd or end <= start
         grown.append(arena.nbytes)
-    whole = sum(LINE + _rounded(length) for length in lengths)
+    whole = sum(LINE + _size_class(length) for length in lengths)
     assert grown[2] <= 1.2 * min(depth, 3 * len(lengths)) * whole + 2 * 32 * 1024 + 4096 * len(
         arena.segments
     )

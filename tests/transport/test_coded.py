@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.errors import SettingError
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
-from penstock.transport.coded import CodedTransport, bits_of, coded, decoded, tensor_of
+from penstock.transport.coded import CodedTransport, compress, decompress, dequantize, quantize
 from penstock.transport.memory import Exchange, MemoryTransport
 from penstock.transport.payload import Payload
 
@@ -20,7 +20,7 @@ from penstock.transport.payload import Payload
 def test_eight_bits_are_off_by_at_most_half_a_step_of_the_rows_scale(shape, magnitude, seed):
     """A step is the row's largest number over 127."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2.0**magnitude
-    back = tensor_of(bits_of(x, "int8"), x.dtype, x.shape)
+    back = dequantize(quantize(x, "int8"), x.dtype, x.shape)
     rows = x if x.dim() else x.reshape(1)
     step = (rows.abs().amax(-1, keepdim=True) / 127).expand_as(rows).reshape(x.shape)
     assert back.shape == x.shape
@@ -30,7 +30,7 @@ def test_eight_bits_are_off_by_at_most_half_a_step_of_the_rows_scale(shape, magn
 def test_bfloat16_is_what_torch_makes_of_it():
     """Nothing of our own."""
     x = torch.randn(7, 300)
-    assert torch.equal(tensor_of(bits_of(x, "bfloat16"), x.dtype, x.shape), x.bfloat16().float())
+    assert torch.equal(dequantize(quantize(x, "bfloat16"), x.dtype, x.shape), x.bfloat16().float())
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -38,7 +38,7 @@ def test_overflow_is_still_seen_on_the_other_side(bad):
     """A scaler that skips the step must hear of it."""
     x = torch.ones(4, 100)
     x[2, 5] = bad
-    back = tensor_of(bits_of(x, "int8"), x.dtype, x.shape)
+    back = dequantize(quantize(x, "int8"), x.dtype, x.shape)
     assert not back[2].isfinite().all()
     assert back[[0, 1, 3]].isfinite().all()
 
@@ -55,13 +55,13 @@ def test_everything_else_arrives_as_it_was(code):
         "none": None,
     }
     value["x"].requires_grad_(True)
-    back = decoded(coded(Payload.of(value), code))
+    back = decompress(compress(Payload.of(value), code))
     assert back.wants_grad == Payload.of(value).wants_grad
-    found = back.value()
+    received = back.value()
     for name in ("mask", "ids", "few"):
-        assert torch.equal(found[name], value[name])
-    assert (found["depth"], found["none"]) == (2, None)
-    torch.testing.assert_close(found["x"], value["x"].detach(), rtol=0.02, atol=0.03)
+        assert torch.equal(received[name], value[name])
+    assert (received["depth"], received["none"]) == (2, None)
+    torch.testing.assert_close(received["x"], value["x"].detach(), rtol=0.02, atol=0.03)
 
 
 def test_what_a_gradient_has_lost_comes_with_the_next():
@@ -77,7 +77,7 @@ def test_what_a_gradient_has_lost_comes_with_the_next():
         message = Message(Kind.B, 1, number)
         ends[1].send(0, message, Payload.flat([grad]), "form")
         total += ends[0].post(1, message, "form").wait().tensors[0]
-        plain += tensor_of(bits_of(grad, "int8"), grad.dtype, grad.shape)
+        plain += dequantize(quantize(grad, "int8"), grad.dtype, grad.shape)
     expected = torch.stack(grads).sum(0)
     step = float(max(grad.abs().max() for grad in grads)) / 127
     assert float((total - expected).abs().max()) <= step
@@ -95,7 +95,5 @@ def test_what_copies_exchange_is_not_touched():
 
 def test_an_unknown_code_is_refused():
     """By name."""
-    with pytest.raises(
-        SettingError, match="a boundary is sent as one of bfloat16, int8, or as it is"
-    ):
-        bits_of(torch.ones(2), "fp4")
+    with pytest.raises(SettingError, match="choose one of bfloat16, int8, or None"):
+        quantize(torch.ones(2), "fp4")

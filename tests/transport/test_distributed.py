@@ -22,7 +22,8 @@ from penstock.runtime.launch import launch
 from penstock.runtime.processes import join
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
-from penstock.transport.distributed import DistributedTransport, Wire, _name, _tag
+from penstock.transport.distributed import DistributedTransport, Wire
+from penstock.transport.messages import header_name, message_tag
 from penstock.transport.payload import Payload
 from penstock.transport.transport import TransportLost, TransportTimeout
 
@@ -53,12 +54,12 @@ def _play_all():
     store = PrefixStore("scenes", dist.distributed_c10d._get_default_store())
     wire = Wire(rank, torch.device("cpu"), store, 60.0, dist.new_group(backend="gloo"))
     transport = DistributedTransport(wire)
-    found = {}
+    results = {}
     for name, play in SCENES.items():
-        found[name] = play(transport, rank)
+        results[name] = play(transport, rank)
         if name != "the_run_is_stopped":
             meet(wire, name)
-    return found
+    return results
 
 
 def meet(wire, where):
@@ -125,13 +126,18 @@ def values_of_all_sorts(transport, rank):
     if rank == 0:
         transport.send(1, forward(0), mine, "sorts")
         transport.drain()
-        return len(transport._leaving)
-    found = transport.post(0, forward(0), "sorts").wait()
+        return len(transport._in_flight)
+    received = transport.post(0, forward(0), "sorts").wait()
     same = [
         torch.equal(a, b) and a.dtype == b.dtype
-        for a, b in zip(found.tensors, mine.tensors, strict=True)
+        for a, b in zip(received.tensors, mine.tensors, strict=True)
     ]
-    return same, found.form() == mine.form(), found.value()["constants"], list(found.value())
+    return (
+        same,
+        received.form() == mine.form(),
+        received.value()["constants"],
+        list(received.value()),
+    )
 
 
 @scene
@@ -139,7 +145,7 @@ def waits_in_another_order(transport, rank):
     """Three batches of three messages; the receiver posts in the order of the sends and waits from
     the last to the first.
     """
-    seen = []
+    arrivals_seen = []
     for batch in range(3):
         if rank == 0:
             if batch == 2:
@@ -155,8 +161,8 @@ def waits_in_another_order(transport, rank):
                 transport.wire.store.set("posted ahead", "yes")
             known = [arrival.posted is not None for arrival in arrivals]
             values = [arrival.wait().value().tolist() for arrival in reversed(arrivals)]
-            seen.append((known, values))
-    return seen
+            arrivals_seen.append((known, values))
+    return arrivals_seen
 
 
 @scene
@@ -187,7 +193,7 @@ def a_new_signature_between_known_ones(transport, rank):
 
 @scene
 def both_directions_at_once(transport, rank):
-    """Four messages of 4 MiB each way, all sent before anybody waits."""
+    """Four messages of 4 MiB each way, all sent before the first wait."""
     other, count = 1 - rank, 4
     sent, expected = [(Kind.F, 0), (Kind.B, count)][
         :: 1 if rank == 0 else -1
@@ -227,10 +233,12 @@ def gradients_with_gaps(transport, rank):
             transport.send(1, Message(Kind.B, 1, m), Payload.flat(gradients), f"gaps.{m}")
         transport.drain()
         return None
-    found = [transport.post(0, Message(Kind.B, 1, m), f"gaps.{m}").wait().value() for m in range(3)]
+    received = [
+        transport.post(0, Message(Kind.B, 1, m), f"gaps.{m}").wait().value() for m in range(3)
+    ]
     return [
         [None if gradient is None else gradient.tolist() for gradient in gradients]
-        for gradients in found
+        for gradients in received
     ]
 
 
@@ -245,13 +253,13 @@ def a_form_that_changes(transport, rank):
     ]
     if rank == 0:
         transport.send(1, forward(0), Payload.of(torch.ones(2)), "form")
-        found = [
+        refusals = [
             outcome(lambda value=value: transport.send(1, forward(0), Payload.of(value), "form"))
             for value in changed
         ]
         transport.send(1, forward(0), Payload.of(torch.zeros(2)), "form")
         transport.drain()
-        return found
+        return refusals
     return [transport.post(0, forward(0), "form").wait().value().tolist() for _ in range(2)]
 
 
@@ -264,12 +272,12 @@ def too_many_tensors(transport, rank):
                 1, forward(0), Payload.of([torch.ones(1) for _ in range(40)]), "many"
             )
         )
-        told = transport.wire.store.check([_name(("many", Link(0, 1), Kind.F, 0))])
+        stored = transport.wire.store.check([header_name(("many", Link(0, 1), Kind.F, 0))])
         transport.send(
             1, forward(0), Payload.of([torch.tensor(float(i)) for i in range(32)]), "many"
         )
         transport.drain()
-        return refused, told
+        return refused, stored
     return [tensor.item() for tensor in transport.post(0, forward(0), "many").wait().value()]
 
 
@@ -279,10 +287,10 @@ def a_message_that_is_never_sent(transport, rank):
     if rank == 0:
         return None
     transport.wire.deadline_s, before = 0.02, transport.wire.deadline_s
-    found = outcome(transport.post(0, forward(9), "never").wait)
+    failure = outcome(transport.post(0, forward(9), "never").wait)
     transport.wire.deadline_s = before
     transport._unposted.clear()
-    return found
+    return failure
 
 
 @scene
@@ -325,7 +333,7 @@ def test_shapes_are_learnt_once_and_receives_posted_ahead_from_then_on(report):
     buys.
     """
     _, batches = report["waits_in_another_order"]
-    assert [known for known, _ in batches] == [[False] * 3, [True] * 3, [True] * 3]
+    assert [posted for posted, _ in batches] == [[False] * 3, [True] * 3, [True] * 3]
 
 
 def test_waits_need_not_come_in_the_order_of_the_sends(report):
@@ -335,12 +343,12 @@ def test_waits_need_not_come_in_the_order_of_the_sends(report):
         assert values == [[10.0 * batch + m] * (m + 1) for m in (2, 1, 0)]
 
 
-def test_batches_of_another_shape_find_their_place_between_known_ones(report):
+def test_batches_of_another_shape_may_follow_others(report):
     """On backends that match in order, a receive posted too early would take another message's
     bytes.
     """
-    _, seen = report["a_new_signature_between_known_ones"]
-    assert seen == [([1], 0.0), ([2, 2], 1.0), ([2], 2.0), ([3, 1], 3.0), ([2, 2], 4.0)]
+    _, received = report["a_new_signature_between_known_ones"]
+    assert received == [([1], 0.0), ([2, 2], 1.0), ([2], 2.0), ([3, 1], 3.0), ([2, 2], 4.0)]
 
 
 def test_large_tensors_in_both_directions_at_once_do_not_wait_for_each_other(report):
@@ -370,7 +378,7 @@ def test_a_form_that_changes_under_its_signature_is_refused_at_the_sender(report
     for kind, text in refusals:
         assert kind == "RunError"
         assert text.startswith(
-            "what 0F0 makes changed its form between batches whose inputs have the same shapes: it was a tensor of float32[2] and is "
+            "the output of 0F0 changed its form between batches whose inputs have the same shapes: it was a tensor of float32[2] and is "
         )
         assert (
             "Shapes and constants that depend on the data are not supported between hosts" in text
@@ -380,15 +388,15 @@ def test_a_form_that_changes_under_its_signature_is_refused_at_the_sender(report
     assert arrived == [[1.0, 1.0], [0.0, 0.0]]
 
 
-def test_more_tensors_than_a_tag_has_room_for_are_refused_before_anybody_is_told(report):
+def test_more_tensors_than_a_tag_has_room_for_are_refused_before_anything_is_sent(report):
     """A header of 40 tensors would have the receiver post receives whose tags are other messages'."""
-    (refused, told), arrived = report["too_many_tensors"]
+    (refused, stored), arrived = report["too_many_tensors"]
     kind, text = refused
     assert kind == "RunError"
     assert text.startswith(
         "stage 0 sends 40 tensors for micro-batch 0: at most 32 tensors and 1,024 stages"
     )
-    assert not told
+    assert not stored
     assert arrived == [float(i) for i in range(32)]
 
 
@@ -418,14 +426,16 @@ TAGGED = st.tuples(MESSAGES, st.integers(0, 31))
 @settings(deadline=None, max_examples=300)
 def test_tags_are_as_different_as_messages_and_fit_31_bits(first, second):
     """Two messages with one tag would be taken for each other."""
-    assert (_tag(*first) == _tag(*second)) == (first == second)
-    assert 0 <= _tag(*first) < 2**31 - 1
+    assert (message_tag(*first) == message_tag(*second)) == (first == second)
+    assert 0 <= message_tag(*first) < 2**31 - 1
 
 
 def test_micro_batches_of_a_long_stream_use_tags_again():
     """A stream's micro-batches count on for ever; those 8,192 apart are never under way together."""
-    assert _tag(Message(Kind.B, 3, 7 + 5 * 2**13), 2) == _tag(Message(Kind.B, 3, 7), 2)
-    assert 0 <= _tag(Message(Kind.B, 1023, 10**12), 31) < 2**31 - 1
+    assert message_tag(Message(Kind.B, 3, 7 + 5 * 2**13), 2) == message_tag(
+        Message(Kind.B, 3, 7), 2
+    )
+    assert 0 <= message_tag(Message(Kind.B, 1023, 10**12), 31) < 2**31 - 1
 
 
 def test_a_stage_that_has_no_room_in_a_tag_is_refused():
@@ -439,15 +449,15 @@ def test_a_stage_that_has_no_room_in_a_tag_is_refused():
 
 
 def test_a_stream_lets_go_of_what_nothing_answers():
-    """Nobody drains a stream: its gradients, kept for ever, would fill the memory."""
+    """A stream is never drained: without a release its gradients would fill the memory."""
     waited = []
     transport = DistributedTransport(wire=SimpleNamespace(wait=waited.append))
     for m in range(4):
-        transport._leaving[0, Message(Kind.B, 1, m)] = [(f"work {m}", torch.ones(1))]
-    transport._leaving[0, Message(Kind.U, 1, 0)] = [("meeting", torch.ones(1))]
+        transport._in_flight[0, Message(Kind.B, 1, m)] = [(f"work {m}", torch.ones(1))]
+    transport._in_flight[0, Message(Kind.U, 1, 0)] = [("meeting", torch.ones(1))]
     transport.release(before=2)
     assert waited == ["work 0", "work 1"]
-    assert list(transport._leaving) == [
+    assert list(transport._in_flight) == [
         (0, Message(Kind.B, 1, 2)),
         (0, Message(Kind.B, 1, 3)),
         (0, Message(Kind.U, 1, 0)),
@@ -455,18 +465,18 @@ def test_a_stream_lets_go_of_what_nothing_answers():
 
 
 def test_an_activation_is_held_no_longer_than_until_its_gradient_is_back():
-    """A copy of every boundary tensor of a batch, kept to its end, would be memory that nobody
-    planned for.
+    """A copy of every boundary tensor of a batch, kept to its end, would be memory that no
+    plan accounts for.
     """
     waited = []
     wire = SimpleNamespace(wait=waited.append)
     transport = DistributedTransport(wire=wire)
     for m in range(2):
-        transport._leaving[1, Message(Kind.F, 0, m)] = [(f"work {m}", torch.ones(1))]
+        transport._in_flight[1, Message(Kind.F, 0, m)] = [(f"work {m}", torch.ones(1))]
     transport.arrived(1, Message(Kind.F, 0, 0))
-    assert len(transport._leaving) == 2, "an activation says nothing of other activations"
+    assert len(transport._in_flight) == 2, "an activation says nothing of other activations"
     transport.arrived(1, Message(Kind.B, 1, 0))
-    assert list(transport._leaving) == [(1, Message(Kind.F, 0, 1))]
+    assert list(transport._in_flight) == [(1, Message(Kind.F, 0, 1))]
     transport.drain()
     assert waited == ["work 0", "work 1"]
-    assert not transport._leaving
+    assert not transport._in_flight

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.transport.arena import LINE, Arena
-from penstock.transport.layout import Layout, key_of, told
+from penstock.transport.layout import Layout, encode_layout, key_of
 from penstock.transport.payload import Payload
 
 
@@ -20,7 +20,7 @@ def slot():
 
 def layout_of(value, number=0):
     """As both sides make it."""
-    return Layout.parse(told(number, Payload.of(value)))
+    return Layout.parse(encode_layout(number, Payload.of(value)))
 
 
 def test_tensors_lie_one_after_another_each_at_a_line_of_its_own(slot):
@@ -103,9 +103,9 @@ def test_a_tensor_comes_out_of_a_slot_with_the_strides_that_it_had(slot, tensor)
     """
     layout = layout_of(tensor)
     layout.put(slot, [tensor])
-    (found,) = layout.take(slot, None).tensors
-    assert found.stride() == tensor.stride()
-    assert torch.equal(found, tensor)
+    (received,) = layout.take(slot, None).tensors
+    assert received.stride() == tensor.stride()
+    assert torch.equal(received, tensor)
     assert layout.nbytes <= LINE * -(-tensor.untyped_storage().nbytes() // LINE)
 
 
@@ -117,6 +117,6 @@ def test_wide_gaps_and_overlaps_become_contiguous(slot, tensor):
     """Their memory would be many times what is in them, or cannot be copied as it is."""
     layout = layout_of(tensor)
     layout.put(slot, [tensor])
-    (found,) = layout.take(slot, None).tensors
-    assert found.is_contiguous()
-    assert torch.equal(found, tensor)
+    (received,) = layout.take(slot, None).tensors
+    assert received.is_contiguous()
+    assert torch.equal(received, tensor)

@@ -65,10 +65,10 @@ def test_who_waits_is_woken_by_the_send():
     """The receiver usually comes first."""
     sender, receiver = ends()
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(receiver.post(0, FIRST, "s").wait)
+        arrival = pool.submit(receiver.post(0, FIRST, "s").wait)
         sender.send(1, SECOND, payload(8), "s")
         sender.send(1, FIRST, payload(7), "s")
-        assert found.result().value().item() == 7
+        assert arrival.result().value().item() == 7
 
 
 def test_a_wait_ends_at_the_deadline():
@@ -81,15 +81,15 @@ def test_a_wait_ends_at_the_deadline():
 def test_closing_lets_all_go_who_wait_or_will_wait_and_says_why():
     """Whatever fails on one rank stops all."""
     sender, receiver = ends()
-    begun = threading.Barrier(3)
+    barrier = threading.Barrier(3)
 
     def waits(message):
-        begun.wait()
+        barrier.wait()
         receiver.post(0, message, "s").wait()
 
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(waits, message) for message in (FIRST, SECOND)]
-        begun.wait()
+        barrier.wait()
         sender.exchange.close("rank 0 failed")
         for future in futures:
             with pytest.raises(TransportLost, match=r"^rank 0 failed$"):
@@ -120,7 +120,7 @@ def test_reopening_forgets_the_failure_and_what_was_on_its_way():
 
 def test_the_same_message_twice_arrives_twice_in_order():
     """One of two copies may be an update ahead: its next gradients must not take the place of those
-    that nobody has taken yet.
+    that was not taken yet.
     """
     exchange, message = Exchange(), Message(Kind.U, 0, 0)
     for number in (1.0, 2.0):

@@ -37,9 +37,9 @@ def tensors(draw):
     """A small tensor of any dtype, empty and without dimensions too; some want gradients."""
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
     dtype = draw(st.sampled_from(DTYPES))
-    made = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
-    return made.requires_grad_(
-        draw(st.booleans()) and (made.is_floating_point() or made.is_complex())
+    tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+    return tensor.requires_grad_(
+        draw(st.booleans()) and (tensor.is_floating_point() or tensor.is_complex())
     )
 
 
@@ -248,9 +248,9 @@ def sent(value):
 )
 def test_constants_and_records_of_many_kinds_arrive_as_they_were(value):
     """Version 0.1 refused them, or let them arrive as something else."""
-    found = sent(value)
-    assert type(found) is type(value)
-    assert repr(found) == repr(value)
+    received = sent(value)
+    assert type(received) is type(value)
+    assert repr(received) == repr(value)
 
 
 @pytest.mark.parametrize("value", [set("abc"), frozenset("abc")])
@@ -272,8 +272,8 @@ def test_one_tensor_in_several_places_travels_once_and_stays_one():
     """Its gradient is then the sum, and a change in place shows in all places."""
     payload = Payload.of((ONE, {"again": ONE}, [ONE]))
     assert len(payload.tensors) == 1
-    found = sent((ONE, {"again": ONE}, [ONE]))
-    assert found[0] is found[1]["again"] is found[2][0]
+    received = sent((ONE, {"again": ONE}, [ONE]))
+    assert received[0] is received[1]["again"] is received[2][0]
     assert Payload.of((ONE, ONE.clone())).structure != payload.structure
 
 
@@ -339,7 +339,7 @@ def test_what_may_hide_a_gradient_is_refused_at_the_sender_with_its_place(value,
     [
         (
             (ONE, len),
-            r"^a builtin_function_or_method cannot cross a stage boundary between processes.*Give what it is made of",
+            r"^a builtin_function_or_method cannot cross a stage boundary between processes.*Send the arguments it is made from",
         ),
         ((ONE, np.ones(2)), r"^a ndarray cannot cross.*torch.from_numpy"),
         ((ONE, object()), r"^an object cannot cross a stage boundary between processes"),
@@ -381,7 +381,7 @@ def test_what_holds_no_tensor_passes_within_a_process_and_is_refused_between_the
                     "children": [],
                 }
             },
-            "another kind of thing",
+            "that class is of another kind",
         ),
         (
             {"structure": {"kind": "object", "class": "os:system", "context": [], "children": []}},
@@ -391,7 +391,7 @@ def test_what_holds_no_tensor_passes_within_a_process_and_is_refused_between_the
         ({"leaves": [{"constant": {"call": ["os", "system"]}}]}, "no constant of a known kind"),
         (
             {"leaves": [{"shape": [], "dtype": "load", "wants_grad": False, "stride": None}]},
-            "torch.load in it, which is no dtype",
+            "torch.load, which is no dtype",
         ),
         (
             {
@@ -419,6 +419,6 @@ def test_other_containers_of_torchs_keep_their_kind():
     """Shapes and deques are no promise, but must not turn into something else unsaid."""
     value = (deque([ONE, ONE], maxlen=3), torch.Size([2, 3]))
     payload = Payload.of(value)
-    found = Header.parse(payload.header()).filled(payload.tensors).value()
-    assert found == payload.value() == value
-    assert found[0].maxlen == 3
+    received = Header.parse(payload.header()).filled(payload.tensors).value()
+    assert received == payload.value() == value
+    assert received[0].maxlen == 3

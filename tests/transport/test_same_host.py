@@ -57,16 +57,16 @@ def other_process(tmp_path_factory):
         yield end, [0]
 
 
-def equal(found: Payload, sent: Payload) -> bool:
+def equal(received: Payload, sent: Payload) -> bool:
     """Whether two payloads are equal."""
-    pairs = list(zip(found.tensors, sent.tensors, strict=True))
+    pairs = list(zip(received.tensors, sent.tensors, strict=True))
     constants = [
         [repr(leaf) for leaf in one.leaves if not isinstance(leaf, torch.Tensor)]
-        for one in (found, sent)
+        for one in (received, sent)
     ]
     return (
-        found.structure == sent.structure
-        and found.wants_grad == sent.wants_grad
+        received.structure == sent.structure
+        and received.wants_grad == sent.wants_grad
         and [(one.shape, one.dtype) for one, _ in pairs]
         == [(one.shape, one.dtype) for _, one in pairs]
         and constants[0] == constants[1]
@@ -85,22 +85,22 @@ def passed(ends, value, message=None):
 def tensors(draw):
     """A tensor of any dtype and shape, often a view that is not contiguous."""
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
-    made = (
+    tensor = (
         torch.arange(max(1, torch.Size(shape).numel()))
         .remainder(100)[: torch.Size(shape).numel()]
         .reshape(shape)
     )
-    made = made.to(draw(st.sampled_from(DTYPES)))
+    tensor = tensor.to(draw(st.sampled_from(DTYPES)))
     how = draw(st.sampled_from(["as it is", "turned", "every second", "expanded", "channels last"]))
     if how == "turned":
-        made = made.permute(tuple(reversed(range(made.dim()))))
-    elif how == "every second" and made.dim():
-        made = made[..., ::2]
+        tensor = tensor.permute(tuple(reversed(range(tensor.dim()))))
+    elif how == "every second" and tensor.dim():
+        tensor = tensor[..., ::2]
     elif how == "expanded":
-        made = made.expand(2, *made.shape)
-    elif how == "channels last" and made.dim() == 4:
-        made = made.to(memory_format=torch.channels_last)
-    return made.requires_grad_() if made.is_floating_point() and draw(st.booleans()) else made
+        tensor = tensor.expand(2, *tensor.shape)
+    elif how == "channels last" and tensor.dim() == 4:
+        tensor = tensor.to(memory_format=torch.channels_last)
+    return tensor.requires_grad_() if tensor.is_floating_point() and draw(st.booleans()) else tensor
 
 
 CONSTANTS = st.sampled_from([None, True, False, 0, 1, -1, 0.0, -0.0, 1.0, 2.5, "", "text", 2**40])
@@ -130,9 +130,9 @@ def test_values_of_all_sorts_arrive_as_they_were(ends):
         "negated": torch.view_as_complex(torch.arange(6.0).reshape(3, 2)).conj().imag,
         "constants": (None, True, 3, 0.1, "text"),
     }
-    found = passed(ends, value)
-    assert equal(found, Payload.of(value))
-    assert list(found.value()) == list(value)
+    received = passed(ends, value)
+    assert equal(received, Payload.of(value))
+    assert list(received.value()) == list(value)
 
 
 def test_what_arrives_is_the_receivers_own(ends):
@@ -155,21 +155,21 @@ def test_channels_last_stays_so(ends):
     """
     image = torch.arange(48.0).reshape(2, 2, 3, 4).to(memory_format=torch.channels_last)
     volume = torch.arange(96.0).reshape(2, 2, 2, 3, 4).to(memory_format=torch.channels_last_3d)
-    found = passed(ends, (image, volume, image.contiguous())).value()
-    assert found[0].stride() == image.stride()
-    assert found[1].stride() == volume.stride()
-    assert found[2].is_contiguous()
-    assert torch.equal(found[0], image)
-    assert torch.equal(found[1], volume)
+    received = passed(ends, (image, volume, image.contiguous())).value()
+    assert received[0].stride() == image.stride()
+    assert received[1].stride() == volume.stride()
+    assert received[2].is_contiguous()
+    assert torch.equal(received[0], image)
+    assert torch.equal(received[1], volume)
 
 
 def test_the_first_payload_may_arrive_in_inference_mode(ends):
     """Evaluation may come before training: what is kept from it must be of use to training."""
     with torch.inference_mode():
         assert passed(ends, torch.ones(3)).value().is_inference()
-    found = passed(ends, torch.full((3,), 2.0)).value()
-    assert not found.is_inference()
-    assert found.tolist() == [2.0] * 3
+    received = passed(ends, torch.full((3,), 2.0)).value()
+    assert not received.is_inference()
+    assert received.tolist() == [2.0] * 3
 
 
 def test_constants_that_are_equal_but_not_the_same_are_told_apart(ends):
@@ -182,8 +182,8 @@ def test_the_same_message_twice_arrives_twice_in_order(ends):
     """Of two copies of a stage one may be an update ahead, and sends the same message again."""
     for number in range(3):
         ends[0].send(1, forward(0), Payload.of(torch.tensor(number)), "")
-    found = [ends[1].post(0, forward(0), "").wait().value().item() for _ in range(3)]
-    assert found == [0, 1, 2]
+    received = [ends[1].post(0, forward(0), "").wait().value().item() for _ in range(3)]
+    assert received == [0, 1, 2]
 
 
 def test_messages_are_told_apart_by_kind_stage_and_micro_batch(ends):
@@ -198,8 +198,10 @@ def test_messages_are_told_apart_by_kind_stage_and_micro_batch(ends):
     ]
     for number, message in enumerate(messages):
         ends[0].send(1, message, Payload.of(torch.tensor(number)), "")
-    found = [ends[1].post(0, message, "").wait().value().item() for message in reversed(messages)]
-    assert found == list(reversed(range(len(messages))))
+    received = [
+        ends[1].post(0, message, "").wait().value().item() for message in reversed(messages)
+    ]
+    assert received == list(reversed(range(len(messages))))
 
 
 def test_more_messages_than_a_block_holds_wait_for_their_receiver(ends):
@@ -209,10 +211,10 @@ def test_more_messages_than_a_block_holds_wait_for_their_receiver(ends):
             ends[0].send(1, forward(number), Payload.of(torch.tensor([float(number), round_])), "")
         if round_ == 0:
             grown = ends[0]._peers[1].outgoing.arena.nbytes
-        found = [
+        received = [
             ends[1].post(0, forward(number), "").wait().value().tolist() for number in range(600)
         ]
-        assert found == [[float(number), round_] for number in range(600)]
+        assert received == [[float(number), round_] for number in range(600)]
     assert ends[0]._peers[1].outgoing.arena.nbytes <= 1.3 * grown
 
 
@@ -236,7 +238,7 @@ def test_old_forms_that_are_forgotten_are_still_understood_in_messages_under_way
 
 
 def test_both_directions_at_once(ends):
-    """Four large messages each way, all sent before anybody waits."""
+    """Four large messages each way, all sent before the first wait."""
     for rank, kind in enumerate((Kind.F, Kind.B)):
         for number in range(4):
             value = torch.full((2**18,), 10.0 * rank + number)
@@ -266,7 +268,7 @@ def test_want_of_memory_is_an_error_that_says_so(ends, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", none)
     with pytest.raises(
-        RunError, match=r"no memory for messages.*bytes are wanted.*Cannot allocate"
+        RunError, match=r"no shared memory for messages.*cannot allocate .*Cannot allocate"
     ):
         ends[0].send(1, forward(0), Payload.of(torch.ones(2)), "")
     monkeypatch.undo()
@@ -297,7 +299,7 @@ def test_any_sequence_of_sends_and_waits_is_a_queue_per_name(ends, script):
     for name in reversed(list(model)):
         while model[name]:
             take(name)
-    assert ends[1]._peers[0].incoming.came == {}
+    assert ends[1]._peers[0].incoming.pending == {}
 
 
 @settings(
@@ -319,8 +321,8 @@ def test_memory_is_what_was_in_flight(ends, lengths):
 
 
 def test_who_waits_is_woken_and_does_not_only_look_now_and_then(ends, monkeypatch):
-    """Without the bell this would take an hour."""
-    monkeypatch.setattr(same_host, "_SLICE_S", 3600.0)
+    """Without notifications this would take an hour."""
+    monkeypatch.setattr(same_host, "_CHECK_EVERY_S", 3600.0)
     for end in ends:
         end.spin_s = 0.0
 
@@ -337,25 +339,25 @@ def test_who_waits_is_woken_and_does_not_only_look_now_and_then(ends, monkeypatc
 
 
 @pytest.mark.parametrize("stopped", [0, 1, 2])
-def test_who_waits_is_let_go_when_anybody_stops_the_run(monkeypatch, stopped):
-    """Himself, from another thread; who was to send; or another, whose failure holds the sender up."""
-    monkeypatch.setattr(same_host, "_SLICE_S", 3600.0)
+def test_a_wait_ends_when_any_rank_stops_the_run(monkeypatch, stopped):
+    """The receiver, from another thread; the sender; or a third rank that the sender waits for."""
+    monkeypatch.setattr(same_host, "_CHECK_EVERY_S", 3600.0)
     ends = joined(3)
-    found = []
+    errors = []
 
     def wait():
         try:
             ends[0].post(1, forward(0), "").wait()
         except TransportLost as error:
-            found.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not ends[0]._door._words[16]:  # his bell for rank 1
+    while not ends[0]._mailbox._words[16]:  # its notifier for rank 1
         os.sched_yield()
     ends[stopped].abort()
     thread.join()
-    assert found == ["the run was stopped"]
+    assert errors == ["the run was stopped"]
 
 
 def test_a_run_that_was_stopped_stays_so(ends):
@@ -402,7 +404,7 @@ def test_who_closes_waits_until_what_he_has_sent_can_outlive_him(ends, monkeypat
 
 
 def test_what_was_opened_outlives_its_sender(ends):
-    """Then nobody waits for anybody."""
+    """Then `close` does not wait."""
     passed(ends, torch.ones(2))
     ends[0].send(1, forward(0), Payload.of(torch.full((2,), 5.0)), "")
     ends[0].drain()
@@ -435,51 +437,49 @@ def test_what_was_not_opened_in_time_is_lost_with_its_sender(ends, monkeypatch):
     monkeypatch.setattr(same_host, "_LINGER_S", 0.01)
     ends[0].send(1, forward(0), Payload.of(torch.ones(2)), "")
     ends[0].close()
-    with pytest.raises(TransportLost, match=r"what rank 0 .* has sent cannot be opened any more"):
+    with pytest.raises(TransportLost, match=r"cannot open the memory of rank 0"):
         ends[1].post(0, forward(0), "").wait()
 
 
-def test_nobody_is_reachable_who_does_not_want_to_be():
+def test_an_unwilling_rank_is_not_reachable():
     """Both sides must come to the same answer, or one would send where the other does not look."""
     ends = joined(3, unwilling=(1,))
     assert [end.reachable for end in ends] == [{2}, set(), {0}]
 
 
-def test_nobody_is_reachable_whose_memory_cannot_be_opened(monkeypatch):
-    """As between two users, or where /proc is not there. Here rank 1 can open nobody's, while the
-    others can open its.
+def test_a_rank_whose_memory_cannot_be_opened_is_not_reachable(monkeypatch):
+    """As between two users, or where /proc is not there. Here rank 1 can open no other's memory,
+    while the others can open its own.
     """
-    real = SameHostTransport._opened
+    real = SameHostTransport._open_peer
     monkeypatch.setattr(
         SameHostTransport,
-        "_opened",
+        "_open_peer",
         lambda end, *entry: None if end.rank == 1 else real(end, *entry),
     )
     assert [end.reachable for end in joined(3)] == [{2}, set(), {0}]
 
 
-@pytest.mark.parametrize("differs", ["host", "nonce", "pid", "door"])
+@pytest.mark.parametrize("differs", ["host", "nonce", "pid", "mailbox"])
 def test_a_process_that_only_looks_like_a_peer_is_not_taken_for_it(monkeypatch, differs):
     """Numbers of processes mean something else in another container, and another machine has its
     own.
     """
-    real = same_host._told
-    wrong = {"host": "another", "nonce": "0" * 32, "pid": 2**22 + 1, "door": 0}
+    real = same_host._gather
+    wrong = {"host": "another", "nonce": "0" * 32, "pid": 2**22 + 1, "mailbox": 0}
 
-    def told(store, name, size):
+    def gather(store, name, size):
         entries = real(store, name, size)
-        return (
-            [{**entry, differs: wrong[differs]} for entry in entries]
-            if name.endswith("here")
-            else entries
-        )
+        if not name.endswith("address"):
+            return entries
+        return [{**entry, differs: wrong[differs]} for entry in entries]
 
-    monkeypatch.setattr(same_host, "_told", told)
+    monkeypatch.setattr(same_host, "_gather", gather)
     assert [end.reachable for end in joined()] == [set(), set()]
 
 
 @pytest.mark.parametrize("lack", ["system", "machine", "memory"])
-def test_a_machine_that_cannot_is_reachable_for_nobody(monkeypatch, lack):
+def test_an_unsupported_machine_is_not_reachable(monkeypatch, lack):
     """Other processors show stores in other orders than they were made; other systems have no such
     memory.
     """
@@ -524,11 +524,11 @@ def test_another_process_gets_and_gives_the_same(other_process, values):
         assert equal(end.post(1, backward(number), "").wait(), Payload.of(value))
 
 
-def test_another_process_misses_no_bell(other_process, monkeypatch):
-    """Thousands of times both go to sleep just as the other is about to wake them; nobody looks by
-    himself.
+def test_another_process_misses_no_notification(other_process, monkeypatch):
+    """Thousands of times both go to sleep just as the other is about to wake them; neither wakes by
+    itself.
     """
-    monkeypatch.setattr(same_host, "_SLICE_S", 3600.0)
+    monkeypatch.setattr(same_host, "_CHECK_EVERY_S", 3600.0)
     end, counted = other_process
     monkeypatch.setattr(end, "spin_s", 0.0)
     payload = Payload.of(torch.ones(4))
@@ -539,7 +539,7 @@ def test_another_process_misses_no_bell(other_process, monkeypatch):
 
 
 def test_a_process_that_is_killed_is_missed_before_the_deadline(tmp_path, monkeypatch):
-    """What it had sent before is still there; then whoever waits for it is told that it is gone."""
+    """What it had sent before still arrives; a further wait fails with its name."""
     with echo(tmp_path) as (end, process):
         for number in range(3):
             end.send(1, forward(number), Payload.of(torch.tensor(number)), "")
@@ -550,31 +550,31 @@ def test_a_process_that_is_killed_is_missed_before_the_deadline(tmp_path, monkey
             1,
             0,
         ]
-        with pytest.raises(TransportLost, match=rf"rank 1 \(process {process.pid}\) is gone"):
+        with pytest.raises(TransportLost, match=rf"rank 1 \(process {process.pid}\) has ended"):
             end.post(1, backward(3), "").wait()
         monkeypatch.setattr(same_host, "_LINGER_S", 3600.0)
         end.send(1, forward(3), Payload.of(torch.ones(2**20)), "")
-        end.close()  # and nobody waits for it here either
+        end.close()  # which does not wait for it either
 
 
 def test_messages_that_look_like_entries_are_not_taken_for_them(ends):
     """Memory of a message must never become a block of entries: its numbers could be those that the
     receiver waits for.
     """
-    lane = ends[0]._peers[1].outgoing
+    queue = ends[0]._peers[1].outgoing
     passed(
         ends, torch.zeros(8 * 128, dtype=torch.int64)
     )  # as large as a block, in entries of four numbers
     passed(ends, torch.tensor(0))
     looks = torch.zeros(256, 4, dtype=torch.int64)
-    left = (lane._end - lane._at) // 32
+    left = (queue._end - queue._offset) // 32
     looks[:, 0] = (
-        torch.arange(256) + lane._sequence + left + 2
+        torch.arange(256) + queue._sequence + left + 2
     )  # after what is left here comes the entry that leads there
     passed(ends, looks.reshape(-1))
     for number in range(left):
         assert passed(ends, torch.tensor(number), forward(number)).value() == number
-    assert ends[1]._peers[0].incoming.came == {}
+    assert ends[1]._peers[0].incoming.pending == {}
 
 
 def test_tensors_arrive_on_the_receivers_device():
@@ -599,7 +599,7 @@ def test_what_a_peer_has_sent_just_before_its_end_counts(ends):
                 ends[0].send(1, forward(0), Payload.of(torch.ones(1)), "")
             return [(0, 1)]
 
-    ends[1]._peers[0] = dataclasses.replace(ends[1]._peers[0], ended=Ended())
+    ends[1]._peers[0] = dataclasses.replace(ends[1]._peers[0], exit_poll=Ended())
     assert ends[1].post(0, forward(0), "").wait().value().item() == 1
-    with pytest.raises(TransportLost, match=r"rank 0 .* is gone"):
+    with pytest.raises(TransportLost, match=r"rank 0 .* has ended"):
         ends[1].post(0, forward(1), "").wait()

@@ -102,9 +102,9 @@ def named_rows():
 
 def guarded():
     """A dict subclass with an item and an attribute, the same tensor."""
-    made = Guarded({"h": H})
-    made.h = H
-    return made
+    instance = Guarded({"h": H})
+    instance.h = H
+    return instance
 
 
 VALUES = [
@@ -144,10 +144,10 @@ def test_a_value_comes_back_as_it_was(value):
     object itself.
     """
     leaves, structure = flatten(value)
-    found = unflatten(structure, leaves)
-    assert type(found) is type(value)
-    assert flatten(found)[1] == structure
-    assert all(one is other for one, other in zip(flatten(found)[0], leaves, strict=True))
+    rebuilt = unflatten(structure, leaves)
+    assert type(rebuilt) is type(value)
+    assert flatten(rebuilt)[1] == structure
+    assert all(one is other for one, other in zip(flatten(rebuilt)[0], leaves, strict=True))
     assert len(structure.labels()) == len(leaves)
 
 
@@ -206,7 +206,7 @@ def test_what_refers_to_itself_is_refused():
     """It would never end."""
     value = [H]
     value.append({"self": value})
-    with pytest.raises(RunError, match=r"has itself among its parts.*\(at \[1\]\['self'\]\)"):
+    with pytest.raises(RunError, match=r"it contains itself.*\(at \[1\]\['self'\]\)"):
         flatten(value)
 
 
@@ -232,11 +232,11 @@ def test_model_outputs_and_encodings_of_transformers_come_back():
     from transformers import BatchEncoding
 
     output = outputs.BaseModelOutput(last_hidden_state=H, hidden_states=(H, H + 1))
-    found = unflatten(*reversed(flatten(output)))
-    assert type(found) is type(output)
-    assert found["hidden_states"] is found.hidden_states
-    assert found.last_hidden_state is H is found[0]
-    assert found.attentions is None
+    rebuilt = unflatten(*reversed(flatten(output)))
+    assert type(rebuilt) is type(output)
+    assert rebuilt["hidden_states"] is rebuilt.hidden_states
+    assert rebuilt.last_hidden_state is H is rebuilt[0]
+    assert rebuilt.attentions is None
     encoding = unflatten(*reversed(flatten(BatchEncoding({"input_ids": H, "labels": H}))))
     assert isinstance(encoding, BatchEncoding)
     assert encoding["input_ids"] is encoding.labels is H

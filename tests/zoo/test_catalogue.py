@@ -59,9 +59,9 @@ def batch_for(name: str, samples: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
     if models()[name].task != "classify":
         tokens = torch.randint(0, 11, (samples, 7), generator=draw)
-        known, following = tokens[:, :-1], tokens[:, 1:]
+        inputs, following = tokens[:, :-1], tokens[:, 1:]
         return (
-            known if name == "gpt" else torch.stack([following.flip(1), known], dim=1)
+            inputs if name == "gpt" else torch.stack([following.flip(1), inputs], dim=1)
         ), following
     shape = (64,) if name == "mlp" else (3, 32, 32)
     return torch.randn(samples, *shape, generator=draw), torch.arange(samples) % 10
@@ -101,9 +101,9 @@ def test_the_catalogue_lists_the_models_whose_counts_are_published_here():
 @every_model
 def test_parameter_count_equals_the_published_one_and_the_stated_fact(name):
     """Studies are compared with the literature by these numbers."""
-    made = model(name, device="meta")
+    network = model(name, device="meta")
     assert (
-        sum(parameter.numel() for parameter in made.parameters())
+        sum(parameter.numel() for parameter in network.parameters())
         == PUBLISHED[name]
         == models()[name].parameters
     )
@@ -113,20 +113,20 @@ def test_parameter_count_equals_the_published_one_and_the_stated_fact(name):
 def test_building_on_meta_makes_no_tensor_elsewhere(name):
     """A rank describes models that do not fit into its memory."""
     with OnlyMeta():
-        made = model(name, device="meta")
-    assert all(tensor.is_meta for tensor in made.state_dict().values())
+        network = model(name, device="meta")
+    assert all(tensor.is_meta for tensor in network.state_dict().values())
 
 
 @every_model
 def test_submodules_that_own_tensors_can_reset_them(name):
     """Materialising from the meta device calls nothing but `reset_parameters`."""
-    made = model(name, device="meta")
-    lacking = [
+    network = model(name, device="meta")
+    without_reset = [
         path
-        for path, module in made.named_modules()
+        for path, module in network.named_modules()
         if owns_tensors(module) and not hasattr(module, "reset_parameters")
     ]
-    assert lacking == []
+    assert without_reset == []
 
 
 @every_model
@@ -141,9 +141,9 @@ def test_materialising_layer_by_layer_gives_the_weights_of_plain_construction(na
     for module in children_first(later):
         if owns_tensors(module):
             module.reset_parameters()
-    found, expected = later.state_dict(), plain.state_dict()
-    assert found.keys() == expected.keys()
-    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    materialised, expected = later.state_dict(), plain.state_dict()
+    assert materialised.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(materialised[key], expected[key])] == []
 
 
 @every_model
@@ -152,14 +152,14 @@ def test_one_step_gives_every_parameter_a_gradient(name):
     also shows the output's shape.
     """
     torch.manual_seed(0)
-    made = model(name, **SMALL[name])
+    network = model(name, **SMALL[name])
     inputs, targets = batch_for(name, samples=2)
-    logits = made(inputs)
+    logits = network(inputs)
     images = models()[name].task == "classify"
     loss = nn.functional.cross_entropy(logits, targets) if images else gpt_loss(logits, targets)
     loss.backward()
     assert logits.shape == ((2, 10) if images else (2, 6, 11))
-    gradients = {path: parameter.grad for path, parameter in made.named_parameters()}
+    gradients = {path: parameter.grad for path, parameter in network.named_parameters()}
     assert [
         path
         for path, gradient in gradients.items()
@@ -197,8 +197,8 @@ def test_unknown_model_is_refused_with_the_closest_name():
 @every_model
 def test_unknown_option_is_named_beside_those_there_are(name):
     """Python's own TypeError would name an inner function, and none of the options."""
-    known = ", ".join(models()[name].options)
-    with pytest.raises(SettingError, match=rf"^{name} has no option 'colour'\. It has: {known}$"):
+    options = ", ".join(models()[name].options)
+    with pytest.raises(SettingError, match=rf"^{name} has no option 'colour'\. It has: {options}$"):
         model(name, colour=3)
 
 

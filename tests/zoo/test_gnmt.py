@@ -35,11 +35,12 @@ def small(layers=6, **options):
 
 def test_every_layer_has_as_many_parameters_as_in_pipedreams_profile():
     """Cuts of the paper are compared with ours: then the layers must be the same."""
-    made = chain(model("gnmt", device="meta"))
-    found = [
-        sum(made.description.tensor(name).bytes for name in layer.parameters) for layer in made
+    network = chain(model("gnmt", device="meta"))
+    parameter_counts = [
+        sum(network.description.tensor(name).bytes for name in layer.parameters)
+        for layer in network
     ]
-    assert found == PIPEDREAM
+    assert parameter_counts == PIPEDREAM
 
 
 def test_layers_are_named_and_counted_as_stated():
@@ -56,12 +57,12 @@ def test_layers_are_named_and_counted_as_stated():
 
 def test_boundaries_carry_what_later_layers_need_and_nothing_else():
     """Each boundary may be a cut, and what stands in it crosses the link."""
-    made, tokens = small(), torch.randint(0, 7, (2, 2, 5))
-    seen = []
+    network, tokens = small(), torch.randint(0, 7, (2, 2, 5))
+    boundary_keys = []
     state = tokens
-    for layer in chain(made).modules:
+    for layer in chain(network).modules:
         state = layer(state)
-        seen.append(
+        boundary_keys.append(
             {key: value.shape[-1] for key, value in state.items()}
             if isinstance(state, dict)
             else None
@@ -73,33 +74,33 @@ def test_boundaries_carry_what_later_layers_need_and_nothing_else():
         {"x": 4, "target": 5},
     ]
     writes = [{"x": 4, "memory": 4}, {"x": 4, "context": 4}, {"x": 4, "context": 4}, {"x": 4}]
-    assert seen == [*reads, *writes, None]
+    assert boundary_keys == [*reads, *writes, None]
 
 
 def test_a_token_is_told_without_those_that_follow_it():
     """The target's later tokens are what the model is to say; the source's it may read to the end."""
-    made, tokens = small(), torch.randint(0, 7, (3, 2, 5))
+    network, tokens = small(), torch.randint(0, 7, (3, 2, 5))
     changed = tokens.clone()
     changed[:, 1, 3] = (changed[:, 1, 3] + 1) % 7
-    before, after = made(tokens), made(changed)
+    before, after = network(tokens), network(changed)
     assert torch.equal(before[:, :3], after[:, :3])
     assert not torch.equal(before[:, 3:], after[:, 3:])
     changed = tokens.clone()
     changed[:, 0, 4] = (changed[:, 0, 4] + 1) % 7
-    assert not torch.equal(before[:, 0], made(changed)[:, 0])
+    assert not torch.equal(before[:, 0], network(changed)[:, 0])
 
 
 def test_with_and_without_gradients_it_gives_the_same_bits():
     """What is recomputed is run once in each way; oneDNN's two kernels for LSTMs differ in the last
     bit.
     """
-    made, tokens = small(hidden=16).train(), torch.randint(0, 7, (3, 2, 5))
-    for dropout in (module for module in made.modules() if isinstance(module, torch.nn.Dropout)):
+    network, tokens = small(hidden=16).train(), torch.randint(0, 7, (3, 2, 5))
+    for dropout in (module for module in network.modules() if isinstance(module, torch.nn.Dropout)):
         dropout.p = 0.0
     with torch.no_grad():
-        plain = made(tokens)
+        plain = network(tokens)
     assert not plain.requires_grad
-    assert torch.equal(plain, made(tokens))
+    assert torch.equal(plain, network(tokens))
 
 
 def test_layers_from_the_meta_device_run_after_they_are_materialised():

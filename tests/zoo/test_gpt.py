@@ -27,46 +27,46 @@ TINY = {"layers": 3, "width": 16, "heads": 4, "tokens": 8, "vocabulary": 13}
 def test_parameter_count_follows_the_stated_formula(layers, heads, head_width, tokens, v):
     """The docstring's formula is what people size experiments by."""
     w = heads * head_width
-    made = model(
+    network = model(
         "gpt", device="meta", layers=layers, width=w, heads=heads, tokens=tokens, vocabulary=v
     )
     stated = layers * (12 * w**2 + 13 * w) + 2 * v * w + tokens * w + 2 * w
-    assert sum(parameter.numel() for parameter in made.parameters()) == stated
+    assert sum(parameter.numel() for parameter in network.parameters()) == stated
 
 
 def test_the_chain_is_embedding_blocks_norm_head():
     """Blocks are equal and each one layer; that is what makes GPT the plain case for pipelines."""
-    made = model("gpt", device="meta", **TINY)
-    assert list(made._modules) == ["embedding", "blocks", "norm", "head"]
-    assert "blocks.2.attention.qkv.weight" in made.state_dict()
-    assert list(made.buffers()) == []
+    network = model("gpt", device="meta", **TINY)
+    assert list(network._modules) == ["embedding", "blocks", "norm", "head"]
+    assert "blocks.2.attention.qkv.weight" in network.state_dict()
+    assert list(network.buffers()) == []
 
 
 @pytest.mark.parametrize("length", [1, 5, 8])
 def test_sequences_up_to_the_context_length_give_logits_per_token(length):
     """Shorter sequences use the first positions."""
-    made = model("gpt", **TINY)
-    assert made(torch.zeros(2, length, dtype=torch.int64)).shape == (2, length, 13)
+    network = model("gpt", **TINY)
+    assert network(torch.zeros(2, length, dtype=torch.int64)).shape == (2, length, 13)
 
 
 def test_sequence_longer_than_the_context_is_refused_with_both_numbers():
     """On a GPU the look-up would end in a device-side assertion that names nothing."""
-    made = model("gpt", **TINY)
+    network = model("gpt", **TINY)
     with pytest.raises(
         SettingError,
-        match="made with tokens=8, and the input has 9 per sequence: make it with tokens=9",
+        match="made with tokens=8, but the input has 9 per sequence: make it with tokens=9",
     ):
-        made(torch.zeros(1, 9, dtype=torch.int64))
+        network(torch.zeros(1, 9, dtype=torch.int64))
 
 
-def in_slices(made, tokens, lengths):
+def in_slices(network, tokens, lengths):
     """The model's output slice by slice, each layer handing on its past."""
     outputs, pasts = [], {}
     for part in tokens.split(lengths, dim=1):
-        value, pasts["embedding"] = made.embedding.forward_slice(part, pasts.get("embedding"))
-        for number, block in enumerate(made.blocks):
+        value, pasts["embedding"] = network.embedding.forward_slice(part, pasts.get("embedding"))
+        for number, block in enumerate(network.blocks):
             value, pasts[number] = block.forward_slice(value, pasts.get(number))
-        outputs.append(made.head(made.norm(value)))
+        outputs.append(network.head(network.norm(value)))
     return torch.cat(outputs, dim=1), pasts
 
 
@@ -79,37 +79,37 @@ def test_slices_of_a_sequence_give_what_the_whole_gives(lengths):
     gradients stay.
     """
     torch.manual_seed(0)
-    made = model("gpt", **TINY)
+    network = model("gpt", **TINY)
     tokens = torch.randint(0, 13, (2, sum(lengths)))
-    whole = made(tokens)
-    sliced, pasts = in_slices(made, tokens, lengths)
+    whole = network(tokens)
+    sliced, pasts = in_slices(network, tokens, lengths)
     assert torch.allclose(sliced, whole, atol=1e-6)
     assert pasts["embedding"] == sum(lengths)
     assert [tuple(tensor.shape) for tensor in pasts[0]] == [(2, 4, sum(lengths), 4)] * 2
-    weights = list(made.parameters())
+    weights = list(network.parameters())
     grads = (torch.autograd.grad(out.square().sum(), weights) for out in (sliced, whole))
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*grads, strict=True))
 
 
 def test_slices_count_against_the_context_length_together():
     """Position 8 of a model with 8 positions is one too many, in whatever slice it comes."""
-    made = model("gpt", **TINY)
+    network = model("gpt", **TINY)
     tokens = torch.zeros(1, 9, dtype=torch.int64)
     with pytest.raises(
         SettingError,
-        match="made with tokens=8, and the input has 9 per sequence: make it with tokens=9",
+        match="made with tokens=8, but the input has 9 per sequence: make it with tokens=9",
     ):
-        in_slices(made, tokens, [6, 3])
+        in_slices(network, tokens, [6, 3])
 
 
 def test_later_tokens_do_not_change_earlier_logits():
     """A model that sees the token it shall predict learns nothing, with a splendid loss."""
     torch.manual_seed(0)
-    made = model("gpt", **TINY)
+    network = model("gpt", **TINY)
     tokens = torch.randint(0, 13, (1, 8))
     changed = tokens.clone()
     changed[0, 5:] = (changed[0, 5:] + 1) % 13
-    before, after = made(tokens), made(changed)
+    before, after = network(tokens), network(changed)
     torch.testing.assert_close(before[:, :5], after[:, :5])
     assert not torch.allclose(before[:, 5:], after[:, 5:])
 
@@ -139,11 +139,11 @@ def test_projections_into_the_residual_stream_start_smaller():
 def test_dropout_acts_in_training_only():
     """Evaluation is a function of the input."""
     torch.manual_seed(0)
-    made = model("gpt", dropout=0.5, **TINY)
+    network = model("gpt", dropout=0.5, **TINY)
     tokens = torch.randint(0, 13, (2, 8))
-    assert not torch.equal(made(tokens), made(tokens))
-    made.eval()
-    assert torch.equal(made(tokens), made(tokens))
+    assert not torch.equal(network(tokens), network(tokens))
+    network.eval()
+    assert torch.equal(network(tokens), network(tokens))
 
 
 def test_loss_of_equal_logits_is_the_logarithm_of_the_vocabulary():
@@ -166,13 +166,13 @@ def test_gpt_learns_a_batch_in_a_few_steps():
     down.
     """
     torch.manual_seed(0)
-    made = model("gpt", **TINY)
+    network = model("gpt", **TINY)
     tokens = torch.randint(0, 13, (4, 9))
-    optimizer = torch.optim.Adam(made.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
     losses = []
     for _ in range(40):
         optimizer.zero_grad()
-        loss = gpt_loss(made(tokens[:, :-1]), tokens[:, 1:])
+        loss = gpt_loss(network(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -20,20 +20,20 @@ from penstock.zoo.layers import NormalLinear
 )
 def test_layers_and_parameters_follow_the_stated_formulas(layers, features, hidden, classes):
     """Tests elsewhere cut chains of a length that they work out from `layers`."""
-    made = model("mlp", layers=layers, features=features, hidden=hidden, classes=classes)
+    network = model("mlp", layers=layers, features=features, hidden=hidden, classes=classes)
     stated = (features + 1) * hidden + (layers - 2) * (hidden + 1) * hidden + (hidden + 1) * classes
-    assert sum(parameter.numel() for parameter in made.parameters()) == stated
-    assert [type(layer) for layer in made] == [NormalLinear, nn.ReLU] * (layers - 1) + [
+    assert sum(parameter.numel() for parameter in network.parameters()) == stated
+    assert [type(layer) for layer in network] == [NormalLinear, nn.ReLU] * (layers - 1) + [
         NormalLinear
     ]
-    assert made(torch.zeros(3, features)).shape == (3, classes)
+    assert network(torch.zeros(3, features)).shape == (3, classes)
 
 
 def test_one_layer_is_a_single_linear_map():
     """The shortest chain there is."""
-    made = model("mlp", layers=1, features=3, classes=2)
-    assert list(made._modules) == ["fc1"]
-    assert made.fc1.weight.shape == (2, 3)
+    network = model("mlp", layers=1, features=3, classes=2)
+    assert list(network._modules) == ["fc1"]
+    assert network.fc1.weight.shape == (2, 3)
 
 
 def test_names_count_from_1():

@@ -14,11 +14,11 @@ from penstock.zoo.catalogue import model
 @pytest.mark.parametrize(("image", "side"), [(224, 7), (32, 4)])
 def test_blocks_are_layers_and_end_in_the_papers_feature_map(name, blocks, width, image, side):
     """A skip connection inside a layer is the only one that no cut can sever."""
-    made = model(name, device="meta", image=image, channels=1, classes=7)
-    features = made.blocks(made.stem(torch.empty(2, 1, image, image, device="meta")))
-    assert len(made.blocks) == blocks
+    network = model(name, device="meta", image=image, channels=1, classes=7)
+    features = network.blocks(network.stem(torch.empty(2, 1, image, image, device="meta")))
+    assert len(network.blocks) == blocks
     assert features.shape == (2, width, side, side)
-    assert made.classifier(features).shape == (2, 7)
+    assert network.classifier(features).shape == (2, 7)
 
 
 def test_only_the_stem_for_large_images_has_a_pool():
@@ -58,13 +58,13 @@ def test_only_the_first_block_of_a_group_projects_its_skip():
 def test_resnet18_learns_a_batch_by_heart_in_a_few_steps():
     """Initial weights and skips let the gradient through."""
     torch.manual_seed(0)
-    made = model("resnet18", image=32, classes=4)
+    network = model("resnet18", image=32, classes=4)
     inputs, targets = torch.randn(4, 3, 32, 32), torch.arange(4)
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.02)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.02)
     losses = []
     for _ in range(4):
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(made(inputs), targets)
+        loss = torch.nn.functional.cross_entropy(network(inputs), targets)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

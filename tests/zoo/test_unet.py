@@ -17,37 +17,37 @@ def small(**options):
     return model("unet", **{"classes": 5, "image": 8, "width": 4, "levels": 2, **options})
 
 
-def plain(made, x, *, per_pixel):
+def plain(network, x, *, per_pixel):
     """The paper's figure, with skips in variables."""
 
     def twice(body, value):
         return functional.relu(body.bn2(body.conv2(functional.relu(body.bn1(body.conv1(value))))))
 
-    first = twice(made.down.level1.body, x)
-    second = twice(made.down.level2.body, functional.max_pool2d(first, 2))
-    value = twice(made.bottom.body, functional.max_pool2d(second, 2))
-    value = twice(made.up.level2.body, torch.cat([second, made.up.level2.up(value)], dim=1))
-    value = twice(made.up.level1.body, torch.cat([first, made.up.level1.up(value)], dim=1))
-    scores = made.scores.conv(value)
+    first = twice(network.down.level1.body, x)
+    second = twice(network.down.level2.body, functional.max_pool2d(first, 2))
+    value = twice(network.bottom.body, functional.max_pool2d(second, 2))
+    value = twice(network.up.level2.body, torch.cat([second, network.up.level2.up(value)], dim=1))
+    value = twice(network.up.level1.body, torch.cat([first, network.up.level1.up(value)], dim=1))
+    scores = network.scores.conv(value)
     return scores if per_pixel else scores.mean(dim=(2, 3))
 
 
 @pytest.mark.parametrize("per_pixel", [True, False])
 def test_the_chain_computes_what_the_figure_draws(per_pixel):
     """Skips in dicts are the skips of the paper."""
-    made, x = small(per_pixel=per_pixel), torch.randn(2, 3, 8, 8)
-    found = made(x)
-    assert found.shape == ((2, 5, 8, 8) if per_pixel else (2, 5))
-    torch.testing.assert_close(found, plain(made, x, per_pixel=per_pixel))
+    network, x = small(per_pixel=per_pixel), torch.randn(2, 3, 8, 8)
+    sides = network(x)
+    assert sides.shape == ((2, 5, 8, 8) if per_pixel else (2, 5))
+    torch.testing.assert_close(sides, plain(network, x, per_pixel=per_pixel))
 
 
 def test_a_skip_crosses_what_lies_between_its_ends_and_nothing_else():
     """Each boundary may be a cut, and what stands in it crosses the link."""
-    value, seen = torch.randn(2, 3, 8, 8), []
+    value, boundary_keys = torch.randn(2, 3, 8, 8), []
     for layer in chain(small()).modules[:-1]:
         value = layer(value)
-        seen.append(sorted(value))
-    assert seen == [
+        boundary_keys.append(sorted(value))
+    assert boundary_keys == [
         ["skip1", "x"],
         ["skip1", "skip2", "x"],
         ["skip1", "skip2", "x"],
@@ -71,7 +71,7 @@ def test_images_that_cannot_be_halved_so_often_are_refused():
     """A skip of another size than what comes up beside it would fail in the middle of a run."""
     with pytest.raises(
         SettingError,
-        match=r"unet takes image a multiple of 16, for 4 halvings, not 24: take fewer levels",
+        match=r"unet takes image a multiple of 16, for 4 halvings, not 24: choose fewer levels",
     ):
         model("unet", image=24)
     with pytest.raises(SettingError, match=r"unet takes per_pixel=True or False, not 'yes'"):

@@ -11,9 +11,9 @@ from torch import nn
 from penstock.zoo.catalogue import model
 
 
-def parameter_count(made: nn.Module) -> int:
+def parameter_count(network: nn.Module) -> int:
     """Numbers in all parameters."""
-    return sum(parameter.numel() for parameter in made.parameters())
+    return sum(parameter.numel() for parameter in network.parameters())
 
 
 def test_vgg19_for_small_images_and_100_classes_has_the_count_of_the_literature():
@@ -23,8 +23,8 @@ def test_vgg19_for_small_images_and_100_classes_has_the_count_of_the_literature(
 
 def test_vgg11_layers_have_the_names_of_the_papers_models():
     """Cuts are spoken of by these names."""
-    made = model("vgg11", device="meta")
-    assert list(made.features._modules)[:6] == [
+    network = model("vgg11", device="meta")
+    assert list(network.features._modules)[:6] == [
         "conv1_1",
         "relu1_1",
         "pool1",
@@ -32,7 +32,7 @@ def test_vgg11_layers_have_the_names_of_the_papers_models():
         "relu2_1",
         "pool2",
     ]
-    assert list(made.classifier._modules) == [
+    assert list(network.classifier._modules) == [
         "flatten",
         "fc6",
         "relu6",
@@ -42,7 +42,7 @@ def test_vgg11_layers_have_the_names_of_the_papers_models():
         "drop7",
         "fc8",
     ]
-    assert "features.conv5_2.weight" in made.state_dict()
+    assert "features.conv5_2.weight" in network.state_dict()
 
 
 def test_batch_norm_stands_between_convolution_and_relu():
@@ -60,16 +60,16 @@ def test_every_operation_is_a_layer_of_its_own(name, layers):
     fits both.
     """
     for dropout in (0.5, 0.0):
-        made = model(name, device="meta", dropout=dropout)
-        assert len(made.features) + len(made.classifier) == layers
+        network = model(name, device="meta", dropout=dropout)
+        assert len(network.features) + len(network.classifier) == layers
 
 
 def test_full_size_image_runs_through_all_shapes():
     """The first linear map fits the last feature map; on meta, so that nothing is computed."""
-    made = model("vgg16", device="meta", channels=1, classes=7)
-    features = made.features(torch.empty(2, 1, 224, 224, device="meta"))
+    network = model("vgg16", device="meta", channels=1, classes=7)
+    features = network.features(torch.empty(2, 1, 224, 224, device="meta"))
     assert features.shape == (2, 512, 7, 7)
-    assert made.classifier(features).shape == (2, 7)
+    assert network.classifier(features).shape == (2, 7)
 
 
 @pytest.mark.parametrize(("name", "steps"), [("vgg11_bn", 5), ("vgg11", 20)])
@@ -81,13 +81,13 @@ def test_vgg11_at_32_pixels_learns_more_than_its_last_bias(name, steps):
     torch's default weights it stays.
     """
     torch.manual_seed(0)
-    made = model(name, image=32, classes=4, dropout=0.0)
+    network = model(name, image=32, classes=4, dropout=0.0)
     inputs, targets = torch.randn(4, 3, 32, 32), torch.arange(4)
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(made(inputs), targets)
+        loss = nn.functional.cross_entropy(network(inputs), targets)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -41,14 +41,14 @@ def card_of(gpu: str | None, cards: Sequence[str]) -> str | None:
 
 def _compared(item: Row, card: str | None, measured: dict[tuple[str, str], Row]) -> Row:
     row = measured.get((item["section"], item["row"]), {})
-    found = row.get(item["value"])
+    value = row.get(item["value"])
     low, high = item.get(card, (None, None)) if card is not None else (None, None)
     name = f"{item['section']}: {item['row']}: {item['value']}"
-    verdict = verdict_of(found, low, high, item["better"])
-    return {"row": name, "low": low, "high": high, "found": found, "verdict": verdict}
+    verdict = verdict_of(value, low, high, item["better"])
+    return {"row": name, "low": low, "high": high, "found": value, "verdict": verdict}
 
 
-def verdict_of(found: Any, low: float | None, high: float | None, better: str) -> str:
+def verdict_of(value: Any, low: float | None, high: float | None, better: str) -> str:
     """The verdict on one number.
 
     Args:
@@ -59,11 +59,11 @@ def verdict_of(found: Any, low: float | None, high: float | None, better: str) -
     >>> verdict_of(3.0, 4.0, 5.0, "lower"), verdict_of(3.0, 4.0, 5.0, "higher")
     ('better', 'worse')
     """
-    if isinstance(found, bool) or not isinstance(found, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "missing"
     if low is None or high is None:
         return "missing"
-    if low <= found <= high:
+    if low <= value <= high:
         return "as expected"
-    side = "lower" if found < low else "higher"
+    side = "lower" if value < low else "higher"
     return "better" if side == better else "worse"

@@ -28,12 +28,12 @@ class Captured(System):
     def gradients(self) -> Gradients:
         """See `System.gradients`; they are set to 0, not to None."""
         self.gather()
-        found: Gradients = {}
+        gradients: Gradients = {}
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None
-            found[name] = parameter.grad.detach().to(torch.float32, copy=True)
+            gradients[name] = parameter.grad.detach().to(torch.float32, copy=True)
             parameter.grad.zero_()
-        return found
+        return gradients
 
 
 def micro_batch(cell: Cell, device: torch.device) -> System:

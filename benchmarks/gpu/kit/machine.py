@@ -60,10 +60,10 @@ def answers() -> bool:
 
 def commit() -> str:
     """The commit of this kit; "+" behind it where files have changed since."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     try:
-        name = _git(here, "rev-parse", "--short=12", "HEAD")
-        changed = _git(here, "status", "--porcelain", "--untracked-files=no")
+        name = _git(folder, "rev-parse", "--short=12", "HEAD")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return name + ("+" if changed else "")

@@ -94,5 +94,5 @@ def _row_of(line: str) -> Row | None:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("row"), str):
         return None
-    known = row.get("status") in ROW_STATUSES
-    return plain(row) if known else None
+    has_status = row.get("status") in ROW_STATUSES
+    return plain(row) if has_status else None

@@ -25,7 +25,7 @@ class System:
         update: the optimizer's step; gradients are None or 0 afterwards.
         parameters: by their names in the plain model.
         step: both, as one call.
-        close: lets go of threads.
+        close: ends its threads.
         own_peak_bytes: the pipeline's own account of the last step, summed over ranks, where it has
         one.
     """
@@ -44,30 +44,30 @@ class System:
             RuntimeError: a parameter has none.
         """
         self.gather()
-        found: Gradients = {}
+        gradients: Gradients = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 raise RuntimeError(f"{name} has no gradient")
-            found[name] = parameter.grad.detach().to(torch.float32, copy=True)
+            gradients[name] = parameter.grad.detach().to(torch.float32, copy=True)
             parameter.grad = None
-        return found
+        return gradients
 
 
 Make = Callable[[Cell, torch.device], System]
 
 
-def error_of(found: Gradients, reference: Gradients) -> float:
+def error_of(gradients: Gradients, reference: Gradients) -> float:
     """The largest error in terms of the largest gradient.
 
     Raises:
         RuntimeError: the parameters are others.
     """
-    if found.keys() != reference.keys():
+    if gradients.keys() != reference.keys():
         raise RuntimeError(
-            f"gradients of other parameters: {sorted(found.keys() ^ reference.keys())}"
+            f"gradients of other parameters: {sorted(gradients.keys() ^ reference.keys())}"
         )
     largest = max(float(gradient.abs().max()) for gradient in reference.values())
-    errors = [(found[name] - reference[name]).abs().max() for name in reference]
+    errors = [(gradients[name] - reference[name]).abs().max() for name in reference]
     worst = float(torch.stack(errors).max())
     return worst / largest
 
@@ -245,13 +245,13 @@ def torch_pipelining(cell: Cell, device: torch.device) -> System:
         with torch.no_grad(), cell.mixed(device):
             output = part(example)
         output.requires_grad_()
-        shown = example.detach().clone()
+        stage_input = example.detach().clone()
         if index:
-            shown.requires_grad_()
-        made = PipelineStage(
-            part, index, len(lengths), device, input_args=(shown,), output_args=(output,)
+            stage_input.requires_grad_()
+        stage = PipelineStage(
+            part, index, len(lengths), device, input_args=(stage_input,), output_args=(output,)
         )
-        stages.append(made)
+        stages.append(stage)
         example = output
     runner = ScheduleLoopedBFS(stages, cell.micro_batches, loss_fn=cell.loss)
 

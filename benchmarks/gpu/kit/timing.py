@@ -148,6 +148,6 @@ def seconds_of(
     """
     for _ in range(warm):
         work()
-    found = [time_steps(work, times, device) for _ in range(rounds)]
-    seconds = [item.wall_s if item.device_s is None else item.device_s for item in found]
+    results = [time_steps(work, times, device) for _ in range(rounds)]
+    seconds = [result.wall_s if result.device_s is None else result.device_s for result in results]
     return statistics.median(seconds)

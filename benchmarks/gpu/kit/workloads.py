@@ -70,10 +70,10 @@ class Cell:
 
     def make_optimizer(self, parameters: Parameters) -> torch.optim.Optimizer:
         """The optimizer, on parameters that are on their device already."""
-        given = list(parameters)
+        parameter_list = list(parameters)
         if self.optimizer == "adamw":
-            return torch.optim.AdamW(given, lr=1e-4, fused=given[0].is_cuda)
-        return torch.optim.SGD(given, lr=1e-3, momentum=0.9)
+            return torch.optim.AdamW(parameter_list, lr=1e-4, fused=parameter_list[0].is_cuda)
+        return torch.optim.SGD(parameter_list, lr=1e-3, momentum=0.9)
 
     def mixed(self, device: torch.device, *, cache: bool = True) -> torch.autocast:
         """Mixed precision, or none."""

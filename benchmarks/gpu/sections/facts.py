@@ -35,19 +35,19 @@ def measure(section: Section) -> None:
 
 
 def _versions(section: Section) -> dict[str, object]:
-    found: dict[str, object] = {
+    versions: dict[str, object] = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "threads": torch.get_num_threads(),
     }
     if section.on_gpu:
         properties = torch.cuda.get_device_properties(section.device)
-        found["gpu"] = properties.name
-        found["multiprocessors"] = properties.multi_processor_count
-        found["capability"] = f"{properties.major}.{properties.minor}"
-        found["bf16"] = torch.cuda.is_bf16_supported()
-        found["devices"] = torch.cuda.device_count()
-    return found
+        versions["gpu"] = properties.name
+        versions["multiprocessors"] = properties.multi_processor_count
+        versions["capability"] = f"{properties.major}.{properties.minor}"
+        versions["bf16"] = torch.cuda.is_bf16_supported()
+        versions["devices"] = torch.cuda.device_count()
+    return versions
 
 
 def _memory(section: Section) -> dict[str, object]:
@@ -75,10 +75,10 @@ def _launch(section: Section) -> dict[str, object]:
     times = _times(section)
 
     def chain() -> Tensor:
-        found = leaf
+        value = leaf
         for _ in range(times):
-            found = found * 1.0
-        return found.sum()
+            value = value * 1.0
+        return value.sum()
 
     eager_s = seconds_of(lambda: value.add_(1), section.device, times=times)
     chain().backward()
@@ -120,16 +120,16 @@ def _graph(section: Section) -> dict[str, object]:
 
 def _copies(section: Section) -> None:
     nbytes = 2**20 if section.smoke else 256 * 2**20
-    here = torch.empty(nbytes, dtype=torch.uint8, device=section.device)
-    other = torch.empty_like(here)
+    on_device = torch.empty(nbytes, dtype=torch.uint8, device=section.device)
+    other = torch.empty_like(on_device)
     pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     pageable = torch.ones(nbytes, dtype=torch.uint8)
     ways: dict[str, tuple[Tensor, Tensor, int]] = {
-        "pinned h2d": (here, pinned, 1),
-        "pinned d2h": (pinned, here, 1),
-        "pageable h2d": (here, pageable, 1),
-        "pageable d2h": (pageable, here, 1),
-        "copy on the device": (other, here, 2),
+        "pinned h2d": (on_device, pinned, 1),
+        "pinned d2h": (pinned, on_device, 1),
+        "pageable h2d": (on_device, pageable, 1),
+        "pageable d2h": (pageable, on_device, 1),
+        "copy on the device": (other, on_device, 2),
     }
     for name, (target, source, traffic) in ways.items():
 

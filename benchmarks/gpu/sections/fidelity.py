@@ -78,11 +78,11 @@ def _predictions(section: Section, cell: Cell, counts: list[int], batch: int) ->
             loss=cell.loss,
             targets=y,
         )
-    found = []
+    predictions = []
     for count in counts:
         for recompute in ("never", "always"):
-            found.append(_predicted(profile, cell.with_micro_batches(count), recompute))
-    return found
+            predictions.append(_predicted(profile, cell.with_micro_batches(count), recompute))
+    return predictions
 
 
 def _predicted(profile: Profile, cell: Cell, recompute: str) -> Prediction:
@@ -98,7 +98,11 @@ def _run(section: Section, predicted: Prediction) -> dict[str, object]:
     if section.on_gpu:
         torch.cuda.reset_peak_memory_stats(section.device)
         before = torch.cuda.memory_allocated(section.device)
-    sgd = lambda given: torch.optim.SGD(given, lr=1e-3, momentum=0.9)  # noqa: E731 - as planned
+
+    def sgd(parameters: object) -> torch.optim.SGD:
+        """Return the optimizer that was planned for."""
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
     system = pipeline(predicted.cell, section.device, recompute=predicted.recompute, optimizer=sgd)
     series = time_in_turns(
         {"step": system.step},
@@ -121,10 +125,10 @@ def _run(section: Section, predicted: Prediction) -> dict[str, object]:
         row["allocated_MiB"] = allocated / 2**20
         row["reserved_MiB"] = torch.cuda.max_memory_reserved(section.device) / 2**20
         row["predicted_to_allocated"] = predicted.peak_bytes / allocated
-    own = system.own_peak_bytes()
-    if own is not None:
-        row["own_account_MiB"] = own / 2**20
+    own_peak = system.own_peak_bytes()
+    if own_peak is not None:
+        row["own_account_MiB"] = own_peak / 2**20
         if section.on_gpu:
-            row["own_to_allocated"] = own / allocated
+            row["own_to_allocated"] = own_peak / allocated
     system.close()
     return row

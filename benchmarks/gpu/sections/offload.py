@@ -37,7 +37,7 @@ def _compared(section: Section, cell: Cell) -> dict[str, object]:
         system.close()
     compute_s, step_s = (series[name].median_s() for name in systems)
     if compute_s is None or step_s is None:
-        raise RuntimeError("; ".join(str(found.error) for found in series.values()))
+        raise RuntimeError("; ".join(str(measured.error) for measured in series.values()))
     nbytes = saved_bytes(cell, section.device)
     row: dict[str, object] = {"saved_MiB": nbytes / 2**20, "added_ms": (step_s - compute_s) * 1e3}
     ceilings = [section.found("facts", f"pinned {way}").get("GB_per_s") for way in ("h2d", "d2h")]

@@ -55,11 +55,11 @@ def _two(section: Section, sizes: dict[str, int]) -> dict[str, object]:
     """Messages and steps of the same two processes: a row for each message, and the values of the
     steps.
     """
-    found = ps.launch(_both, 2, sizes, str(section.device), section.smoke, threads=1)
-    for name, seconds in found[0][0].items():
+    results = ps.launch(_both, 2, sizes, str(section.device), section.smoke, threads=1)
+    for name, seconds in results[0][0].items():
         speed = sizes[name] / seconds / 1e9
         section.row(f"message {name}, shared memory", us=seconds * 1e6, GB_per_s=speed)
-    return _step_row([steps for _, steps in found])
+    return _step_row([steps for _, steps in results])
 
 
 def _both(
@@ -80,7 +80,7 @@ def _messages(sizes: dict[str, int], device: str) -> dict[str, float]:
     place = torch.device(device)
     transport = SameHostTransport(rank, 20.0, place)
     transport.connect(dist.PrefixStore("gpu kit", dist.distributed_c10d._get_default_store()), 2)
-    found = {}
+    medians = {}
     for name, nbytes in sizes.items():
         tensor = torch.ones(nbytes // 4, device=place)
         times = max(5, min(100, 2**28 // nbytes))
@@ -97,9 +97,9 @@ def _messages(sizes: dict[str, int], device: str) -> dict[str, float]:
                 torch.cuda.synchronize(place)
             if number > 1:
                 seconds.append((time.perf_counter() - started) / 2)
-        found[name] = statistics.median(seconds)
+        medians[name] = statistics.median(seconds)
     transport.close()
-    return found
+    return medians
 
 
 def _pipe(device: str, ranks: int, *, smoke: bool) -> tuple[ps.Pipeline, object, object]:
@@ -141,11 +141,11 @@ def _steps(device: str, ranks: int, *, smoke: bool) -> dict[str, object]:
     return _step_row(ps.launch(_train, ranks, device, ranks, smoke, threads=1))
 
 
-def _step_row(found: list[tuple[float, float]]) -> dict[str, object]:
+def _step_row(rounds: list[tuple[float, float]]) -> dict[str, object]:
     """The slowest rank's step. All ranks have the same loss, or the row is wrong."""
-    losses = [loss for _, loss in found]
+    losses = [loss for _, loss in rounds]
     status = "measured" if max(losses) == min(losses) else "wrong"
-    slowest = max(seconds for seconds, _ in found)
+    slowest = max(seconds for seconds, _ in rounds)
     return {"status": status, "ms": slowest * 1e3, "loss": losses[0]}
 
 
@@ -153,9 +153,9 @@ def _in_threads(section: Section) -> float:
     system = pipeline(gpt2(smoke=section.smoke), section.device)
     for _ in range(2 if section.smoke else 4):
         system.step()
-    found = time_steps(system.step, 1 if section.smoke else 7, section.device)
+    times = time_steps(system.step, 1 if section.smoke else 7, section.device)
     system.close()
-    return found.wall_s * 1e3
+    return times.wall_s * 1e3
 
 
 def _ratio(section: Section) -> None:
@@ -185,8 +185,8 @@ def _killed(device: str, *, smoke: bool) -> dict[str, object]:
         try:
             ps.launch(_die, 2, device, smoke, died, threads=1)
         except ps.PenstockError as error:
-            gone = time.time()
-            seconds = gone - float(Path(died).read_text(encoding="utf-8"))
+            killed_at = time.time()
+            seconds = killed_at - float(Path(died).read_text(encoding="utf-8"))
             status = "measured" if seconds <= GONE_S else "wrong"
             return {"status": status, "s_until_all_are_gone": seconds, "words": words_of(error)}
     return {"status": "wrong", "note": "nothing was raised when a rank was killed"}

@@ -103,7 +103,7 @@ def _analytic(section: Section, cell: Cell, size: int, real_s: float) -> Mapping
         targets=y.cpu(),
     )
     seconds = cell.micro_batches * sum(roofline.step_seconds(size))
-    found: dict[str, object] = {"analytic_ms": seconds * 1e3, "analytic_of": named}
+    fields: dict[str, object] = {"analytic_ms": seconds * 1e3, "analytic_of": named}
     if card is not None:
-        found["analytic_to_step"] = seconds / real_s
-    return found
+        fields["analytic_to_step"] = seconds / real_s
+    return fields

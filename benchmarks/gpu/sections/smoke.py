@@ -126,12 +126,14 @@ def _compared(case: Case, device: torch.device) -> dict[str, object]:
     return _verdict(error, dtype) | {"loss": losses[-1], "plain_loss": plain_losses[-1]}
 
 
-def _error(found: dict[str, Tensor], wanted: dict[str, Tensor], first: dict[str, Tensor]) -> float:
+def _error(
+    weights: dict[str, Tensor], expected: dict[str, Tensor], first: dict[str, Tensor]
+) -> float:
     """The largest difference in terms of the largest change that training made."""
-    if found.keys() != wanted.keys():
-        raise RuntimeError(f"other parameters: {sorted(found.keys() ^ wanted.keys())}")
-    largest = max(float((wanted[name] - first[name]).abs().max()) for name in wanted)
-    off = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+    if weights.keys() != expected.keys():
+        raise RuntimeError(f"other parameters: {sorted(weights.keys() ^ expected.keys())}")
+    largest = max(float((expected[name] - first[name]).abs().max()) for name in expected)
+    off = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
     if largest == 0:
         raise RuntimeError("plain training has changed nothing")
     return off / largest
@@ -144,16 +146,16 @@ def _verdict(error: float, dtype: torch.dtype) -> dict[str, object]:
 
 def _pipedream(device: torch.device) -> dict[str, object]:
     """Against the same on the CPU: both play the same versions of weights."""
-    found = []
+    losses = []
     for place in (device, torch.device("cpu")):
         layers, x, y, loss = model_of("mlp")
         model = nn.Sequential(*layers).to(place, torch.float64)
         pipe = pipeline(list(model), loss, place, schedule="pipedream")
         batch = x.to(place, torch.float64), y.to(place)
-        found.append([float(value) for value in pipe.train([batch] * 4)])
+        losses.append([float(value) for value in pipe.train([batch] * 4)])
         pipe.close()
-    error = max(abs(one - other) for one, other in zip(*found, strict=True)) / max(found[1])
-    return _verdict(error, torch.float64) | {"losses": found[0]}
+    error = max(abs(one - other) for one, other in zip(*losses, strict=True)) / max(losses[1])
+    return _verdict(error, torch.float64) | {"losses": losses[0]}
 
 
 def _dropout(device: torch.device) -> dict[str, object]:

@@ -45,7 +45,7 @@ def _trace(section: Section) -> dict[str, object]:
         pipe.train_batch(x, y)
     section.synchronize()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * section.on_gpu
-    with profile(activities=activities) as found:
+    with profile(activities=activities) as profiler:
         pipe.train_batch(x, y)
         section.synchronize()
     timeline = pipe.timeline()
@@ -67,7 +67,7 @@ def _trace(section: Section) -> dict[str, object]:
         # them: the union is compared.
         kernels_us = sum(
             event.self_device_time_total
-            for event in found.key_averages()
+            for event in profiler.key_averages()
             if event.device_type == torch.autograd.DeviceType.CUDA
         )
         row["kernels_ms"] = kernels_us / 1e3
@@ -87,14 +87,14 @@ def _waits(section: Section) -> dict[str, object]:
         for _ in range(STEPS):
             system.step()
         section.synchronize()
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 system.step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        waits = [item for item in found if "synchroniz" in str(item.message)]
+        waits = [item for item in caught if "synchroniz" in str(item.message)]
         counts[name] = len(waits)
         system.close()
     return counts

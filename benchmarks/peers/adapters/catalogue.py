@@ -31,7 +31,7 @@ class System:
         name: "torch 1f1b".
         peer: whose it is; peers have environments of their own.
         make: called in every rank; returns what takes one step.
-        imports: modules that are loaded before any rank begins, so that they count for nobody.
+        imports: modules that are loaded before any rank begins, so that they count for no system.
         packages: what pip installs for it, beside torch; none for those that need nothing else.
         processes: "ranks"; "plan", as many as Penstock's own plan takes; or one process: "alone"
         with one thread, "threads" with one
@@ -84,6 +84,6 @@ def register(name: str, **facts: object) -> Callable[[Make], Make]:
 def systems() -> dict[str, System]:
     """All of them, in the order of the files' names."""
     package = importlib.import_module("adapters")
-    for module in sorted(found.name for found in pkgutil.iter_modules(package.__path__)):
+    for module in sorted(entry.name for entry in pkgutil.iter_modules(package.__path__)):
         importlib.import_module(f"adapters.{module}")
     return SYSTEMS

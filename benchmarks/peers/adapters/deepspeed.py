@@ -67,7 +67,7 @@ def make(job: Job) -> Step:
         "train_micro_batch_size_per_gpu": len(x) // count,
         "gradient_accumulation_steps": count,
         "steps_per_print": 10**9,
-        "gradient_clipping": 0.0,  # it clips to a norm of 1 if nobody says otherwise
+        "gradient_clipping": 0.0,  # its default clips to a norm of 1
     }
     engine, *_ = deepspeed.initialize(
         model=net, config=settings, optimizer=job.optimizer(net.parameters())

@@ -2,7 +2,7 @@
 names, no errors.
 
 Both know everything beforehand: forms, order, places. A message lies where the other side uses it;
-there is one place per micro-batch and direction, free again because nobody begins a step before its
+there is one place per micro-batch and direction, free again because no rank starts a step before its
 neighbours have taken what it sent in the last.
 """
 
@@ -149,10 +149,10 @@ class Shared:
 
     def wait(self, m: int) -> Tensor:
         """See `Line`."""
-        came, step = self.came, self.step
+        arrived, step = self.came, self.step
         while True:
             for _ in range(SPINS):
-                if came[m] == step:
+                if arrived[m] == step:
                     return self.places[m]
             os.sched_yield()
 

@@ -73,8 +73,8 @@ def _stage(job: Job, part: nn.Sequential, index: int, lengths: tuple[int, ...]) 
     from torch.distributed.pipelining import PipelineStage
 
     def example(at: int) -> torch.Tensor:
-        known = torch.empty_like(job.boundary(at, lengths), device="cpu")
-        return known.requires_grad_() if at > 0 else known
+        template = torch.empty_like(job.boundary(at, lengths), device="cpu")
+        return template.requires_grad_() if at > 0 else template
 
     return PipelineStage(
         part,

@@ -1,1 +1,1 @@
-"""What there is to run on: devices and links."""
+"""The hardware that a plan is for: devices and links."""

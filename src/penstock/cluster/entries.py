@@ -1,4 +1,4 @@
-"""One device or one link of a description, key by key; what it does not say is its base's."""
+"""Read one device or one link of a description, key by key; missing keys are taken from a base."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.cluster.fields import (
 )
 from penstock.errors import ClusterError
 
-__all__ = ["DEVICE_KEYS", "LINK_KEYS", "device_of", "link_of"]
+__all__ = ["DEVICE_KEYS", "LINK_KEYS", "read_device", "read_link"]
 
 #: Keys of a device, by the field of `Device` that each sets.
 _DEVICE: Final[dict[str, tuple[str, Callable[[object], Any]]]] = {
@@ -44,63 +44,77 @@ _LINK: Final[dict[str, tuple[str, Callable[[object], Any]]]] = {
 }
 LINK_KEYS: Final = tuple(_LINK)
 
-#: DSP slices that a multiply and an add take together: one in 16 bits; five in float32, three to
-#: multiply and two to add.
+#: DSP slices that one multiply-add occupies: one in 16 bits; five in float32, three to multiply and
+#: two to add.
 _SLICES: Final = {"float16": 1, "float32": 5}
 
 
-def device_of(fields: Fields, name: str, base: Device | None) -> Device:
-    """The device of an entry.
+def read_device(fields: Fields, name: str, base: Device | None) -> Device:
+    """Return the device of an entry.
+
+    Args:
+        fields: the entry.
+        name: of the device.
+        base: the device from which missing keys are taken; None if there is none.
 
     Raises:
-        ClusterError: the memory is missing and there is no base, or a value is refused; the message
-        begins with the place.
+        ClusterError: the memory is missing and there is no base, or a value is invalid; the message
+            begins with the place.
     """
-    found = {
+    values = {
         field: fields.read(key, parse) for key, (field, parse) in _DEVICE.items() if key in fields
     }
     if "dsp" in fields or "clock" in fields:
-        if "flops" in found:
+        if "flops" in values:
             raise ClusterError(
-                f"{fields.where}: both 'flops' and 'dsp' are there: give the peaks, or the slices and their clock"
+                f"{fields.where}: both 'flops' and 'dsp' are set: give the peaks, or the slices "
+                "and their clock"
             )
-        found["flops"] = _peaks_of_slices(
+        values["flops"] = _fpga_peaks(
             fields.read("dsp", parse_count), fields.read("clock", parse_clock)
         )
-    if base is None and "memory_bytes" not in found:
+    if base is None and "memory_bytes" not in values:
+        keys = " and ".join(map(repr, fields.values))
         raise ClusterError(
-            f"{fields.where}: the key 'memory' is missing: {name!r} with {' and '.join(map(repr, fields.values))} is a device "
-            "of your own; or take a preset's figures and change some, with 'like'"
+            f"{fields.where}: the key 'memory' is missing: {name!r} with {keys} is a device of "
+            "your own; or take a preset's figures and change some, with 'like'"
         )
     try:
-        return Device(name, **found) if base is None else replace(base, name=name, **found)
+        return Device(name, **values) if base is None else replace(base, name=name, **values)
     except ClusterError as error:
         raise ClusterError(f"{fields.where}: {error}") from error
 
 
-def _peaks_of_slices(dsp: int, clock: float) -> tuple[tuple[str, float], ...]:
-    """What an FPGA computes at most with so many DSP slices: each makes one multiply-add of 16 bits
-    in a cycle.
+def _fpga_peaks(dsp: int, clock: float) -> tuple[tuple[str, float], ...]:
+    """Return an FPGA's peak FLOP/s by dtype: a DSP slice does one 16-bit multiply-add per cycle.
+
+    Args:
+        dsp: number of DSP slices.
+        clock: cycles per second.
 
     Source: Zhang et al., FPGA 2015, for the five slices of a multiply-add in float32.
     """
     return tuple((dtype, 2.0 * dsp * clock / slices) for dtype, slices in _SLICES.items())
 
 
-def link_of(fields: Fields, base: Link | None) -> Link:
-    """The link of an entry.
+def read_link(fields: Fields, base: Link | None) -> Link:
+    """Return the link of an entry.
+
+    Args:
+        fields: the entry.
+        base: the link from which missing keys are taken; None if there is none.
 
     Raises:
-        ClusterError: latency or bandwidth is missing and there is no base, or a value is refused;
-        the message begins with the place.
+        ClusterError: latency or bandwidth is missing and there is no base, or a value is invalid;
+            the message begins with the place.
     """
-    needed = ("latency", "bandwidth") if base is None else ()
-    found = {
+    required = ("latency", "bandwidth") if base is None else ()
+    values = {
         field: fields.read(key, parse)
         for key, (field, parse) in _LINK.items()
-        if key in fields or key in needed
+        if key in fields or key in required
     }
     try:
-        return Link(**found) if base is None else replace(base, **found)
+        return Link(**values) if base is None else replace(base, **values)
     except ClusterError as error:
         raise ClusterError(f"{fields.where}: {error}") from error

@@ -1,4 +1,4 @@
-"""Cluster: devices by rank, the nodes they stand on, and the links that join them."""
+"""Cluster: devices by rank, their nodes, and the links that join them."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from typing import final
 from penstock.cluster.device import Device, Link
 from penstock.errors import ClusterError, FileError
 
-#: Of nodes that differ, so many lines are printed.
-_LONG = 12
+#: Lines that are printed for different nodes at most.
+_MAX_NODE_LINES = 12
 
 
 @final
 @dataclass(frozen=True)
 class Cluster:
-    """Devices by rank, the nodes they stand on, and the links that join them.
+    """Devices by rank, their nodes, and the links that join them.
 
     Attributes:
-        name: for people.
+        name: for display.
         devices: by rank.
-        devices_per_node: ranks fill node after node with so many; where `node_of` says otherwise,
-        the most on one node. inside: joins two ranks of one node, where `insides` has no other for
-        it. between: joins two ranks of different nodes. node_of: the node of every rank; () where
-        ranks fill node after node. insides: (node, its inside link), for the nodes that have
-        another than `inside`. source: where the description is from.
+        devices_per_node: ranks fill node after node with this many; if `node_of` is set, the most
+            on one node.
+        inside: joins two ranks of one node, unless `insides` has another link for that node.
+        between: joins two ranks of different nodes.
+        node_of: the node of every rank; () if ranks fill node after node.
+        insides: (node, its inside link), for the nodes whose link differs from `inside`.
+        source: where the description is from.
 
     Raises:
-        ClusterError: there is no device, or less than one per node; or the nodes do not go with the
-        ranks.
+        ClusterError: there is no device, or less than one per node; or the nodes do not match the
+            ranks.
     """
 
     name: str
@@ -45,74 +47,93 @@ class Cluster:
     source: str = ""
 
     def __post_init__(self) -> None:
+        self._check_nodes()
+        self._check_insides()
+        self._normalise()
+
+    def _check_nodes(self) -> None:
+        """Refuse nodes that do not match the ranks."""
         if not self.devices:
             raise ClusterError(f"cluster {self.name} has no devices; it needs at least one")
         if self.devices_per_node < 1:
             raise ClusterError(
-                f"cluster {self.name} has {self.devices_per_node} devices per node; it needs at least one"
+                f"cluster {self.name} has {self.devices_per_node} devices per node; it needs at "
+                "least one"
             )
         if self.node_of and len(self.node_of) != self.ranks:
             raise ClusterError(
-                f"cluster {self.name} has {self.ranks} ranks, and node_of has {len(self.node_of)}: one for each"
+                f"cluster {self.name} has {self.ranks} ranks, and node_of has "
+                f"{len(self.node_of)}: one for each"
             )
-        known = set(self.node_of or range(self.nodes))
-        if known != set(range(len(known))):
+        nodes = set(self.node_of or range(self.nodes))
+        if nodes != set(range(len(nodes))):
             raise ClusterError(
-                f"cluster {self.name} has ranks on nodes {sorted(known)}; nodes are numbered from 0, none left out"
+                f"cluster {self.name} has ranks on nodes {sorted(nodes)}; nodes are numbered from "
+                "0, none left out"
             )
+
+    def _check_insides(self) -> None:
+        """Refuse inside links of unknown nodes, and two links for one node."""
         for node, _ in self.insides:
-            if node not in known:
+            if not 0 <= node < self.nodes:
                 raise ClusterError(
-                    f"cluster {self.name} has an inside link for node {node}, and nodes 0 to {len(known) - 1}"
+                    f"cluster {self.name} has an inside link for node {node}, and nodes 0 to "
+                    f"{self.nodes - 1}"
                 )
         if len(dict(self.insides)) < len(self.insides):
+            nodes_with_link = [node for node, _ in self.insides]
             raise ClusterError(
-                f"cluster {self.name} has two inside links for one node: {[node for node, _ in self.insides]}"
+                f"cluster {self.name} has two inside links for one node: {nodes_with_link}"
             )
-        # One form for one meaning, so that equal clusters are equal.
-        own = tuple(
-            sorted(
-                (pair for pair in self.insides if pair[1] != self.inside), key=lambda pair: pair[0]
-            )
-        )
-        object.__setattr__(self, "insides", own)
-        if self.node_of or own:
-            object.__setattr__(
-                self, "devices_per_node", max(Counter(map(self.node, range(self.ranks))).values())
-            )
+
+    def _normalise(self) -> None:
+        """Bring equal descriptions into one form, so that clusters compare equal."""
+        different = [(node, link) for node, link in self.insides if link != self.inside]
+        object.__setattr__(self, "insides", tuple(sorted(different, key=lambda pair: pair[0])))
+        if self.node_of or different:
+            sizes = Counter(self.node(rank) for rank in range(self.ranks))
+            object.__setattr__(self, "devices_per_node", max(sizes.values()))
         if self.node_of == tuple(rank // self.devices_per_node for rank in range(self.ranks)):
             object.__setattr__(self, "node_of", ())
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.name}: {self.ranks} ranks on {self.nodes} node{'s'[: self.nodes > 1]} ({', '.join(self.kinds)})"
-        ]
+        nodes = f"{self.nodes} node{'s'[: self.nodes > 1]}"
+        lines = [f"{self.name}: {self.ranks} ranks on {nodes} ({', '.join(self.kinds)})"]
         if self.node_of or self.insides or len(self.kinds) > 1:
             lines += self._node_lines()
         if self.devices_per_node > 1 and not self.insides:
             lines.append(f"  inside a node   {self.inside}")
-        lines += [f"  between nodes   {self.between}"] if self.nodes > 1 else []
+        if self.nodes > 1:
+            lines.append(f"  between nodes   {self.between}")
         return "\n".join(lines)
 
     def _node_lines(self) -> list[str]:
-        """What stands on every node, nodes in a row that are alike in one line."""
-        alike: list[tuple[list[int], str]] = []
+        """Return a line on every node's devices; consecutive equal nodes share a line."""
+        groups: list[tuple[list[int], str]] = []
         for node in range(self.nodes):
-            ranks = self.ranks_of_node(node)
-            counts = Counter(self.devices[rank].name for rank in ranks)
-            link = f", {self.link(ranks[0], ranks[0])}" if self.insides and len(ranks) > 1 else ""
-            text = " + ".join(f"{count} x {name}" for name, count in counts.items()) + link
-            if alike and alike[-1][1] == text:
-                alike[-1][0].append(node)
+            text = self._node_text(node)
+            if groups and groups[-1][1] == text:
+                groups[-1][0].append(node)
             else:
-                alike.append(([node], text))
-        rows = [
-            (f"  node {'-'.join(map(str, sorted({nodes[0], nodes[-1]})))}", text)
-            for nodes, text in alike
-        ]
-        if len(rows) > _LONG:
-            rows[_LONG - 2 : -1] = [("  …", f"{len(rows) - _LONG + 1} more")]
+                groups.append(([node], text))
+        rows = []
+        for nodes, text in groups:
+            first, last = nodes[0], nodes[-1]
+            label = f"{first}" if first == last else f"{first}-{last}"
+            rows.append((f"  node {label}", text))
+        if len(rows) > _MAX_NODE_LINES:
+            hidden = len(rows) - _MAX_NODE_LINES + 1
+            rows[_MAX_NODE_LINES - 2 : -1] = [("  …", f"{hidden} more")]
         return [f"{head.ljust(17)} {text}" for head, text in rows]
+
+    def _node_text(self, node: int) -> str:
+        """Return a node's devices, and its inside link if nodes differ in it."""
+        ranks = self.ranks_of_node(node)
+        counts = Counter(self.devices[rank].name for rank in ranks)
+        text = " + ".join(f"{count} x {name}" for name, count in counts.items())
+        if self.insides and len(ranks) > 1:
+            text += f", {self.link(ranks[0], ranks[0])}"
+        return text
 
     @property
     def ranks(self) -> int:
@@ -126,15 +147,16 @@ class Cluster:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of the devices, each once, by the first rank that has one."""
+        """Names of the devices, each once, in the order of ranks."""
         return tuple(dict.fromkeys(device.name for device in self.devices))
 
     @cached_property
     def _inside_of(self) -> dict[int, Link]:
+        """Inside links by node, for the nodes whose link differs from `inside`."""
         return dict(self.insides)
 
     def node(self, rank: int) -> int:
-        """The node that rank `rank` stands on, from 0.
+        """Return the node of a rank, from 0.
 
         Raises:
             ClusterError: it is not a rank of this cluster.
@@ -146,18 +168,19 @@ class Cluster:
         return self.node_of[rank] if self.node_of else rank // self.devices_per_node
 
     def ranks_of_node(self, node: int) -> tuple[int, ...]:
-        """The ranks that stand on a node, in order; none if there is no such node."""
+        """Return the ranks of a node, in order; none if there is no such node."""
         return self._by_node.get(node, ())
 
     @cached_property
     def _by_node(self) -> dict[int, tuple[int, ...]]:
-        found: dict[int, list[int]] = {}
+        """Ranks by node."""
+        ranks_of_node: dict[int, list[int]] = {}
         for rank in range(self.ranks):
-            found.setdefault(self.node(rank), []).append(rank)
-        return {node: tuple(ranks) for node, ranks in found.items()}
+            ranks_of_node.setdefault(self.node(rank), []).append(rank)
+        return {node: tuple(ranks) for node, ranks in ranks_of_node.items()}
 
     def link(self, a: int, b: int) -> Link:
-        """The link from rank `a` to rank `b`.
+        """Return the link from rank `a` to rank `b`.
 
         Raises:
             ClusterError: one of them is not a rank of this cluster.
@@ -168,36 +191,37 @@ class Cluster:
         return self._inside_of.get(node, self.inside)
 
     def on(self, ranks: Sequence[int]) -> Cluster:
-        """The cluster of these ranks alone: its rank i is `ranks[i]`, which keeps its device, its
-        node and its links.
+        """Return the cluster of some ranks alone: its rank i is `ranks[i]`, with the same device,
+        node and links.
 
-        Nodes are numbered anew, in the order in which they are met.
+        Nodes are renumbered in the order of their first rank.
 
         Raises:
-            ClusterError: one of them is not a rank of this cluster, or stands there twice.
+            ClusterError: one of them is not a rank of this cluster, or is listed twice.
         """
         chosen = tuple(ranks)
         if len(set(chosen)) < len(chosen):
             raise ClusterError(
-                f"cluster {self.name} has every rank once, and {list(chosen)} names one twice"
+                f"cluster {self.name} has every rank once, and {list(chosen)} lists one twice"
             )
         if chosen == tuple(range(self.ranks)):
             return self
         nodes = [self.node(rank) for rank in chosen]
-        number = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
+        new_number = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
         return Cluster(
             self.name,
             tuple(self.devices[rank] for rank in chosen),
             max(Counter(nodes).values(), default=1),
             self.inside,
             self.between,
-            tuple(number[node] for node in nodes),
-            tuple((number[node], link) for node, link in self.insides if node in number),
+            tuple(new_number[node] for node in nodes),
+            tuple((new_number[node], link) for node, link in self.insides if node in new_number),
             self.source,
         )
 
     def transfer_seconds(self, count: float, a: int, b: int) -> float:
-        """Seconds for a message of `count` bytes from rank `a` to rank `b`; 0 if they are the same.
+        """Return the seconds of a message of `count` bytes from rank `a` to rank `b`; 0 if they are
+        the same.
 
         Raises:
             ClusterError: one of them is not a rank of this cluster.
@@ -206,8 +230,8 @@ class Cluster:
         return 0.0 if a == b else link.transfer_seconds(count)
 
     def with_links(self, inside: Link | None = None, between: Link | None = None) -> Cluster:
-        """The same devices with other links, for instance measured ones; `inside` then holds in
-        every node.
+        """Return the cluster with other links, for instance measured ones; a new `inside` link
+        applies to every node.
         """
         insides = self.insides if inside is None else ()
         return replace(
@@ -215,16 +239,16 @@ class Cluster:
         )
 
     def to_yaml(self) -> str:
-        """The description that `cluster` reads back as an equal cluster."""
+        """Return a description that `cluster` reads back as an equal cluster."""
         from penstock.cluster.write import yaml_of
 
         return yaml_of(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the description to a file, whole or not at all.
+        """Write the description to a file, atomically.
 
         Raises:
-            FileError: it cannot be written.
+            FileError: the file cannot be written.
         """
         target = Path(path)
         partial = target.with_name(target.name + ".partial")

@@ -1,4 +1,4 @@
-"""Devices, links and the papers' clusters by name, from presets.yaml."""
+"""Devices, links and clusters of papers by name, from presets.yaml."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import yaml
 
 from penstock.cluster.device import Device, Link
-from penstock.cluster.entries import DEVICE_KEYS, LINK_KEYS, device_of, link_of
+from penstock.cluster.entries import DEVICE_KEYS, LINK_KEYS, read_device, read_link
 from penstock.cluster.fields import Fields, parse_text
 from penstock.errors import UnknownName
 
 
 @dataclass(frozen=True)
 class Presets:
-    """The tables of presets.yaml; names are found whatever their case."""
+    """The tables of presets.yaml; names are matched regardless of case."""
 
     devices: dict[str, Device]
     links: dict[str, Link]
@@ -29,7 +29,7 @@ class Presets:
     def load(cls) -> Presets:
         """Read the tables."""
         file = resources.files("penstock.cluster") / "presets.yaml"
-        # libyaml's loader, where there is one, takes an eighth of the time.
+        # libyaml's loader takes an eighth of the time, where it is available.
         tables = yaml.load(
             file.read_text(encoding="utf-8"),
             getattr(yaml, "CSafeLoader", yaml.SafeLoader),  # noqa: S506
@@ -37,25 +37,25 @@ class Presets:
         devices, links, nvlink_of, network = {}, {}, {}, set()
         for name, row in tables["devices"].items():
             fields = Fields.of(row, f"presets: {name}", (*DEVICE_KEYS, "nvlink"))
-            devices[name] = device_of(fields, name, None)
+            devices[name] = read_device(fields, name, None)
             nvlink_of[name] = fields.read("nvlink", parse_text, "")
         for name, row in tables["links"].items():
             fields = Fields.of(row, f"presets: {name}", (*LINK_KEYS, "reach"))
-            links[name] = link_of(fields, None)
+            links[name] = read_link(fields, None)
             if fields.read("reach", parse_text) == "network":
                 network.add(name)
         return cls(devices, links, tables["clusters"], nvlink_of, frozenset(network))
 
     def device(self, name: str) -> Device:
-        """The device called `name`.
+        """Return the device called `name`.
 
         Raises:
             UnknownName: there is none.
         """
-        return self.devices[spelled(name, self.devices, "device")]
+        return self.devices[match_name(name, self.devices, "device")]
 
     def link_name(self, name: str, device: str) -> str:
-        """The table's name for a link that joins devices called `device`: `"NVLink"` is the
+        """Return the table's name of a link that joins devices called `device`: `"NVLink"` is the
         generation that these have.
 
         Raises:
@@ -63,18 +63,17 @@ class Presets:
         """
         if name.lower() == "nvlink" and self.nvlink_of.get(device):
             return self.nvlink_of[device]
-        return spelled(
-            name, self.links, f"link for {device}" if name.lower() == "nvlink" else "link"
-        )
+        kind = f"link for {device}" if name.lower() == "nvlink" else "link"
+        return match_name(name, self.links, kind)
 
 
-def spelled(name: str, known: Iterable[str], kind: str) -> str:
-    """The member of `known` that is `name` but for upper and lower case.
+def match_name(name: str, choices: Iterable[str], kind: str) -> str:
+    """Return the choice that equals `name` regardless of case.
 
     Raises:
         UnknownName: there is none.
     """
-    names = list(known)
+    names = list(choices)
     for candidate in names:
         if candidate.lower() == name.lower():
             return candidate

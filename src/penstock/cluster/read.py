@@ -1,8 +1,8 @@
-"""From a description, as a YAML file or presets.yaml has it, to a Cluster.
+"""Read a cluster from a description, which is a YAML file or an entry of presets.yaml.
 
-Besides the form that `cluster` shows, nodes that differ may be listed. A device or link may be
-`like` a preset but for what it says; what is not known of a device is left out. `node_of: [0, 1, 0,
-...]` gives the node of every rank, where ranks do not fill node after node.
+Besides the form that `cluster` documents, different nodes may be listed. A device or link may be
+`like` a preset, with some figures changed; unknown figures of a device are left out. `node_of: [0,
+1, 0, ...]` gives the node of every rank, if ranks do not fill node after node.
 
 ```yaml
 name: mixed
@@ -17,8 +17,8 @@ between: 25GbE
 ```
 
 A device's keys: name, like, count, memory, kind (cpu, gpu, fpga), flops by dtype or dsp and clock,
-memory_bandwidth, launch (what an op costs before it computes), on_chip, together (seconds while all
-are busy over seconds alone), source. A link's: like, latency, bandwidth, shared, source.
+memory_bandwidth, launch (overhead of an op before it computes), on_chip, together (seconds while
+all are busy over seconds alone), source. A link's: like, latency, bandwidth, shared, source.
 """
 
 from __future__ import annotations
@@ -32,130 +32,138 @@ from typing import Any
 import yaml
 
 from penstock.cluster.device import Device, Link
-from penstock.cluster.entries import DEVICE_KEYS, LINK_KEYS, device_of, link_of
-from penstock.cluster.fields import MOST, Fields, parse_count, parse_text
+from penstock.cluster.entries import DEVICE_KEYS, LINK_KEYS, read_device, read_link
+from penstock.cluster.fields import MAX_DEVICES, Fields, parse_count, parse_text
 from penstock.cluster.local import LOOPBACK
 from penstock.cluster.machines import Cluster
 from penstock.cluster.presets import Presets
 from penstock.errors import ClusterError, SettingError, UnknownName
 
-_ALIKE = ("name", "devices_per_node", "devices", "inside", "between", "source")
-_MIXED = ("name", "nodes", "node_of", "inside", "between", "source")
+#: Keys of a description with equal nodes, and of one that lists its nodes.
+_UNIFORM_KEYS = ("name", "devices_per_node", "devices", "inside", "between", "source")
+_MIXED_KEYS = ("name", "nodes", "node_of", "inside", "between", "source")
+
+#: The devices of a node, and its inside link if it has one.
+_Node = tuple[list[Device], Link | None]
 
 
-class _Strict(yaml.SafeLoader):
-    """A loader that refuses a key that stands twice: YAML itself would take the last one and say
-    nothing.
-    """
+class _StrictLoader(yaml.SafeLoader):
+    """A loader that refuses duplicate keys; PyYAML itself would silently use the last one."""
 
 
-def _mapping(loader: _Strict, node: yaml.MappingNode) -> dict[Any, Any]:
+def _construct_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    """Construct a mapping unless it has a duplicate key."""
     keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-    twice = [key for key, count in Counter(keys).items() if count > 1]
-    if twice:
+    duplicates = [key for key, count in Counter(keys).items() if count > 1]
+    if duplicates:
         raise yaml.constructor.ConstructorError(
-            None, None, f"the key {twice[0]!r} stands there twice", node.start_mark
+            None, None, f"duplicate key {duplicates[0]!r}", node.start_mark
         )
     loader.flatten_mapping(node)
     return loader.construct_mapping(node, deep=True)
 
 
-_Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster that a YAML file describes.
+    """Return the cluster that a YAML file describes.
 
     Raises:
-        ClusterError: the file cannot be read, or says something else; the message names file and
-        key.
+        ClusterError: the file cannot be read, or is no valid description; the message names file
+            and key.
     """
     try:
-        found = yaml.load(path.read_text(encoding="utf-8"), _Strict)  # noqa: S506 - a SafeLoader
+        text = path.read_text(encoding="utf-8")
+        description = yaml.load(text, _StrictLoader)  # noqa: S506 - a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(
             f"cannot read the cluster {path}: {getattr(error, 'strerror', None) or error}"
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ClusterError(f"{path} is not YAML: {error}") from error
-    return describe(found, str(path), Presets.load())
+    return build_cluster(description, str(path), Presets.load())
 
 
-def describe(found: Any, where: str, presets: Presets) -> Cluster:
-    """The cluster of a description; `where` begins every message.
+def build_cluster(description: Any, where: str, presets: Presets) -> Cluster:
+    """Return the cluster of a description.
+
+    Args:
+        description: a mapping as read from YAML.
+        where: place of the description, with which every message begins.
+        presets: the tables of presets.yaml.
 
     Raises:
-        ClusterError: it says something that is not understood.
+        ClusterError: the description is invalid.
     """
     reader = _Reader(where, presets)
-    if isinstance(found, dict) and "nodes" in found:
-        return reader.mixed(Fields.of(found, where, _MIXED))
-    if isinstance(found, dict) and "node_of" in found:
+    if isinstance(description, dict) and "nodes" in description:
+        return reader.mixed_nodes(Fields.of(description, where, _MIXED_KEYS))
+    if isinstance(description, dict) and "node_of" in description:
         raise ClusterError(
-            f"{where}: node_of says on which of the 'nodes' each rank is, and there are none"
+            f"{where}: node_of gives the node of each rank, but there is no list 'nodes'"
         )
-    return reader.alike(Fields.of(found, where, _ALIKE))
+    return reader.uniform_nodes(Fields.of(description, where, _UNIFORM_KEYS))
 
 
 @dataclass(frozen=True)
 class _Reader:
+    """Reads a description at a place `where`."""
+
     where: str
     presets: Presets
 
-    def alike(self, fields: Fields) -> Cluster:
-        """Nodes that are all of one size: devices by rank, and how many stand on a node."""
+    def uniform_nodes(self, fields: Fields) -> Cluster:
+        """Return a cluster whose nodes are all of one size."""
         name = fields.read("name", parse_text)
         per_node = fields.read("devices_per_node", parse_count)
         devices = self.devices(fields)
         links: dict[str, Link] = {}
-        for key, needed in (("inside", per_node > 1), ("between", len(devices) > per_node)):
+        for key, required in (("inside", per_node > 1), ("between", len(devices) > per_node)):
             if key in fields:
                 links[key] = self.link(fields, key, devices[0])
-            elif needed:
+            elif required:
                 raise ClusterError(
-                    f"{self.where}: the key {key!r} is missing: {len(devices)} devices, {per_node} on a node, need it"
+                    f"{self.where}: the key {key!r} is missing: {len(devices)} devices, {per_node} "
+                    "on a node, need it"
                 )
-        only = next(iter(links.values()), LOOPBACK)  # one device alone: nothing is ever sent
+        # A link that is not described joins no ranks, so any value will do.
+        unused = next(iter(links.values()), LOOPBACK)
         return Cluster(
             name,
             tuple(devices),
             per_node,
-            links.get("inside", only),
-            links.get("between", only),
+            links.get("inside", unused),
+            links.get("between", unused),
             source=fields.read("source", parse_text, ""),
         )
 
-    def mixed(self, fields: Fields) -> Cluster:
-        """Nodes of their own: each has its devices and its inside link."""
-        name, rows = fields.read("name", parse_text), fields.values["nodes"]
-        if not isinstance(rows, list) or not rows:
-            raise ClusterError(f"{self.where}: nodes: {rows!r} is no list of nodes")
-        nodes: list[tuple[list[Device], Link | None]] = []
-        for i, row in enumerate(rows):
-            nodes += self.nodes(row, f"{self.where}: nodes[{i}]", fields)
-            self.bounded(sum(len(devices) for devices, _ in nodes))
-        if "between" not in fields and len(nodes) > 1:
-            raise ClusterError(
-                f"{self.where}: the key 'between' is missing: {len(nodes)} nodes need it"
-            )
-        own = [link for _, link in nodes if link is not None]
-        first = nodes[0][0][0]
-        between = (
-            self.link(fields, "between", first)
-            if "between" in fields
-            else next(iter(own), LOOPBACK)
-        )
-        inside = (
-            self.link(fields, "inside", first) if "inside" in fields else next(iter(own), between)
-        )
-        node_of = self.node_of(fields, [len(devices) for devices, _ in nodes])
-        left = [iter(devices) for devices, _ in nodes]
+    def mixed_nodes(self, fields: Fields) -> Cluster:
+        """Return a cluster whose nodes are listed, each with its devices and inside link."""
+        name = fields.read("name", parse_text)
+        nodes = self.nodes(fields)
         insides = tuple(
             (number, link) for number, (_, link) in enumerate(nodes) if link is not None
         )
+        node_links = [link for _, link in insides]
+        first_device = nodes[0][0][0]
+        if "between" in fields:
+            between = self.link(fields, "between", first_device)
+        elif len(nodes) > 1:
+            raise ClusterError(
+                f"{self.where}: the key 'between' is missing: {len(nodes)} nodes need it"
+            )
+        else:
+            between = next(iter(node_links), LOOPBACK)
+        if "inside" in fields:
+            inside = self.link(fields, "inside", first_device)
+        else:
+            inside = next(iter(node_links), between)
+        node_of = self.node_of(fields, [len(devices) for devices, _ in nodes])
+        remaining_devices = [iter(devices) for devices, _ in nodes]
         return Cluster(
             name,
-            tuple(next(left[node]) for node in node_of),
+            tuple(next(remaining_devices[node]) for node in node_of),
             1,
             inside,
             between,
@@ -164,61 +172,75 @@ class _Reader:
             fields.read("source", parse_text, ""),
         )
 
-    def nodes(
-        self, row: object, where: str, cluster: Fields
-    ) -> list[tuple[list[Device], Link | None]]:
-        """The nodes of one entry: `count` times the same."""
-        here = _Reader(where, self.presets)
+    def nodes(self, fields: Fields) -> list[_Node]:
+        """Return the nodes of a list."""
+        rows = fields.values["nodes"]
+        if not isinstance(rows, list) or not rows:
+            raise ClusterError(f"{self.where}: nodes: {rows!r} is no list of nodes")
+        nodes: list[_Node] = []
+        for i, row in enumerate(rows):
+            nodes += self.node_entry(row, f"{self.where}: nodes[{i}]", fields)
+            self.check_count(sum(len(devices) for devices, _ in nodes))
+        return nodes
+
+    def node_entry(self, row: object, where: str, cluster: Fields) -> list[_Node]:
+        """Return the nodes of one entry: `count` equal ones."""
+        entry = _Reader(where, self.presets)
         fields = Fields.of(row, where, ("count", "devices", "inside"))
-        devices, count = here.devices(fields), fields.read("count", parse_count, 1)
-        self.bounded(count * len(devices))
+        devices, count = entry.devices(fields), fields.read("count", parse_count, 1)
+        self.check_count(count * len(devices))
         link = None
         if "inside" in fields:
-            link = here.link(fields, "inside", devices[0])
+            link = entry.link(fields, "inside", devices[0])
         elif "inside" in cluster:
-            link = self.link(
-                cluster, "inside", devices[0]
-            )  # NVLink is what this node's devices have
+            # Read for every node: the generation of "NVLink" depends on the node's devices.
+            link = self.link(cluster, "inside", devices[0])
         elif len(devices) > 1:
             raise ClusterError(
-                f"{where}: the key 'inside' is missing: {len(devices)} devices on a node need it, there or for all nodes"
+                f"{where}: the key 'inside' is missing: {len(devices)} devices on a node need it, "
+                "in this entry or for all nodes"
             )
         return [(devices, link)] * count
 
     def node_of(self, fields: Fields, sizes: list[int]) -> tuple[int, ...]:
-        """The node of every rank: node after node, or as the file says."""
-        filled = [node for node, size in enumerate(sizes) for _ in range(size)]
-        said = fields.values.get("node_of", filled)
-        whole = isinstance(said, list) and all(
-            isinstance(node, int) and not isinstance(node, bool) for node in said
+        """Return the node of every rank: the key `node_of`, or by default node after node."""
+        in_order: list[int] = []
+        for node, size in enumerate(sizes):
+            in_order += [node] * size
+        node_of = fields.values.get("node_of", in_order)
+        has_integers = isinstance(node_of, list) and all(
+            isinstance(node, int) and not isinstance(node, bool) for node in node_of
         )
-        if not whole or sorted(said) != filled:
+        if not has_integers or sorted(node_of) != in_order:
             raise ClusterError(
-                f"{self.where}: node_of: {said!r} is not the node of every rank; the nodes, from 0, hold {sizes} devices"
+                f"{self.where}: node_of: {node_of!r} is not the node of every rank; the nodes, "
+                f"from 0, hold {sizes} devices"
             )
-        return tuple(said)
+        return tuple(node_of)
 
-    def bounded(self, count: int) -> None:
-        """A slip of the finger shall not fill the memory."""
-        if count > MOST:
+    def check_count(self, count: int) -> None:
+        """Refuse more than `MAX_DEVICES` devices."""
+        if count > MAX_DEVICES:
             raise ClusterError(
-                f"{self.where}: {count} devices are too many; a cluster has 1 to {MOST}"
+                f"{self.where}: {count} devices are too many; a cluster has 1 to {MAX_DEVICES}"
             )
 
     def devices(self, fields: Fields) -> list[Device]:
-        """The devices that a list names."""
+        """Return the devices of a list."""
         rows = fields.read("devices", lambda value: value)
         if not isinstance(rows, list) or not rows:
             raise ClusterError(f"{self.where}: devices: {rows!r} is no list of devices")
         devices: list[Device] = []
         for i, row in enumerate(rows):
-            devices += self.device(row, f"{self.where}: devices[{i}]")
-            self.bounded(len(devices))
+            devices += self.device_entry(row, f"{self.where}: devices[{i}]")
+            self.check_count(len(devices))
         return devices
 
-    def device(self, row: object, where: str) -> list[Device]:
-        """The devices of one entry: a preset's name, `{name, count}` of a preset, or one of the
-        user's own, perhaps like a preset.
+    def device_entry(self, row: object, where: str) -> list[Device]:
+        """Return the devices of one entry.
+
+        An entry is a preset's name, `{name, count}` of a preset, or a device of the user's own,
+        possibly `like` a preset.
         """
         if isinstance(row, str):
             row = {"name": row}
@@ -231,28 +253,31 @@ class _Reader:
         else:
             name = fields.read("name", parse_text)
             if not any(key in fields for key in DEVICE_KEYS):
-                return [self.preset(name, where, "; a device of your own needs 'memory'")] * count
-        return [device_of(fields, name, base)] * count
+                hint = "; a device of your own needs 'memory'"
+                return [self.preset(name, where, hint)] * count
+        return [read_device(fields, name, base)] * count
 
-    def preset(self, name: str, where: str, more: str = "") -> Device:
-        """The device called `name`."""
+    def preset(self, name: str, where: str, hint: str = "") -> Device:
+        """Return the preset device called `name`; `hint` is added to the error message."""
         try:
             return self.presets.device(name)
         except UnknownName as error:
-            raise ClusterError(f"{where}: {error}{more}") from error
+            raise ClusterError(f"{where}: {error}{hint}") from error
 
     def link(self, fields: Fields, key: str, device: Device) -> Link:
-        """The link of a key: a preset's name, or `{like, latency, bandwidth, shared, source}`."""
+        """Return the link of a key: a preset's name, or `{like, latency, bandwidth, …}`."""
         where, value = f"{fields.where}: {key}", fields.values[key]
-        by_name = partial(self.named, device=device)
+        by_name = partial(self.preset_link, device=device)
         if isinstance(value, str):
             return fields.read(key, lambda name: by_name(str(name)))
-        own = Fields.of(value, where, ("like", *LINK_KEYS))
-        base = own.read("like", lambda name: by_name(parse_text(name))) if "like" in own else None
-        return link_of(own, base)
+        entry = Fields.of(value, where, ("like", *LINK_KEYS))
+        base = None
+        if "like" in entry:
+            base = entry.read("like", lambda name: by_name(parse_text(name)))
+        return read_link(entry, base)
 
-    def named(self, name: str, device: Device) -> Link:
-        """The link called `name` between two such devices."""
+    def preset_link(self, name: str, device: Device) -> Link:
+        """Return the preset link called `name` between two devices of this kind."""
         try:
             return self.presets.links[self.presets.link_name(name, device.name)]
         except UnknownName as error:

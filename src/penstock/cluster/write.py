@@ -1,4 +1,4 @@
-"""From a Cluster to the YAML that reads back as an equal one."""
+"""Write a Cluster as YAML that reads back as an equal one."""
 
 from __future__ import annotations
 
@@ -26,55 +26,65 @@ _TIMES = (("us", 1e-6), ("ms", 1e-3), ("s", 1.0))
 
 
 def yaml_of(cluster: Cluster) -> str:
-    """The description of a cluster; every number reads back as it is, to the last bit."""
-    found: dict[str, Any] = {"name": cluster.name}
+    """Return the description of a cluster as YAML; every number reads back to the last bit."""
+    description: dict[str, Any] = {"name": cluster.name}
     if cluster.source:
-        found["source"] = cluster.source
+        description["source"] = cluster.source
     if cluster.node_of or cluster.insides:
-        filled = [node for node in range(cluster.nodes) for _ in cluster.ranks_of_node(node)]
-        found["nodes"] = _nodes(cluster)
-        if filled != [cluster.node(rank) for rank in range(cluster.ranks)]:
-            found["node_of"] = [cluster.node(rank) for rank in range(cluster.ranks)]
+        node_of = [cluster.node(rank) for rank in range(cluster.ranks)]
+        description["nodes"] = _nodes(cluster)
+        if node_of != sorted(node_of):
+            description["node_of"] = node_of
     else:
-        found["devices_per_node"] = cluster.devices_per_node
-        found["devices"] = _devices(cluster.devices)
-    found["inside"], found["between"] = _link(cluster.inside), _link(cluster.between)
-    return yaml.dump(found, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
+        description["devices_per_node"] = cluster.devices_per_node
+        description["devices"] = _devices(cluster.devices)
+    description["inside"] = _link(cluster.inside)
+    description["between"] = _link(cluster.between)
+    return yaml.dump(description, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-class _Plain(yaml.SafeDumper):
-    """A dumper without anchors: equal devices are told in full wherever they stand."""
+class _Dumper(yaml.SafeDumper):
+    """A dumper without anchors: equal devices are written in full at every place."""
 
     def ignore_aliases(self, data: object) -> bool:
+        """Never use an anchor."""
         del data
         return True
 
 
 def _nodes(cluster: Cluster) -> list[dict[str, Any]]:
-    """Nodes in order; those in a row that are alike in one entry."""
+    """Return the entries of the nodes, in order; consecutive equal nodes share an entry."""
 
-    def parts(node: int) -> tuple[tuple[Device, ...], Link]:
+    def node_contents(node: int) -> tuple[tuple[Device, ...], Link]:
+        """Return a node's devices and its inside link."""
         ranks = cluster.ranks_of_node(node)
         return tuple(cluster.devices[rank] for rank in ranks), cluster.link(ranks[0], ranks[0])
 
     rows = []
-    for (devices, link), alike in groupby(map(parts, range(cluster.nodes))):
-        count = len(list(alike))
+    for (devices, link), equal_nodes in groupby(map(node_contents, range(cluster.nodes))):
+        count = len(list(equal_nodes))
         row: dict[str, Any] = {"count": count} if count > 1 else {}
         row["devices"] = _devices(devices)
-        rows.append(row | ({"inside": _link(link)} if link != cluster.inside else {}))
+        if link != cluster.inside:
+            row["inside"] = _link(link)
+        rows.append(row)
     return rows
 
 
 def _devices(devices: Sequence[Device]) -> list[dict[str, Any]]:
+    """Return the entries of devices, in order; consecutive equal devices share an entry."""
     rows = []
-    for device, alike in groupby(devices):
-        count = len(list(alike))
-        rows.append(_device(device) | ({"count": count} if count > 1 else {}))
+    for device, equal_devices in groupby(devices):
+        count = len(list(equal_devices))
+        row = _device(device)
+        if count > 1:
+            row["count"] = count
+        rows.append(row)
     return rows
 
 
 def _device(device: Device) -> dict[str, Any]:
+    """Return the entry of one device."""
     row: dict[str, Any] = {
         "name": device.name,
         "kind": device.kind,
@@ -90,22 +100,26 @@ def _device(device: Device) -> dict[str, Any]:
         row["on_chip"] = _memory(device.on_chip_bytes)
     if device.together != 1:
         row["together"] = device.together
-    return row | ({"source": device.source} if device.source else {})
+    if device.source:
+        row["source"] = device.source
+    return row
 
 
 def _link(link: Link) -> dict[str, Any]:
+    """Return the entry of a link."""
     row: dict[str, Any] = {
         "latency": _exact(link.latency_s, _TIMES, parse_latency),
         "bandwidth": _rate(link.bandwidth_bytes_per_s),
     }
-    return (
-        row
-        | ({"shared": True} if link.shared else {})
-        | ({"source": link.source} if link.source else {})
-    )
+    if link.shared:
+        row["shared"] = True
+    if link.source:
+        row["source"] = link.source
+    return row
 
 
 def _memory(count: int) -> str | int:
+    """Return bytes in the largest unit that divides them; as a bare number if no text is exact."""
     for unit, factor in _BYTES:
         if count % int(factor) == 0:
             return f"{count // int(factor)} {unit}"
@@ -114,19 +128,21 @@ def _memory(count: int) -> str | int:
 
 
 def _rate(value: float) -> str:
+    """Return bytes per second as text."""
     return UNLIMITED if math.isinf(value) else _exact(value, _RATES, parse_bandwidth)
 
 
 def _exact(
     value: float, units: Iterable[tuple[str, float]], parse: Callable[[object], float]
 ) -> str:
-    """The shortest of the texts that `parse` reads as exactly `value`; in the last unit there
-    always is one.
+    """Return the shortest text that `parse` reads as exactly `value`.
+
+    In the last unit, whose factor is 1, there always is one.
     """
-    texts = [
-        f"{number} {unit}"
-        for unit, factor in units
-        for number in (f"{value / factor:.6g}", f"{value / factor!r}".removesuffix(".0"))
-    ]
-    same = [text for text in texts if parse(text) == value]
-    return min(same, key=len, default=texts[-1])
+    texts = []
+    for unit, factor in units:
+        rounded = f"{value / factor:.6g}"
+        exact = f"{value / factor!r}".removesuffix(".0")
+        texts += [f"{rounded} {unit}", f"{exact} {unit}"]
+    exact_texts = [text for text in texts if parse(text) == value]
+    return min(exact_texts, key=len, default=texts[-1])

@@ -1,4 +1,4 @@
-"""The plain way: one process on one device, no pipeline; to say what the pipeline gained."""
+"""Plain training in one process on one device, without a pipeline, for comparison."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from penstock.training.task import make_task
 
 
 def plain_step_seconds(config: TrainConfig, device: torch.device) -> list[float]:
-    """Seconds of `config.baseline_steps` steps of plain training, after one to warm up, with as
-    many threads as torch has now.
+    """Measure `config.baseline_steps` steps of plain training, after one warm-up step, with torch's
+    current number of threads.
+
+    Returns:
+        Seconds of each step.
     """
     task = make_task(config)
     traced = chain(task.model)
     model = nn.Sequential(*materialise(traced, range(len(traced)), device, config.seed))
     optimizer = optimizer_factory(config)(list(model.parameters()))
     times = []
-    mixed = autocast_dtype(config)
+    autocast = autocast_dtype(config)
     for number, (x, y) in enumerate(task.epoch(config, 0)):
         if number > config.baseline_steps:
             break
         start = now(device)
         optimizer.zero_grad()
-        with nullcontext() if mixed is None else torch.autocast(device.type, dtype=mixed):
+        with nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast):
             loss = task.loss(model(x.to(device)), y.to(device))
         loss.backward()
         optimizer.step()
@@ -40,5 +43,5 @@ def plain_step_seconds(config: TrainConfig, device: torch.device) -> list[float]
 
 
 def plain_step_s(config: TrainConfig, device: torch.device) -> float:
-    """The median of `plain_step_seconds`."""
+    """Return the median of `plain_step_seconds`."""
     return statistics.median(plain_step_seconds(config, device))

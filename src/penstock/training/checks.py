@@ -1,4 +1,4 @@
-"""What a run is asked to do, held against itself before anything is measured."""
+"""Check a run's settings for consistency before anything is measured."""
 
 from __future__ import annotations
 
@@ -21,17 +21,25 @@ from penstock.weights.choice import does_not_go, rule_of, schedule_for
 from penstock.weights.reads import Reads
 from penstock.weights.uses import Use, readings
 
-#: Numbers of stages that stand for all, where theirs is the planner's choice.
-_SOME_STAGES = (1, 2, 4)
+#: Numbers of stages that are tried if the planner chooses theirs.
+_EXAMPLE_STAGES = (1, 2, 4)
 
 
-def check_words(config: TrainConfig, layers: int) -> None:
-    """Refuse before anything is measured what would be refused after it."""
-    cut = config.lengths()
-    if isinstance(cut, list):
-        check_lengths(cut, layers, config.stage_count())
+def check_settings(config: TrainConfig, layers: int) -> None:
+    """Refuse settings that planning or training would refuse only after the measurement.
+
+    Args:
+        config: of the run.
+        layers: of the model.
+
+    Raises:
+        PenstockError: of the kind that planning or training would raise.
+    """
+    partition = config.lengths()
+    if isinstance(partition, list):
+        check_lengths(partition, layers, config.stage_count())
     else:
-        PARTITIONERS.find(cut.partition(":")[0])
+        PARTITIONERS.find(partition.partition(":")[0])
         check_stages(layers, config.stage_count() or 1)
     if config.micro_batches is not None and config.micro_batches > config.batch:
         raise SettingError(
@@ -43,85 +51,99 @@ def check_words(config: TrainConfig, layers: int) -> None:
 
 
 def _check_asynchrony(config: TrainConfig) -> None:
-    """Refuse a schedule, a weight rule and an optimizer that do not go together.
+    """Refuse a schedule, a weight rule and an optimizer that are incompatible.
 
     Raises:
-        UnknownName, PlanError, ScheduleError, SettingError: they do not; the message says why.
+        UnknownName, PlanError, ScheduleError, SettingError: the message gives the reason.
     """
     name = _schedule_name(config)
     facts = None if name is None else schedules()[FAMILIES.find(name).name]
     rule = weight_rule(config.weights or (facts.weights if facts is not None else "flush"))
-    _check_together(config, synchronous=rule.synchronous and not config.asynchronous)
-    if facts is not None and facts.synchronous != rule.synchronous:
+    _check_global_options(config, synchronous=rule.synchronous and not config.asynchronous)
+    if facts is None:
+        # With `asynchronous` and no schedule, the planner chooses the weight rule.
+        if not config.asynchronous:
+            _check_optimizer(config, rule)
+        return
+    if facts.synchronous != rule.synchronous:
         raise PlanError(does_not_go(rule.name, facts.name, facts.synchronous))
-    if not (config.asynchronous and facts is None):
-        options = rule.with_defaults(config.weights_options)
-        if rule.optimizers:  # others take all
-            update = Update.make([nn.Parameter(torch.zeros(1))], optimizer_factory(config))
-            # Numbers do not matter: it looks at the optimizer and refuses, or not.
-            stage_weights(
-                Site(
-                    update,
-                    lambda number: Use(number, 0, Reads(number, number), number, True, True),
-                    rule,
-                    options,
-                )
-            )
-    if facts is not None and not rule.synchronous:
+    _check_optimizer(config, rule)
+    if not rule.synchronous:
         _check_numbers(config, facts.name, rule)
 
 
-def _check_together(config: TrainConfig, *, synchronous: bool) -> None:
-    """Refuse what needs the gradients of all stages at once where these update at different times,
-    or may do so.
+def _check_optimizer(config: TrainConfig, rule: WeightRule) -> None:
+    """Refuse an optimizer or options that the weight rule does not support."""
+    options = rule.with_defaults(config.weights_options)
+    if not rule.optimizers:
+        return  # the rule supports all optimizers
+    update = Update.make([nn.Parameter(torch.zeros(1))], optimizer_factory(config))
+
+    def any_use(number: int) -> Use:
+        """Return some use of the weights: the check depends on the optimizer alone."""
+        return Use(number, 0, Reads(number, number), number, True, True)
+
+    stage_weights(Site(update, any_use, rule, options))
+
+
+def _check_global_options(config: TrainConfig, *, synchronous: bool) -> None:
+    """Refuse options that need the gradients of all stages at once in asynchronous training.
 
     Raises:
-        SettingError: that is so.
+        SettingError: such an option is set.
     """
-    asked = {
+    if synchronous:
+        return
+    is_set = {
         "clip_grad_norm": config.clip_grad_norm is not None,
         "accumulate": config.accumulate > 1,
         "autocast float16, which scales the loss,": config.autocast == "float16",
     }
-    for name, wish in asked.items():
-        if wish and not synchronous:
+    for name, value in is_set.items():
+        if value:
             raise SettingError(
-                f"{name} needs a schedule whose stages update together, and this run's is asynchronous, or may be: take a "
-                "synchronous one, or leave it out"
+                f"{name} needs a schedule whose stages update together, and this run's is "
+                "asynchronous, or may be: choose a synchronous one, or leave the option out"
             )
 
 
 def _check_numbers(config: TrainConfig, name: str, rule: WeightRule) -> None:
-    """Refuse an asynchronous schedule that the weight rule goes with at none of the numbers that
-    are asked for or left open.
+    """Refuse an asynchronous schedule that is incompatible with the weight rule at all numbers.
+
+    These are the numbers of stages and micro-batches that are set, or examples where they are not.
     """
     stages = config.stage_count()
-    refused: list[ScheduleError] = []
-    for count in _SOME_STAGES if stages is None else (stages,):
-        for micro_batches in (
-            MICRO_BATCHES if config.micro_batches is None else (config.micro_batches,)
-        ):
+    stage_counts = _EXAMPLE_STAGES if stages is None else (stages,)
+    micro_batch_counts = MICRO_BATCHES
+    if config.micro_batches is not None:
+        micro_batch_counts = (config.micro_batches,)
+    errors: list[ScheduleError] = []
+    for stage_count in stage_counts:
+        for micro_batches in micro_batch_counts:
             try:
-                made = schedule(name, count, micro_batches)
-                readings(made, rule_of(made, rule.name, config.weights_options))
+                candidate = schedule(name, stage_count, micro_batches)
+                readings(candidate, rule_of(candidate, rule.name, config.weights_options))
             except ScheduleError as error:
-                refused.append(error)
+                errors.append(error)
             else:
                 return
-    raise refused[-1]
+    raise errors[-1]
 
 
 def _schedule_name(config: TrainConfig) -> str | None:
-    """The schedule asked for, by its name or by that of its weight rule; None where it is the
-    planner's choice.
+    """Return the schedule's name, from the settings or from the weight rule that implies one.
+
+    None if the planner chooses it.
     """
     if config.schedule is None and config.weights is not None and not config.asynchronous:
-        return schedule_for(config.weights) if not weight_rule(config.weights).synchronous else None
+        if weight_rule(config.weights).synchronous:
+            return None
+        return schedule_for(config.weights)
     return config.schedule
 
 
 def known_schedule(config: TrainConfig) -> Schedule | None:
-    """The schedule, where all of its numbers are asked for."""
+    """Return the schedule if the settings determine it completely, else None."""
     name, stages = _schedule_name(config), config.stage_count()
     if name is None or stages is None or config.micro_batches is None:
         return None

@@ -1,4 +1,4 @@
-"""What a training run is asked to do: from a YAML file, from flags, or both."""
+"""Configuration of a training run, from a YAML file, from flags, or both."""
 
 from __future__ import annotations
 
@@ -19,39 +19,41 @@ class TrainConfig:
     train`.
 
     Attributes:
-        model, model_options: a model of the zoo and its options. Classes, vocabulary and shapes
-        follow the data. data: "digits", "cifar100:PATH", "text", "text:PATH", "reversed" or
-        "reversed:PATH". image, channels, tokens: the form that the data is brought into. batch,
-        epochs, limit_steps: samples in a batch; times through the data; or fewer steps.
-        target_accuracy: stop after the epoch that reaches this test accuracy. ranks: processes to
-        start; by default as many as there are stages, or one per core; on CUDA one per card.
-        stages, schedule, micro_batches, partition, recompute: leave any to the planner with None
-        (recompute: "auto");
-            stages may be "cores", as many as this machine has; on CUDA as many as it has cards.
-        weights, weights_options: the weight rule, and numbers that it takes; by default the
-        schedule's own. Where no schedule is
-            named, an asynchronous rule brings the one that is made for it.
+        model, model_options: a model of the zoo and its options. Classes, vocabulary and shapes are
+            taken from the data.
+        data: "digits", "cifar100:PATH", "text", "text:PATH", "reversed" or "reversed:PATH".
+        image, channels, tokens: size and channels that images are converted to; length of
+            sequences.
+        batch, epochs, limit_steps: samples per batch; passes over the data; steps at most.
+        target_accuracy: stop after the epoch that reaches this test accuracy.
+        ranks: processes to start; by default one per stage, or one per core; on CUDA one per card.
+        stages, schedule, micro_batches, partition, recompute: None (recompute: "auto") leaves the
+            choice to the planner; stages may be "cores", the number of this machine's cores, or on
+            CUDA of its cards.
+        weights, weights_options: the weight rule, and its options; by default the schedule's own.
+            Without a schedule, an asynchronous rule implies the schedule that is made for it.
         asynchronous: let the planner choose among asynchronous schedules too.
         memory_limit: bytes per rank that the plan may use, such as "2 GiB".
         optimizer, lr, momentum, weight_decay: of the update.
-        clip_grad_norm: how long the gradients of all stages may be together.
+        clip_grad_norm: maximum global gradient norm.
         autocast: mixed precision; float16 with dynamic loss scaling.
-        accumulate: batches for each step.
-        compile: torch.compile for every stage.
-        device: what profile, plan, training, self-check and the plain training compared with run
-        on: "cpu", "cuda", or "auto", which
-            takes the visible CUDA cards if there are any. See `penstock.training.devices`.
+        accumulate: batches per step.
+        compile: use torch.compile for every stage.
+        device: device of profile, training, self-check and the baseline of plain training: "cpu",
+            "cuda", or "auto", which uses the visible CUDA cards if there are any. See
+            `penstock.training.devices`.
         seed: of weights, dropout and the order of the data.
         out: the run's folder; by default a new one in runs/.
-        resume: go on from the last checkpoint in `out`.
+        resume: continue from the last checkpoint in `out`.
         checkpoint: when to write one.
         profile, profile_repeats: a profile to use instead of measuring; or how often each layer is
-        timed. baseline_steps: steps of plain training in one process with one thread to compare
-        with; 0 for none. deadline_s: seconds that a rank waits for another. self_check: hold the
-        first batch of a new run against plain training, in micro-batches and undivided, and refuse
-        to train
-            where they differ. Costs about four steps of plain training in one process, and rank 0
-            holds the whole model meanwhile.
+            timed.
+        baseline_steps: steps of plain training in one process with one thread to compare with; 0
+            for none.
+        deadline_s: seconds that a rank waits for another.
+        self_check: compare the first batch of a new run with plain training, in micro-batches and
+            undivided, and refuse to train if the results differ. It costs about four steps of plain
+            training in one process, and rank 0 holds the whole model meanwhile.
     """
 
     model: str = "vgg11_bn"
@@ -94,7 +96,7 @@ class TrainConfig:
     self_check: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (
+        for name, minimum in (
             ("batch", 1),
             ("epochs", 1),
             ("limit_steps", 1),
@@ -107,55 +109,79 @@ class TrainConfig:
             ("profile_repeats", 1),
             ("baseline_steps", 0),
         ):
-            number = getattr(self, name)
-            if isinstance(number, int) and number < least:
-                raise SettingError(f"{name} is {number}; it must be {least} or more")
+            value = getattr(self, name)
+            if isinstance(value, int) and value < minimum:
+                raise SettingError(f"{name} is {value}; it must be {minimum} or more")
         for name in ("lr", "deadline_s", "clip_grad_norm"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise SettingError(f"{name} is {getattr(self, name)}; it must be above 0")
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SettingError(f"{name} is {value}; it must be above 0")
         if self.resume and self.out is None:
-            raise SettingError("resume needs out: the folder of the run to go on with")
+            raise SettingError("resume needs out: the folder of the run to continue")
 
     def stage_count(self) -> int | None:
-        """Number of stages, or None where it is the planner's choice."""
-        cut = self.lengths()
+        """Return the number of stages, or None if the planner chooses it."""
         if self.stages == "cores":
             return len(os.sched_getaffinity(0))
-        return len(cut) if self.stages is None and isinstance(cut, list) else self.stages
+        partition = self.lengths()
+        if self.stages is None and isinstance(partition, list):
+            return len(partition)
+        return self.stages
 
     def lengths(self) -> str | list[int]:
-        """The cut as `plan` takes it: a method's name, or layers per stage written `5,6,4`."""
+        """Return the partition as `plan` takes it: a method's name, or layers per stage, written
+        `5,6,4`.
+        """
         words = self.partition.split(",")
         if all(word.strip().isdigit() for word in words):
             return [int(word) for word in words]
         return self.partition
 
     def as_yaml(self) -> str:
-        """The file that `load` reads back."""
+        """Return the configuration as YAML that `load` reads back."""
         return str(yaml.safe_dump(asdict(self), sort_keys=False))
 
 
 def load(path: str | Path | None, changes: dict[str, Any]) -> TrainConfig:
-    """The configuration in a YAML file, or the defaults, with some fields changed.
+    """Return the configuration in a YAML file, or the defaults, with some fields changed.
 
     Raises:
-        FileError: the file is missing, is no YAML mapping, or has a key or value that a run does
-        not know. SettingError: a change makes no sense.
+        FileError: the file is missing, is no YAML mapping, or has an unknown key or an invalid
+            value.
+        SettingError: a change is invalid.
     """
-    found = {} if path is None else read_settings(path)
-    return validate_settings(
-        {**found, **changes}, str(path) if path is not None else "the settings"
-    )
+    settings = {} if path is None else read_settings(path)
+    source = "the settings" if path is None else str(path)
+    return validate_settings({**settings, **changes}, source)
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """The settings in a YAML file, by name, as they are written there.
+    """Return the settings in a YAML file, by name, without defaults.
 
     Raises:
-        FileError: the file is missing, is no YAML mapping, or has a key that a run does not know.
+        FileError: the file is missing, is no YAML mapping, or has an unknown key.
     """
+    settings = _load_yaml(path)
+    if settings is None:  # an empty file
+        settings = {}
+    if not isinstance(settings, dict):
+        raise FileError(
+            f"{path} must be a mapping of settings, such as 'model: vgg11_bn', not a "
+            f"{type(settings).__name__}"
+        )
+    names = [field.name for field in fields(TrainConfig)]
+    unknown = [str(key) for key in settings if key not in names]
+    if unknown:
+        raise FileError(
+            f"{path} has unknown settings: {', '.join(unknown)}. Known: {', '.join(names)}"
+        )
+    return settings
+
+
+def _load_yaml(path: str | Path) -> Any:
+    """Return the contents of a YAML file. Raises FileError if it cannot be read."""
     try:
-        found: Any = yaml.safe_load(Path(path).read_text())
+        return yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(
             f"cannot read the configuration {path}: {getattr(error, 'strerror', None) or error}"
@@ -164,30 +190,17 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         raise FileError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except (ValueError, RecursionError, OverflowError) as error:
         raise FileError(f"{path} has a value that cannot be read: {str(error)[:200]}") from error
-    if found is None:
-        found = {}
-    if not isinstance(found, dict):
-        raise FileError(
-            f"{path} must be a mapping of settings, such as 'model: vgg11_bn', not a {type(found).__name__}"
-        )
-    known = [each.name for each in fields(TrainConfig)]
-    strange = [str(key) for key in found if key not in known]
-    if strange:
-        raise FileError(
-            f"{path} has unknown settings: {', '.join(strange)}. Known: {', '.join(known)}"
-        )
-    return found
 
 
 def validate_settings(values: dict[str, Any], where: str) -> TrainConfig:
-    """Settings by name as a configuration.
+    """Return a configuration with some values, and defaults for the others.
 
     Args:
-        values: of some fields; the others have their defaults.
-        where: where they are from, for messages.
+        values: by the names of the fields.
+        where: their source, for messages.
 
     Raises:
-        SettingError: a value makes no sense.
+        SettingError: a value is invalid.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -195,10 +208,9 @@ def validate_settings(values: dict[str, Any], where: str) -> TrainConfig:
         return TypeAdapter(TrainConfig).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
-        name = (
-            str(first["loc"][0]) if first["loc"] else "a setting"
-        )  # what follows says which type of several was tried
-        given = f", not {first['input']!r}" if first["type"] != "value_error" else ""
+        # The rest of the location says which of several types was tried.
+        name = str(first["loc"][0]) if first["loc"] else "a setting"
+        value = f", not {first['input']!r}" if first["type"] != "value_error" else ""
         raise SettingError(
-            f"{where}: {name}: {first['msg'].removeprefix('Value error, ')}{given}"
+            f"{where}: {name}: {first['msg'].removeprefix('Value error, ')}{value}"
         ) from error

@@ -1,10 +1,10 @@
-"""The self-check of a new run: its first batch through the pipeline and through plain training,
-before anything is trained.
+"""Self-check of a new run: compare its first batch through the pipeline with plain training, before
+anything is trained.
 
 It takes a forward and backward of the batch on all ranks, two on rank 0 alone, and two copies of
 the model: 3.9 times the CPU time of a step of plain training of VGG-11 in one process. Rank 0 holds
-the whole model meanwhile. Weights, gradients, buffers, random numbers and the order of the data
-stay as they are.
+the whole model meanwhile. Weights, gradients, buffers, random numbers and the order of the data are
+not changed.
 """
 
 from __future__ import annotations
@@ -18,61 +18,63 @@ from penstock.schedule.op import Schedule
 from penstock.training.config import TrainConfig
 from penstock.training.task import Task
 
-#: Largest differences from the same micro-batches, in proportion, without mixed precision and with
-#: it.
+#: Largest relative differences from plain training on the same micro-batches, without mixed
+#: precision and with it.
 _TOLERANCE, _MIXED_TOLERANCE = 1e-3, 0.05
 
 
 def check_first_batch(pipe: Pipeline, task: Task, config: TrainConfig) -> str:
-    """Hold the pipeline against plain training on the first batch. Every rank calls it.
+    """Compare the pipeline with plain training on the first batch. All ranks call it.
 
     Returns:
-        One line on what was found.
+        A line on the result.
 
     Raises:
-        RunError: gradients, buffers, outputs or loss differ from those of plain training, and
-        nothing is known that makes them.
+        RunError: gradients, buffers, outputs or loss differ from those of plain training for no
+            known reason.
     """
     x, y = next(task.epoch(config, 0))
     comparison = pipe.compare_with_one_device(x, y)
-    if _has_copies(pipe.setting.schedule):
-        # Batch norm's buffers are those of the first copy, as documented; others are refused.
+    if _has_replicas(pipe.setting.schedule):
+        # Batch norm's buffers are those of the first replica, as documented; other buffers are
+        # refused.
         comparison = replace(comparison, buffers={})
-    line, fault = pipe._world.broadcast(list(_verdict(comparison, config)), 0)
+    line, fault = pipe._world.broadcast(list(_evaluate(comparison, config)), 0)
     if fault:
         raise RunError(fault)
     return str(line)
 
 
-def _has_copies(schedule: Schedule) -> bool:
+def _has_replicas(schedule: Schedule) -> bool:
+    """Whether a stage has several replicas."""
     return any(len(ranks) > 1 for ranks in schedule.ranks_of_stage)
 
 
-def _verdict(comparison: Comparison, config: TrainConfig) -> tuple[str, str]:
-    """A line on a sound pipeline; or why the run must not begin. It counts on rank 0."""
+def _evaluate(comparison: Comparison, config: TrainConfig) -> tuple[str, str]:
+    """Return a line on a correct pipeline, and why the run must not start; one of them is empty.
+
+    Rank 0's result is used.
+    """
     tolerance = _TOLERANCE if config.autocast is None else _MIXED_TOLERANCE
     whole = comparison.whole
-    advice = "--no-self-check trains all the same"
+    advice = "--no-self-check trains without this check"
     if not comparison.relative <= tolerance:
         return "", (
-            f"the self-check failed: on the first batch the pipeline differs from plain training on the same micro-batches by "
-            f"{comparison.relative:.2g} of what it is of, and at most {tolerance:g} is rounding. {advice}\n{comparison}"
+            "the self-check failed: on the first batch the pipeline differs from plain training on "
+            f"the same micro-batches by {comparison.relative:.2g} relative to its values, and at "
+            f"most {tolerance:g} is rounding. {advice}\n{comparison}"
         )
     line = f"self-check: as one device to {comparison.relative:.1g}"
     if whole is None:
         return line, ""
+    line += " with the same micro-batches"
     if whole.agrees:
-        return (
-            f"{line} with the same micro-batches, to {whole.relative:.1g} with the undivided batch",
-            "",
-        )
+        return f"{line}, to {whole.relative:.1g} with the undivided batch", ""
     if not whole.causes:
         return "", (
-            "the self-check failed: on the first batch the pipeline differs from plain training on the undivided batch by "
-            f"{whole.relative:.2g} of what it is of, and nothing is known in this model that makes it. --micro-batches 1 divides "
-            f"nothing. {advice}\n{comparison}"
+            "the self-check failed: on the first batch the pipeline differs from plain training on "
+            f"the undivided batch by {whole.relative:.2g} relative to its values, and this model "
+            "has no known cause of that. --micro-batches 1 trains on undivided batches. "
+            f"{advice}\n{comparison}"
         )
-    return (
-        f"{line} with the same micro-batches; the undivided batch differs: {'; '.join(whole.causes)}",
-        "",
-    )
+    return f"{line}; the undivided batch differs: {'; '.join(whole.causes)}", ""

@@ -1,6 +1,4 @@
-"""What a run writes down as it goes: one JSON line per step and per epoch, and TensorBoard events
-if it is installed.
-"""
+"""Log of a run: one JSON line per step and per epoch, and TensorBoard events if it is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any, Self
 
 
 class Metrics:
-    """Writes `metrics.jsonl` in a run's folder; every line is there as soon as it is written."""
+    """Writes `metrics.jsonl` in a run's folder; every line is flushed when it is written."""
 
     def __init__(self, folder: Path) -> None:
         self._lines = (folder / "metrics.jsonl").open("a", buffering=1)
@@ -23,7 +21,7 @@ class Metrics:
         self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, step: int, **values: object) -> None:
-        """One line; numbers go to TensorBoard too."""
+        """Write one line; numbers go to TensorBoard too."""
         self._lines.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items():
             if self._board is not None and isinstance(value, (int, float)):

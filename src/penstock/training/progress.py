@@ -1,4 +1,4 @@
-"""A progress bar with loss, speed, and how busy the stages are; on a terminal a bar, elsewhere a
+"""Progress display with loss, speed, and utilisation of the ranks: a bar on a terminal, elsewhere a
 line per epoch.
 """
 
@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 
 class Progress:
-    """Shows how far a run is, on standard error."""
+    """Displays a run's progress on standard error."""
 
     def __init__(self, steps: int, silent: bool) -> None:
         self._silent = silent
@@ -25,28 +25,34 @@ class Progress:
             MofNCompleteColumn(),
             TimeRemainingColumn(),
         ]
-        self._bar = (
-            None
-            if silent or not self._console.is_terminal
-            else Bar(*columns, console=self._console)
-        )
-        self._task = self._bar.add_task("training", total=steps) if self._bar is not None else None
-        self._busy = ""
-        self._last = ""
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        if not silent and self._console.is_terminal:
+            self._bar = Bar(*columns, console=self._console)
+            self._task = self._bar.add_task("training", total=steps)
+        self._busy = ""  # utilisation of the ranks, as text
+        self._status = ""  # of the last step, as text
 
     def step(self, done: int, loss: float, samples_per_s: float, busy: list[float] | None) -> None:
-        """After a step. `busy` is given now and then."""
+        """Update the display after a step.
+
+        Args:
+            done: steps so far.
+            loss: of the step.
+            samples_per_s: of the step.
+            busy: utilisation per rank, if it was measured.
+        """
         if busy is not None:
             self._busy = "  busy " + " ".join(f"{share:.0%}" for share in busy)
-        self._last = f"loss {loss:.4f}  {samples_per_s:.1f} samples/s{self._busy}"
+        self._status = f"loss {loss:.4f}  {samples_per_s:.1f} samples/s{self._busy}"
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, description=self._last)
+            self._bar.update(self._task, completed=done, description=self._status)
 
     def epoch(self, number: int, accuracy: float) -> None:
-        """After an epoch's evaluation."""
+        """Print a line after an epoch's evaluation."""
         if not self._silent:
             self._console.print(
-                f"epoch {number}: {self._last}  test accuracy {accuracy:.2%}", highlight=False
+                f"epoch {number}: {self._status}  test accuracy {accuracy:.2%}", highlight=False
             )
 
     def __enter__(self) -> Self:

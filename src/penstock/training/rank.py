@@ -1,4 +1,4 @@
-"""What every rank of a training run does."""
+"""Training and profiling as one rank of a run."""
 
 from __future__ import annotations
 
@@ -34,27 +34,34 @@ from penstock.training.metrics import Metrics
 from penstock.training.optimizer import optimizer_factory, training_options
 from penstock.training.progress import Progress
 from penstock.training.resume import CHECKPOINT, accept_run, last_step, set_options
-from penstock.training.stream import Feed, Pace, steady_of
 from penstock.training.task import Task, make_task
 from penstock.training.testing import test
+from penstock.training.throughput import BatchFeed, ThroughputMeter, measured_steady_state
 
 _CPU = torch.device("cpu")
 
-#: Steps between looks at how busy the stages are.
-_LOOK_EVERY = 10
+#: Steps between measurements of the ranks' utilisation.
+_TIMELINE_EVERY = 10
 
 
 @dataclass
 class RankResult:
-    """What a rank brings back. All but `peak_rss_bytes` and `peak_allocated_bytes` is the same on
-    every rank.
+    """Result of a rank. All but `peak_rss_bytes` and `peak_allocated_bytes` is the same on every
+    rank.
 
-    `step_s` is the median step of the last epoch, its first step left out; `timeline` is of the
-    last step with a whole batch. Of an asynchronous plan it is the mean time per batch while the
-    pipeline was full, and `timeline` is of the last batches. `busy` has the shares of that time in
-    which the ranks worked; `weight_versions`, per stage, the most versions that were kept.
-    `peak_allocated_bytes`: the most that torch's allocator had given out on a card while it
-    trained; None on the CPU.
+    Attributes:
+        steps, loss: number of the last step; its loss.
+        test_loss, test_accuracy: after the last epoch.
+        step_s: the median step of the last epoch, without its first step; of an asynchronous plan,
+            the mean time per batch while the pipeline was full.
+        timeline: of the last step with a full batch; of an asynchronous plan, of the last batches.
+        busy: per rank, the share of that time in which it worked.
+        weight_versions: per stage, the most versions of the weights that were stored.
+        peak_rss_bytes: of this process.
+        peak_allocated_bytes: the most that torch's allocator had allocated on a card in training;
+            None on the CPU.
+        seconds: of the whole training.
+        step_times: seconds of each step of the last epoch.
     """
 
     steps: int = 0
@@ -72,9 +79,9 @@ class RankResult:
 
 
 def profile_rank(
-    config: TrainConfig, threads: int, together: bool = False, device: torch.device = _CPU
+    config: TrainConfig, threads: int, concurrent: bool = False, device: torch.device = _CPU
 ) -> Profile:
-    """Measure the model of a run, alone or with all other ranks."""
+    """Measure the model of a run, alone or concurrently with all other ranks."""
     task = make_task(config)
     return profile(
         task.model,
@@ -85,13 +92,13 @@ def profile_rank(
         device=device,
         loss=task.loss,
         targets=task.data.train_targets[: len(task.example())],
-        together=together,
+        together=concurrent,
     )
 
 
 def take_device(devices: Devices) -> torch.device:
-    """Return the device of this process, and make a card the current one, where torch puts what
-    names no card.
+    """Return the device of this process; a card becomes the current device, which torch uses by
+    default.
     """
     device = devices.of_process(int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
@@ -102,7 +109,7 @@ def take_device(devices: Devices) -> torch.device:
 def train_rank(
     config: TrainConfig, plan: Plan, folder: Path, quiet: bool, devices: Devices
 ) -> RankResult:
-    """Train as one rank of the plan, or as all of them where they share a card. See `train_on`."""
+    """Train as one rank of the plan, or as all of them if they share a card. See `train_on`."""
     executor = devices.executor(plan.ranks)
     return train_on(config, plan, folder, quiet, take_device(devices), executor)
 
@@ -115,8 +122,15 @@ def train_on(
     device: torch.device,
     executor: Literal["processes", "threads"],
 ) -> RankResult:
-    """Train on a device, as one rank of the plan or by threads as all; rank 0 writes the run's
-    metrics and weights into `folder`.
+    """Train on a device, as one rank of the plan, or as all ranks in threads.
+
+    Args:
+        config: of the run.
+        plan: to execute.
+        folder: into which rank 0 writes metrics and weights.
+        quiet: show no progress bar.
+        device: of this process.
+        executor: how the ranks run.
 
     Raises:
         RunError: a rank failed, or the loss is no longer a number.
@@ -134,17 +148,9 @@ def train_on(
         **training_options(config),
     )
     first = executor == "threads" or dist.get_rank() == 0
-    if config.resume:
-        pipe.load(folder / CHECKPOINT)
-        set_options(pipe, config)
-        if first:
-            accept_run(folder, pipe.step)
-    elif config.self_check:
-        line = check_first_batch(pipe, task, config)
-        if first and not quiet:
-            print(line, file=sys.stderr, flush=True)
+    _prepare_weights(pipe, task, config, folder, quiet=quiet or not first, first=first)
     if device.type == "cuda":
-        # The self-check holds more than training does.
+        # The self-check allocates more than training does.
         torch.cuda.reset_peak_memory_stats(device)
     per_epoch = count_batches(len(task.data.train_inputs), config.batch)
     end = last_step(config, per_epoch)
@@ -171,35 +177,55 @@ def train_on(
         result.peak_allocated_bytes = torch.cuda.max_memory_allocated(device)
     weights = pipe.state_dict()
     if first:
-        save_file(_apart(weights), folder / "weights.safetensors")
+        save_file(_without_sharing(weights), folder / "weights.safetensors")
     result.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pipe.close()
     return result
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with memory of their own, as the file wants them: a tied one has several names for
-    one.
+def _prepare_weights(
+    pipe: Pipeline, task: Task, config: TrainConfig, folder: Path, *, quiet: bool, first: bool
+) -> None:
+    """Load the checkpoint of a resumed run, or check the first batch of a new one.
+
+    Args:
+        pipe: to be trained.
+        task: of the run.
+        config: of the run.
+        folder: of the run.
+        quiet: do not print the result of the check.
+        first: whether this is rank 0.
     """
-    met: set[int] = set()
-    found: dict[str, Tensor] = {}
+    if config.resume:
+        pipe.load(folder / CHECKPOINT)
+        set_options(pipe, config)
+        if first:
+            accept_run(folder, pipe.step)
+    elif config.self_check:
+        line = check_first_batch(pipe, task, config)
+        if not quiet:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _without_sharing(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors that share no memory, as safetensors requires: tied weights are copied."""
+    visited: set[int] = set()
+    separate: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        found[name] = tensor.clone() if id(tensor) in met else tensor.contiguous()
-        met.add(id(tensor))
-    return found
+        separate[name] = tensor.clone() if id(tensor) in visited else tensor.contiguous()
+        visited.add(id(tensor))
+    return separate
 
 
-def busy_shares(timeline: Timeline, whole: float | None = None) -> list[float]:
-    """Per rank, the share of the step in which it worked; or of `whole` seconds, if the step's are
-    not all that there was.
-    """
-    whole = timeline.makespan if whole is None else whole
-    return [min(seconds / whole, 1.0) if whole else 0.0 for seconds in timeline.busy]
+def busy_shares(timeline: Timeline, seconds: float | None = None) -> list[float]:
+    """Return per rank the share of time in which it worked: of the step, or of `seconds`."""
+    duration = timeline.makespan if seconds is None else seconds
+    return [min(busy / duration, 1.0) if duration else 0.0 for busy in timeline.busy]
 
 
 @dataclass
 class _Training:
-    """One rank's run while it goes on. `metrics` is rank 0's alone."""
+    """State of one rank's training. `metrics` is None but on rank 0."""
 
     config: TrainConfig
     task: Task
@@ -211,7 +237,7 @@ class _Training:
     synchronous: bool
 
     def reached_target(self) -> bool:
-        """Whether the accuracy that was asked for is there."""
+        """Whether the target accuracy, if there is one, has been reached."""
         return (
             self.config.target_accuracy is not None
             and self.result.test_accuracy >= self.config.target_accuracy
@@ -221,42 +247,51 @@ class _Training:
         """Train to the end of the epoch or to the last step, test, and write a checkpoint."""
         result, number = self.result, self.result.steps // per_epoch
         result.step_times = []
-        until = min(last_step, (number + 1) * per_epoch)
+        end = min(last_step, (number + 1) * per_epoch)
         skipped = result.steps - number * per_epoch
         batches = islice(
-            self.task.epoch(self.config, number), skipped, skipped + until - result.steps
+            self.task.epoch(self.config, number), skipped, skipped + end - result.steps
         )
         if self.synchronous:
-            # The epoch's last batch may be a small one, which would not show a step as it was
-            # planned.
-            last_whole = number * per_epoch + len(self.task.data.train_inputs) // self.config.batch
-            self._steps(batches, {last_whole, until})
-            # with what the epoch's last batches have left, if they were too few for a step
+            # The epoch's last batch may be smaller, and its timeline would not show the planned
+            # step: so the last full batch is recorded as well.
+            full_batches = len(self.task.data.train_inputs) // self.config.batch
+            self._train_steps(batches, {number * per_epoch + full_batches, end})
+            # Apply the gradients of the epoch's last batches, if they were too few for a step.
             self.pipe.update()
         else:
-            self._stream(batches)
+            self._train_stream(batches)
         result.test_loss, result.test_accuracy = test(self.pipe, self.task, self.config.batch)
-        if self.metrics is not None:
-            found: dict[str, object] = {"busy": [round(share, 4) for share in result.busy]}
-            if result.timeline is not None and result.timeline.peak_memory is not None:
-                found["peak_memory"] = result.timeline.peak_memory
-            if not self.synchronous:
-                found["weight_versions"] = result.weight_versions
-            self.metrics.write(
-                result.steps,
-                epoch=number + 1,
-                test_loss=result.test_loss,
-                test_accuracy=result.test_accuracy,
-                **found,
-            )
+        self._write_epoch(number + 1)
         done = self.reached_target() or result.steps >= last_step
         if self.config.checkpoint == "epoch" or (self.config.checkpoint == "end" and done):
             self.pipe.save(self.folder / CHECKPOINT)
         self.progress.epoch(number + 1, result.test_accuracy)
 
-    def _steps(self, batches: Iterator[tuple[Tensor, Tensor]], looks: set[int]) -> None:
-        """Train on the batches, one after the other; look at the timeline now and then, and after
-        the steps in `looks`.
+    def _write_epoch(self, epoch: int) -> None:
+        """Write the metrics of an epoch that has ended."""
+        result = self.result
+        if self.metrics is None:
+            return
+        facts: dict[str, object] = {"busy": [round(share, 4) for share in result.busy]}
+        if result.timeline is not None and result.timeline.peak_memory is not None:
+            facts["peak_memory"] = result.timeline.peak_memory
+        if not self.synchronous:
+            facts["weight_versions"] = result.weight_versions
+        self.metrics.write(
+            result.steps,
+            epoch=epoch,
+            test_loss=result.test_loss,
+            test_accuracy=result.test_accuracy,
+            **facts,
+        )
+
+    def _train_steps(
+        self, batches: Iterator[tuple[Tensor, Tensor]], recorded_steps: set[int]
+    ) -> None:
+        """Train on the batches, one after the other.
+
+        The timeline is recorded every `_TIMELINE_EVERY` steps, and after `recorded_steps`.
         """
         result = self.result
         for x, y in batches:
@@ -264,57 +299,57 @@ class _Training:
             loss = float(self.pipe.train_batch(x, y))
             seconds = time.perf_counter() - start
             step = result.steps + 1
-            look = step % _LOOK_EVERY == 1 or step in looks
-            if look:
-                found = self.pipe.timeline()
+            record = step % _TIMELINE_EVERY == 1 or step in recorded_steps
+            if record:
+                timeline = self.pipe.timeline()
                 if len(x) == self.config.batch or result.timeline is None:
-                    result.timeline = found
+                    result.timeline = timeline
                 result.busy = busy_shares(result.timeline)
-            self._trained(loss, len(x), seconds, look)
+            self._finish_step(loss, len(x), seconds, show_busy=record)
         result.step_s = statistics.median(result.step_times[1:] or result.step_times)
 
-    def _stream(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """Train on the batches as a stream, to where it has drained."""
-        result, feed = self.result, Feed(batches)
-        pace = Pace(feed, self.config.batch)
-        for loss, seconds in pace.losses(self.pipe.train(feed)):
+    def _train_stream(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+        """Train on the batches as a stream, until it has drained."""
+        result, feed = self.result, BatchFeed(batches)
+        meter = ThroughputMeter(feed, self.config.batch)
+        for loss, seconds in meter.losses(self.pipe.train(feed)):
             size = feed.sizes.popleft()
-            # What is left behind by a drain would be taken for the steady state, and a small batch
-            # for one as it was planned.
-            look = (
-                not feed.over
+            # Not while the pipeline drains, nor for a smaller batch: these timelines would not show
+            # the steady state that was planned.
+            record = (
+                not feed.exhausted
                 and size == self.config.batch
-                and (result.steps + 1) % _LOOK_EVERY == 1
+                and (result.steps + 1) % _TIMELINE_EVERY == 1
             )
-            if look or (feed.over and not feed.sizes and result.timeline is None):
+            if record or (feed.exhausted and not feed.sizes and result.timeline is None):
                 result.timeline = self.pipe.timeline()
-                result.busy = self._busy(result.timeline, pace)
-            self._trained(float(loss), size, seconds, look)
-        result.step_s = pace.seconds_per_batch
+                result.busy = self._stream_busy(result.timeline, meter)
+            self._finish_step(float(loss), size, seconds, show_busy=record)
+        result.step_s = meter.seconds_per_batch
         if result.timeline is not None:
-            result.busy = self._busy(result.timeline, pace)
+            result.busy = self._stream_busy(result.timeline, meter)
         result.weight_versions = self.pipe.weight_versions
 
-    def _busy(self, timeline: Timeline, pace: Pace) -> list[float]:
-        """Per rank, the share of the time in which it works, the pipeline being full."""
-        found = steady_of(
-            timeline, pace.seconds_per_batch, self.pipe.setting.schedule.micro_batches
+    def _stream_busy(self, timeline: Timeline, meter: ThroughputMeter) -> list[float]:
+        """Return per rank the share of time in which it works while the pipeline is full."""
+        steady = measured_steady_state(
+            timeline, meter.seconds_per_batch, self.pipe.setting.schedule.micro_batches
         )
-        return busy_shares(timeline, found.batches * found.seconds_per_batch)
+        return busy_shares(timeline, steady.batches * steady.seconds_per_batch)
 
-    def _trained(self, loss: float, samples: int, seconds: float, looked: bool) -> None:
-        """Write down a step that has been trained.
+    def _finish_step(self, loss: float, samples: int, seconds: float, *, show_busy: bool) -> None:
+        """Record a step that has been trained.
 
         Raises:
-            RunError: its loss is no number.
+            RunError: its loss is not finite.
         """
         result = self.result
         result.loss = loss
         result.steps += 1
         if not math.isfinite(loss):
             raise RunError(
-                f"the loss is {loss} at step {result.steps}: the weights have run away. A learning rate "
-                f"below {self.config.lr:g} may help. Checkpoints of earlier epochs are kept"
+                f"the loss is {loss} at step {result.steps}: training has diverged. A learning "
+                f"rate below {self.config.lr:g} may help. Checkpoints of earlier epochs are kept"
             )
         result.step_times.append(seconds)
         if self.metrics is not None:
@@ -324,4 +359,5 @@ class _Training:
                 step_s=round(seconds, 6),
                 samples_per_s=round(samples / seconds, 2),
             )
-        self.progress.step(result.steps, loss, samples / seconds, result.busy if looked else None)
+        busy = result.busy if show_busy else None
+        self.progress.step(result.steps, loss, samples / seconds, busy)

@@ -1,5 +1,5 @@
-"""Going on with a run: from its own configuration, with the settings that may change; its folder
-changes when all is accepted.
+"""Continue a run from its own configuration, with changes to settings that may change. The run's
+folder changes only once the new configuration has been accepted.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from penstock.errors import FileError, PlanError, SettingError
 from penstock.runtime.checkpoint_files import INDEX, Checkpoint, read_index
 from penstock.runtime.pipeline import Pipeline
 from penstock.training.config import TrainConfig, read_settings, validate_settings
-from penstock.training.optimizer import an_optimizer
+from penstock.training.optimizer import sample_optimizer
 
 CHECKPOINT = "checkpoint"
 
-#: What makes a run this run and no other: its model, its data and their order, and what its
-#: optimizer keeps.
+#: Settings that may not change: model, data and its order, and those that the optimizer's state
+#: depends on.
 FIXED = (
     "model",
     "model_options",
@@ -32,146 +32,167 @@ FIXED = (
     "optimizer",
     "autocast",
 )
-#: Options that lie in the optimizer's parameter groups, and so in the checkpoint.
-_OF_GROUPS = ("lr", "momentum", "weight_decay")
-#: Which folder is meant, and that it is meant.
-_WHERE = ("out", "resume")
-#: Where the files of a resumed run lie until it is accepted, in its folder.
+#: Options in the optimizer's parameter groups, and so in the checkpoint.
+_GROUP_OPTIONS = ("lr", "momentum", "weight_decay")
+#: Settings that select the run; they are not compared.
+_SELECTING = ("out", "resume")
+#: Folder in the run's folder for new files until the resumed run is accepted.
 _STAGING = ".resume"
 
 
 def resume_settings(
     path: str | Path | None, changes: Mapping[str, Any]
 ) -> tuple[TrainConfig, list[str]]:
-    """The configuration of a run that is to go on.
+    """Return the configuration of a run that is to be continued.
 
     Args:
-        path: the run's folder; or a YAML file, whose settings count as said by the caller.
-        changes: what else the caller said, by the names of the fields. Everything else is as the
-        run's own `config.yaml` says.
+        path: the run's folder; or a YAML file, whose settings count as explicit changes.
+        changes: further explicit changes, by the names of the fields. All other settings are those
+            of the run's own `config.yaml`.
 
     Returns:
-        The configuration, and a line for every setting that is not what it was, such as "lr: 0.05
-        -> 0.01".
+        The configuration, and a line for every setting that has changed, such as "lr: 0.05 ->
+        0.01".
 
     Raises:
         FileError: the folder holds no run, or no checkpoint.
-        SettingError: a setting would make another run of it, or makes no sense.
+        SettingError: a setting may not change, or is invalid.
     """
-    folder, explicit = _explicit(path, changes)
-    own = folder / "config.yaml"
-    if not own.exists():
-        raise FileError(
-            f"{folder} holds no run to go on with: there is no config.yaml. Name the folder of one by --out, or start a run without "
-            "--resume"
-        )
+    folder, explicit = _explicit_settings(path, changes)
+    config_file = folder / "config.yaml"
     checkpoint = folder / CHECKPOINT
-    if not (checkpoint / INDEX).exists():
-        raise FileError(
-            f"{folder} holds no checkpoint to go on from: there is no {CHECKPOINT}/{INDEX}. A run writes one at the end of an epoch, "
-            "unless it was told --checkpoint end or never: start it anew, in another folder"
-        )
-    values = read_settings(own)
-    before = validate_settings({**values, "out": str(folder), "resume": True}, str(own))
-    after = validate_settings(
-        {**values, **explicit, "out": str(folder), "resume": True}, "the settings"
-    )
+    _check_run_folder(folder)
+    folder_settings = {"out": str(folder), "resume": True}
+    run_settings = read_settings(config_file)
+    before = validate_settings({**run_settings, **folder_settings}, str(config_file))
+    after = validate_settings({**run_settings, **explicit, **folder_settings}, "the settings")
     limit = before.limit_steps
     if "limit_steps" not in explicit and limit is not None and read_index(checkpoint).step >= limit:
-        explicit = {**explicit, "limit_steps": None}  # it has done what it had to
-        after = validate_settings(
-            {**values, **explicit, "out": str(folder), "resume": True}, str(own)
+        # The run has reached its limit, so to continue it means to lift the limit.
+        explicit = {**explicit, "limit_steps": None}
+        after = validate_settings({**run_settings, **explicit, **folder_settings}, str(config_file))
+    differences = _differences(before, after, explicit)
+    _refuse_fixed(folder, differences)
+    lines = [f"{name}: {_text(old)} -> {_text(new)}" for name, (old, new) in differences.items()]
+    return after, lines
+
+
+def _check_run_folder(folder: Path) -> None:
+    """Refuse a folder without a run or without a checkpoint. Raises FileError."""
+    if not (folder / "config.yaml").exists():
+        raise FileError(
+            f"{folder} holds no run to continue: there is no config.yaml. Name the folder of one "
+            "by --out, or start a run without --resume"
         )
-    differing = {
-        name: (getattr(before, name), getattr(after, name))
-        for name in (entry.name for entry in fields(TrainConfig))
-        if name in explicit and name not in _WHERE and getattr(before, name) != getattr(after, name)
-    }
-    _refuse_fixed(folder, differing)
-    return after, [
-        f"{name}: {_word(old)} -> {_word(new)}" for name, (old, new) in differing.items()
-    ]
+    if not (folder / CHECKPOINT / INDEX).exists():
+        raise FileError(
+            f"{folder} holds no checkpoint to continue from: there is no {CHECKPOINT}/{INDEX}. A "
+            "run writes one at the end of an epoch, unless --checkpoint is end or never: start it "
+            "anew, in another folder"
+        )
 
 
-def _explicit(path: str | Path | None, changes: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The run's folder, and all that the caller said."""
+def _differences(
+    before: TrainConfig, after: TrainConfig, explicit: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return old and new value of the explicit settings that have changed, by name."""
+    differences = {}
+    for field in fields(TrainConfig):
+        if field.name not in explicit or field.name in _SELECTING:
+            continue
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if old != new:
+            differences[field.name] = old, new
+    return differences
+
+
+def _explicit_settings(
+    path: str | Path | None, changes: Mapping[str, Any]
+) -> tuple[Path, dict[str, Any]]:
+    """Return the run's folder, and all settings that the caller has set.
+
+    Raises:
+        SettingError: there is no folder, or there are two.
+    """
     folder = None if path is None else _run_folder(Path(path))
     explicit = dict(changes)
     if path is not None and folder is None:
         explicit = {**read_settings(path), **changes}
     out = explicit.get("out")
     if folder is not None and out is not None and Path(out).resolve() != folder.resolve():
-        raise SettingError(f"which run is to go on, that in {folder} or that in --out {out}?")
+        raise SettingError(
+            f"two runs to continue: the one in {folder} and the one in --out {out}. Name one"
+        )
     if folder is None and out is None:
         raise SettingError(
-            "resume needs the folder of the run to go on with: penstock train --resume runs/NAME, or --out runs/NAME"
+            "resume needs the folder of the run to continue: penstock train --resume runs/NAME, or "
+            "--out runs/NAME"
         )
     return folder or Path(str(out)), explicit
 
 
 def _run_folder(path: Path) -> Path | None:
-    """The folder that a path means: itself, or that of a run's own configuration, which says
-    nothing new.
-    """
+    """Return the run's folder if the path is one, or is the configuration in one; else None."""
     if path.name == "config.yaml" and (path.parent / CHECKPOINT).is_dir():
         return path.parent
     return path if path.is_dir() else None
 
 
-def _refuse_fixed(folder: Path, differing: Mapping[str, tuple[Any, Any]]) -> None:
-    wrong = [
-        f"{name} is {_word(old)}, not {_word(new)}"
-        for name, (old, new) in differing.items()
+def _refuse_fixed(folder: Path, differences: Mapping[str, tuple[Any, Any]]) -> None:
+    """Refuse changes of settings that may not change. Raises SettingError."""
+    refused = [
+        f"{name} is {_text(old)}, not {_text(new)}"
+        for name, (old, new) in differences.items()
         if name in FIXED
     ]
-    if wrong:
+    if refused:
         raise SettingError(
-            f"the run in {folder} cannot go on as another one: its {'; its '.join(wrong)}. Leave that out to go on with it, or "
-            "start a new run, in another folder, without --resume"
+            f"the run in {folder} cannot continue with these settings: its "
+            f"{'; its '.join(refused)}. Leave that out to continue it, or start a new run, in "
+            "another folder, without --resume"
         )
 
 
-def _word(value: object) -> str:
+def _text(value: object) -> str:
+    """Return a setting's value as text."""
     return "none" if value is None else str(value)
 
 
-# -- the folder
-# ---------------------------------------------------------------------------------------------------------------
-
-
 def check_checkpoint(config: TrainConfig, fingerprint: str, per_epoch: int) -> Checkpoint:
-    """Before anything is measured: the checkpoint is there and of this model, and there is
-    something left to train.
+    """Return the index of a run's checkpoint if training can continue from it.
 
     Raises:
-        FileError: it is damaged, or of another model.
+        FileError: the checkpoint is damaged, or of another model.
         PlanError: the run is over.
     """
     folder = Path(str(config.out))
     index = read_index(folder / CHECKPOINT)
     if index.fingerprint != fingerprint:
         raise FileError(
-            f"{folder / CHECKPOINT} is a checkpoint of another model: its layers and shapes have fingerprint {index.fingerprint}, "
-            f"this run's have {fingerprint}"
+            f"{folder / CHECKPOINT} is a checkpoint of another model: its layers and shapes have "
+            f"fingerprint {index.fingerprint}, this run's have {fingerprint}"
         )
     last = last_step(config, per_epoch)
     if index.step >= last:
         raise PlanError(
-            f"there is nothing left to train: the checkpoint in {folder} is at step {index.step}, and the run ends at step {last} "
-            f"({config.epochs} epochs of {per_epoch} batches). For more, say --epochs or --limit-steps"
+            f"there is nothing left to train: the checkpoint in {folder} is at step {index.step}, "
+            f"and the run ends at step {last} ({config.epochs} epochs of {per_epoch} batches). For "
+            "more, set --epochs or --limit-steps"
         )
     return index
 
 
 def last_step(config: TrainConfig, per_epoch: int) -> int:
-    """The step at which a run ends, if it does not reach its target before."""
-    whole = config.epochs * per_epoch
-    return whole if config.limit_steps is None else min(whole, config.limit_steps)
+    """Return the step at which a run ends, unless it reaches its target accuracy before."""
+    all_steps = config.epochs * per_epoch
+    return all_steps if config.limit_steps is None else min(all_steps, config.limit_steps)
 
 
 def staging_folder(folder: Path, config: TrainConfig) -> Path:
-    """Where the files of a run go: into its folder, or, while a resumed one is not accepted, beside
-    what is there.
+    """Return the folder for the files of a run: its own, or that of a resumed run not yet accepted.
+
+    Raises:
+        FileError: it cannot be created.
     """
     if not config.resume:
         return folder
@@ -185,9 +206,11 @@ def staging_folder(folder: Path, config: TrainConfig) -> Path:
 
 
 def accept_run(folder: Path, step: int) -> None:
-    """On rank 0, when all ranks have loaded the checkpoint: the new files take their places. What
-    configuration and plan were until then stays as `config-<step>.yaml` and `plan-<step>.json`, if
-    it was another.
+    """Move the new files of a resumed run to their places; called on rank 0, when all ranks have
+    loaded the checkpoint.
+
+    Previous versions of configuration and plan stay as `config-<step>.yaml` and `plan-<step>.json`,
+    if they differ.
 
     Raises:
         FileError: the folder cannot be written.
@@ -195,27 +218,27 @@ def accept_run(folder: Path, step: int) -> None:
     staging = folder / _STAGING
     try:
         for file in sorted(staging.iterdir()) if staging.exists() else ():
-            old = folder / file.name
-            earlier = folder / f"{file.stem}-{step:08d}{file.suffix}"
-            keep = file.name in ("config.yaml", "plan.json") and not earlier.exists()
-            if keep and old.exists() and old.read_bytes() != file.read_bytes():
-                old.replace(earlier)
-            file.replace(old)
+            target = folder / file.name
+            backup = folder / f"{file.stem}-{step:08d}{file.suffix}"
+            backs_up = file.name in ("config.yaml", "plan.json") and not backup.exists()
+            if backs_up and target.exists() and target.read_bytes() != file.read_bytes():
+                target.replace(backup)
+            file.replace(target)
     except OSError as error:
         raise FileError(f"cannot write into the run's folder {folder}: {error.strerror}") from error
     remove_staging(folder)
 
 
 def remove_staging(folder: Path) -> None:
-    """Remove what was not accepted."""
+    """Remove the files of a resumed run that was not accepted."""
     shutil.rmtree(folder / _STAGING, ignore_errors=True)
 
 
 def set_options(pipe: Pipeline, config: TrainConfig) -> None:
-    """After a load, which brings back the options that the optimizers had: let them have those of
-    the configuration.
+    """Set the optimizers' options to those of the configuration, after a load has restored the old
+    ones.
     """
-    fresh = an_optimizer(config).param_groups[0]
+    new_options = sample_optimizer(config).param_groups[0]
     for optimizer in pipe._made.optimizers():
         for group in optimizer.param_groups:
-            group.update({name: fresh[name] for name in _OF_GROUPS if name in group})
+            group.update({name: new_options[name] for name in _GROUP_OPTIONS if name in group})

@@ -1,4 +1,4 @@
-"""The self-check from the command line: one batch of real data through a pipeline on ranks, and
+"""Self-check from the command line: run one batch of real data through a pipeline on ranks, and
 through plain training.
 """
 
@@ -21,69 +21,75 @@ from penstock.training.task import make_task
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What is to be checked: a model of the zoo on its data, cut as a plan says, or as evenly as
-    may be under a schedule.
+    """A pipeline to check: a model of the zoo on its data, cut as a plan says, or evenly under a
+    schedule.
 
-    `words` are more keywords of `Pipeline`, such as recompute.
+    `pipeline_options` are further keyword arguments of `Pipeline`, such as recompute.
     """
 
     config: TrainConfig
     schedule: Schedule | None = None
     plan: Plan | None = None
-    words: dict[str, Any] = field(default_factory=dict)
+    pipeline_options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
-        """Ranks that it takes."""
+        """Number of ranks of the pipeline."""
         if self.plan is not None:
             return self.plan.ranks
         return 1 if self.schedule is None else self.schedule.ranks
 
     def run(self, *, threads: bool = False) -> Comparison:
-        """Check on real ranks, each a process, or on threads of this one.
+        """Run the check on real ranks, each a process, or on threads of this process.
 
         Raises:
             RunError: a rank failed.
-            PenstockError: what is asked for cannot be done.
+            PenstockError: the settings are invalid.
         """
         self._check_stages()
         if threads:
             return check(self, "threads")
-        found: list[Comparison] = launch(check, self.ranks, self, "processes")
-        return found[0]
+        comparisons: list[Comparison] = launch(check, self.ranks, self, "processes")
+        return comparisons[0]
 
     def _check_stages(self) -> None:
-        """Before any rank is started: whether the model has a layer for every stage."""
-        if self.schedule is not None and self.schedule.stages > (
-            layers := len(chain(make_task(self.config).model))
-        ):
+        """Refuse more stages than the model has layers, before any rank is started."""
+        if self.schedule is None:
+            return
+        layers = len(chain(make_task(self.config).model))
+        if self.schedule.stages > layers:
             raise SettingError(
-                f"{self.config.model} has {layers} layers, which make at most as many stages, not {self.schedule.stages}"
+                f"{self.config.model} has {layers} layers, which make at most as many stages, not "
+                f"{self.schedule.stages}"
             )
 
 
-def check(asked: SelfCheck, executor: str) -> Comparison:
-    """As one rank; the comparison is on rank 0."""
-    task = make_task(asked.config)
-    words = dict(asked.words)
-    if asked.schedule is not None:
-        layers, stages = len(chain(task.model)), asked.schedule.stages
-        words["balance"] = [layers // stages + (stage < layers % stages) for stage in range(stages)]
-        words["schedule"] = asked.schedule
+def check(setup: SelfCheck, executor: str) -> Comparison:
+    """Run the check as one rank; rank 0 returns the comparison."""
+    config = setup.config
+    task = make_task(config)
+    options = dict(setup.pipeline_options)
+    if setup.schedule is not None:
+        layers, stages = len(chain(task.model)), setup.schedule.stages
+        options["balance"] = [
+            layers // stages + (stage < layers % stages) for stage in range(stages)
+        ]
+        options["schedule"] = setup.schedule
     pipe = Pipeline(
         task.model,
-        asked.plan,
+        setup.plan,
         loss=task.loss,
-        optimizer=optimizer_factory(asked.config),
-        seed=asked.config.seed,
-        deadline_s=asked.config.deadline_s,
+        optimizer=optimizer_factory(config),
+        seed=config.seed,
+        deadline_s=config.deadline_s,
         executor=executor,
-        **words,
-        **training_options(asked.config),
+        **options,
+        **training_options(config),
     )
-    x, y = next(task.epoch(asked.config, 0))
-    # A step first: of what is compared then, weights have moved on every rank by its own update.
+    x, y = next(task.epoch(config, 0))
+    # One step is trained first, so that the comparison also covers weights after an update on
+    # every rank.
     pipe.train_batch(x, y)
-    found = pipe.compare_with_one_device(x, y)
+    comparison = pipe.compare_with_one_device(x, y)
     pipe.close()
-    return found
+    return comparison

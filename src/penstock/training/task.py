@@ -1,4 +1,4 @@
-"""Model and data brought together: shapes, loss and score of a run."""
+"""Task: model, data and loss of a run, with matching shapes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from penstock.runtime.stage import Loss
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import Dataset, batches
 from penstock.training.data.catalogue import dataset
-from penstock.zoo.catalogue import model, models
+from penstock.zoo.catalogue import ModelFacts, model, models
 from penstock.zoo.gpt import gpt_loss
 
-#: By task: what its samples are, and a data set that is always at hand.
-_TAKES = {"classify": "images", "next_token": "tokens", "translate": "pairs of sequences of tokens"}
-_AT_HAND = {"classify": "digits", "next_token": "text", "translate": "reversed"}
+#: By task: its samples, and a data set that needs no file.
+_SAMPLES = {
+    "classify": "images",
+    "next_token": "tokens",
+    "translate": "pairs of sequences of tokens",
+}
+_DEFAULT_DATA = {"classify": "digits", "next_token": "text", "translate": "reversed"}
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is trained on what. `model` is on the meta device: no rank holds more than its own
-    stages.
+    """Model, data and loss of a run. `model` is on the meta device: no rank allocates more than its
+    own stages.
     """
 
     model: nn.Sequential
@@ -33,7 +37,7 @@ class Task:
     loss: Loss
 
     def epoch(self, config: TrainConfig, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of one epoch, the same on every rank."""
+        """Return the batches of one epoch, the same on every rank."""
         return batches(
             self.data.train_inputs,
             self.data.train_targets,
@@ -43,7 +47,7 @@ class Task:
         )
 
     def example(self) -> Tensor:
-        """Inputs to measure with."""
+        """Return inputs for measurements."""
         return self.data.train_inputs[:64]
 
 
@@ -51,25 +55,23 @@ def make_task(config: TrainConfig) -> Task:
     """Load the data and describe the model that fits it.
 
     Raises:
-        SettingError: the model and the data do not go together, or an option is wrong.
+        SettingError: the model cannot learn from the data, or an option is invalid.
         UnknownName, FileError, MissingExtra: see `dataset` and `model`.
     """
-    known = models()
-    if config.model not in known:
-        model(config.model)  # says what there is
-    options = known[config.model].options
+    facts = _model_facts(config.model)
+    options = facts.options
     data = dataset(config.data, image=config.image, channels=config.channels, tokens=config.tokens)
-    if data.task != known[config.model].task:
+    if data.task != facts.task:
         raise SettingError(
-            f"model {config.model} takes {_TAKES[known[config.model].task]}, but data {data.name} is "
-            f"{_TAKES[data.task]}: take --data {fitting_data(config.model)}"
+            f"model {config.model} takes {_SAMPLES[facts.task]}, but data {data.name} is "
+            f"{_SAMPLES[data.task]}: use --data {fitting_data(config.model)}"
         )
     if "features" in options:
         data = replace(
             data, train_inputs=data.train_inputs.flatten(1), test_inputs=data.test_inputs.flatten(1)
         )
     shape = data.train_inputs.shape
-    fitting: dict[str, object] = {
+    from_data: dict[str, object] = {
         "classes": data.classes,
         "vocabulary": data.classes,
         "tokens": shape[-1],
@@ -77,27 +79,31 @@ def make_task(config: TrainConfig) -> Task:
         "features": shape[-1],
         "channels": shape[1] if len(shape) > 1 else 1,
     }
-    chosen = {
-        name: value for name, value in fitting.items() if name in options
-    } | config.model_options
-    made = model(config.model, device="meta", **chosen)
-    return Task(made, data, cross_entropy if data.task == "classify" else gpt_loss)
+    model_options = {name: value for name, value in from_data.items() if name in options}
+    model_options |= config.model_options
+    network = model(config.model, device="meta", **model_options)
+    return Task(network, data, cross_entropy if data.task == "classify" else gpt_loss)
 
 
 def fitting_data(name: str) -> str:
-    """The data set at hand whose task the model called `name` learns.
+    """Return the default data set of the task that the model called `name` learns.
 
     Raises:
         UnknownName: no model has that name.
     """
-    known = models()
-    if name not in known:
-        model(name)  # says what there is
-    return _AT_HAND[known[name].task]
+    return _DEFAULT_DATA[_model_facts(name).task]
+
+
+def _model_facts(name: str) -> ModelFacts:
+    """Return the facts of a model. Raises UnknownName if there is none of that name."""
+    facts = models()
+    if name not in facts:
+        model(name)  # raises UnknownName, with the known names
+    return facts[name]
 
 
 def accuracy(output: Tensor, target: Tensor) -> float:
-    """The share of right answers: the class, or the next token, with the highest score is the
-    answer.
+    """Return the share of correct predictions: of the class, or next token, with the highest
+    score.
     """
     return float((output.argmax(-1).to(target.device) == target).to(torch.float64).mean())

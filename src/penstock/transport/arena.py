@@ -1,12 +1,12 @@
-"""Memory that two processes of one host see, and the slots in it that messages lie in.
+"""Memory shared by two processes of one host, and the slots in it that hold messages.
 
-Memory is of `memfd_create`: it has no name in /dev/shm (which containers keep small), and it is
-gone with the last process that holds it, however that ends. It is reserved when it is made, so that
-want of memory is an error there and not a signal later.
+Segments are made with `memfd_create`: they have no name in /dev/shm (which containers keep small),
+and they disappear with the last process that maps them, however it ends. Memory is reserved when a
+segment is made, so that a shortage is an error there and not a signal (SIGBUS) at the first access.
 
-Rules: a slot is given out by its sender alone, which sets the first word of its head; it is freed
-by its receiver alone, which clears that word. So an arena is as large as what was in flight at
-once, and nothing is locked.
+Protocol: only the sender allocates a slot, by setting the first word of its head; only the receiver
+frees it, by clearing that word. So an arena grows to the most that was in flight at once, and no
+lock is needed.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from torch import Tensor
 
 from penstock.errors import RunError
 
-#: Bytes: a line of the cache, the alignment of torch's own tensors, and the size of a head.
+#: Bytes of a cache line: also the alignment of torch's own tensors, and the size of a head.
 LINE = 64
 
-#: Bytes of the smallest message's room, and of the smallest segment.
-_SMALLEST_ROOM, _SMALLEST_SEGMENT = 256, 32 * 1024
+#: Bytes of the smallest slot (without its head), and of the smallest segment.
+_MIN_SLOT_BYTES = 256
+_MIN_SEGMENT_BYTES = 32 * 1024
 
-#: Out of how many slots of a size, at most, one that was freed is looked for at a time.
-_LOOKED_AT = 16
+#: Slots in use that one sweep examines at most, so that allocation takes bounded time.
+_MAX_SWEEP = 16
 
-#: A file descriptor and an offset in one number: the offset has these bits.
+#: A place encodes a file descriptor and an offset in one number: the offset has these bits.
 _OFFSET_BITS = 40
 
 
 class Segment:
-    """A piece of shared memory: as bytes of a tensor, and as words of 8 bytes. Its first line is
-    its head.
+    """A segment of shared memory, as a tensor of bytes and as 8-byte words. Its first line is its
+    head.
 
-    The first word of the head is set by the other side, once it has opened the segment: until then
-    the owner must live.
+    The receiver sets the head's first word once it has opened the segment: until then the sender
+    must live, since a file descriptor of a dead process cannot be opened.
     """
 
     __slots__ = ("bytes", "fd", "memory", "words")
@@ -47,15 +48,16 @@ class Segment:
         self.fd = fd if owned else -1
         self.memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.words = memoryview(self.memory).cast("Q")
-        with torch.inference_mode(mode=False):  # else nobody could write to it outside
+        # An inference tensor could not be written to outside inference mode.
+        with torch.inference_mode(mode=False):
             self.bytes: Tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
 
     @classmethod
     def make(cls, nbytes: int) -> Segment:
-        """New memory, all zero.
+        """Create a segment of `nbytes` zero bytes.
 
         Raises:
-            OSError: there is not so much, or the system has no such memory.
+            OSError: there is not enough memory, or the system has no `memfd_create`.
         """
         fd = os.memfd_create("penstock", os.MFD_CLOEXEC)
         try:
@@ -67,34 +69,36 @@ class Segment:
 
     @classmethod
     def open(cls, pid: int, fd: int) -> Segment:
-        """What process `pid` has made and calls `fd`.
+        """Open the segment that process `pid` has made as its file descriptor `fd`.
 
         Raises:
-            OSError: the process is gone, or its memory may not be opened.
+            OSError: the process has ended, or its memory may not be opened.
         """
-        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            return cls(opened, os.fstat(opened).st_size, owned=False)
+            return cls(descriptor, os.fstat(descriptor).st_size, owned=False)
         finally:
-            os.close(opened)
+            os.close(descriptor)
 
     @property
     def opened(self) -> bool:
-        """Whether the other side has opened it."""
+        """Whether the receiver has opened the segment."""
         return self.words[0] != 0
 
     def close(self) -> None:
-        """Let nobody open it any more. The memory goes when nobody refers to it."""
+        """Close the segment to new readers. Its memory is freed when no process maps it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class Slot:
-    """A head of one line, and room for a message after it; `views` are tensors there, by the number
-    of their layout.
+    """A head of one cache line, and space for a message after it.
 
-    `place` names it to the other side; `pool` is what the sender finds it again in.
+    Attributes:
+        place: the slot's name in messages between the two processes, see `split_place`.
+        pool: the sender's pool that it returns to.
+        views: tensors over this memory, by the number of their layout.
     """
 
     __slots__ = ("place", "pool", "segment", "start", "state", "views", "words")
@@ -106,133 +110,141 @@ class Slot:
         self.views: dict[int, tuple[Tensor, ...]] = {}
 
     def free(self) -> None:
-        """Give it back: what was in it is not looked at any more."""
+        """Return the slot to its sender: its contents are not read again."""
         self.words[self.state] = 0
 
 
 def split_place(place: int) -> tuple[int, int]:
-    """The file descriptor and the offset that a place stands for."""
+    """Split a place into file descriptor and offset in bytes."""
     return place >> _OFFSET_BITS, place & ((1 << _OFFSET_BITS) - 1)
 
 
 class Pool:
-    """The slots of one room in bytes: free ones, of which the last freed is taken first, and those
-    that are out.
+    """The slots of one size: free ones, of which the last freed is taken first, and those in use.
 
-    A `kept` pool never has slots of another, nor others its slots.
+    An `exclusive` pool neither lends its slots to other pools nor borrows theirs.
     """
 
-    __slots__ = ("free", "kept", "nbytes", "out")
+    __slots__ = ("exclusive", "free", "in_use", "nbytes")
 
-    def __init__(self, nbytes: int, *, kept: bool = False) -> None:
-        self.nbytes, self.kept = nbytes, kept
+    def __init__(self, nbytes: int, *, exclusive: bool = False) -> None:
+        self.nbytes, self.exclusive = nbytes, exclusive
         self.free: list[Slot] = []
-        self.out: deque[Slot] = deque()
+        self.in_use: deque[Slot] = deque()
 
     def sweep(self) -> bool:
-        """Look for slots that the receiver has freed, at the oldest first. Returns whether there is
-        a free one.
+        """Collect slots that the receiver has freed, oldest first. Returns whether any slot is
+        free.
         """
-        for _ in range(min(len(self.out), _LOOKED_AT)):
-            slot = self.out.popleft()
-            (self.out if slot.words[slot.state] else self.free).append(slot)
+        for _ in range(min(len(self.in_use), _MAX_SWEEP)):
+            slot = self.in_use.popleft()
+            (self.in_use if slot.words[slot.state] else self.free).append(slot)
         return bool(self.free)
 
 
 class Arena:
-    """The sender's memory of one link. It grows on demand; slots are found again by size."""
+    """The sender's memory for one link. It grows on demand, and slots are reused by size."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
         self.nbytes = 0
         self._pools: dict[int, Pool] = {}
         self._sizes: list[int] = []
-        self._kept: list[Pool] = []
-        self._used = 0
+        self._exclusive: list[Pool] = []
+        self._used = 0  # bytes of the last segment
 
     def pool(self, nbytes: int) -> Pool:
-        """The slots that are for messages of `nbytes`."""
-        size = _rounded(nbytes)
+        """Return the pool of slots for messages of `nbytes`."""
+        size = _size_class(nbytes)
         if size not in self._pools:
             self._pools[size] = Pool(size)
             self._sizes = sorted(self._pools)
         return self._pools[size]
 
-    def kept_pool(self, nbytes: int) -> Pool:
-        """Slots of that size of which each is new, or comes back from this pool."""
-        self._kept.append(Pool(nbytes, kept=True))
-        return self._kept[-1]
+    def exclusive_pool(self, nbytes: int) -> Pool:
+        """Make a pool whose slots of `nbytes` never hold anything but what is taken from it."""
+        self._exclusive.append(Pool(nbytes, exclusive=True))
+        return self._exclusive[-1]
 
     def take(self, pool: Pool) -> Slot:
-        """A slot of a pool, or a larger one that is free.
+        """Allocate a slot of a pool, or a larger one that is free.
 
         Raises:
-            RunError: there is no memory for one more.
+            RunError: there is no memory for another slot.
         """
-        slot = pool.free.pop() if pool.free or pool.sweep() else self._lent(pool) or self._cut(pool)
+        if pool.free or pool.sweep():
+            slot = pool.free.pop()
+        else:
+            slot = self._borrow(pool) or self._add_slot(pool)
         slot.words[slot.state] = 1
         owner = slot.pool
         assert owner is not None
-        owner.out.append(slot)
+        owner.in_use.append(slot)
         return slot
 
     def close(self) -> None:
-        """Let nobody open what is here any more, and give it back where nobody has."""
+        """Close all segments to new readers; free those that were never opened."""
         for segment in self.segments:
             segment.close()
-        for pool in [
-            *self._pools.values(),
-            *self._kept,
-        ]:  # slots and pools refer to each other: else memory would wait for the collector
+        # Slots and pools refer to each other: without this their memory would stay until Python's
+        # garbage collector runs.
+        for pool in [*self._pools.values(), *self._exclusive]:
             pool.free.clear()
-            pool.out.clear()
+            pool.in_use.clear()
 
-    def _lent(self, pool: Pool) -> Slot | None:
-        """A free slot of at most four times the size, so that lengths that vary do not each keep
-        memory of their own.
+    def _borrow(self, pool: Pool) -> Slot | None:
+        """Take a free slot of another pool, of at most four times the size.
+
+        So messages of varying lengths share memory.
         """
-        for size in () if pool.kept else self._sizes:
+        if pool.exclusive:
+            return None
+        for size in self._sizes:
             if pool.nbytes < size <= 4 * pool.nbytes:
-                other = self._pools[size]
-                if other.free or other.sweep():
-                    return other.free.pop()
+                lender = self._pools[size]
+                if lender.free or lender.sweep():
+                    return lender.free.pop()
         return None
 
-    def _cut(self, pool: Pool) -> Slot:
-        """A new slot, of a new segment if the last one is full. Segments grow with the arena, by an
-        eighth.
+    def _add_slot(self, pool: Pool) -> Slot:
+        """Make a new slot, in a new segment if the last one is full.
+
+        A new segment is at least an eighth of the arena, so that their number grows slowly.
         """
-        last, whole = self.segments[-1] if self.segments else None, LINE + pool.nbytes
-        if last is None or self._used + whole > len(last.memory):
-            last = self._grow(max(LINE + whole, self.nbytes // 8, _SMALLEST_SEGMENT))
+        last = self.segments[-1] if self.segments else None
+        slot_bytes = LINE + pool.nbytes
+        if last is None or self._used + slot_bytes > len(last.memory):
+            last = self._grow(max(LINE + slot_bytes, self.nbytes // 8, _MIN_SEGMENT_BYTES))
         slot = Slot(last, self._used, last.fd << _OFFSET_BITS | self._used, pool)
-        self._used += whole
+        self._used += slot_bytes
         return slot
 
     def _grow(self, nbytes: int) -> Segment:
-        whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        """Add a segment of `nbytes`, rounded up to whole pages."""
+        segment_bytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            segment = Segment.make(whole)
+            segment = Segment.make(segment_bytes)
         except OSError as error:
             raise RunError(
-                f"there is no memory for messages to another rank of this host: {whole:,} bytes are wanted beside "
-                f"{self.nbytes:,} that are there ({error}): fewer micro-batches in flight, or smaller ones, need "
-                "less"
+                "no shared memory for messages to another rank of this host: cannot allocate "
+                f"{segment_bytes:,} bytes in addition to the {self.nbytes:,} in use ({error}). "
+                "Use fewer micro-batches in flight, or smaller ones"
             ) from error
         self.segments.append(segment)
-        self.nbytes += whole
+        self.nbytes += segment_bytes
         self._used = LINE
         return segment
 
 
-def _rounded(nbytes: int) -> int:
-    """Up to one of four sizes in an octave: less than a quarter is wasted, and nothing of a power
-    of two.
+def _size_class(nbytes: int) -> int:
+    """Round a size up to one of four classes per power of two.
 
-    >>> [_rounded(nbytes) for nbytes in (0, 256, 257, 1000, 1025, 2**20)]
+    Less than a quarter of a slot is wasted, and nothing if the size is a power of two.
+
+    >>> [_size_class(nbytes) for nbytes in (0, 256, 257, 1000, 1025, 2**20)]
     [256, 256, 320, 1024, 1280, 1048576]
     """
-    if nbytes <= _SMALLEST_ROOM:
-        return _SMALLEST_ROOM
+    if nbytes <= _MIN_SLOT_BYTES:
+        return _MIN_SLOT_BYTES
     step = 1 << ((nbytes - 1).bit_length() - 3)
     return -(-nbytes // step) * step

@@ -1,4 +1,6 @@
-"""What this process sees of its devices, as torch reports it; and the device that it gets."""
+"""What this process sees of its devices, as torch reports it; and the device that it is
+assigned.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,17 @@ from penstock.transport.exchange import all_gather
 
 _LOG = logging.getLogger("penstock")
 
-Asked = str | torch.device | None
+DeviceLike = str | torch.device | None
 
 
-def rank_facts(asked: Asked = None) -> RankFacts:
-    """The facts of this process. Torch's errors become facts: a rank that raised here would leave
-    the others waiting.
+def rank_facts(requested: DeviceLike = None) -> RankFacts:
+    """Return the facts of this process. Errors of torch become facts: if this rank raised here, the
+    others would wait for it.
 
     Args:
-        asked: the `device=` of the caller.
+        requested: the `device=` of the caller.
     """
-    text = None if asked is None else str(asked)
+    text = None if requested is None else str(requested)
     accelerator, problem = "", ""
     cards: tuple[Card, ...] = ()
     try:
@@ -46,17 +48,17 @@ def rank_facts(asked: Asked = None) -> RankFacts:
         environment=tuple((name, os.environ[name]) for name in VARIABLES if name in os.environ),
         accelerator=accelerator,
         cards=cards,
-        asked=text,
+        requested=text,
         nccl=dist.is_nccl_available(),
         problem=problem,
     )
 
 
 def visible_cards(*, described: bool = True) -> tuple[str, tuple[Card, ...]]:
-    """Type and cards of the accelerator that torch can use here; ("", ()) if there is none.
+    """Return type and cards of the accelerator that torch can use here; ("", ()) if there is none.
 
     Args:
-        described: whether names and UUIDs are read, which initialises CUDA in this process.
+        described: whether to read names and UUIDs, which initialises CUDA in this process.
 
     Raises:
         RuntimeError, AssertionError: the driver fails.
@@ -71,17 +73,19 @@ def visible_cards(*, described: bool = True) -> tuple[str, tuple[Card, ...]]:
 
 
 def cuda_card(index: int) -> Card:
-    """A CUDA device of this process."""
+    """Describe a CUDA device of this process."""
     properties = torch.cuda.get_device_properties(index)
     uuid = str(getattr(properties, "uuid", ""))
     if not uuid.replace("-", "").strip("0"):
-        uuid = ""  # some virtual machines report zeros, which tell no cards apart
+        uuid = ""  # some virtual machines report zeros, which do not identify a card
     return Card(index, properties.name, uuid, is_mig(index, properties.name, os.environ))
 
 
 def is_mig(index: int, name: str, environment: Mapping[str, str]) -> bool:
-    """Whether a CUDA device is a slice: its name says so ("NVIDIA A100-SXM4-40GB MIG 1g.5gb"), or
-    the entry that selected it.
+    """Whether a CUDA device is a MIG slice.
+
+    It is if its name ("NVIDIA A100-SXM4-40GB MIG 1g.5gb") or the entry of CUDA_VISIBLE_DEVICES that
+    selected it says so.
     """
     entries = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
     selected = entries[index].strip() if index < len(entries) else ""
@@ -89,8 +93,8 @@ def is_mig(index: int, name: str, environment: Mapping[str, str]) -> bool:
 
 
 def host_identity() -> str:
-    """What all processes of a running kernel have in common, and no other's; empty if it does not
-    say.
+    """Return an identifier of the running kernel, common to all of its processes; empty if there is
+    none.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -99,11 +103,12 @@ def host_identity() -> str:
 
 
 def gather_assignment(facts: RankFacts, group: dist.ProcessGroup | None = None) -> Assignment:
-    """What this rank gets, by the facts of all ranks. All ranks call it in the same order.
+    """Return the assignment of this rank, from the facts of all ranks. All ranks call it in the
+    same order.
 
     Args:
         facts: of this rank.
-        group: what the facts travel by; by default all ranks' group.
+        group: over which the facts are exchanged; by default all ranks' group.
 
     Raises:
         SettingError: see `assign_devices`; the same on every rank.
@@ -111,37 +116,39 @@ def gather_assignment(facts: RankFacts, group: dist.ProcessGroup | None = None) 
     return assign_devices(all_gather(facts, RankFacts, group))[dist.get_rank(group)]
 
 
-def assign_device(asked: Asked = None, group: dist.ProcessGroup | None = None) -> Assignment:
-    """What this rank gets, made its current device and logged. Called by all ranks; raises as
-    `gather_assignment`.
+def assign_device(
+    requested: DeviceLike = None, group: dist.ProcessGroup | None = None
+) -> Assignment:
+    """Assign this rank its device, make it the current one, and log it. All ranks call it; raises
+    as `gather_assignment`.
     """
-    assignment = gather_assignment(rank_facts(asked), group)
+    assignment = gather_assignment(rank_facts(requested), group)
     _LOG.log(logging.INFO if assignment.complete else logging.WARNING, "%s", assignment.line)
     set_current_device(torch.device(assignment.device))
     return assignment
 
 
-def local_device(asked: Asked = None) -> torch.device:
-    """The one device of a process without other ranks, with its index.
+def local_device(requested: DeviceLike = None) -> torch.device:
+    """Return the one device of a process without other ranks, with its index.
 
     Args:
-        asked: by default the calling thread's current card if torch can use one of
-        `cards.AUTOMATIC`, else the CPU.
+        requested: the caller's `device=`; by default the calling thread's current card if torch
+            can use one of `cards.AUTOMATIC`, else the CPU.
 
     Raises:
-        SettingError: the device that is asked for is not visible.
+        SettingError: the requested device is not visible.
     """
-    text = None if asked is None else str(asked)
+    text = None if requested is None else str(requested)
     if text is not None and text.startswith("cpu"):
         return torch.device(text)
-    facts = rank_facts(asked)
+    facts = rank_facts(requested)
     current = torch.accelerator.current_device_index() if facts.cards else 0
     return torch.device(choose_local_device(facts, current))
 
 
 def set_current_device(device: torch.device) -> None:
-    """Make a device the calling thread's current one; nothing for the CPU. The current device is of
-    a thread, not of a process.
+    """Make a device the calling thread's current one; nothing for the CPU. torch's current device
+    is per thread, not per process.
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)

@@ -1,9 +1,9 @@
-"""Boundaries sent in fewer bits: activations and their gradients as bfloat16, or as 8-bit numbers
+"""Compressed boundaries: activations and their gradients are sent as bfloat16, or as 8-bit integers
 with a scale for each row.
 
-Numbers change by this, so it is off unless asked for. Where 8 bits are sent, gradients have error
-feedback: what a message has lost is added to the next gradient of the same form that the stage
-sends over the link, so that losses do not add up over micro-batches (Seide et al. 2014, 1-bit
+This changes the numbers, so it is off by default. With 8 bits, gradients have error feedback: the
+quantization error of a message is added to the next gradient of the same form that the stage sends
+over the link, so that errors do not accumulate over micro-batches (Seide et al. 2014, 1-bit
 stochastic gradient descent, section 3; Karimireddy et al. 2019, Error feedback fixes SignSGD).
 """
 
@@ -27,17 +27,17 @@ from penstock.values import wire
 from penstock.values.constants import decode, dtype_of, encode
 from penstock.values.structure import Structure
 
-#: What a boundary may be sent as.
+#: Formats that a boundary may be sent in.
 CODES = ("bfloat16", "int8")
 
-#: Numbers below which a tensor goes as it is.
-_SMALLEST = 256
+#: Tensors of fewer elements are sent uncompressed.
+_MIN_ELEMENTS = 256
 
-_CODED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+_COMPRESSIBLE = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 
 
-def bits_of(tensor: Tensor, code: str) -> list[Tensor]:
-    """A tensor of floats in fewer bits: as bfloat16, or as 8-bit numbers and the scale of each row
+def quantize(tensor: Tensor, code: str) -> list[Tensor]:
+    """Quantize a floating-point tensor: to bfloat16, or to 8-bit integers and a scale for each row
     of the last dimension.
 
     Raises:
@@ -48,58 +48,61 @@ def bits_of(tensor: Tensor, code: str) -> list[Tensor]:
     check_code(code)
     rows = tensor if tensor.dim() else tensor.reshape(1)
     scale = rows.abs().amax(dim=-1, keepdim=True).float() / 127
-    # Rows with an infinity or a NaN keep it in their scale, so that whoever looks for overflow
-    # finds it.
+    # A row with an infinity or a NaN has it in its scale, so that a loss scaler sees the overflow.
     return [(rows / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.int8), scale]
 
 
 def check_code(code: str) -> None:
-    """Refuse what is not one of `CODES`.
+    """Refuse a format that is not one of `CODES`.
 
     Raises:
-        SettingError: it is not.
+        SettingError: the format is unknown.
     """
     if code not in CODES:
         raise SettingError(
-            f"a boundary is sent as one of {', '.join(CODES)}, or as it is (None), not as {code!r}"
+            f"boundary={code!r} is unknown: choose one of {', '.join(CODES)}, or None for no "
+            "compression"
         )
 
 
-def tensor_of(bits: list[Tensor], dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """What `bits_of` was given, as well as the bits can tell."""
-    if len(bits) == 1:
-        return bits[0].to(dtype)
-    return (bits[0] * bits[1]).to(dtype).reshape(shape)
+def dequantize(parts: list[Tensor], dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Invert `quantize`, up to its rounding."""
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    integers, scale = parts
+    return (integers * scale).to(dtype).reshape(shape)
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    whole: Arrival
+    """A receive of a compressed payload."""
+
+    compressed: Arrival
 
     def wait(self) -> Payload:
-        return decoded(self.whole.wait())
+        """See `Arrival.wait`."""
+        return decompress(self.compressed.wait())
 
 
 @dataclass
 class CodedTransport:
-    """A transport whose activations and gradients travel in fewer bits; everything else passes as
-    it is.
+    """A transport that compresses activations and gradients, and passes all other messages
+    unchanged.
     """
 
     inner: Transport
     code: str
     shares: bool = False
-    _lost: dict[tuple[int, int, int, torch.Size], Tensor] = field(default_factory=dict)
+    # Quantization errors to be added to the next gradient, by peer, stage, leaf and shape.
+    _errors: dict[tuple[int, int, int, torch.Size], Tensor] = field(default_factory=dict)
 
     def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
         """See `Transport.send`."""
         if message.kind in (Kind.F, Kind.B):
-            feedback = (
-                self._fed_back(peer, message)
-                if message.kind is Kind.B and self.code == "int8"
-                else None
-            )
-            payload = coded(payload, self.code, feedback)
+            feedback = None
+            if message.kind is Kind.B and self.code == "int8":
+                feedback = self._with_error_feedback(peer, message)
+            payload = compress(payload, self.code, feedback)
         self.inner.send(peer, message, payload, signature)
 
     def post(self, peer: int, message: Message, signature: str) -> Arrival:
@@ -115,71 +118,79 @@ class CodedTransport:
         """See `Transport.drain`."""
         self.inner.drain()
 
-    def _fed_back(self, peer: int, message: Message) -> Callable[[int, Tensor], list[Tensor]]:
-        def bits(place: int, tensor: Tensor) -> list[Tensor]:
+    def _with_error_feedback(
+        self, peer: int, message: Message
+    ) -> Callable[[int, Tensor], list[Tensor]]:
+        """Return a quantizer of a message's leaves that adds the errors of the previous message."""
+
+        def quantize_leaf(place: int, tensor: Tensor) -> list[Tensor]:
+            """Quantize leaf number `place`, and store its error."""
             key = peer, message.stage, place, tensor.shape
-            before = self._lost.get(key)
-            wanted = tensor if before is None else tensor + before
-            made = bits_of(wanted, self.code)
-            lost = wanted - tensor_of(made, tensor.dtype, tensor.shape)
-            self._lost[key] = torch.where(lost.isfinite(), lost, 0)
-            return made
+            previous_error = self._errors.get(key)
+            corrected = tensor if previous_error is None else tensor + previous_error
+            parts = quantize(corrected, self.code)
+            error = corrected - dequantize(parts, tensor.dtype, tensor.shape)
+            self._errors[key] = torch.where(error.isfinite(), error, 0)
+            return parts
 
-        return bits
+        return quantize_leaf
 
 
-def coded(
-    payload: Payload, code: str, bits: Callable[[int, Tensor], list[Tensor]] | None = None
+def compress(
+    payload: Payload, code: str, quantizer: Callable[[int, Tensor], list[Tensor]] | None = None
 ) -> Payload:
-    """A payload whose large tensors of floats are in fewer bits: a flat list, of what it was and
-    the tensors.
+    """Compress the large floating-point tensors of a payload.
+
+    Returns:
+        A flat list: a text that describes the original payload, and the tensors.
 
     Args:
-        payload: what is sent.
+        payload: to be sent.
         code: one of `CODES`.
-        bits: makes the bits of a tensor, given its place among the leaves; by default `bits_of`.
+        quantizer: quantizes a tensor, given its place among the leaves; by default `quantize`.
     """
     forms: list[Any] = []
     tensors: list[Tensor] = []
     for place, leaf in enumerate(payload.leaves):
         if not isinstance(leaf, Tensor):
             forms.append(["constant", encode(leaf)])
-        elif leaf.dtype not in _CODED or leaf.numel() < _SMALLEST:
+        elif leaf.dtype not in _COMPRESSIBLE or leaf.numel() < _MIN_ELEMENTS:
             forms.append(["whole"])
             tensors.append(leaf)
         else:
-            made = bits_of(leaf.detach(), code) if bits is None else bits(place, leaf.detach())
-            forms.append(
-                ["bits", len(made), str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
-            )
-            tensors += made
+            values = leaf.detach()
+            parts = quantize(values, code) if quantizer is None else quantizer(place, values)
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            forms.append(["bits", len(parts), dtype, list(leaf.shape)])
+            tensors += parts
     structure = payload.structure
     tree = structure if isinstance(structure, str) else wire.dump(structure)
     text = json.dumps([tree, forms, list(payload.wants_grad), payload.shared])
     return Payload("*", (text, *tensors), (False,) * len(tensors))
 
 
-def decoded(payload: Payload) -> Payload:
-    """What `coded` was given, as well as the bits can tell."""
-    structure, forms, wants_grad, shared = _parsed(payload.leaves[0])
-    rest = iter(payload.leaves[1:])
+def decompress(payload: Payload) -> Payload:
+    """Invert `compress`, up to the rounding of `quantize`."""
+    structure, forms, wants_grad, shared = _parse(payload.leaves[0])
+    tensors = iter(payload.leaves[1:])
     leaves: list[Any] = []
     for form in forms:
         if form[0] == "constant":
             leaves.append(decode(form[1]))
         elif form[0] == "whole":
-            leaves.append(next(rest))
+            leaves.append(next(tensors))
         else:
             _, count, dtype, shape = form
-            bits = [next(rest) for _ in range(count)]
-            leaves.append(tensor_of(bits, dtype_of(dtype), torch.Size(shape)))
+            parts = [next(tensors) for _ in range(count)]
+            leaves.append(dequantize(parts, dtype_of(dtype), torch.Size(shape)))
     return Payload(structure, tuple(leaves), wants_grad, shared)
 
 
 @lru_cache(maxsize=1024)
-def _parsed(
+def _parse(
     text: str,
 ) -> tuple[str | Structure, list[Any], tuple[bool, ...], tuple[tuple[int, int], ...]]:
+    """Read the text of `compress`: structure, forms of the leaves, wants_grad and shared."""
     tree, forms, wants_grad, shared = json.loads(text)
     structure = tree if tree in ("", "*") else wire.parse(tree)
-    return structure, forms, tuple(wants_grad), tuple((one, other) for one, other in shared)
+    return structure, forms, tuple(wants_grad), tuple((first, second) for first, second in shared)

@@ -1,11 +1,11 @@
-"""NCCL communicators: one for each directed link between two ranks, all made before the first
+"""NCCL communicators: one for each directed link between two ranks, all created before the first
 message.
 
-NCCL matches the transfers of a communicator by their order alone, so that each direction of a link
-has its own. A communicator that is made by its first transfer makes both hosts wait for each other
-inside that transfer: two ranks that begin by sending to each other would wait for ever, where no
-deadline of ours can see it (pytorch#160210, Megatron-LM#5240). So all ranks make all communicators
-in one order, and pass a barrier before they go on.
+NCCL matches the transfers of a communicator by their order alone, so each direction of a link has a
+communicator of its own. A communicator that is created by its first transfer makes both hosts wait
+for each other inside that transfer: two ranks that begin by sending to each other would wait
+forever, where no deadline of ours can see it (pytorch#160210, Megatron-LM#5240). So all ranks
+create all communicators in one order, and pass a barrier before they go on.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from penstock.schedule.lower import Link
 
-#: A link, and whether the communicator is that of messages that copies exchange at a U.
+#: A link, and whether the communicator carries what replicas exchange at an update (U).
 LinkKey = tuple[Link, bool]
 
-#: dtypes of torch that NCCL transfers (`ncclDataType_t`). All others travel as bytes.
+#: dtypes of torch that NCCL transfers (`ncclDataType_t`). All others are sent as bytes.
 NCCL_DTYPES = frozenset(
     {
         torch.int8,
@@ -39,28 +39,27 @@ NCCL_DTYPES = frozenset(
     }
 )
 
-#: Timeout of NCCL's process groups. torch's watchdog ends the process when it passes, without a
-#: word to the other ranks: our own
-#: deadline must always come first.
+#: Timeout of NCCL's process groups. When it passes, torch's watchdog ends the process without
+#: notifying the other ranks: our own deadline must always expire first.
 GROUP_TIMEOUT = timedelta(days=7)
 
-#: Seconds to wait for all aborts of communicators.
+#: Seconds to wait for each communicator's abort.
 _ABORT_S = 10.0
 
 
 def communicator_keys(links: Iterable[Link], copies: Iterable[Link]) -> list[LinkKey]:
-    """The communicators of a run, in the order in which all ranks make them.
+    """Return the communicators of a run, in the order in which all ranks create them.
 
     Args:
         links: links of the programs' own messages.
-        copies: links between copies of a stage, and between holders of a tied weight.
+        copies: links between replicas of a stage, and between ranks that hold a tied weight.
     """
     return sorted([(link, False) for link in set(links)] + [(link, True) for link in set(copies)])
 
 
 def communicators_per_rank(keys: Iterable[LinkKey], rank: int) -> int:
-    """How many communicators a rank is in. Each takes device memory: hundreds of MB over NVLink
-    (nccl#964).
+    """Return how many communicators a rank is part of. Each takes device memory: hundreds of MB
+    over NVLink (nccl#964).
     """
     return sum(rank in link for link, _ in keys)
 
@@ -68,27 +67,26 @@ def communicators_per_rank(keys: Iterable[LinkKey], rank: int) -> int:
 def make_communicators(
     keys: Collection[LinkKey], rank: int, device: torch.device, barrier_group: dist.ProcessGroup
 ) -> dict[LinkKey, dist.ProcessGroup]:
-    """Make all communicators. Every rank calls it with the same keys in the same order.
+    """Create all communicators. Every rank calls it with the same keys in the same order.
 
     Args:
-        keys: which, see `communicator_keys`.
+        keys: the communicators, see `communicator_keys`.
         rank: this rank.
         device: its GPU, with an index.
         barrier_group: a gloo group of all ranks.
 
     Returns:
-        Those that this rank is in, connected.
+        The communicators that this rank is part of, connected.
     """
-    # With a device torch connects a group when it is made; where it does not, and for kernels that
-    # are loaded at their first
-    # launch, one transfer follows.
+    # Given a device, torch connects a group when it is created. One transfer follows, for versions
+    # that do not, and for kernels that are loaded at their first launch.
     eager = "device_id" in inspect.signature(dist.new_group).parameters
     options: dict[str, Any] = {"device_id": device} if eager else {}
     groups: dict[LinkKey, dist.ProcessGroup] = {}
-    for link, meets in keys:
+    for link, at_update in keys:
         group = dist.new_group(list(link), GROUP_TIMEOUT, "nccl", **options)
         if rank in link:
-            groups[link, meets] = group
+            groups[link, at_update] = group
             _transfer_byte(group, link, rank, device)
     dist.barrier(group=barrier_group)
     return groups
@@ -106,7 +104,9 @@ def _transfer_byte(group: dist.ProcessGroup, link: Link, rank: int, device: torc
 
 
 def abort_communicators(groups: Mapping[LinkKey, dist.ProcessGroup]) -> None:
-    """Abort all communicators at once: an abort may wait for the transfers of another communicator."""
+    """Abort all communicators concurrently: an abort may wait for the transfers of another
+    communicator.
+    """
     threads = [
         threading.Thread(target=group.abort, name="penstock-abort", daemon=True)
         for group in groups.values()
@@ -118,7 +118,5 @@ def abort_communicators(groups: Mapping[LinkKey, dist.ProcessGroup]) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as NCCL can transfer it: itself, or its bytes where NCCL has no such
-    dtype. It shares the memory.
-    """
+    """Return a contiguous tensor in a dtype that NCCL supports: itself, or a view of its bytes."""
     return tensor if tensor.dtype in NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)

@@ -1,11 +1,12 @@
-"""Transport over torch.distributed: gloo for CPU tensors, NCCL for tensors on GPUs of their own.
+"""Transport over torch.distributed: gloo for CPU tensors, NCCL for tensors on GPUs that no other
+rank uses.
 
-A payload's header goes through the store, once for every form that messages of a stage have; from
-then on receives are posted straight into buffers of the known shapes. Sends never wait: their
-tensors are held until they have left.
+A payload's header goes through the store, once for every form that the messages of a stage have;
+from then on receives are posted straight into buffers of the known shapes. Sends never wait: their
+tensors are referenced until they have left.
 
-Under NCCL a wait lets the device's stream wait and the host goes on: nothing else may stop the host
-in a steady step. The deadline is kept from outside, see `Wire.late`.
+Under NCCL a wait makes the device's stream wait and the host goes on: nothing else may block the
+host in a step of the steady state. Another thread enforces the deadline, see `Wire.late`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -28,23 +29,30 @@ from penstock.errors import RunError
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
 from penstock.transport.communicators import LinkKey, abort_communicators, as_bytes
+from penstock.transport.messages import (
+    HeaderKey,
+    checked_tensors,
+    describe,
+    differ_in_strides_only,
+    form_text,
+    header_key,
+    header_name,
+    message_tag,
+)
 from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.transport.transport import TransportLost, TransportTimeout
 
-_LEAVES = 32  # tags have room for this many tensors in one message
-_NUMBERS = 1 << 13  # and for this many micro-batches
-_KINDS = (Kind.F, Kind.B, Kind.E, Kind.L, Kind.U)
-
-#: How many messages that nothing answers are under way at most: of copies of a stage to each other,
-#: and of losses.
+#: Messages without an answer that are in flight at most: of replicas of a stage, and of losses.
 MOST_UNDER_WAY = 64
 
-#: A tag that no message has.
+#: Tag of the losses of a stream: no message has it.
 TOLD_TAG = 7 << 5
 
 
 class DeviceTransfer(NamedTuple):
-    """A transfer of NCCL: a kernel on the device, for which streams wait and hosts do not."""
+    """A transfer of NCCL: a kernel on the device, for which streams wait and hosts do not. `text`
+    describes it in messages.
+    """
 
     work: dist.Work
     text: str
@@ -55,14 +63,21 @@ Work = dist.Work | DeviceTransfer
 
 @dataclass
 class Wire:
-    """What all transports of a rank share: process groups, the store, the deadline.
+    """What all transports of a rank share: process groups, the store, and the deadline.
 
-    `groups` holds one process group for each directed link under NCCL, whose transfers match in
-    order per communicator: with one for each direction, two ranks that send to each other at once
-    do not wait for one another. Links between copies of a stage have one more (True) for what they
-    exchange at a U, whose receives are not posted in one order with the programs' own. Messages for
-    which there is none, such as the norms of clipping, go over `shared`, a gloo group where tags
-    keep messages apart.
+    Attributes:
+        rank: this rank.
+        device: of its tensors.
+        store: of torch.distributed, through which headers go.
+        deadline_s: seconds that a wait may take.
+        shared: a gloo group of all ranks, where tags keep messages apart. It carries the messages
+            for which `groups` has no entry, such as the norms of gradient clipping.
+        groups: under NCCL one process group for each directed link. NCCL matches transfers by their
+            order per communicator, so with one for each direction two ranks that send to each other
+            at once do not wait for one another. Links between replicas of a stage have a second one
+            (key True) for what they exchange at an update (U), whose receives are not posted in one
+            order with those of the programs.
+        lost: whether the links were closed.
     """
 
     rank: int
@@ -77,30 +92,30 @@ class Wire:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def communicator(self, link: Link, message: Message) -> dist.ProcessGroup | None:
-        """The NCCL group that carries a message over a link; None if it goes through host memory
-        over `shared`.
+        """Return the NCCL group that carries a message over a link; None if it goes through host
+        memory over `shared`.
         """
         return self.groups.get((link, message.kind is Kind.U))
 
     @property
     def copies_to_host(self) -> bool:
-        """Whether what goes over `shared` must be copied to host memory first (gloo carries CPU
+        """Whether messages over `shared` must be copied to host memory first (gloo carries CPU
         tensors).
         """
         return self.device.type != "cpu"
 
     def wait(self, work: Work) -> None:
-        """Stand until a transfer is done; if a communicator carries it, let the device's stream
-        wait for it and go on.
+        """Wait until a transfer is done. Under NCCL only the device's stream waits, and the host
+        goes on.
 
         Raises:
             TransportTimeout, TransportLost: see `Arrival.wait`.
-            RunError: the transfer failed here for a reason of its own.
+            RunError: the transfer failed on this rank, for another reason than a lost link.
         """
         started = time.perf_counter()
         try:
             if isinstance(work, DeviceTransfer):
-                # Given a timeout, torch stops the host and polls until the transfer is over.
+                # With a timeout, torch would block the host and poll until the transfer is over.
                 self._watch(work)
                 work.work.wait()
             else:
@@ -109,7 +124,7 @@ class Wire:
             self._raise(error, started)
 
     def _watch(self, transfer: DeviceTransfer) -> None:
-        """Let `late` look after a transfer that the device waits for."""
+        """Register a transfer that the device waits for, so that `late` can report it."""
         with self._lock:
             if not self._awaited:
                 self._progress_s = time.monotonic()
@@ -117,19 +132,19 @@ class Wire:
             self._drop_finished()
 
     def _drop_finished(self) -> None:
-        """Forget the transfers that are over, from the oldest on; the clock of `late` starts anew
-        with each.
+        """Drop the transfers that are over, from the oldest on; each restarts the clock of
+        `late`.
         """
         while self._awaited and self._awaited[0].work.is_completed():
             self._awaited.popleft()
             self._progress_s = time.monotonic()
 
     def late(self) -> str | None:
-        """What the device has waited for longer than the deadline, with no other transfer ending
-        meanwhile.
+        """Return the description of a transfer that is overdue; None if there is none.
 
-        Called again and again by the thread that watches the other ranks, since the host does not
-        stand at a wait under NCCL.
+        A transfer is overdue if the device has waited for it longer than the deadline and no other
+        transfer has ended meanwhile. The thread that monitors the other ranks polls this, since
+        under NCCL the host does not block in a wait.
         """
         with self._lock:
             self._drop_finished()
@@ -138,13 +153,13 @@ class Wire:
             return self._awaited[0].text
 
     def fetch(self, name: str) -> str:
-        """What the store holds under `name`, waiting until it does. Raises as `wait`."""
+        """Return what the store holds under `name`, waiting until it does. Raises as `wait`."""
         started = time.perf_counter()
         pause_s = 0.0005
         try:
             while not self.store.check([name]):
-                # Asked again and again, so that a stopped run is noticed: nothing lets go who waits
-                # inside the store.
+                # Polled, so that a stopped run is noticed: a wait inside the store cannot be
+                # interrupted.
                 if self.lost:
                     raise TransportLost("the run was stopped")
                 if time.perf_counter() - started >= self.deadline_s:
@@ -156,7 +171,7 @@ class Wire:
             raise TransportLost(str(error)) from error
 
     def _raise(self, error: RuntimeError, started: float) -> NoReturn:
-        """Raise what an error of torch.distributed means."""
+        """Convert an error of torch.distributed into TransportTimeout, TransportLost, or itself."""
         out_of_time = time.perf_counter() - started >= self.deadline_s * 0.95
         if out_of_time and not self.lost:
             raise TransportTimeout(str(error)) from error
@@ -165,10 +180,10 @@ class Wire:
         raise TransportLost(str(error)) from error
 
     def abort(self) -> None:
-        """Close all links, so that everybody who waits on one, here or elsewhere, is let go.
+        """Close all links, so that every wait on one of them, on this and other ranks, ends.
 
-        gloo has no abort of its own here (torch 2.13: `ProcessGroup.abort` leaves pairs open), but
-        a receive that runs out of time closes the whole context.
+        gloo has no abort of its own (torch 2.13: `ProcessGroup.abort` leaves pairs open), but a
+        receive that times out closes the whole context.
         """
         if self.lost:
             return
@@ -187,25 +202,25 @@ class Wire:
 def is_lost(error: RuntimeError) -> bool:
     """Whether an error of torch.distributed means that a link is closed or its other end is gone.
 
-    All others, such as a dtype that the backend lacks or memory that has run out, are this rank's
-    own.
+    All other errors, such as a dtype that the backend does not support or an out-of-memory error,
+    are this rank's own.
     """
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True
     text = str(error)
-    # gloo has no class of its own for it. EFAULT: the tensor was not in host memory.
+    # gloo has no exception class for it. "Bad address" (EFAULT) means that the tensor was not in
+    # host memory, which is this rank's own error.
     return ("gloo/transport" in text or "onnection" in text) and "Bad address" not in text
 
 
-#: What has one form for good: messages of a kind, a stage and a signature on a link.
-_Key = tuple[str, Link, Kind, int]
+#: Header of a message, its receive buffers, and their transfers.
 
 _Posted = tuple[Header, list[Tensor], list[Work]]
 
 
 @dataclass
 class _Arrival:
-    """A posted receive; buffers are there from the start if the shapes are known."""
+    """A receive; `posted` is None until the shapes are known."""
 
     transport: DistributedTransport
     peer: int
@@ -214,12 +229,14 @@ class _Arrival:
     posted: _Posted | None
 
     def of_channel(self, peer: int, message: Message) -> bool:
-        """Whether it is received in one order with `message` from `peer`: what copies exchange is
-        in no order with the rest.
+        """Whether it must be received in one order with `message` from `peer`.
+
+        Messages between replicas (kind U) are in no order with the others.
         """
         return self.peer == peer and (self.message.kind is Kind.U) == (message.kind is Kind.U)
 
     def wait(self) -> Payload:
+        """See `Arrival.wait`."""
         header, tensors, works = self.posted or self.transport.catch_up(self)
         wire = self.transport.wire
         for work in works:
@@ -232,15 +249,17 @@ class _Arrival:
 
 @dataclass
 class DistributedTransport:
-    """One rank's end of all its links."""
+    """One rank's end of all its links, see `Transport`."""
 
     wire: Wire
     shares: bool = False
-    _known: dict[_Key, Header] = field(default_factory=dict)
-    _told: dict[_Key, tuple[tuple[Any, ...], list[TensorForm]]] = field(default_factory=dict)
-    _leaving: dict[tuple[int, Message], list[tuple[Work, Tensor]]] = field(default_factory=dict)
+    _headers: dict[HeaderKey, Header] = field(default_factory=dict)  # of received messages
+    _announced: dict[HeaderKey, tuple[tuple[Any, ...], list[TensorForm]]] = field(
+        default_factory=dict
+    )
+    _in_flight: dict[tuple[int, Message], list[tuple[Work, Tensor]]] = field(default_factory=dict)
     _unposted: list[_Arrival] = field(default_factory=list)
-    _met: deque[tuple[int, Message]] = field(default_factory=deque)
+    _updates: deque[tuple[int, Message]] = field(default_factory=deque)  # sends of kind U
 
     def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
         """See `Transport.send`.
@@ -249,43 +268,57 @@ class DistributedTransport:
             RunError: the payload's form differs from that of an earlier batch with the same
             signature, or it has too many tensors. TransportLost: the links are closed.
         """
-        tensors = _checked(payload, message)
-        forms = payload.forms()
+        tensors = checked_tensors(payload, message)
         link = Link(self.wire.rank, peer)
-        form, key = payload.form(), _key(signature, link, message)
-        told, told_forms = self._told.get(key, (None, []))
-        if told is None:
-            self._told[key] = form, forms
-            self.wire.store.set(_name(key), payload.header())
-        elif told != form and _agree(told, form, told_forms):
-            forms = told_forms  # the receiver gives it the strides that it has had before
-        elif told != form:
-            raise RunError(
-                f"what {describe(message)} makes changed its form between batches whose inputs have the same shapes: it was {_words(told)} "
-                f"and is {_words(form)}. Shapes and constants that depend on the data are not supported between "
-                "hosts"
-            )
+        form, key = payload.form(), header_key(signature, link, message)
+        announced, forms = self._announced.get(key, (None, []))
+        if announced != form:
+            forms = self._announce(key, message, payload)
         group = self.wire.communicator(link, message)
-        leaving = self._leaving.setdefault((peer, message), [])
-        for number, (known, tensor) in enumerate(zip(forms, tensors, strict=True)):
-            # What is in memory is what goes.
-            ready = known.packed(tensor.detach().resolve_conj().resolve_neg()).contiguous()
+        transfers = self._in_flight.setdefault((peer, message), [])
+        for number, (tensor_form, tensor) in enumerate(zip(forms, tensors, strict=True)):
+            # The bytes in memory are sent, so lazy conjugation and negation must be resolved.
+            ready = tensor_form.packed(tensor.detach().resolve_conj().resolve_neg()).contiguous()
             if group is None and self.wire.copies_to_host:
                 ready = ready.cpu()
             if group is not None and not ready.numel():
-                continue  # the receiver knows from the form that nothing comes
+                continue  # the receiver knows from the form that there is nothing to receive
             work = self._begin(partial(dist.isend, dst=peer), link, message, number, ready)
             if work is not None:
-                leaving.append((work, ready))
+                transfers.append((work, ready))
         if message.kind is Kind.U:
-            self._met.append((peer, message))
-            # Copies of a stage come to each other's messages of old updates without the new ones.
-            while len(self._met) > MOST_UNDER_WAY:
-                self._let_go(*self._met.popleft())
+            self._updates.append((peer, message))
+            # Replicas receive the messages of earlier updates without waiting for later ones, so
+            # waiting for an early send cannot deadlock.
+            while len(self._updates) > MOST_UNDER_WAY:
+                self._complete_send(*self._updates.popleft())
+
+    def _announce(self, key: HeaderKey, message: Message, payload: Payload) -> list[TensorForm]:
+        """Store the header of the first message of its key; check the form of later ones.
+
+        Returns:
+            The forms of the tensors that the receiver expects.
+
+        Raises:
+            RunError: the form differs from the announced one by more than strides.
+        """
+        form, forms = payload.form(), payload.forms()
+        announced, announced_forms = self._announced.get(key, (None, []))
+        if announced is None:
+            self._announced[key] = form, forms
+            self.wire.store.set(header_name(key), payload.header())
+            return forms
+        if not differ_in_strides_only(announced, form, announced_forms):
+            raise RunError(
+                f"the output of {describe(message)} changed its form between batches whose inputs "
+                f"have the same shapes: it was {form_text(announced)} and is {form_text(form)}. "
+                "Shapes and constants that depend on the data are not supported between hosts"
+            )
+        return announced_forms  # the receiver restores the strides of the first message
 
     def post(self, peer: int, message: Message, signature: str) -> _Arrival:
-        """See `Transport.post`. The first batch of a signature learns its shapes when it waits."""
-        header = self._known.get(_key(signature, Link(peer, self.wire.rank), message))
+        """See `Transport.post`. The first message of a signature learns its shapes in its wait."""
+        header = self._headers.get(header_key(signature, Link(peer, self.wire.rank), message))
         if header is not None and not any(
             arrival.of_channel(peer, message) for arrival in self._unposted
         ):
@@ -295,8 +328,8 @@ class DistributedTransport:
         return arrival
 
     def catch_up(self, awaited: _Arrival) -> _Posted:
-        """Post the receives that had to wait for their shapes, up to the awaited one, in the order
-        of the sends.
+        """Post the receives whose shapes were unknown, in the order of the sends, up to the awaited
+        one.
         """
         while awaited.posted is None:
             arrival = next(
@@ -305,45 +338,47 @@ class DistributedTransport:
                 if arrival.of_channel(awaited.peer, awaited.message)
             )
             self._unposted.remove(arrival)
-            header = self._learn(
-                _key(arrival.signature, Link(arrival.peer, self.wire.rank), arrival.message)
+            header = self._fetch_header(
+                header_key(arrival.signature, Link(arrival.peer, self.wire.rank), arrival.message)
             )
             arrival.posted = self._receive(arrival.peer, arrival.message, header)
         return awaited.posted
 
     def drain(self) -> None:
         """See `Transport.drain`."""
-        for peer, message in list(self._leaving):
-            self._let_go(peer, message)
+        for peer, message in list(self._in_flight):
+            self._complete_send(peer, message)
 
     def arrived(self, peer: int, message: Message) -> None:
-        """An answer has come: so what it answers has left, and its copy here is needed no more."""
+        """Release the tensors of the message that an arrived one answers: it must have been
+        received.
+        """
         if message.kind is Kind.B:
-            self._let_go(peer, Message(Kind.F, message.target, message.micro_batch))
+            self._complete_send(peer, Message(Kind.F, message.target, message.micro_batch))
         elif message.kind is Kind.L:
-            self._let_go(peer, Message(Kind.E, message.stage, message.micro_batch))
+            self._complete_send(peer, Message(Kind.E, message.stage, message.micro_batch))
 
     def release(self, before: int) -> None:
-        """See `Transport.release`. gloo's sends do not know that they are over until somebody waits
-        for them.
-        """
-        for peer, message in list(self._leaving):
+        """See `Transport.release`. gloo's sends do not complete until they are waited for."""
+        for peer, message in list(self._in_flight):
             if message.micro_batch < before and message.kind is not Kind.U:
-                self._let_go(peer, message)
+                self._complete_send(peer, message)
 
-    def _let_go(self, peer: int, message: Message) -> None:
-        """Stand until a message has left, under NCCL the stream alone, and drop its tensors."""
-        for work, _ in self._leaving.pop((peer, message), ()):
+    def _complete_send(self, peer: int, message: Message) -> None:
+        """Wait until a message has left (under NCCL only the stream waits), and drop its
+        tensors.
+        """
+        for work, _ in self._in_flight.pop((peer, message), ()):
             self.wire.wait(work)
 
-    def _learn(self, key: _Key) -> Header:
-        """The header of a message, from the store."""
-        if key not in self._known:
-            self._known[key] = Header.parse(self.wire.fetch(_name(key)))
-        return self._known[key]
+    def _fetch_header(self, key: HeaderKey) -> Header:
+        """Return the header of a message, from the store at first use."""
+        if key not in self._headers:
+            self._headers[key] = Header.parse(self.wire.fetch(header_name(key)))
+        return self._headers[key]
 
     def _receive(self, peer: int, message: Message, header: Header) -> _Posted:
-        """Post receives into fresh buffers."""
+        """Post the receives of a message into fresh buffers."""
         link = Link(peer, self.wire.rank)
         on_device = self.wire.communicator(link, message) is not None
         device = self.wire.device if on_device else torch.device("cpu")
@@ -364,84 +399,29 @@ class DistributedTransport:
         number: int,
         tensor: Tensor,
     ) -> Work | None:
-        """Begin to send or to receive one tensor of a message.
+        """Start to send or to receive one tensor of a message.
 
         Raises:
             TransportLost: the links are closed.
-            RunError: torch.distributed refuses it for a reason of its own.
+            RunError: torch.distributed refuses the transfer for a reason of its own.
         """
         group = self.wire.communicator(link, message)
         carried = tensor if group is None else as_bytes(tensor)
         try:
-            work = transfer(carried, group=group or self.wire.shared, tag=_tag(message, number))
+            work = transfer(
+                carried, group=group or self.wire.shared, tag=message_tag(message, number)
+            )
         except RuntimeError as error:
             if self.wire.lost or is_lost(error):
                 raise TransportLost(str(error)) from error
             verb = "sent to" if self.wire.rank == link.source else "received from"
             peer = link.target if self.wire.rank == link.source else link.source
             raise RunError(
-                f"rank {self.wire.rank}: {describe(message)} could not be {verb} rank {peer}, as {tensor.dtype}"
-                f"{list(tensor.shape)} on {tensor.device}: {type(error).__name__}: {error}"
+                f"rank {self.wire.rank}: {describe(message)} could not be {verb} rank {peer}, as "
+                f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}: "
+                f"{type(error).__name__}: {error}"
             ) from error
         if work is None or group is None:
             return work
         text = f"{describe(message)} from rank {link.source} to rank {link.target}"
         return DeviceTransfer(work, text)
-
-
-def describe(message: Message) -> str:
-    """The op that makes a message, `0F3`."""
-    return f"{message.stage}{message.kind.value}{message.micro_batch}"
-
-
-def _key(signature: str, link: Link, message: Message) -> _Key:
-    return signature, link, message.kind, message.stage
-
-
-def _name(key: _Key) -> str:
-    signature, (source, target), kind, stage = key
-    return f"penstock/header/{signature}/{source}-{target}/{stage}{kind.value}"
-
-
-def _tag(message: Message, leaf: int) -> int:
-    """A tag of 31 bits: stage 10, micro-batch 13, kind 3, tensor 5. Never are messages under way
-    that are 8,192 apart.
-    """
-    kind, stage, micro_batch = message
-    return (((stage << 13 | micro_batch % _NUMBERS) << 3) | _KINDS.index(kind)) << 5 | leaf
-
-
-def _agree(told: tuple[Any, ...], form: tuple[Any, ...], forms: Sequence[TensorForm]) -> bool:
-    """Whether two forms differ by strides alone, so that what the first was told of serves for the
-    second: it is no expanded tensor.
-    """
-    plain = [
-        (structure, [leaf[:2] for leaf in leaves], wants)
-        for structure, leaves, wants, _ in (told, form)
-    ]
-    whole = all(each.stride is None or 0 not in each.stride for each in forms)
-    return whole and plain[0] == plain[1]
-
-
-def _words(form: tuple[Any, ...]) -> str:
-    """A form for messages."""
-    structure, leaves, wants, _ = form
-    nesting = structure if isinstance(structure, str) else structure.describe()
-    flags = iter(wants)
-    shown = [
-        f"{str(leaf[1]).removeprefix('torch.')}{list(leaf[0])}{' with a gradient' if next(flags) else ''}"
-        if isinstance(leaf[0], torch.Size)
-        else str(leaf[1])
-        for leaf in leaves
-    ]
-    return f"{nesting or 'a tensor'} of {', '.join(shown) or 'nothing'}"
-
-
-def _checked(payload: Payload, message: Message) -> list[Tensor]:
-    tensors = payload.tensors
-    if len(tensors) > _LEAVES or message.stage >= 1 << 10:
-        raise RunError(
-            f"stage {message.stage} sends {len(tensors)} tensors for micro-batch {message.micro_batch}: at most "
-            f"{_LEAVES} tensors and 1,024 stages fit a message's tag"
-        )
-    return tensors

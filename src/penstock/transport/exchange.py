@@ -1,4 +1,6 @@
-"""Plain values between all ranks, as JSON: nothing that arrives is executed, as a pickle would be."""
+"""Collective operations on plain values, as JSON: nothing that arrives is executed, unlike with
+pickle.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,17 @@ T = TypeVar("T")
 
 
 def all_gather(value: T, kind: type[T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """The values of all ranks, by rank. All ranks call it in the same order.
+    """Return the values of all ranks, by rank. All ranks call it in the same order.
 
     Args:
-        value: this rank's: numbers, text, or dataclasses, tuples, lists and dicts of these.
-        kind: its type, by which what arrives is checked.
+        value: of this rank: numbers, text, or dataclasses, tuples, lists and dicts of these.
+        kind: its type, against which received values are validated.
         group: of all ranks; by default torch's default group.
 
     Raises:
         pydantic.ValidationError: a rank sent a value of another type.
     """
-    from pydantic import TypeAdapter  # loaded here: training does without
+    from pydantic import TypeAdapter  # imported here, since training does not need it
 
     adapter = TypeAdapter(kind)
     text = _to_tensor(adapter.dump_json(value), group)
@@ -39,7 +41,7 @@ def all_gather(value: T, kind: type[T], group: dist.ProcessGroup | None = None) 
 
 
 def broadcast(value: T, kind: type[T], source: int) -> T:
-    """The value of rank `source`, on every rank. See `all_gather`."""
+    """Return the value of rank `source`, on every rank. See `all_gather`."""
     from pydantic import TypeAdapter
 
     adapter = TypeAdapter(kind)
@@ -53,32 +55,34 @@ def broadcast(value: T, kind: type[T], source: int) -> T:
 
 
 def barrier() -> None:
-    """Wait until all ranks have come here. See `begin_barrier`."""
+    """Wait until all ranks have called this function. See `begin_barrier`."""
     count = _to_tensor(b"\1")
     dist.all_reduce(count)
-    count.item()  # over NCCL only the stream waits, until somebody reads
+    count.item()  # over NCCL only the stream waits for the sum; reading it blocks the host
 
 
 def begin_barrier() -> dist.Work | None:
-    """Tell all ranks that this one has come here; the work is complete when all have.
+    """Enter a barrier without waiting; the returned work completes when all ranks have entered.
 
-    `dist.barrier` of a group that serves CPU and GPU may go over NCCL, where ranks that share a
-    card are refused. What carries a sum is decided by the tensor's device.
+    `dist.barrier` of a group that serves CPU and GPU may go over NCCL, which refuses ranks that
+    share a GPU. With an all-reduce the tensor's device decides the backend.
     """
     work: dist.Work | None = dist.all_reduce(_to_tensor(b"\1"), async_op=True)
     return work
 
 
 def _length(text: Tensor) -> Tensor:
+    """Return the number of bytes as a tensor on the same device."""
     return torch.tensor([len(text)], dtype=torch.int64, device=text.device)
 
 
 def _to_tensor(content: bytes, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Bytes where the ranks' backend can send them from: NCCL serves no CPU tensors."""
+    """Return bytes as a tensor that the group's backend can send: NCCL serves no CPU tensors."""
     serves_cpu = "cpu" in dist.get_backend_config(group)
     device = torch.device("cpu" if serves_cpu else f"cuda:{torch.cuda.current_device()}")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
 
 
 def _to_bytes(text: Tensor) -> bytes:
+    """Return the bytes of a tensor."""
     return text.cpu().numpy().tobytes()

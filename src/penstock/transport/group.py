@@ -1,5 +1,5 @@
-"""Joining the other ranks: each is a process, started by torchrun, by `launch`, or by the user's
-own init_process_group.
+"""Initialise the process group. Each rank is a process, started by torchrun, by `launch`, or by the
+user's own init_process_group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def started() -> bool:
 
 
 def join() -> int:
-    """Join the other ranks if that has not been done, and return their number.
+    """Initialise the process group if that has not been done, and return the number of ranks.
 
     Raises:
         RunError: this process was not started as a rank.
@@ -28,7 +28,8 @@ def join() -> int:
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise RunError(
-                "this process is alone: start it with torchrun --nproc-per-node N, or with ps.launch(fn, ranks=N)"
+                "this process is alone: start it with torchrun --nproc-per-node N, or with "
+                "ps.launch(fn, ranks=N)"
             )
         keep_freed_memory()
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -37,5 +38,6 @@ def join() -> int:
 
 
 def _leave() -> None:
+    """Destroy the process group at exit."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,11 +1,11 @@
-"""How a process that trains gets memory: what it frees it keeps, for it will want the same again a
-moment later.
+"""Keep freed host memory in a training process, so that each step reuses the blocks of the last
+one.
 
-glibc gives large blocks back to the system as soon as they are free, and fresh ones come as pages
-that the system has to clear when they are first touched. A training step asks for the same blocks
-again and again, so it pays that every time: VGG-11 with batch norm on 2 ranks took 463 ms a step,
-and 375 ms with what is freed kept; 946 and 527 ms in 8 micro-batches instead of 4, since each needs
-a fresh gradient of every weight (benchmarks/fidelity). The most that a process holds was the same.
+glibc returns large blocks to the system as soon as they are freed, and new ones come as pages that
+the system has to clear at the first access. A training step allocates the same blocks again and
+again, so it pays for this every time: VGG-11 with batch norm on 2 ranks took 463 ms a step, and 375
+ms with freed memory kept; 946 and 527 ms with 8 micro-batches instead of 4, since each needs a
+fresh gradient of every weight (benchmarks/fidelity). The peak memory of the process was the same.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import ctypes
 import os
 import sys
 
-#: From glibc's malloc.h: options of `mallopt`.
+#: Options of `mallopt`, from glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
-#: Bytes: blocks below it come from what is kept, and so much may lie free at its end. As large as
-#: `mallopt` can take, nearly.
-_KEPT = 2**30
+#: Bytes: smaller blocks come from the heap, whose free end may be that large before it is returned
+#: to the system. Nearly the largest value that `mallopt`, which takes an int, accepts.
+_THRESHOLD_BYTES = 2**30
 
-#: Whoever sets these has chosen for himself.
-_CHOSEN = (
+#: Environment variables by which the user controls glibc's allocator; they take precedence.
+_USER_SETTINGS = (
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_MMAP_THRESHOLD_",
     "MALLOC_TOP_PAD_",
@@ -32,23 +32,24 @@ _CHOSEN = (
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep the memory that it frees, from now on. Returns whether it does.
+    """Make this process keep the memory that it frees. Returns whether it does.
 
-    It does not where the C library is another than glibc, or the environment already says how its
-    memory is to be had.
+    It does not if the C library is not glibc, or if the environment already controls the allocator.
     """
-    if sys.platform != "linux" or any(name in os.environ for name in _CHOSEN):
+    if sys.platform != "linux" or any(name in os.environ for name in _USER_SETTINGS):
         return False
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt") or not hasattr(library, "gnu_get_libc_version"):
         return False
-    return bool(library.mallopt(_MMAP_THRESHOLD, _KEPT)) and bool(
-        library.mallopt(_TRIM_THRESHOLD, _KEPT)
+    return bool(library.mallopt(_MMAP_THRESHOLD, _THRESHOLD_BYTES)) and bool(
+        library.mallopt(_TRIM_THRESHOLD, _THRESHOLD_BYTES)
     )
 
 
 def give_back_freed_memory() -> None:
-    """Give what is free now back to the system, for processes that will not want it again."""
+    """Return the memory that is free now to the system, for processes that will not need it
+    again.
+    """
     if sys.platform == "linux":
         library = ctypes.CDLL(None)
         if hasattr(library, "malloc_trim"):

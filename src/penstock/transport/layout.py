@@ -1,5 +1,5 @@
-"""How the tensors of a payload lie in a slot. Known to both sides under a number once the sender
-has told it.
+"""How the tensors of a payload are laid out in a slot. Sender and receiver refer to a layout by its
+number once the sender has announced it.
 """
 
 from __future__ import annotations
@@ -13,52 +13,61 @@ from penstock.transport.arena import LINE, Pool, Slot
 from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.values.constants import key_of as constant_key
 
-#: Of how many layouts a slot keeps its views.
-_VIEWS = 64
+#: Layouts whose views a slot caches.
+_MAX_CACHED_VIEWS = 64
 
 
 class Layout:
-    """One form of payloads: what is known before the tensors, and where in a slot these are. `pool`
-    is the sender's alone.
+    """The form of a payload and the offsets of its tensors in a slot.
+
+    Attributes:
+        number: by which messages refer to it.
+        header: all of the payload but the tensors' contents.
+        bare: whether the payload is a single tensor that is not nested.
+        contiguous: whether all tensors are contiguous at the receiver, so that the slot's views
+            need no change of strides.
+        nbytes: bytes of a slot's contents.
+        pool: the sender's slots for it; None at the receiver.
     """
 
-    __slots__ = ("bare", "forms", "header", "nbytes", "number", "pool", "straight", "wants")
+    __slots__ = ("bare", "contiguous", "forms", "header", "nbytes", "number", "pool", "wants_grad")
 
     def __init__(self, number: int, header: Header) -> None:
         self.number, self.header, self.forms = number, header, header.forms
-        self.wants = tuple([form.wants_grad for form in self.forms])
+        self.wants_grad = tuple([form.wants_grad for form in self.forms])
         self.bare = header.structure == ""
-        # Whether what lies in a slot has the strides that it is to have.
-        self.straight = all(form.stride is None for form in self.forms)
-        self.nbytes = sum(_padded(form) for form in self.forms)
+        self.contiguous = all(form.stride is None for form in self.forms)
+        self.nbytes = sum(_padded_bytes(form) for form in self.forms)
         self.pool: Pool | None = None
 
     @classmethod
     def parse(cls, text: bytes) -> Layout:
-        """Read what `told` wrote."""
+        """Read what `encode_layout` wrote."""
         number, _, header = text.decode().partition(" ")
         return cls(int(number), Header.parse(header))
 
     def views(self, slot: Slot) -> tuple[Tensor, ...]:
-        """The tensors as they lie in a slot, made once."""
-        found = slot.views.get(self.number)
-        if found is None:
-            if len(slot.views) >= _VIEWS:
+        """Return the tensors in a slot as views of its memory, from the slot's cache if they are
+        there.
+        """
+        views = slot.views.get(self.number)
+        if views is None:
+            if len(slot.views) >= _MAX_CACHED_VIEWS:
                 slot.views.clear()
             with torch.inference_mode(mode=False):
-                found = slot.views[self.number] = self._laid(slot)
-        return found
+                views = slot.views[self.number] = self._make_views(slot)
+        return views
 
     def put(self, slot: Slot, tensors: tuple[Tensor, ...] | list[Tensor]) -> None:
         """Copy the tensors of a payload into a slot."""
         views = slot.views.get(self.number)
         if views is None:
             views = self.views(slot)
-        if self.bare and self.straight:
+        if self.bare and self.contiguous:
             tensor = tensors[0]
             views[0].copy_(tensor.detach() if tensor.requires_grad else tensor)
             return
-        if self.straight:
+        if self.contiguous:
             for view, tensor in zip(views, tensors, strict=True):
                 view.copy_(tensor.detach() if tensor.requires_grad else tensor)
             return
@@ -66,36 +75,42 @@ class Layout:
             view.copy_(form.packed(tensor.detach()))
 
     def take(self, slot: Slot, device: torch.device | None) -> Payload:
-        """The payload that lies in a slot, copied out, to another device than the CPU where one is
-        given.
+        """Copy the payload out of a slot.
+
+        Args:
+            slot: that holds a message of this layout.
+            device: where to put the tensors, if not on the CPU.
         """
         views = slot.views.get(self.number)
         if views is None:
             views = self.views(slot)
         if device is not None:
             return self.header.unpacked([view.to(device) for view in views])
-        if self.bare and self.straight:
-            return Payload("", (views[0].clone(),), self.wants)
+        if self.bare and self.contiguous:
+            return Payload("", (views[0].clone(),), self.wants_grad)
         return self.header.unpacked(views, copies=True)
 
-    def _laid(self, slot: Slot) -> tuple[Tensor, ...]:
-        made, start = [], slot.start
+    def _make_views(self, slot: Slot) -> tuple[Tensor, ...]:
+        """Return tensors over the slot's memory, each starting at a cache line."""
+        views, start = [], slot.start
         for form in self.forms:
             shape = form.shape if form.stride is None else form.packed_shape
             dtype = form.torch_dtype
             flat = slot.segment.bytes[start : start + math.prod(shape) * dtype.itemsize]
-            made.append(flat.view(dtype).view(shape))
-            start += _padded(form)
-        return tuple(made)
+            views.append(flat.view(dtype).view(shape))
+            start += _padded_bytes(form)
+        return tuple(views)
 
 
-def told(number: int, payload: Payload) -> bytes:
-    """What the receiver must know of payloads of this form."""
+def encode_layout(number: int, payload: Payload) -> bytes:
+    """Describe the layout of payloads of this form to the receiver, under a number."""
     return f"{number} {payload.header()}".encode()
 
 
 def key_of(payload: Payload) -> tuple[object, ...]:
-    """What payloads of one layout have in common, cheap to make and to compare."""
+    """Return a hashable key that is equal for payloads of one layout. It is made for every message,
+    so it must be cheap.
+    """
     if payload.structure == "":
         tensor = payload.leaves[0]
         return tensor.shape, tensor.dtype, payload.wants_grad, tensor.stride()
@@ -110,7 +125,7 @@ def key_of(payload: Payload) -> tuple[object, ...]:
     return payload.structure, leaves, payload.wants_grad, payload.shared
 
 
-def _padded(form: TensorForm) -> int:
-    """Bytes of a tensor, up to a whole line."""
+def _padded_bytes(form: TensorForm) -> int:
+    """Return the bytes of a tensor, rounded up to whole cache lines."""
     shape = form.shape if form.stride is None else form.packed_shape
     return -(-math.prod(shape) * form.torch_dtype.itemsize // LINE) * LINE

@@ -1,4 +1,4 @@
-"""Transport inside one process: a dictionary that threads put payloads into and take them from."""
+"""Transport between threads of one process: a dictionary of payloads that are in flight."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from penstock.transport.transport import TransportLost, TransportTimeout
 
 
 class Exchange:
-    """What the ranks of one process share: payloads on their way, by sender, receiver and message;
-    of one message in the order sent.
+    """The payloads in flight between the ranks of one process, by sender, receiver and message;
+    those of one message in the order sent.
 
-    Copies of a stage send each other the same message at every update, and one of two may be an
-    update ahead.
+    Replicas of a stage send each other the same message at every update, and one of two may be an
+    update ahead: so there may be several payloads of one message.
     """
 
     def __init__(self) -> None:
@@ -31,29 +31,34 @@ class Exchange:
             self._changed.notify_all()
 
     def take(self, key: tuple[int, int, Message], deadline_s: float) -> Payload:
-        """Wait for a payload and take it."""
+        """Wait for a payload and remove it.
+
+        Raises:
+            TransportTimeout: it did not arrive within the deadline.
+            TransportLost: the exchange was closed.
+        """
         with self._changed:
-            came = self._changed.wait_for(
+            notified = self._changed.wait_for(
                 lambda: key in self._payloads or self._closed is not None, deadline_s
             )
             if key in self._payloads:
-                waiting = self._payloads[key]
-                payload = waiting.popleft()
-                if not waiting:
+                queue = self._payloads[key]
+                payload = queue.popleft()
+                if not queue:
                     del self._payloads[key]
                 return payload
-            if came:
+            if notified:
                 raise TransportLost(self._closed)
             raise TransportTimeout
 
     def close(self, why: str) -> None:
-        """Let everybody who waits, or will wait, go with `TransportLost`."""
+        """End all present and future waits with `TransportLost`."""
         with self._changed:
             self._closed = why
             self._changed.notify_all()
 
     def reopen(self) -> None:
-        """Forget a failed step: nothing is on its way any more."""
+        """Discard all payloads in flight after a failed step."""
         with self._changed:
             self._closed = None
             self._payloads.clear()
@@ -61,11 +66,14 @@ class Exchange:
 
 @dataclass(frozen=True)
 class _Arrival:
+    """See `Arrival`."""
+
     exchange: Exchange
     key: tuple[int, int, Message]
     deadline_s: float
 
     def wait(self) -> Payload:
+        """See `Arrival.wait`."""
         return self.exchange.take(self.key, self.deadline_s)
 
 
@@ -79,7 +87,7 @@ class MemoryTransport:
     shares: bool = True
 
     def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
-        """See `Transport.send`; the tensors are handed over, not copied."""
+        """See `Transport.send`; the receiver gets the sender's tensors, not copies."""
         del signature
         self.exchange.put((self.rank, peer, message), payload)
 
@@ -89,7 +97,7 @@ class MemoryTransport:
         return _Arrival(self.exchange, (peer, self.rank, message), self.deadline_s)
 
     def release(self, before: int) -> None:
-        """Nothing is ever under way here."""
+        """See `Transport.release`. Nothing to do: a sent message has left at once."""
 
     def drain(self) -> None:
-        """Nothing is ever under way here."""
+        """See `Transport.drain`. Nothing to do: a sent message has left at once."""

@@ -1,9 +1,9 @@
-"""What crosses a boundary: leaves (tensors and constants) and how they nest, see `penstock.values`.
+"""Payload: a value that crosses a stage boundary, as leaves (tensors and constants) and the
+structure in which they nest, see `penstock.values`.
 
-Only tensors travel. The structure, constants, the tensors' forms and which of them want a gradient
-go ahead once, as JSON, and are
-remembered. Reading that makes nothing and runs nothing: classes in it are looked up among those
-that the receiver has.
+Only tensors are sent with every message. The structure, constants, and the tensors' forms are sent
+once before, as a JSON header, and cached. Reading a header creates no objects of user classes and
+runs no code: classes in it are looked up among those that the receiver has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.values.constants import decode, dtype_of, encode, key_of
 from penstock.values.memory import Stride, kept_stride, overlapping
 from penstock.values.structure import Structure, check_tensor, flatten, unflatten
 
-#: Of what `Payload.header` writes. Ranks of two versions say so instead of misreading each other.
+#: Version of the headers that `Payload.header` writes, so that ranks of two versions fail clearly.
 VERSION = 2
 
 
@@ -30,10 +30,9 @@ VERSION = 2
 class TensorForm:
     """Shape, dtype and strides of a tensor, and whether it wants a gradient.
 
-    Strides are those that it has at the receiver: the sender's own, or None for those of a
-    contiguous tensor. What travels are the
-    elements in the order of memory, once each (`packed`): of an expanded tensor those that it
-    repeats.
+    `stride` are the strides at the receiver: the sender's own, or None for those of a contiguous
+    tensor. The distinct elements are sent in the order of memory (`packed`): an expanded tensor's
+    repeated elements once.
     """
 
     shape: tuple[int, ...]
@@ -43,60 +42,67 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: Tensor, *, wants_grad: bool) -> TensorForm:
-        """The form of a tensor."""
+        """Return the form of a tensor."""
         shape, stride = tuple(tensor.shape), tensor.stride()
-        own = kept_stride(shape, stride)
-        return cls(shape, str(tensor.dtype).removeprefix("torch."), wants_grad, own)
+        receiver_stride = kept_stride(shape, stride)
+        return cls(shape, str(tensor.dtype).removeprefix("torch."), wants_grad, receiver_stride)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch has it."""
+        """The dtype as a torch.dtype."""
         return dtype_of(self.dtype)
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
-        """Shape of the contiguous tensor that travels."""
+        """Shape of the contiguous tensor that is sent."""
         shape, order = self._compact()
         return tuple(shape[dim] for dim in order)
 
     def packed(self, tensor: Tensor) -> Tensor:
-        """The elements of a tensor of this form, as they travel; a view of it where it has no gaps."""
+        """Return the elements of a tensor of this form as they are sent; a view of it where it has
+        no gaps.
+        """
         if self.stride is None:
             return tensor
         shape, order = self._compact()
-        for dim, (extent, whole) in enumerate(zip(shape, self.shape, strict=True)):
-            if extent != whole:
+        for dim, (extent, full_extent) in enumerate(zip(shape, self.shape, strict=True)):
+            if extent != full_extent:
                 tensor = tensor.narrow(dim, 0, 1)
         return tensor.permute(order)
 
     def unpacked(self, packed: Tensor, *, copies: bool) -> Tensor:
-        """The tensor of this form, from what `packed` gave.
+        """Restore the tensor of this form from what `packed` returned.
 
         Args:
             packed: contiguous.
-            copies: whether the memory of `packed` must not be the tensor's; without it, it may be.
+            copies: whether the result must not share the memory of `packed`; if False, it may.
         """
         if self.stride is None:
             return packed.clone() if copies else packed
         shape, order = self._compact()
-        back = [order.index(dim) for dim in range(len(order))]
-        laid = packed.permute(back)
-        repeats = [
-            1 if extent != whole else step
-            for extent, whole, step in zip(shape, self.shape, self.stride, strict=True)
+        inverse_order = [order.index(dim) for dim in range(len(order))]
+        restored = packed.permute(inverse_order)
+        # Strides of the tensor without its repeated elements; a dimension of one element has any.
+        strides = [
+            1 if extent != full_extent else step
+            for extent, full_extent, step in zip(shape, self.shape, self.stride, strict=True)
         ]
-        if copies or laid.stride() != tuple(repeats):
-            compact = torch.empty_strided(shape, repeats, dtype=packed.dtype, device=packed.device)
-            laid = compact.copy_(laid)
-        return laid if shape == self.shape else laid.as_strided(self.shape, self.stride)
+        if copies or restored.stride() != tuple(strides):
+            compact = torch.empty_strided(shape, strides, dtype=packed.dtype, device=packed.device)
+            restored = compact.copy_(restored)
+        return restored if shape == self.shape else restored.as_strided(self.shape, self.stride)
 
     def empty(self, device: torch.device | None = None) -> Tensor:
-        """A tensor that can take what `packed` gives, on the CPU or on another device."""
+        """Return an uninitialised tensor for what `packed` returns, on the CPU or another
+        device.
+        """
         shape = self.shape if self.stride is None else self.packed_shape
         return torch.empty(shape, dtype=self.torch_dtype, device=device or "cpu")
 
     def _compact(self) -> tuple[tuple[int, ...], list[int]]:
-        """The shape without repetition, and the dimensions from the longest stride to the shortest."""
+        """Return the shape without repeated elements, and the dimensions from longest to shortest
+        stride.
+        """
         strides = self.stride
         assert strides is not None
         shape = tuple(
@@ -111,13 +117,14 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class Payload:
-    """A flattened value: `leaves` are tensors and constants, `structure` is how they nest: empty
-    for a bare tensor, `*` for a
-    flat list, else a `Structure`.
+    """A flattened value.
 
-    `wants_grad` says for every tensor whether a gradient is to come back for it. `shared` are pairs
-    of tensors, by place among the
-    tensors, that have memory in common where they are made.
+    Attributes:
+        structure: how the leaves nest: empty for a bare tensor, `*` for a flat list, else a
+            `Structure`.
+        leaves: tensors and constants.
+        wants_grad: for every tensor, whether a gradient is to be sent back for it.
+        shared: pairs of tensors, by place among the tensors, that share memory at the sender.
     """
 
     structure: str | Structure
@@ -127,11 +134,11 @@ class Payload:
 
     @classmethod
     def of(cls, value: Any, wants_grad: tuple[bool, ...] | None = None) -> Payload:
-        """Flatten `value`; by default a tensor wants a gradient when it requires one.
+        """Flatten `value`; by default a tensor wants a gradient if it requires one.
 
         Raises:
-            Unflattenable: there is something in it that cannot cross, with the place where it
-            stands.
+            Unflattenable: it contains something that cannot be sent; the message has the path to
+                it.
         """
         if type(value) is Tensor and value.layout is torch.strided:
             check_tensor(value)
@@ -148,15 +155,15 @@ class Payload:
 
     @classmethod
     def row(cls, tensors: Sequence[Tensor]) -> Payload:
-        """A flat list of tensors, for which no gradient comes back; one that stands in it twice
-        travels twice.
+        """Return a flat list of tensors without gradients; a tensor that occurs twice is sent
+        twice.
         """
         return cls("*", tuple(tensors), (False,) * len(tensors))
 
     @classmethod
     def flat(cls, gradients: list[Tensor | None]) -> Payload:
-        """A list of gradients, with None where there is none; a single one as itself, which is the
-        shortest to say.
+        """Return a list of gradients, with None where there is none; a single one as a bare tensor,
+        which has the cheapest form.
         """
         if len(gradients) == 1 and gradients[0] is not None:
             return cls("", (gradients[0],), (False,))
@@ -175,7 +182,7 @@ class Payload:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Payload:
-        """The same with other tensors in the tensors' places."""
+        """Return the payload with its tensors replaced."""
         replacements = iter(tensors)
         leaves = tuple(
             [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
@@ -183,13 +190,15 @@ class Payload:
         return Payload(self.structure, leaves, self.wants_grad, self.shared)
 
     def value(self) -> Any:
-        """The nested value."""
+        """Return the nested value."""
         if isinstance(self.structure, Structure):
             return unflatten(self.structure, self.leaves)
         return self.leaves[0] if self.structure == "" else list(self.leaves)
 
     def form(self) -> tuple[object, ...]:
-        """All but the tensors' contents, cheap to make and to compare."""
+        """Return a hashable description of all but the tensors' contents. It is made for every
+        message, so it must be cheap.
+        """
         leaves = tuple(
             [
                 (leaf.shape, leaf.dtype, leaf.stride())
@@ -201,21 +210,21 @@ class Payload:
         return self.structure, leaves, self.wants_grad, self.shared
 
     def forms(self) -> list[TensorForm]:
-        """The tensors' forms, in order."""
+        """Return the tensors' forms, in order."""
         return [
             TensorForm.of(tensor, wants_grad=wants)
             for tensor, wants in zip(self.tensors, self.wants_grad, strict=True)
         ]
 
     def header(self) -> str:
-        """All but the tensors' contents, as JSON.
+        """Return all but the tensors' contents as JSON.
 
         Raises:
-            RunError: a constant is of a kind that does not travel between processes.
+            RunError: a constant is of a kind that cannot be sent between processes.
         """
         forms = iter(self.forms())
         described = [
-            _written(next(forms)) if isinstance(leaf, Tensor) else {"constant": encode(leaf)}
+            _form_to_json(next(forms)) if isinstance(leaf, Tensor) else {"constant": encode(leaf)}
             for leaf in self.leaves
         ]
         structure = self.structure if isinstance(self.structure, str) else wire.dump(self.structure)
@@ -229,7 +238,8 @@ class Payload:
         )
 
 
-def _written(form: TensorForm) -> dict[str, Any]:
+def _form_to_json(form: TensorForm) -> dict[str, Any]:
+    """Return a tensor's form as JSON."""
     stride = None if form.stride is None else list(form.stride)
     return {
         "shape": list(form.shape),
@@ -239,7 +249,8 @@ def _written(form: TensorForm) -> dict[str, Any]:
     }
 
 
-def _read(leaf: dict[str, Any]) -> Any:
+def _leaf_from_json(leaf: dict[str, Any]) -> Any:
+    """Read a leaf of a header: a constant, or a tensor's form."""
     if "constant" in leaf:
         return decode(leaf["constant"])
     stride = None if leaf["stride"] is None else tuple(map(int, leaf["stride"]))
@@ -265,18 +276,17 @@ class Header:
             RunError: it is of another version of Penstock, or this process does not have a class
             that it names.
         """
-        found = json.loads(text)
-        if found.get("version") != VERSION:
+        fields = json.loads(text)
+        if fields.get("version") != VERSION:
             raise RunError(
-                f"a message from another rank is of version {found.get('version')} and not "
-                f"{VERSION}: all ranks need the same "
-                "version of Penstock"
+                f"a message from another rank is of version {fields.get('version')} and not "
+                f"{VERSION}: all ranks need the same version of Penstock"
             )
-        text_or_tree = found["structure"]
-        known = text_or_tree in ("", "*")
-        structure = text_or_tree if known else wire.parse(text_or_tree)
-        leaves = tuple([_read(leaf) for leaf in found["leaves"]])
-        return cls(structure, leaves, tuple((int(a), int(b)) for a, b in found["shared"]))
+        structure = fields["structure"]
+        if structure not in ("", "*"):
+            structure = wire.parse(structure)
+        leaves = tuple([_leaf_from_json(leaf) for leaf in fields["leaves"]])
+        return cls(structure, leaves, tuple((int(a), int(b)) for a, b in fields["shared"]))
 
     @property
     def forms(self) -> list[TensorForm]:
@@ -284,7 +294,7 @@ class Header:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
 
     def filled(self, tensors: list[Tensor]) -> Payload:
-        """The payload whose tensors have arrived."""
+        """Return the payload with the tensors that have arrived."""
         arrived = iter(tensors)
         leaves = tuple(
             [next(arrived) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves]
@@ -293,9 +303,9 @@ class Header:
         return Payload(self.structure, leaves, wants, self.shared)
 
     def unpacked(self, packed: Sequence[Tensor], *, copies: bool = False) -> Payload:
-        """The payload, from what its forms' `packed` gave, see `TensorForm.unpacked`."""
-        made = [
-            form.unpacked(each, copies=copies)
-            for form, each in zip(self.forms, packed, strict=True)
+        """Return the payload from the tensors as they were sent, see `TensorForm.unpacked`."""
+        tensors = [
+            form.unpacked(tensor, copies=copies)
+            for form, tensor in zip(self.forms, packed, strict=True)
         ]
-        return self.filled(made)
+        return self.filled(tensors)

@@ -1,4 +1,4 @@
-"""One transport out of two: ranks of the same host are reached through memory, all others through
+"""Hybrid transport: ranks of the same host are reached through shared memory, all others through
 the network.
 """
 
@@ -12,7 +12,7 @@ from penstock.transport.transport import Arrival, Transport
 
 
 class RoutedTransport:
-    """See `Transport`."""
+    """A transport that chooses one of two by the peer. See `Transport`."""
 
     shares = False
 
@@ -20,6 +20,7 @@ class RoutedTransport:
         self._near, self._far = near, far
 
     def _to(self, peer: int) -> Transport:
+        """Return the transport that reaches a peer."""
         return self._near if peer in self._near.reachable else self._far
 
     def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
@@ -41,7 +42,9 @@ class RoutedTransport:
 
 
 def route(near: SameHostTransport, far: DistributedTransport, others: int) -> Transport:
-    """The way to `others` ranks: where one of the two reaches them all, that one."""
+    """Return a transport to the `others` other ranks: one of the two alone if it reaches all of
+    them.
+    """
     if len(near.reachable) == others:
         return near
     return RoutedTransport(near, far) if near.reachable else far

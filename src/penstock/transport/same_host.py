@@ -1,9 +1,10 @@
-"""Transport between processes of one host: tensors are copied into shared memory and out of it, and
-nothing else happens to them.
+"""Transport between processes of one host: tensors are copied into shared memory by the sender and
+out of it by the receiver.
 
-On torch.distributed the same message passes through a socket and two threads of gloo's; here a
-small one costs a few microseconds on either side (benchmarks/transport). Only on Linux on x86-64,
-whose stores are seen in their order; elsewhere nobody is reachable this way.
+With torch.distributed the same message passes through a socket and two of gloo's threads; here a
+small message costs a few microseconds on either side (benchmarks/transport). It is available only
+on Linux on x86-64, whose stores become visible in program order; elsewhere no rank is reachable
+this way.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import platform
 import select
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,112 +26,115 @@ from torch._C._distributed_c10d import Store
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
 from penstock.transport.card_facts import host_identity
-from penstock.transport.doorbell import Door
-from penstock.transport.lane import Incoming, Outgoing
+from penstock.transport.mailbox import Mailbox
+from penstock.transport.message_queue import QueueReader, QueueWriter
 from penstock.transport.payload import Payload
 from penstock.transport.transport import TransportLost, TransportTimeout
 
-#: Seconds for which a rank looks again and again before it sleeps: some times what it takes to be
-#: woken, 25 µs. In between it
-#: lets others have its core, so that this costs nothing where ranks are more than cores
+#: Seconds for which a receiver polls before it sleeps: several times a wake-up's 25 µs. Between
+#: polls it yields its core, so that spinning costs nothing where there are more ranks than cores
 #: (benchmarks/transport).
 SPIN_S = 100e-6
 
-#: Seconds after which a sleeper looks whether the run was stopped, or the other process has ended.
-_SLICE_S = 0.05
+#: Seconds between a sleeping receiver's checks that the run goes on and the peer is alive.
+_CHECK_EVERY_S = 0.05
 
-#: Seconds for which a rank that closes waits at most for peers that have not yet opened what it has
-#: sent.
+#: Seconds that a closing rank waits at most for peers that have not opened what it has sent.
 _LINGER_S = 5.0
 
 _KINDS = {kind: number for number, kind in enumerate(Kind)}
-_STAGE_BITS, _BATCH_BITS = 4, 24  # kind in the lowest 4, stage in 20, and the micro-batch above
+_STAGE_SHIFT, _BATCH_SHIFT = 4, 24  # kind in the lowest 4 bits, stage in 20, micro-batch above
 
 
 def _name(message: Message) -> int:
+    """Return the number by which a queue's entries name a message."""
     kind, stage, micro_batch = message
-    return micro_batch << _BATCH_BITS | stage << _STAGE_BITS | _KINDS[kind]
+    return micro_batch << _BATCH_SHIFT | stage << _STAGE_SHIFT | _KINDS[kind]
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """Another rank of this host."""
+    """Another rank of this host.
 
-    door: Door
+    Attributes:
+        mailbox: its mailbox, which this rank has opened.
+        pid: its process.
+        exit_poll: becomes readable when the process ends.
+        pidfd: the process's file descriptor, which `exit_poll` watches.
+        outgoing: the queue to it.
+        incoming: the queue from it.
+    """
+
+    mailbox: Mailbox
     pid: int
-    ended: select.poll
+    exit_poll: select.poll
     pidfd: int
-    outgoing: Outgoing
-    incoming: Incoming
+    outgoing: QueueWriter
+    incoming: QueueReader
 
 
 class _Arrival:
+    """See `Arrival`."""
+
     __slots__ = ("_message", "_peer", "_transport")
 
     def __init__(self, transport: SameHostTransport, peer: int, message: Message) -> None:
         self._transport, self._peer, self._message = transport, peer, message
 
     def wait(self) -> Payload:
+        """See `Arrival.wait`."""
         return self._transport.take(self._peer, self._message)
 
 
 class SameHostTransport:
-    """One rank's end of its links to the other ranks of this host. Nobody is reachable before
+    """One rank's end of its links to the other ranks of this host. No rank is reachable before
     `connect`.
 
-    Messages are found by their names; several of one name come in the order of sending. Payloads
-    may have any form at any time. `reachable` are the ranks that this one reaches; they reach this
-    one too. What is sent must be taken some time: it is kept.
+    Messages are matched by name; several of one name arrive in the order of sending. Payloads may
+    have any form at any time. `reachable` are the ranks that this one can exchange messages with,
+    in both directions. A message that was sent must be received some time: until then it occupies
+    memory.
     """
 
     def __init__(self, rank: int, deadline_s: float, device: torch.device | None = None) -> None:
         self.rank, self.deadline_s, self.spin_s = rank, deadline_s, SPIN_S
         self.shares = False
         self._device = device or torch.device("cpu")
-        self._door: Door | None = None
+        self._mailbox: Mailbox | None = None
         self.reachable: frozenset[int] = frozenset()
         self._peers: dict[int, _Peer] = {}
         self._lost = False
 
     def connect(self, store: Store, size: int, *, willing: bool = True) -> None:
-        """Find out which of the `size` ranks are processes of this host whose memory can be opened.
-        All ranks call it.
+        """Find which of the `size` ranks are processes of this host whose memory can be opened.
 
-        Who is not `willing`, or whose machine cannot, is reachable for nobody. Raises what the
-        store raises.
+        All ranks call it. A rank that is not `willing`, or whose machine does not support it, is
+        reachable for no rank. Raises what the store raises.
         """
-        self._door = door = _made_door(size) if willing else None
-        here = (
-            {
+        self._mailbox = mailbox = _make_mailbox(size) if willing else None
+        address: dict[str, Any] = {}
+        if mailbox is not None:
+            address = {
                 "host": host_identity(),
                 "pid": os.getpid(),
-                "door": door.segment.fd,
-                "nonce": door.nonce,
+                "mailbox": mailbox.segment.fd,
+                "nonce": mailbox.nonce,
             }
-            if door is not None
-            else {}
-        )
-        store.set(f"same-host/here/{self.rank}", json.dumps(here))
-        entries = _told(store, "same-host/here", size)
-        opened: dict[int, _Peer] = {}
-        if door is not None:
-            for rank, entry in enumerate(entries):
-                if rank == self.rank or entry.get("host") != here["host"]:
-                    continue
-                peer = self._opened(rank, entry, door)
-                if peer is not None:
-                    opened[rank] = peer
-        store.set(f"same-host/opened/{self.rank}", json.dumps(sorted(opened)))
-        for rank, theirs in enumerate(_told(store, "same-host/opened", size)):
-            if self.rank not in theirs and rank in opened:
-                os.close(opened.pop(rank).pidfd)
-        self._peers, self.reachable = opened, frozenset(opened)
+        store.set(f"same-host/address/{self.rank}", json.dumps(address))
+        addresses = _gather(store, "same-host/address", size)
+        peers = {} if mailbox is None else self._open_peers(addresses, mailbox)
+        # A link is used only if both ends could open each other's memory.
+        store.set(f"same-host/opened/{self.rank}", json.dumps(sorted(peers)))
+        for rank, ranks_opened in enumerate(_gather(store, "same-host/opened", size)):
+            if self.rank not in ranks_opened and rank in peers:
+                os.close(peers.pop(rank).pidfd)
+        self._peers, self.reachable = peers, frozenset(peers)
 
     def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
-        """See `Transport.send`: the tensors are copied before it returns.
+        """See `Transport.send`: the tensors have been copied when it returns.
 
         Raises:
-            RunError: there is no memory for one more message in flight.
+            RunError: there is no memory for another message in flight.
             TransportLost: the run was stopped.
         """
         del signature
@@ -139,138 +143,169 @@ class SameHostTransport:
         self._peers[peer].outgoing.send(_name(message), payload)
 
     def post(self, peer: int, message: Message, signature: str) -> _Arrival:
-        """See `Transport.post`. There is nothing to be done ahead."""
+        """See `Transport.post`. Nothing needs to be done before the wait."""
         del signature
         return _Arrival(self, peer, message)
 
     def take(self, peer: int, message: Message) -> Payload:
-        """Stand until a message is here. Raises as `Arrival.wait`."""
+        """Wait for a message and copy it out. Raises as `Arrival.wait`."""
         if self._lost:
             raise TransportLost("the run was stopped")
-        other, name = self._peers[peer], _name(message)
-        lane = other.incoming
+        sender, name = self._peers[peer], _name(message)
+        queue = sender.incoming
         try:
-            if name not in lane.came and not (lane.poll() and name in lane.came):
-                self._stand(lane, peer, name)
-            return lane.take(name)
+            if name not in queue.pending and not (queue.poll() and name in queue.pending):
+                self._wait_for(queue, peer, name)
+            return queue.take(name)
         except OSError as error:
             raise TransportLost(
-                f"what rank {peer} (process {other.pid}) has sent cannot be opened any more: {error}"
+                f"cannot open the memory of rank {peer} (process {sender.pid}), which has ended: "
+                f"{error}"
             ) from error
 
     def release(self, before: int) -> None:
-        """See `Transport.release`: what was sent has left, and its memory is found again by itself."""
+        """See `Transport.release`. Nothing to do: messages are copied when sent, and receivers free
+        slots.
+        """
 
     def drain(self) -> None:
-        """See `Transport.drain`: what was sent has left. Only its sender's process must live until
-        it is opened, see `close`.
+        """See `Transport.drain`. Nothing to do but in `close`: the sender's process must live until
+        the receiver has opened its memory.
         """
 
     def abort(self) -> None:
-        """Stop the run: everybody who waits for this rank, and whoever waits here, is let go with
+        """Stop the run: every wait for this rank, and every wait of this rank, raises
         TransportLost.
         """
         self._lost = True
-        doors = [peer.door for peer in self._peers.values()]
-        for door in [*doors, self._door]:
-            if door is not None:
-                door.stop()
+        mailboxes = [peer.mailbox for peer in self._peers.values()]
+        for mailbox in [*mailboxes, self._mailbox]:
+            if mailbox is not None:
+                mailbox.stop()
 
     def close(self) -> None:
-        """Let nobody begin to read from this rank any more, when all have who should; at most
-        seconds later.
+        """Close this rank's memory to new readers, once its peers have opened their messages.
+
+        Waits at most `_LINGER_S` seconds for them.
         """
-        since = time.monotonic()
-        if self._door is not None:
-            self._door.leave()
+        started = time.monotonic()
+        if self._mailbox is not None:
+            self._mailbox.close()
         for peer in self._peers.values():
-            while not self._lost and self._awaits(peer) and time.monotonic() - since < _LINGER_S:
+            while not self._lost and self._must_linger(peer):
+                if time.monotonic() - started >= _LINGER_S:
+                    break
                 time.sleep(0.001)
             peer.outgoing.arena.close()
             os.close(peer.pidfd)
         self._peers, self.reachable = {}, frozenset()
-        if self._door is not None:
-            self._door.segment.close()
+        if self._mailbox is not None:
+            self._mailbox.segment.close()
 
-    def _awaits(self, peer: _Peer) -> bool:
-        """Whether a peer has yet to open what was sent to it, and still may."""
-        for (
-            other
-        ) in self._peers.values():  # who closes at the same time waits for this one likewise
+    def _must_linger(self, peer: _Peer) -> bool:
+        """Whether a peer has not yet opened what was sent to it, and still may."""
+        # A peer that closes at the same time waits for this rank to open its memory likewise.
+        for sender in self._peers.values():
             with contextlib.suppress(OSError):
-                other.incoming.poll()
-        assert self._door is not None
+                sender.incoming.poll()
+        assert self._mailbox is not None
         return not (
-            peer.outgoing.opened() or peer.door.left or peer.ended.poll(0) or self._door.stopped
+            peer.outgoing.all_opened()
+            or peer.mailbox.closed
+            or peer.exit_poll.poll(0)
+            or self._mailbox.stopped
         )
 
-    def _opened(self, rank: int, entry: Mapping[str, Any], door: Door) -> _Peer | None:
-        """The peer whose entry in the store this is, if its memory can be opened and is really its
-        own.
-        """
-        pid = int(entry["pid"])
+    def _open_peers(
+        self, addresses: Sequence[Mapping[str, Any]], own_mailbox: Mailbox
+    ) -> dict[int, _Peer]:
+        """Open the memory of all other ranks of this host for which that is possible, by rank."""
+        host = host_identity()
+        peers = {}
+        for rank, address in enumerate(addresses):
+            if rank == self.rank or address.get("host") != host:
+                continue
+            peer = self._open_peer(rank, address, own_mailbox)
+            if peer is not None:
+                peers[rank] = peer
+        return peers
+
+    def _open_peer(
+        self, rank: int, address: Mapping[str, Any], own_mailbox: Mailbox
+    ) -> _Peer | None:
+        """Open the memory of a rank by its address in the store; None if that fails."""
+        pid = int(address["pid"])
         try:
-            theirs = Door.open(pid, int(entry["door"]))
-            if (
-                theirs.nonce != entry["nonce"]
-            ):  # the number means another process here: that one is in another container
+            mailbox = Mailbox.open(pid, int(address["mailbox"]))
+            # The pid may denote another process here, if the peer is in another container.
+            if mailbox.nonce != address["nonce"]:
                 return None
             pidfd = os.pidfd_open(pid)
         except (OSError, ValueError):
             return None
-        ended = select.poll()
-        ended.register(pidfd, select.POLLIN)
-        outgoing, incoming = Outgoing(theirs, self.rank), Incoming(door, rank, pid, self._device)
-        return _Peer(theirs, pid, ended, pidfd, outgoing, incoming)
+        exit_poll = select.poll()
+        exit_poll.register(pidfd, select.POLLIN)
+        outgoing = QueueWriter(mailbox, self.rank)
+        incoming = QueueReader(own_mailbox, rank, pid, self._device)
+        return _Peer(mailbox, pid, exit_poll, pidfd, outgoing, incoming)
 
-    def _stand(self, lane: Incoming, peer: int, name: int) -> None:
-        """Look for a message for a while, then sleep until it is there."""
-        bell = lane.bell
-        until = time.perf_counter() + self.spin_s
-        while time.perf_counter() < until:
+    def _wait_for(self, queue: QueueReader, peer: int, name: int) -> None:
+        """Spin briefly, then block on the futex until the message arrives."""
+        notifier = queue.notifier
+        spin_end = time.perf_counter() + self.spin_s
+        while time.perf_counter() < spin_end:
             for _ in range(4):
-                if lane.poll() and name in lane.came:
+                if queue.poll() and name in queue.pending:
                     return
             os.sched_yield()
-        since = time.monotonic()
+        started = time.monotonic()
         while True:
-            bell.set()
+            notifier.arm()
             try:
-                lane.poll()
-                if name in lane.came:
+                queue.poll()
+                if name in queue.pending:
                     return
-                self._check(peer, since)
-                bell.sleep(max(0.0, min(_SLICE_S, since + self.deadline_s - time.monotonic())))
+                self._check_alive(peer, started)
+                remaining_s = started + self.deadline_s - time.monotonic()
+                notifier.sleep(max(0.0, min(_CHECK_EVERY_S, remaining_s)))
             finally:
-                bell.clear()
+                notifier.disarm()
 
-    def _check(self, rank: int, since: float) -> None:
-        """Whether there is any use in waiting longer for a peer."""
-        assert self._door is not None
+    def _check_alive(self, rank: int, started: float) -> None:
+        """Refuse to wait longer for a peer if the run was stopped, the peer ended, or time is
+        up.
+        """
+        assert self._mailbox is not None
         peer = self._peers[rank]
-        if self._lost or self._door.stopped:
+        if self._lost or self._mailbox.stopped:
             self._lost = True
             raise TransportLost("the run was stopped")
-        if peer.ended.poll(0) and not peer.incoming.poll():  # what it had sent before counts
-            raise TransportLost(f"rank {rank} (process {peer.pid}) is gone")
-        if time.monotonic() - since >= self.deadline_s:
+        # Poll once more: what the peer sent before it ended still counts.
+        if peer.exit_poll.poll(0) and not peer.incoming.poll():
+            raise TransportLost(f"rank {rank} (process {peer.pid}) has ended")
+        if time.monotonic() - started >= self.deadline_s:
             raise TransportTimeout(
-                f"nothing came from rank {rank} (process {peer.pid}) for {self.deadline_s:g} s"
+                f"no message from rank {rank} (process {peer.pid}) for {self.deadline_s:g} s"
             )
 
 
-def _made_door(size: int) -> Door | None:
-    """A door, where the machine has what it takes."""
-    fit = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
-    if not fit or not hasattr(os, "pidfd_open") or not host_identity():
+def _make_mailbox(size: int) -> Mailbox | None:
+    """Create this rank's mailbox; None where the machine does not support this transport."""
+    supported = (
+        sys.platform == "linux"
+        and platform.machine() == "x86_64"
+        and hasattr(os, "memfd_create")
+        and hasattr(os, "pidfd_open")
+    )
+    if not supported or not host_identity():
         return None
     try:
-        return Door.make(size)
+        return Mailbox.make(size)
     except OSError:
         return None
 
 
-def _told(store: Store, name: str, size: int) -> list[Any]:
-    """What all ranks have put under a name, waiting until they have."""
+def _gather(store: Store, name: str, size: int) -> list[Any]:
+    """Return what every rank has stored under a name, by rank, waiting until all have."""
     keys = [f"{name}/{rank}" for rank in range(size)]
     return [json.loads(value) for value in store.multi_get(keys)]

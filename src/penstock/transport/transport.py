@@ -1,5 +1,5 @@
-"""Transport: how a payload gets from rank to rank. Small, so that executors can be told apart by it
-alone.
+"""The transport interface: how a payload gets from rank to rank. It is small, so that an executor
+depends on nothing else of a transport.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ class Arrival(Protocol):
     """A receive that was posted."""
 
     def wait(self) -> Payload:
-        """Stand until the payload is here.
+        """Wait until the payload has arrived.
 
         Raises:
-            TransportTimeout: it did not come within the deadline.
+            TransportTimeout: it did not arrive within the deadline.
             TransportLost: it never will: the peer is gone, or the run was stopped.
         """
         ...
@@ -28,39 +28,42 @@ class Transport(Protocol):
 
     @property
     def shares(self) -> bool:
-        """Whether what arrives is the sender's own tensor, not a copy."""
+        """Whether a received tensor is the sender's own tensor and not a copy."""
         ...
 
     def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
-        """Hand the payload over and go on at once. Messages of a kind and stage with the same
+        """Start to send a payload, without waiting. Messages of a kind and stage with the same
         `signature` have the same form.
 
-        The gradient of a micro-batch is sent by who has taken its activation, as the rule table has
-        it: transports may count on that to let go of what has left.
+        The gradient of a micro-batch is sent by the rank that has received its activation, as the
+        rule table requires: transports may rely on this to release the activation's send buffer
+        when the gradient arrives.
         """
         ...
 
     def post(self, peer: int, message: Message, signature: str) -> Arrival:
-        """Say that the message is expected. Posts on a link are made in the order of the sends."""
+        """Announce that a message is expected. Receives on a link are posted in the order of the
+        sends.
+        """
         ...
 
     def release(self, before: int) -> None:
-        """Stand until what was sent of micro-batches below `before` has left, and forget it: in a
-        stream nobody drains.
+        """Wait until all sent messages of micro-batches below `before` have left, and drop them. A
+        stream calls this instead of `drain`.
 
-        Whoever takes these messages must be able to come to them without anything that is yet to be
-        sent from here.
+        The receivers of these messages must be able to receive them without any message that this
+        rank has yet to send.
         """
         ...
 
     def drain(self) -> None:
-        """Stand until all that was sent has left, and forget what is no longer needed."""
+        """Wait until all sent messages have left, and drop what is no longer needed."""
         ...
 
 
 class TransportTimeout(Exception):
-    """The deadline passed."""
+    """A message did not arrive within the deadline."""
 
 
 class TransportLost(Exception):
-    """The other end is gone."""
+    """The peer is gone, or the run was stopped."""

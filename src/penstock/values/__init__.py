@@ -1,3 +1,3 @@
-"""Nested values: their tensors and constants apart from how they nest, in one way for everything
-that needs it.
+"""Nested values: split into their leaves (tensors and constants) and the structure in which they
+nest.
 """

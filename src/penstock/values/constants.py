@@ -1,10 +1,9 @@
-"""What stands in nested values beside tensors: which of it can travel to another process, and how
-it is written down.
+"""Constants: leaves of nested values that are no tensors. Which of them can be sent to another
+process, and how they are encoded.
 
-Inside one process any object may pass as it is, if no tensor can be reached from it: a tensor that
-nobody sees would lose its gradient.
-Between processes only plain constants travel, as JSON that says their kind. Reading it makes
-constants of these kinds and nothing else.
+Inside one process any object may pass unchanged if no tensor can be reached from it: a hidden
+tensor would lose its gradient. Between processes only plain constants are sent, as JSON that names
+their kind. Decoding creates constants of these kinds and nothing else.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.values.classes import find, name_of, remember
 
-#: Kinds that JSON has itself.
+#: Types that JSON represents directly.
 PLAIN = frozenset({type(None), bool, int, float, str})
 
-#: Kinds beside these that are known to hold no tensor.
+#: Further types whose objects hold no tensor.
 _SEALED = (
     complex,
     bytes,
@@ -44,46 +43,48 @@ _SEALED = (
     types.ModuleType,
 )
 
-#: What a defaultdict may make for a missing key, on another rank as well.
+#: Default factories of a defaultdict that may be sent to another rank.
 FACTORIES = (list, dict, set, frozenset, tuple, int, float, complex, str, bytes, bool, OrderedDict)
 
-#: Objects that are looked at from one constant, at most.
-_MOST_OBJECTS = 20_000
+#: Objects that the search for a hidden tensor examines at most.
+_MAX_OBJECTS = 20_000
 
 
 class Whole:
-    """A base for Penstock's own objects that stand in nested values and are never taken apart:
-    nothing in them is trained.
+    """Base class of Penstock's own objects in nested values that are never flattened: nothing in
+    them is trained.
     """
 
     __slots__ = ()
 
 
 def describe(value: Any) -> tuple[str, str]:
-    """Kind and content of a constant, the same in every process; of an object that is no plain
-    constant, its kind alone.
+    """Return kind and content of a constant, the same in every process; of other objects, the kind
+    alone.
     """
     cls = type(value)
     sealed = cls in PLAIN or isinstance(value, _SEALED)
     return name_of(cls), repr(value) if sealed else ""
 
 
-def same_constant(one: Any, other: Any) -> bool:
-    """Whether two constants are alike: NaN is like NaN, and -0.0, 0 and False are three."""
-    if one is other:
+def same_constant(first: Any, second: Any) -> bool:
+    """Whether two constants are equal: NaN equals NaN, and -0.0, 0 and False are three different
+    ones.
+    """
+    if first is second:
         return True
-    if type(one) is not type(other):
+    if type(first) is not type(second):
         return False
-    if type(one) in PLAIN or isinstance(one, _SEALED):
-        return repr(one) == repr(other)
+    if type(first) in PLAIN or isinstance(first, _SEALED):
+        return repr(first) == repr(second)
     try:
-        return bool(one == other)
-    except Exception:  # noqa: BLE001 - objects of the user's, of which only this is asked
+        return bool(first == second)
+    except Exception:  # noqa: BLE001 - the user's own class may raise anything
         return False
 
 
 def key_of(value: Any) -> tuple[Any, ...]:
-    """What constants that are alike have in common, to be compared inside this process."""
+    """Return a hashable key that equal constants share, for comparisons inside this process."""
     cls = type(value)
     if cls in PLAIN or isinstance(value, _SEALED):
         return cls, repr(value)
@@ -91,40 +92,45 @@ def key_of(value: Any) -> tuple[Any, ...]:
 
 
 def holds_tensor(value: Any) -> bool:
-    """Whether a tensor can be reached from an object, as far as the garbage collector knows; also
-    if there is too much to look at.
+    """Whether a tensor can be reached from an object through the garbage collector's references.
+    True also if there are too many objects to examine.
     """
     if type(value) in PLAIN or isinstance(value, (Whole, *_SEALED)):
         return False
     visited: dict[int, Any] = {}
-    waiting = _reachable(value)
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, Tensor):
+    pending = _reachable(value)
+    while pending:
+        candidate = pending.pop()
+        if isinstance(candidate, Tensor):
             return True
-        if type(item) in PLAIN or isinstance(item, (Whole, *_SEALED)) or id(item) in visited:
+        if (
+            type(candidate) in PLAIN
+            or isinstance(candidate, (Whole, *_SEALED))
+            or id(candidate) in visited
+        ):
             continue
-        visited[id(item)] = item
-        if len(visited) > _MOST_OBJECTS:
+        visited[id(candidate)] = candidate
+        if len(visited) > _MAX_OBJECTS:
             return True
-        waiting += _reachable(item)
+        pending += _reachable(candidate)
     return False
 
 
-def _reachable(item: Any) -> list[Any]:
-    if isinstance(item, types.FunctionType):  # its globals are everybody's
-        parts = (item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__)
+def _reachable(value: Any) -> list[Any]:
+    """Return the objects that a value refers to directly, without classes and modules' globals."""
+    if isinstance(value, types.FunctionType):  # its globals belong to the module, not to it
+        parts = (value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__)
         return [referent for referent in parts if referent]
-    if isinstance(item, np.ndarray):
-        return list(item.flat) if item.dtype.hasobject else []
-    return [referent for referent in gc.get_referents(item) if not isinstance(referent, type)]
+    if isinstance(value, np.ndarray):
+        return list(value.flat) if value.dtype.hasobject else []
+    return [referent for referent in gc.get_referents(value) if not isinstance(referent, type)]
 
 
 def encode(value: Any) -> Any:
-    """A constant as JSON.
+    """Encode a constant as JSON.
 
     Raises:
-        RunError: it is of a kind that does not travel.
+        RunError: its kind cannot be sent.
     """
     cls = type(value)
     if cls in PLAIN:
@@ -141,27 +147,28 @@ def encode(value: Any) -> Any:
         remember(value)
         return {"class": name_of(value)}
     raise RunError(
-        f"{_article(cls)} cannot cross a stage boundary between processes: layers there may return "
-        "tensors and plain constants "
-        "(numbers, texts, bytes, dtypes, enums, None) in nested tuples, lists, dicts and records"
-        f"{_advice(value)}"
+        f"{_with_article(cls)} cannot cross a stage boundary between processes: layers there may "
+        "return tensors and plain constants (numbers, texts, bytes, dtypes, enums, None) in nested "
+        f"tuples, lists, dicts and records{_advice(value)}"
     )
 
 
-def _article(cls: type) -> str:
+def _with_article(cls: type) -> str:
+    """Return the name of a class with its indefinite article."""
     return f"{'an' if cls.__name__[:1].lower() in 'aeiou' else 'a'} {cls.__name__}"
 
 
 def _advice(value: Any) -> str:
+    """Return what to send instead of a value, for an error message."""
     if isinstance(value, np.ndarray):
-        return ". Make a tensor of it: torch.from_numpy(…)"
+        return ". Convert it to a tensor: torch.from_numpy(…)"
     if callable(value):
-        return ". Give what it is made of, and make it where it is used"
+        return ". Send the arguments it is made from, and make it where it is used"
     return ""
 
 
 def decode(text: Any) -> Any:
-    """What `encode` was given.
+    """Decode what `encode` returned.
 
     Raises:
         RunError: it is of no known kind.
@@ -174,52 +181,56 @@ def decode(text: Any) -> Any:
         if reader is not None:
             return reader(content)
     raise RunError(
-        f"a message from another rank has {text!r} in it, which is no constant of a known kind"
+        f"a message from another rank contains {text!r}, which is no constant of a known kind"
     )
 
 
-def _enum(content: Any) -> enum.Enum:
+def _decode_enum(content: Any) -> enum.Enum:
+    """Look up a member of an enum by the names of its class and itself."""
     name, member = content
     cls = find(name)
     if not issubclass(cls, enum.Enum) or member not in cls.__members__:
         raise RunError(
-            f"a message from another rank has the member {member!r} of {name} in it, and this rank "
-            "has none"
+            f"a message from another rank contains the member {member!r} of {name}, which this "
+            "rank does not have"
         )
     return cls.__members__[member]
 
 
-def _attribute(kind: type, content: Any) -> Any:
+def _torch_attribute(kind: type, content: Any) -> Any:
+    """Look up an attribute of torch that must be of a type."""
     attribute = getattr(torch, str(content), None)
     if not isinstance(attribute, kind):
         raise RunError(
-            f"a message from another rank has torch.{content} in it, which is no {kind.__name__}"
+            f"a message from another rank contains torch.{content}, which is no {kind.__name__}"
         )
     return attribute
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a name such as `float32`.
+    """Return the dtype of a name such as `float32`.
 
     Raises:
-        RunError: torch has none of that name.
+        RunError: torch has no dtype of that name.
     """
-    dtype: torch.dtype = _attribute(torch.dtype, name)
+    dtype: torch.dtype = _torch_attribute(torch.dtype, name)
     return dtype
 
 
-def _all(values: Any) -> list[Any]:
+def _encode_list(values: Any) -> list[Any]:
+    """Encode every value."""
     return [encode(value) for value in values]
 
 
-def _each(content: Any) -> list[Any]:
-    return [decode(item) for item in content]
+def _decode_list(content: Any) -> list[Any]:
+    """Decode every value."""
+    return [decode(entry) for entry in content]
 
 
 _WRITERS: dict[type, Any] = {
     complex: lambda value: {"complex": [value.real, value.imag]},
     bytes: lambda value: {"bytes": value.hex()},
-    slice: lambda value: {"slice": _all((value.start, value.stop, value.step))},
+    slice: lambda value: {"slice": _encode_list((value.start, value.stop, value.step))},
     range: lambda value: {"range": [value.start, value.stop, value.step]},
     type(Ellipsis): lambda _: {"ellipsis": None},
     torch.dtype: lambda value: {"dtype": str(value).removeprefix("torch.")},
@@ -227,30 +238,30 @@ _WRITERS: dict[type, Any] = {
     torch.memory_format: lambda value: {"memory_format": str(value).removeprefix("torch.")},
     torch.device: lambda value: {"device": str(value)},
     torch.Size: lambda value: {"size": list(value)},
-    tuple: lambda value: {"tuple": _all(value)},
-    list: lambda value: {"list": _all(value)},
-    dict: lambda value: {"dict": [_all(pair) for pair in value.items()]},
-    set: lambda value: {"set": _all(value)},
-    frozenset: lambda value: {"frozenset": _all(value)},
+    tuple: lambda value: {"tuple": _encode_list(value)},
+    list: lambda value: {"list": _encode_list(value)},
+    dict: lambda value: {"dict": [_encode_list(pair) for pair in value.items()]},
+    set: lambda value: {"set": _encode_list(value)},
+    frozenset: lambda value: {"frozenset": _encode_list(value)},
 }
 
 _READERS: dict[str, Any] = {
     "complex": lambda content: complex(*content),
     "bytes": bytes.fromhex,
-    "slice": lambda content: slice(*_each(content)),
+    "slice": lambda content: slice(*_decode_list(content)),
     "range": lambda content: range(*content),
     "ellipsis": lambda _: ...,
     "dtype": dtype_of,
-    "layout": lambda content: _attribute(torch.layout, content),
-    "memory_format": lambda content: _attribute(torch.memory_format, content),
+    "layout": lambda content: _torch_attribute(torch.layout, content),
+    "memory_format": lambda content: _torch_attribute(torch.memory_format, content),
     "device": torch.device,
     "size": torch.Size,
-    "tuple": lambda content: tuple(_each(content)),
-    "list": _each,
-    "dict": lambda content: {decode(key): decode(item) for key, item in content},
-    "set": lambda content: set(_each(content)),
-    "frozenset": lambda content: frozenset(_each(content)),
-    "enum": _enum,
+    "tuple": lambda content: tuple(_decode_list(content)),
+    "list": _decode_list,
+    "dict": lambda content: {decode(key): decode(entry) for key, entry in content},
+    "set": lambda content: set(_decode_list(content)),
+    "frozenset": lambda content: frozenset(_decode_list(content)),
+    "enum": _decode_enum,
     "numpy": lambda content: np.frombuffer(bytes.fromhex(content[1]), np.dtype(content[0]))[0],
     "class": find,
 }

@@ -1,11 +1,10 @@
-"""Containers and records: how each kind is taken apart, and put together as it was, of the same
-class, without running its code.
+"""Containers and records: how each kind is split into parts, and rebuilt as an object of the same
+class without running its code.
 
 Objects of the user's own classes (dataclasses, named tuples, mappings, plain objects) are rebuilt
-from their items and attributes: a new
-object of the class is made, no `__init__` runs, and no method of it is called. That is sound for
-classes that are written in Python and
-whose instances hold nothing besides; objects of others are constants.
+from their items and attributes: a new object of the class is allocated, without `__init__` or any
+other method of it. That is sound for classes that are written in Python and whose instances hold
+nothing else; objects of other classes are constants.
 """
 
 from __future__ import annotations
@@ -25,38 +24,37 @@ from torch.utils import _pytree as pytree
 from penstock.errors import RunError
 from penstock.values.constants import FACTORIES, Whole
 
-_HEAP_TYPE = (
-    1 << 9
-)  # Py_TPFLAGS_HEAPTYPE: made while the program runs, as all classes of Python code are
+# Py_TPFLAGS_HEAPTYPE: the class was allocated at run time, as all classes of Python code are.
+_HEAP_TYPE = 1 << 9
 _POINTER_BYTES = object.__basicsize__ // 2
 
-#: What a value is made of besides its parts; comparable.
+#: What a container needs besides its parts to be rebuilt, such as keys; comparable.
 Context = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of containers.
+    """One kind of container.
 
     Attributes:
-        name: as messages have it.
-        apart: from a value to its context and its parts.
-        together: from a class, a context and parts to a value.
-        label: where a part stands in the value, from the context and the part's place.
-        named: whether messages have to say the class.
-        loose: whether constants among the parts are attributes, not items.
+        name: as in messages.
+        split: splits a value into its context and its parts.
+        build: rebuilds a value from its class, context and parts.
+        label: returns the path of a part in the value, from the context and the part's index.
+        named: whether messages must name the class.
+        has_attributes: whether constants among the parts are attributes, not items.
     """
 
     name: str
-    apart: Callable[[Any], tuple[Context, Sequence[Any]]]
-    together: Callable[[type, Context, list[Any]], Any]
-    label: Callable[[Context, int], str] = lambda _, place: f"[{place}]"
+    split: Callable[[Any], tuple[Context, Sequence[Any]]]
+    build: Callable[[type, Context, list[Any]], Any]
+    label: Callable[[Context, int], str] = lambda _, index: f"[{index}]"
     named: bool = False
-    loose: bool = False
+    has_attributes: bool = False
 
 
 class _Opaque:
-    """A context that only its kind's own functions understand; compared by what it holds."""
+    """A context that only its kind's own functions understand; compared by its value."""
 
     __slots__ = ("value",)
 
@@ -74,21 +72,21 @@ class _Opaque:
 
 
 def context_values(kind: str, context: Context) -> Context:
-    """A context as plain values."""
+    """Return a context as plain values."""
     return tuple(entry.value for entry in context) if kind == "registered" else context
 
 
 def context_of(kind: str, values: Sequence[Any]) -> Context:
-    """A context from its plain values."""
+    """Return a context from its plain values."""
     return tuple(map(_Opaque, values)) if kind == "registered" else tuple(values)
 
 
-# Attributes.
+# Attributes and slots of objects.
 
 
 @lru_cache(maxsize=4096)
 def _slots(cls: type) -> tuple[tuple[str, Any], ...]:
-    """The slots of a class written in Python: names and descriptors."""
+    """Return names and descriptors of the slots of a class written in Python."""
     return tuple(
         (f"{owner.__qualname__}.{name}", member)
         for owner in cls.__mro__
@@ -99,23 +97,22 @@ def _slots(cls: type) -> tuple[tuple[str, Any], ...]:
 
 
 def _class_of(value: Any) -> type:
+    """Return the type of a value, typed for mypy."""
     cls: type = type(value)
     return cls
 
 
 def _state(value: Any) -> tuple[tuple[str, ...], tuple[str, ...], list[Any]]:
-    """Names of attributes, names of slots that are set, and what both hold."""
+    """Return names of attributes, names of slots that are set, and the values of both."""
     attributes: dict[str, Any] = getattr(value, "__dict__", {})
-    held = [
-        (name, slot.__get__(value))
-        for name, slot in _slots(_class_of(value))
-        if _is_set(slot, value)
-    ]
-    parts = [*attributes.values(), *(item for _, item in held)]
-    return tuple(attributes), tuple(name for name, _ in held), parts
+    set_slots = [(name, slot) for name, slot in _slots(_class_of(value)) if _is_set(slot, value)]
+    slot_values = [slot.__get__(value) for _, slot in set_slots]
+    parts = [*attributes.values(), *slot_values]
+    return tuple(attributes), tuple(name for name, _ in set_slots), parts
 
 
 def _is_set(slot: Any, value: Any) -> bool:
+    """Whether a slot of a value has been assigned."""
     try:
         slot.__get__(value)
     except AttributeError:
@@ -126,6 +123,7 @@ def _is_set(slot: Any, value: Any) -> bool:
 def _set_state(
     target: Any, names: Sequence[str], slots: Sequence[str], parts: Sequence[Any]
 ) -> None:
+    """Assign attributes and slots of an object, without calling its methods."""
     if names:
         target.__dict__.update(zip(names, parts, strict=False))
     if slots:
@@ -134,40 +132,48 @@ def _set_state(
             members[name].__set__(target, part)
 
 
-def _attribute_label(names: Sequence[str], slots: Sequence[str], place: int) -> str:
-    return f".{[*names, *slots][place].rpartition('.')[2]}"
+def _attribute_label(names: Sequence[str], slots: Sequence[str], index: int) -> str:
+    """Return the path of an attribute or slot, such as `.mask`."""
+    return f".{[*names, *slots][index].rpartition('.')[2]}"
 
 
-# The kinds.
+# Functions of the kinds: `_split_*` returns context and parts, `_build_*` inverts it, `_*_label`
+# returns the path of a part.
 
 
-def _apart_dict(value: Any) -> tuple[Context, list[Any]]:
+def _split_dict(value: Any) -> tuple[Context, list[Any]]:
+    """Split a dict into keys (with their types, unless all are strings) and values."""
     keys = tuple(value)
     kinds = () if all(type(key) is str for key in keys) else tuple(map(type, keys))
     return (keys, kinds), list(value.values())
 
 
-def _key_label(context: Context, place: int) -> str:
-    return f"[{context[0][place]!r}]"
+def _key_label(context: Context, index: int) -> str:
+    """Return the path of a dict's value, such as `['mask']`."""
+    return f"[{context[0][index]!r}]"
 
 
-def _apart_default(value: Any) -> tuple[Context, list[Any]]:
-    context, parts = _apart_dict(value)
+def _split_defaultdict(value: Any) -> tuple[Context, list[Any]]:
+    """Split a defaultdict; its factory is part of the context."""
+    context, parts = _split_dict(value)
     return (*context, value.default_factory), parts
 
 
-def _default(_: type, context: Context, parts: list[Any]) -> Any:
+def _build_defaultdict(_: type, context: Context, parts: list[Any]) -> Any:
+    """Rebuild a defaultdict."""
     return defaultdict(context[2], zip(context[0], parts, strict=True))
 
 
-def _apart_sequence(value: Any) -> tuple[Context, list[Any]]:
+def _split_sequence(value: Any) -> tuple[Context, list[Any]]:
+    """Split an object of a subclass of tuple or list into items and attributes."""
     base = tuple if isinstance(value, tuple) else list
     names, slots, attributes = _state(value)
     items = list(base.__iter__(value))
     return (len(items), names, slots), [*items, *attributes]
 
 
-def _sequence(cls: type, context: Context, parts: list[Any]) -> Any:
+def _build_sequence(cls: type, context: Context, parts: list[Any]) -> Any:
+    """Rebuild an object of a subclass of tuple or list."""
     count, names, slots = context
     if issubclass(cls, tuple):
         sequence: Any = tuple.__new__(cls, parts[:count])
@@ -178,16 +184,19 @@ def _sequence(cls: type, context: Context, parts: list[Any]) -> Any:
     return sequence
 
 
-def _sequence_label(context: Context, place: int) -> str:
+def _sequence_label(context: Context, index: int) -> str:
+    """Return the path of an item or attribute of a sequence."""
     count, names, slots = context
-    return f"[{place}]" if place < count else _attribute_label(names, slots, place - count)
+    return f"[{index}]" if index < count else _attribute_label(names, slots, index - count)
 
 
 def _dict_base(cls: type) -> type[dict[Any, Any]]:
+    """Return the class of Python's own that a mapping class is derived from."""
     return next(base for base in (OrderedDict, defaultdict, dict) if issubclass(cls, base))
 
 
-def _apart_mapping(value: Any) -> tuple[Context, list[Any]]:
+def _split_mapping(value: Any) -> tuple[Context, list[Any]]:
+    """Split an object of a subclass of dict into items and attributes."""
     base = _dict_base(type(value))
     names, slots, attributes = _state(value)
     keys = tuple(base.__iter__(value))
@@ -196,7 +205,8 @@ def _apart_mapping(value: Any) -> tuple[Context, list[Any]]:
     return (keys, tuple(map(type, keys)), names, slots, factory), [*items, *attributes]
 
 
-def _mapping(cls: type, context: Context, parts: list[Any]) -> Any:
+def _build_mapping(cls: type, context: Context, parts: list[Any]) -> Any:
+    """Rebuild an object of a subclass of dict."""
     keys, _, names, slots, factory = context
     base = _dict_base(cls)
     mapping: Any = base.__new__(cls)
@@ -208,43 +218,49 @@ def _mapping(cls: type, context: Context, parts: list[Any]) -> Any:
     return mapping
 
 
-def _mapping_label(context: Context, place: int) -> str:
+def _mapping_label(context: Context, index: int) -> str:
+    """Return the path of an item or attribute of a mapping."""
     keys, _, names, slots, _ = context
-    if place < len(keys):
-        return f"[{keys[place]!r}]"
-    return _attribute_label(names, slots, place - len(keys))
+    if index < len(keys):
+        return f"[{keys[index]!r}]"
+    return _attribute_label(names, slots, index - len(keys))
 
 
-def _apart_object(value: Any) -> tuple[Context, list[Any]]:
+def _split_object(value: Any) -> tuple[Context, list[Any]]:
+    """Split an object into its attributes and slots."""
     names, slots, parts = _state(value)
     return (names, slots), parts
 
 
-def _object(cls: type, context: Context, parts: list[Any]) -> Any:
+def _build_object(cls: type, context: Context, parts: list[Any]) -> Any:
+    """Rebuild an object from its attributes and slots."""
     instance: Any = object.__new__(cls)
     names, slots = context
     _set_state(instance, names, slots, parts)
     return instance
 
 
-def _apart_registered(value: Any) -> tuple[Context, list[Any]]:
+def _split_registered(value: Any) -> tuple[Context, list[Any]]:
+    """Split an object by the function that its class has registered with torch's pytree."""
     parts, context = pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)
     return (_Opaque(context),), list(parts)
 
 
-def _registered(cls: type, context: Context, parts: list[Any]) -> Any:
+def _build_registered(cls: type, context: Context, parts: list[Any]) -> Any:
+    """Rebuild an object by the function that its class has registered with torch's pytree."""
     if cls not in pytree.SUPPORTED_NODES:
         raise RunError(
             f"a {cls.__qualname__} crosses a stage boundary, and this rank has not registered that "
-            "class with "
-            "torch.utils._pytree: register it where it is defined"
+            "class with torch.utils._pytree: register it where it is defined"
         )
     return pytree.SUPPORTED_NODES[cls].unflatten_fn(parts, context[0].value)
 
 
-def _apart_sparse(value: Tensor) -> tuple[Context, list[Any]]:
-    """Indices and values. Of one that wants a gradient, each place once: values of several entries
-    have none of their own.
+def _split_sparse(value: Tensor) -> tuple[Context, list[Any]]:
+    """Split a sparse tensor into indices and values.
+
+    A tensor that requires a gradient is coalesced first: values of duplicate indices have no
+    gradients of their own.
     """
     if value.requires_grad and not value.is_coalesced():
         value = value.coalesce()
@@ -252,29 +268,30 @@ def _apart_sparse(value: Tensor) -> tuple[Context, list[Any]]:
     return (tuple(value.shape), value.is_coalesced()), [value._indices(), values]
 
 
-def _sparse(_: type, context: Context, parts: list[Any]) -> Tensor:
+def _build_sparse(_: type, context: Context, parts: list[Any]) -> Tensor:
+    """Rebuild a sparse tensor."""
     size, coalesced = context
     return torch.sparse_coo_tensor(
         parts[0], parts[1], size, is_coalesced=coalesced, check_invariants=False
     )
 
 
-SPARSE = Kind("sparse", _apart_sparse, _sparse)
+SPARSE = Kind("sparse", _split_sparse, _build_sparse)
 LIST = Kind("list", lambda value: ((), value), lambda _, __, parts: parts)
 TUPLE = Kind("tuple", lambda value: ((), value), lambda _, __, parts: tuple(parts))
 DICT = Kind(
     "dict",
-    _apart_dict,
+    _split_dict,
     lambda _, context, parts: dict(zip(context[0], parts, strict=True)),
     _key_label,
 )
 ORDERED = Kind(
     "ordered",
-    _apart_dict,
+    _split_dict,
     lambda _, context, parts: OrderedDict(zip(context[0], parts, strict=True)),
     _key_label,
 )
-DEFAULT = Kind("default", _apart_default, _default, _key_label)
+DEFAULT = Kind("default", _split_defaultdict, _build_defaultdict, _key_label)
 DEQUE = Kind(
     "deque",
     lambda value: ((value.maxlen,), list(value)),
@@ -282,7 +299,7 @@ DEQUE = Kind(
 )
 VIEW = Kind(
     "mapping view",
-    _apart_dict,
+    _split_dict,
     lambda _, context, parts: types.MappingProxyType(dict(zip(context[0], parts, strict=True))),
     _key_label,
 )
@@ -290,23 +307,27 @@ NAMESPACE = Kind(
     "namespace",
     lambda value: ((tuple(vars(value)),), list(vars(value).values())),
     lambda _, context, parts: types.SimpleNamespace(**dict(zip(context[0], parts, strict=True))),
-    lambda context, place: f".{context[0][place]}",
-    loose=True,
+    lambda context, index: f".{context[0][index]}",
+    has_attributes=True,
 )
-SEQUENCE = Kind("sequence", _apart_sequence, _sequence, _sequence_label, named=True)
+SEQUENCE = Kind("sequence", _split_sequence, _build_sequence, _sequence_label, named=True)
 RESULT = Kind(
     "result", lambda value: ((), list(value)), lambda cls, _, parts: cls(parts), named=True
 )
-MAPPING = Kind("mapping", _apart_mapping, _mapping, _mapping_label, named=True, loose=True)
+MAPPING = Kind(
+    "mapping", _split_mapping, _build_mapping, _mapping_label, named=True, has_attributes=True
+)
 OBJECT = Kind(
     "object",
-    _apart_object,
-    _object,
-    lambda context, place: _attribute_label(context[0], context[1], place),
+    _split_object,
+    _build_object,
+    lambda context, index: _attribute_label(context[0], context[1], index),
     named=True,
-    loose=True,
+    has_attributes=True,
 )
-REGISTERED = Kind("registered", _apart_registered, _registered, named=True, loose=True)
+REGISTERED = Kind(
+    "registered", _split_registered, _build_registered, named=True, has_attributes=True
+)
 
 KINDS = {
     kind.name: kind
@@ -328,6 +349,7 @@ KINDS = {
     )
 }
 
+#: Kinds of Python's own classes, by the exact class.
 _EXACT: dict[type, Kind] = {
     list: LIST,
     tuple: TUPLE,
@@ -338,72 +360,89 @@ _EXACT: dict[type, Kind] = {
     types.MappingProxyType: VIEW,
     types.SimpleNamespace: NAMESPACE,
 }
+#: Kinds of classes derived from Python's containers, by the base; the first that fits counts.
+_BASES: tuple[tuple[type, Kind], ...] = (
+    (tuple, SEQUENCE),
+    (list, SEQUENCE),
+    (OrderedDict, MAPPING),
+    (defaultdict, MAPPING),
+    (dict, MAPPING),
+)
+
+#: Classes whose objects, and those of subclasses, are never split.
 _NEVER = (Whole, enum.Enum, nn.Module, type, BaseException, torch.Size, Tensor)
 
 
 def kind_of(cls: type) -> Kind | None:
-    """The kind of a class; None for those whose objects are constants."""
+    """Return the kind of a class; None if its objects are constants."""
     return _EXACT.get(cls) or _kind_of(cls)
 
 
 @lru_cache(maxsize=4096)
 def _kind_of(cls: type) -> Kind | None:
+    """Return the kind of a class that is not one of `_EXACT`."""
     if issubclass(cls, _NEVER):
         return None
     if issubclass(cls, tuple) and hasattr(cls, "n_sequence_fields"):
         return RESULT
-    for base, kind in (
-        (tuple, SEQUENCE),
-        (list, SEQUENCE),
-        (OrderedDict, MAPPING),
-        (defaultdict, MAPPING),
-        (dict, MAPPING),
-    ):
+    for base, kind in _BASES:
         if issubclass(cls, base):
-            return kind if _adds_nothing(cls, base) and not hasattr(cls, "__del__") else None
-    plain = _adds_nothing(cls, object) and not hasattr(cls, "__del__")
-    declared = hasattr(cls, "__dataclass_fields__") or hasattr(cls, "__attrs_attrs__")
-    if cls in pytree.SUPPORTED_NODES and not (plain and declared):
-        return REGISTERED
-    return OBJECT if plain else None
+            return kind if _can_rebuild(cls, base) else None
+    return _object_kind(cls)
 
 
-def _adds_nothing(cls: type, base: type) -> bool:
-    """Whether instances of a class hold nothing besides what `base` does but attributes and slots
-    that Python shows.
+def _object_kind(cls: type) -> Kind | None:
+    """Return the kind of a class that is not derived from a container.
+
+    Dataclasses and attrs classes are rebuilt field by field even if they are registered with
+    torch's pytree.
     """
+    can_rebuild = _can_rebuild(cls, object)
+    declared = hasattr(cls, "__dataclass_fields__") or hasattr(cls, "__attrs_attrs__")
+    if cls in pytree.SUPPORTED_NODES and not (can_rebuild and declared):
+        return REGISTERED
+    return OBJECT if can_rebuild else None
+
+
+def _can_rebuild(cls: type, base: type) -> bool:
+    """Whether instances of a class hold only what `base` holds, attributes and slots.
+
+    Then they can be rebuilt from these. A class with `__del__` is excluded, since its code would
+    run for a rebuilt object too.
+    """
+    if hasattr(cls, "__del__") or cls is base:
+        return False
     if not all(
         ancestor.__flags__ & _HEAP_TYPE or issubclass(base, ancestor) for ancestor in cls.__mro__
     ):
         return False
-    places = len(_slots(cls)) + (cls.__dictoffset__ != 0) + (cls.__weakrefoffset__ != 0)
-    return cls is not base and cls.__basicsize__ <= base.__basicsize__ + places * _POINTER_BYTES
+    # Memory beyond the base's that attributes and slots do not account for holds hidden state.
+    pointers = len(_slots(cls)) + (cls.__dictoffset__ != 0) + (cls.__weakrefoffset__ != 0)
+    return cls.__basicsize__ <= base.__basicsize__ + pointers * _POINTER_BYTES
 
 
 def check_context(kind: Kind, cls: type | None, context: Context) -> None:
-    """Refuse what a message says a value is made of, if no value of that class here could have
-    been.
+    """Refuse a context in a message that no value of its class could have on this rank.
 
     Raises:
-        RunError: the class is of another kind here, or a default is made by something that is none
-        of the known types.
+        RunError: the class is of another kind on this rank, or the factory of a defaultdict is not
+            one of `FACTORIES`.
     """
     if cls is not None and kind_of(cls) is not kind:
         raise RunError(
-            f"a {cls.__qualname__} crosses a stage boundary, and that class is another kind of "
-            "thing on this rank"
+            f"a {cls.__qualname__} crosses a stage boundary, and that class is of another kind on "
+            "this rank"
         )
     factory = context[-1] if kind in (DEFAULT, MAPPING) else None
     if factory is not None and factory not in FACTORIES:
         raise RunError(
-            f"a defaultdict cannot cross a stage boundary between processes with {factory!r} in "
-            "it, which would be called there: "
-            "make a dict of it"
+            "a defaultdict cannot cross a stage boundary between processes with the factory "
+            f"{factory!r}, which would be called there: convert it to a dict"
         )
 
 
 def parts_of(value: Any) -> Iterator[Any]:
-    """The parts of a container, for those who only look."""
+    """Yield the parts of a container, for callers that do not rebuild it."""
     kind = kind_of(type(value))
     if kind is not None:
-        yield from kind.apart(value)[1]
+        yield from kind.split(value)[1]

@@ -1,4 +1,4 @@
-"""Which tensors lie in the same memory, and how a tensor lies in its own."""
+"""Memory of tensors: which tensors overlap, and with which strides a copy is made."""
 
 from __future__ import annotations
 
@@ -9,88 +9,88 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-#: Elements of memory up to which an overlap of strided tensors is decided exactly; above, tensors
-#: whose ranges meet are taken to overlap.
-_MOST_EXACT = 1 << 26
+#: Bytes of memory up to which an overlap of strided tensors is decided exactly; above, tensors
+#: whose address ranges overlap are assumed to overlap.
+_MAX_EXACT_BYTES = 1 << 26
 
-#: Elements of memory for each element of a tensor, up to which a copy keeps the gaps between them.
-_MOST_GAPS = 4
+#: Elements of memory per element of a tensor up to which a copy keeps the gaps between elements.
+_MAX_GAP_RATIO = 4
 
-#: Where torch lets the memory of a tensor on the CPU begin: at a multiple of this.
+#: Alignment of the memory that torch allocates for tensors on the CPU: a cache line.
 _LINE_BYTES = 64
 
 Stride = tuple[int, ...]
 
-#: Shape, stride, first element and bytes of an element.
-_Place = tuple[tuple[int, ...], tuple[int, ...], int, int]
+#: A tensor's position in memory: shape, stride in elements, first byte, and bytes of an element.
+_Span = tuple[tuple[int, ...], tuple[int, ...], int, int]
 
 
 def overlapping(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Pairs of places of tensors that have memory in common. The tensors are dense and all
-    different objects.
+    """Return the pairs of tensors, by index, that share memory. The tensors are dense and distinct
+    objects.
     """
     if len(tensors) < 2:
         return ()
-    starts: dict[int, list[int]] = {}
-    for place, tensor in enumerate(tensors):
+    by_storage: dict[int, list[int]] = {}
+    for index, tensor in enumerate(tensors):
         if tensor.numel() and not tensor.is_meta:
-            starts.setdefault(tensor.untyped_storage().data_ptr(), []).append(place)
-    if len(starts) == len(tensors):
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(index)
+    if len(by_storage) == len(tensors):
         return ()
-    return tuple(
-        pair
-        for places in starts.values()
-        if len(places) > 1
-        for pair in combinations(places, 2)
-        if _overlap(tensors[pair[0]], tensors[pair[1]])
+    pairs: list[tuple[int, int]] = []
+    for indices in by_storage.values():
+        for first, second in combinations(indices, 2):
+            if _overlap(tensors[first], tensors[second]):
+                pairs.append((first, second))
+    return tuple(pairs)
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors of one storage share memory."""
+    first_byte = first.storage_offset() * first.itemsize
+    second_byte = second.storage_offset() * second.itemsize
+    origin = min(first_byte, second_byte)
+    return _spans_overlap(
+        (tuple(first.shape), first.stride(), first_byte - origin, first.itemsize),
+        (tuple(second.shape), second.stride(), second_byte - origin, second.itemsize),
     )
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    first = min(one.storage_offset() * one.itemsize, other.storage_offset() * other.itemsize)
-    places = [
-        (
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.storage_offset() * tensor.itemsize - first,
-            tensor.itemsize,
-        )
-        for tensor in (one, other)
-    ]
-    return _meet(places[0], places[1])
-
-
 @lru_cache(maxsize=1024)
-def _meet(one: _Place, other: _Place) -> bool:
-    """Whether two tensors of one memory meet in it; `first` is in bytes here."""
-    ends = [_end(place) for place in (one, other)]
-    if ends[0] <= other[2] or ends[1] <= one[2]:
+def _spans_overlap(first: _Span, second: _Span) -> bool:
+    """Whether two spans of one storage have a byte in common."""
+    first_end, second_end = _end(first), _end(second)
+    if first_end <= second[2] or second_end <= first[2]:
         return False
-    if max(ends) > _MOST_EXACT:
+    nbytes = max(first_end, second_end)
+    if nbytes > _MAX_EXACT_BYTES:
         return True
-    memory = torch.zeros(max(ends), dtype=torch.bool)
-    _mark(memory, one, value=True)
-    counted = torch.zeros(max(ends), dtype=torch.bool)
-    _mark(counted, other, value=True)
-    return bool((memory & counted).any())
+    return bool((_used_bytes(first, nbytes) & _used_bytes(second, nbytes)).any())
 
 
-def _end(place: _Place) -> int:
-    """The byte after the last one."""
-    shape, stride, first, itemsize = place
-    last = sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
-    return first + (last + 1) * itemsize
+def _end(span: _Span) -> int:
+    """Return the byte after a span's last one."""
+    shape, stride, first_byte, itemsize = span
+    return first_byte + (_last_element(shape, stride) + 1) * itemsize
 
 
-def _mark(memory: Tensor, place: _Place, *, value: bool) -> None:
-    shape, stride, first, itemsize = place
-    steps = [step * itemsize for step in stride]
-    memory.as_strided((*shape, itemsize), (*steps, 1), first).fill_(value)
+def _last_element(shape: tuple[int, ...], stride: Stride) -> int:
+    """Return the offset of a tensor's last element from its first, in elements of memory."""
+    return sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
+
+
+def _used_bytes(span: _Span, nbytes: int) -> Tensor:
+    """Return for each of `nbytes` bytes whether an element of the span uses it."""
+    shape, stride, first_byte, itemsize = span
+    byte_strides = [step * itemsize for step in stride]
+    used = torch.zeros(nbytes, dtype=torch.bool)
+    used.as_strided((*shape, itemsize), (*byte_strides, 1), first_byte).fill_(value=True)
+    return used
 
 
 @lru_cache(maxsize=4096)
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements of these strides fill a stretch of memory, each once."""
+    """Whether elements with these strides fill a contiguous range of memory, each position once."""
     if 0 in shape:
         return True
     expected = 1
@@ -105,57 +105,69 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=4096)
 def kept_stride(shape: tuple[int, ...], stride: Stride) -> Stride | None:
-    """The strides that a copy of a tensor has; None for those of a contiguous one.
+    """Return the strides that a copy of a tensor has; None for those of a contiguous tensor.
 
-    Gaps are kept where they are not much larger than what they lie between; tensors whose elements
-    overlap become contiguous.
+    Gaps are kept unless the copy would take more than `_MAX_GAP_RATIO` times the memory of its
+    elements; tensors whose elements overlap become contiguous.
     """
     if 0 in shape:
         return None
-    expected, contiguous = 1, True
-    for step, extent in zip(reversed(stride), reversed(shape), strict=True):
-        contiguous = contiguous and step == expected
-        expected *= extent
-    if contiguous:
+    if _is_contiguous(shape, stride):
         return None
     compact = [
         (abs(step), extent)
         for step, extent in zip(stride, shape, strict=True)
         if step and extent > 1
     ]
-    if is_dense(tuple(extent for _, extent in compact), tuple(step for step, _ in compact)):
-        return stride
-    reach = count = 1
-    for step, extent in sorted(compact):
+    compact.sort()
+    reach = count = 1  # of the dimensions so far: elements of memory, and elements of the tensor
+    for step, extent in compact:
         if step < reach:
             return None
         reach, count = step * (extent - 1) + reach, count * extent
-    return stride if reach <= _MOST_GAPS * count else None
+    # A dense tensor has reach == count, so it keeps its strides.
+    return stride if reach <= _MAX_GAP_RATIO * count else None
+
+
+def _is_contiguous(shape: tuple[int, ...], stride: Stride) -> bool:
+    """Whether the strides are those of torch's contiguous format, in every dimension."""
+    expected = 1
+    for step, extent in zip(reversed(stride), reversed(shape), strict=True):
+        if step != expected:
+            return False
+        expected *= extent
+    return True
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy with the same strides and alignment, differentiable. One that repeats its elements is
-    returned as it is: torch lets no one change it in place.
+    """Copy a tensor with the same strides and alignment, differentiably. An expanded tensor is
+    returned unchanged: torch refuses to change it in place.
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
-    if any(step == 0 and extent > 1 for step, extent in zip(stride, shape, strict=True)):
+    if _is_expanded(shape, stride):
         return tensor
     shift = _shift(tensor)
-    stride = stride if tensor.is_contiguous() else kept_stride(shape, stride) or ()
-    if not shift and (tensor.is_contiguous() or not stride or is_dense(shape, stride)):
+    if not tensor.is_contiguous():
+        stride = kept_stride(shape, stride) or ()
+    clone_has_strides = tensor.is_contiguous() or not stride or is_dense(shape, stride)
+    if not shift and clone_has_strides:
         return tensor.clone()
     if not stride and shape:
         stride = torch.empty(shape, device="meta").stride()
-    # A matrix product of the CPU may choose another kernel for memory that begins elsewhere in a
-    # line
-    # of the cache, which rounds differently: the copy of a view begins where the view does.
-    extent = 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
-    memory = torch.empty(shift + extent, dtype=tensor.dtype, device=tensor.device)
+    # A matrix product on the CPU may choose another kernel, which rounds differently, for memory
+    # with another offset in a cache line: so the copy of a view has the offset of the view.
+    elements = shift + _last_element(shape, stride) + 1
+    memory = torch.empty(elements, dtype=tensor.dtype, device=tensor.device)
     return memory.as_strided(shape, stride, shift).copy_(tensor)
 
 
+def _is_expanded(shape: tuple[int, ...], stride: Stride) -> bool:
+    """Whether a tensor repeats elements, as `Tensor.expand` makes it."""
+    return any(step == 0 and extent > 1 for step, extent in zip(stride, shape, strict=True))
+
+
 def _shift(tensor: Tensor) -> int:
-    """Elements between the beginning of a line of the cache and that of a tensor in host memory."""
+    """Return a tensor's offset in a cache line of host memory, in elements."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return 0
     return tensor.data_ptr() % _LINE_BYTES // tensor.itemsize

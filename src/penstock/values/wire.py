@@ -1,4 +1,6 @@
-"""A structure as JSON, and back. Reading it looks classes up, checks their kind, and makes nothing."""
+"""Serialise a structure as JSON, and read it back. Reading looks classes up and checks their kind;
+it creates no objects.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,15 @@ from penstock.values.constants import decode, encode
 from penstock.values.kinds import KINDS, check_context, context_of, context_values
 from penstock.values.structure import LEAF, Structure
 
-#: In the place of a leaf.
+#: JSON of a leaf.
 _LEAF = "leaf"
 
 
 def dump(structure: Structure) -> Any:
-    """A structure as JSON.
+    """Return a structure as JSON.
 
     Raises:
-        RunError: something in it does not travel, such as a default that a function makes.
+        RunError: something in it cannot be sent, such as a defaultdict with a user's function.
     """
     if structure.kind == "leaf":
         return _LEAF
@@ -36,22 +38,29 @@ def dump(structure: Structure) -> Any:
 
 
 def parse(text: Any) -> Structure:
-    """What `dump` was given.
+    """Read a structure that `dump` has written.
 
     Raises:
-        RunError: this process does not have a class that it names, or it is nothing that `dump`
-        writes.
+        RunError: this process does not have a class that it names, or `dump` did not write it.
     """
     if text == _LEAF:
         return LEAF
     if isinstance(text, dict) and text.get("kind") in KINDS:
-        kind = KINDS[text["kind"]]
-        cls = find(text["class"]) if kind.named else None
-        context = context_of(kind.name, [decode(entry) for entry in text["context"]])
-        check_context(kind, cls, context)
-        return Structure(kind.name, cls, context, tuple(parse(child) for child in text["children"]))
+        return _parse_container(text)
     if isinstance(text, dict) and len(text) == 1:
         ((kind_name, number),) = text.items()
         if kind_name in ("same", "again") and type(number) is int:
             return Structure(kind_name, None, (number,))
-    raise RunError(f"a message from another rank says {text!r}, which is no structure of a value")
+    raise RunError(
+        f"a message from another rank contains {text!r}, which is no structure of a value"
+    )
+
+
+def _parse_container(fields: dict[str, Any]) -> Structure:
+    """Read the structure of a container. Raises as `parse`."""
+    kind = KINDS[fields["kind"]]
+    cls = find(fields["class"]) if kind.named else None
+    context = context_of(kind.name, [decode(entry) for entry in fields["context"]])
+    check_context(kind, cls, context)
+    children = tuple(parse(child) for child in fields["children"])
+    return Structure(kind.name, cls, context, children)

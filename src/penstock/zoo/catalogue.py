@@ -1,4 +1,4 @@
-"""All models by name."""
+"""The zoo's models by name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +21,15 @@ register = MODELS.register
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model before it is made.
+    """Facts about a model that are known before it is made.
 
-    `parameters` counts the numbers in all parameters at the default options; `options` has every
-    option's default by name; `input` and `output` say what one call takes and gives, in the
-    options' words. `task` is what it can learn, as data sets call it: "classify", "next_token" or
-    "translate".
+    Attributes:
+        name: of the model.
+        parameters: number of elements in all parameters at the default options.
+        options: every option's default, by name.
+        input, output: shapes of a call's input and output, in terms of the options.
+        source: the paper.
+        task: what it can learn, as data sets call it: "classify", "next_token" or "translate".
     """
 
     name: str
@@ -38,26 +42,28 @@ class ModelFacts:
 
     def __post_init__(self) -> None:
         if not self.task:
-            object.__setattr__(
-                self, "task", "next_token" if "vocabulary" in self.options else "classify"
-            )
+            task = "next_token" if "vocabulary" in self.options else "classify"
+            object.__setattr__(self, "task", task)
 
 
 def models() -> dict[str, ModelFacts]:
-    """Every model's name and short facts."""
-    return {
-        name: ModelFacts(name=name, options=_options(entry), **entry.facts)  # type: ignore[arg-type]  # facts are checked by this call
-        for name, entry in MODELS.entries().items()
-    }
+    """Return the facts of every model, by name."""
+    facts = {}
+    for name, entry in MODELS.entries().items():
+        options = _options(entry)
+        # The call checks that the registered facts are the fields of ModelFacts.
+        registered: dict[str, Any] = dict(entry.facts)
+        facts[name] = ModelFacts(name=name, options=options, **registered)
+    return facts
 
 
 def model(
     name: str, *, device: str | torch.device | None = None, **options: object
 ) -> nn.Sequential:
-    """Make the model called `name`, with fresh weights that depend on torch's random state alone.
+    """Make the model called `name`, with fresh weights that depend only on torch's random state.
 
-    The Sequential may hold Sequentials; its layers in the order of running are the leaves of that
-    tree. Every submodule that owns parameters or buffers can draw them anew by its own
+    The Sequential may contain Sequentials; its layers, in the order of execution, are the leaves of
+    that tree. Every submodule that owns parameters or buffers can reinitialise them by its own
     `reset_parameters()`, so that a model made on the meta device is materialised one layer at a
     time.
 
@@ -66,35 +72,36 @@ def model(
 
     Args:
         name: one of `models()`.
-        device: where its tensors are made; "meta" makes no memory. None takes torch's current
-        default. options: what this model takes besides; its own docstring and
-        `models()[name].options` say.
+        device: where its tensors are made; "meta" allocates no memory. None means torch's current
+            default.
+        options: the model's own options; see its docstring and `models()[name].options`.
 
     Raises:
         UnknownName: no model has that name.
-        SettingError: the model has no such option, the option's value makes no sense, or torch
-        knows no such device.
+        SettingError: the model has no such option, the option's value is invalid, or torch knows no
+            such device.
     """
     entry = MODELS.find(name)
-    known = _options(entry)
+    defaults = _options(entry)
     for option in options:
-        if option not in known:
-            close = difflib.get_close_matches(option, known, n=1)
+        if option not in defaults:
+            close = difflib.get_close_matches(option, defaults, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise SettingError(
-                f"{entry.name} has no option {option!r}.{hint} It has: {', '.join(known)}"
+                f"{entry.name} has no option {option!r}.{hint} It has: {', '.join(defaults)}"
             )
     try:
-        place = nullcontext() if device is None else torch.device(device)
+        device_context = nullcontext() if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise SettingError(
             f"torch knows no device {device!r}; write for example 'cpu', 'cuda:0' or 'meta'"
         ) from error
-    with place:
+    with device_context:
         return entry.make(**options)
 
 
 def _options(entry: Registered[Callable[..., nn.Sequential]]) -> dict[str, object]:
+    """Return the options of a registered model with their defaults."""
     return {
         option: parameter.default
         for option, parameter in inspect.signature(entry.make).parameters.items()
@@ -102,7 +109,7 @@ def _options(entry: Registered[Callable[..., nn.Sequential]]) -> dict[str, objec
 
 
 def check_counts(model_name: str, **counts: int) -> None:
-    """Refuse an option of which there must be at least one.
+    """Refuse a count that is below 1.
 
     Raises:
         SettingError: one of `counts` is not a whole number of 1 or more; the message names it.
@@ -115,19 +122,20 @@ def check_counts(model_name: str, **counts: int) -> None:
 
 
 def check_image(model_name: str, image: int) -> None:
-    """Refuse a side of the input images for which the model is not drawn.
+    """Refuse an image size that the model is not defined for.
 
     Raises:
         SettingError: it is neither 224 nor 32 pixels.
     """
     if not isinstance(image, int) or image not in (224, 32):
         raise SettingError(
-            f"{model_name} takes image=224 (as in the paper) or image=32 (CIFAR), pixels a side, not {image!r}"
+            f"{model_name} takes image=224 (as in the paper) or image=32 (CIFAR), pixels a side, "
+            f"not {image!r}"
         )
 
 
 def check_dropout(model_name: str, dropout: float) -> None:
-    """Refuse what is no probability of dropping.
+    """Refuse an invalid dropout probability.
 
     Raises:
         SettingError: it is not a number from 0 to less than 1.

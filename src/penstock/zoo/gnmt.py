@@ -1,6 +1,4 @@
-"""GNMT: recurrent layers that read a sentence, others that write its translation, and attention
-between.
-"""
+"""GNMT: an LSTM encoder, an LSTM decoder, and attention between them."""
 
 from __future__ import annotations
 
@@ -16,28 +14,28 @@ from penstock.errors import SettingError
 from penstock.zoo.catalogue import check_counts, check_dropout, register
 from penstock.zoo.layers import NormalEmbedding, NormalLinear
 
-#: What goes from layer to layer: `x`, and what later layers need besides.
-#: `target` (batch, s) int64: tokens to come, up to the decoder's embedding.  `memory` (batch, t,
-#: hidden): the encoder's output, up to
-#: the decoder's first layer.  `context` (batch, s, hidden): what attention read of it, through all
-#: decoder layers to the last.
+#: Values between layers: the activation `x`, and what later layers need.
+#: `target` (batch, s) int64: target tokens, as far as the decoder's embedding.
+#: `memory` (batch, t, hidden): the encoder's output, as far as the decoder's first layer.
+#: `context` (batch, s, hidden): the attention's output, as far as the last decoder layer.
 State = dict[str, Tensor]
 
 
-def _run(lstm: nn.LSTM, x: Tensor) -> Tensor:
-    """What an LSTM makes of `x`, the same to the bit with and without gradients: a layer that is
-    recomputed runs once in each way, and oneDNN's kernel for inference rounds otherwise than its
-    kernel for training.
+def _run_lstm(lstm: nn.LSTM, x: Tensor) -> Tensor:
+    """Run an LSTM with results that are identical to the bit with and without gradients.
+
+    A recomputed layer runs once in each mode, and oneDNN's inference kernel rounds differently from
+    its training kernel: so in training the training kernel is always used.
     """
-    wanted = torch.is_grad_enabled()
-    with torch.set_grad_enabled(wanted or lstm.training):
+    grad_enabled = torch.is_grad_enabled()
+    with torch.set_grad_enabled(grad_enabled or lstm.training):
         out: Tensor = lstm(x)[0]
-    return out if wanted else out.detach()
+    return out if grad_enabled else out.detach()
 
 
 @final
 class SourceEmbedding(nn.Module):
-    """Vectors of the source tokens: int64 (batch, 2, t), source and target, to `x` (batch, t,
+    """Embedding of the source tokens: int64 (batch, 2, t), source and target, to `x` (batch, t,
     hidden) and `target` (batch, t).
     """
 
@@ -49,19 +47,22 @@ class SourceEmbedding(nn.Module):
         """Run the layer.
 
         Raises:
-            SettingError: the input is not of pairs.
+            SettingError: the input has another shape.
         """
         if tokens.dim() != 3 or tokens.shape[1] != 2:
             raise SettingError(
-                f"gnmt takes tokens of shape (batch, 2, t), source and target, not {tuple(tokens.shape)}"
+                "gnmt takes tokens of shape (batch, 2, t), source and target, not "
+                f"{tuple(tokens.shape)}"
             )
         return {"x": self.token(tokens[:, 0]), "target": tokens[:, 1]}
 
 
 @final
 class EncoderLayer(nn.Module):
-    """An LSTM over the source: (batch, t, inputs) to (batch, t, hidden), twice as much where it
-    reads both ways. A skip goes round it and its dropout.
+    """An LSTM over the source: (batch, t, inputs) to (batch, t, hidden), or 2 hidden if
+    bidirectional.
+
+    With `skip`, a residual connection adds the input to the output.
     """
 
     def __init__(
@@ -70,24 +71,24 @@ class EncoderLayer(nn.Module):
         hidden: int,
         *,
         dropout: float,
-        both_ways: bool = False,
+        bidirectional: bool = False,
         skip: bool = False,
     ) -> None:
         super().__init__()
         self.skip = skip
         self.dropout = nn.Dropout(dropout)
-        self.lstm = nn.LSTM(inputs, hidden, batch_first=True, bidirectional=both_ways)
+        self.lstm = nn.LSTM(inputs, hidden, batch_first=True, bidirectional=bidirectional)
 
     def forward(self, state: State) -> State:
         """Run the layer."""
         x = state["x"]
-        out = _run(self.lstm, self.dropout(x))
+        out = _run_lstm(self.lstm, self.dropout(x))
         return {**state, "x": out + x if self.skip else out}
 
 
 @final
 class TargetEmbedding(nn.Module):
-    """Vectors of the target tokens; the encoder's output becomes `memory`."""
+    """Embedding of the target tokens; the encoder's output becomes `memory`."""
 
     def __init__(self, vocabulary: int, hidden: int) -> None:
         super().__init__()
@@ -114,18 +115,17 @@ class Attention(nn.Module):
 
     def forward(self, query: Tensor, memory: Tensor) -> Tensor:
         """Run the attention."""
-        # (batch, s, 1, hidden) + (batch, 1, t, hidden): the one place whose memory grows with s x t
-        # x hidden
-        scores: Tensor = self.score(
-            torch.tanh(self.query(query)[:, :, None] + self.key(memory)[:, None])
-        ).squeeze(-1)
+        # (batch, s, 1, hidden) + (batch, 1, t, hidden): the only activation of s x t x hidden
+        # numbers.
+        hidden = torch.tanh(self.query(query)[:, :, None] + self.key(memory)[:, None])
+        scores: Tensor = self.score(hidden).squeeze(-1)
         return scores.softmax(-1) @ memory
 
 
 @final
 class FirstDecoderLayer(nn.Module):
-    """An LSTM over the target, and attention from what it makes to `memory`, which is needed no
-    more afterwards.
+    """An LSTM over the target, and attention from its output to `memory`, which later layers do not
+    need.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -135,14 +135,14 @@ class FirstDecoderLayer(nn.Module):
 
     def forward(self, state: State) -> State:
         """Run the layer."""
-        out = _run(self.lstm, state["x"])
+        out = _run_lstm(self.lstm, state["x"])
         return {"x": out, "context": self.attention(out, state["memory"])}
 
 
 @final
 class DecoderLayer(nn.Module):
-    """An LSTM over what the layer below makes and the context: twice (batch, s, hidden) to (batch,
-    s, hidden). The last hands on `x` alone.
+    """An LSTM over the previous layer's output and the context: twice (batch, s, hidden) to (batch,
+    s, hidden). The last layer drops the context.
     """
 
     def __init__(self, hidden: int, *, dropout: float, skip: bool, last: bool) -> None:
@@ -154,7 +154,7 @@ class DecoderLayer(nn.Module):
     def forward(self, state: State) -> State:
         """Run the layer."""
         x = state["x"]
-        out = _run(self.lstm, torch.cat([self.dropout(x), state["context"]], dim=-1))
+        out = _run_lstm(self.lstm, torch.cat([self.dropout(x), state["context"]], dim=-1))
         out = out + x if self.skip else out
         return {"x": out} if self.last else {**state, "x": out}
 
@@ -179,27 +179,28 @@ def gnmt(
     """GNMT with `layers` LSTM layers, half of them in the encoder and half in the decoder, each a
     layer of the chain.
 
-        tokens -> source_embedding -> encoder.lstm1 (both ways) ... encoder.lstm<n> ->
+        tokens -> source_embedding -> encoder.lstm1 (bidirectional) ... encoder.lstm<n> ->
         target_embedding
                -> decoder.lstm1 with attention ... decoder.lstm<n> -> classifier -> logits
 
-    Values between layers are dicts (see `State`): target tokens go past the whole encoder, and
-    attention's context past all decoder layers. That makes a cut inside the decoder twice as dear
-    as one inside the encoder. A skip goes round every LSTM from the third.
+    Values between layers are dicts (see `State`): target tokens are passed through the whole
+    encoder, and the attention's context through all decoder layers. So a cut inside the decoder
+    sends twice as much as one inside the encoder. Every LSTM from the third on has a residual
+    connection.
 
     With h = hidden, v = vocabulary, n = layers / 2 it has 3 v h + v parameters in embeddings and
     classifier, and 8 h² + 8 h in an LSTM of h inputs (12 h² + 8 h of 2 h inputs): 193,765,952 at
     the defaults, layer by layer as many as in PipeDream's profile of GNMT-8, and 277,717,568 with
-    16 layers. Both embeddings are trained apart, as the original's are; tied, they would be 33
-    million fewer.
+    16 layers. The two embeddings are separate, as in the original; sharing them would save 33
+    million parameters.
 
     Args:
         layers: LSTM layers in all, an even number of 4 or more. `gnmt` has 8, 4 and 4; `gnmt16` has
-        8 and 8, as the original. hidden: numbers per token between layers. vocabulary: number of
-        different tokens, of both languages together. Input: int64 (batch, 2, t), source tokens and
-        target tokens
-            (moved by one: each is what the decoder has read when it says the next). Output: float
-            (batch, t, vocabulary), logits.
+            8 and 8, as the original.
+        hidden: numbers per token between layers.
+        vocabulary: number of different tokens, of both languages together. Input: int64 (batch, 2,
+            t), source tokens and target tokens (shifted by one: each is the decoder's input when it
+            predicts the next). Output: float (batch, t, vocabulary), logits.
         dropout: share dropped before every LSTM but the first of encoder and decoder, in training.
 
     Raises:
@@ -213,33 +214,33 @@ def gnmt(
     check_dropout("gnmt", dropout)
     if layers < 4 or layers % 2:
         raise SettingError(
-            f"gnmt takes layers of 4 or more, an even number, half of them in the encoder and half in the decoder, "
-            f"not {layers}"
+            "gnmt takes layers of 4 or more, an even number, half of them in the encoder and half "
+            f"in the decoder, not {layers}"
         )
     depth = layers // 2
-    # In the order of running: so the weights of a plain model are those of one whose ranks make
-    # them layer by layer.
-    made: OrderedDict[str, nn.Module] = OrderedDict(
+    # Made in the order of execution, so that a whole model draws the same initial weights as ranks
+    # that make their layers one by one.
+    model: OrderedDict[str, nn.Module] = OrderedDict(
         source_embedding=SourceEmbedding(vocabulary, hidden)
     )
-    reads: OrderedDict[str, nn.Module] = OrderedDict(
-        lstm1=EncoderLayer(hidden, hidden, dropout=0.0, both_ways=True)
+    encoder: OrderedDict[str, nn.Module] = OrderedDict(
+        lstm1=EncoderLayer(hidden, hidden, dropout=0.0, bidirectional=True)
     )
     for index in range(2, depth + 1):
         skip = index > 2
-        reads[f"lstm{index}"] = EncoderLayer(
+        encoder[f"lstm{index}"] = EncoderLayer(
             (1 if skip else 2) * hidden, hidden, dropout=dropout, skip=skip
         )
-    made["encoder"] = nn.Sequential(reads)
-    made["target_embedding"] = TargetEmbedding(vocabulary, hidden)
-    writes: OrderedDict[str, nn.Module] = OrderedDict(lstm1=FirstDecoderLayer(hidden))
+    model["encoder"] = nn.Sequential(encoder)
+    model["target_embedding"] = TargetEmbedding(vocabulary, hidden)
+    decoder: OrderedDict[str, nn.Module] = OrderedDict(lstm1=FirstDecoderLayer(hidden))
     for index in range(2, depth + 1):
-        writes[f"lstm{index}"] = DecoderLayer(
+        decoder[f"lstm{index}"] = DecoderLayer(
             hidden, dropout=dropout, skip=index > 2, last=index == depth
         )
-    made["decoder"] = nn.Sequential(writes)
-    made["classifier"] = Classifier(hidden, vocabulary)
-    return nn.Sequential(made)
+    model["decoder"] = nn.Sequential(decoder)
+    model["classifier"] = Classifier(hidden, vocabulary)
+    return nn.Sequential(model)
 
 
 for _name, _layers, _count in (("gnmt", 8, 193_765_952), ("gnmt16", 16, 277_717_568)):

@@ -1,4 +1,6 @@
-"""A decoder-only transformer: many equal blocks between a light first layer and a heavy last one."""
+"""GPT, a decoder-only transformer: many equal blocks between a light first layer and a heavy last
+one.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ STD = 0.02
 
 @final
 class TokenEmbedding(nn.Module):
-    """Token and learned position vectors, added: int64 (batch, t) to float (batch, t, width), t at
-    most `tokens`.
+    """Sum of token and learned position embeddings: int64 (batch, t) to float (batch, t, width), t
+    at most `tokens`.
     """
 
     def __init__(self, vocabulary: int, tokens: int, width: int, dropout: float) -> None:
@@ -35,19 +37,25 @@ class TokenEmbedding(nn.Module):
 
         Raises:
             SettingError: the sequences are longer than the model has positions. On a GPU the
-            look-up itself would not say so.
+                look-up itself would fail without a clear message.
         """
         return self.forward_slice(tokens, None)[0]
 
     def forward_slice(self, tokens: Tensor, past: int | None) -> tuple[Tensor, int]:
-        """Run the layer on the next tokens of sequences of which it has seen `past`; also returns
-        how many it has seen then.
+        """Run the layer on the next slice of sequences.
+
+        Args:
+            tokens: int64 (batch, slice length).
+            past: number of tokens in earlier slices; None for the first.
+
+        Returns:
+            The embeddings, and the number of tokens so far.
         """
         start = past or 0
         length, limit = start + tokens.shape[-1], self.position.num_embeddings
         if length > limit:
             raise SettingError(
-                f"gpt was made with tokens={limit}, and the input has {length} per sequence: "
+                f"gpt was made with tokens={limit}, but the input has {length} per sequence: "
                 f"make it with tokens={length}, or shorten the input"
             )
         positions = torch.arange(start, length, device=tokens.device)
@@ -56,9 +64,10 @@ class TokenEmbedding(nn.Module):
 
 @final
 class CausalSelfAttention(nn.Module):
-    """Every token looks at itself and those before: float (batch, t, width) to the same shape.
+    """Causal self-attention: every token attends to itself and earlier ones; float (batch, t,
+    width) to the same shape.
 
-    Torch's own fused attention makes the causal mask, so there is no buffer to send, save or count.
+    Torch's fused attention applies the causal mask, so there is no buffer to send, save or count.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, residual_std: float) -> None:
@@ -76,10 +85,15 @@ class CausalSelfAttention(nn.Module):
     def forward_slice(
         self, x: Tensor, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Run the attention on the next tokens. `past`: keys and values of all before, (batch,
-        heads, t so far, width / heads) each.
+        """Run the attention on the next slice of sequences.
 
-        Also returns keys and values with those of these tokens.
+        Args:
+            x: float (batch, slice length, width).
+            past: keys and values of all earlier tokens, (batch, heads, t so far, width / heads)
+                each; None for the first slice.
+
+        Returns:
+            The output, and keys and values including those of this slice.
         """
         batch, length, width = x.shape
         # (batch, t, 3 width) -> 3 of (batch, heads, t, width / heads)
@@ -89,21 +103,20 @@ class CausalSelfAttention(nn.Module):
             .permute(2, 0, 3, 1, 4)
         )
         query, key, value = qkv.unbind(0)
-        share = self.attention_dropout if self.training else 0.0
+        dropout = self.attention_dropout if self.training else 0.0
         mask = None
         if past is not None:
             key, value = torch.cat([past[0], key], dim=2), torch.cat([past[1], value], dim=2)
-            # Row i is token t + i of its sequence. Torch's causal_lower_right would need no memory
-            # for this on a GPU; it is a
-            # prototype as yet, and loads torch._dynamo: a second at the start of every rank.
-            before = key.shape[2] - length
-            mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=x.device).tril(before)
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, mask, share, is_causal=past is None
+            # Row i is token t + i of its sequence. torch's causal_lower_right would need no memory
+            # for this on a GPU, but it is still a prototype, and importing it loads torch._dynamo:
+            # a second at the start of every rank.
+            earlier = key.shape[2] - length
+            mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=x.device).tril(earlier)
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, mask, dropout, is_causal=past is None
         )
-        out: Tensor = self.dropout(
-            self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
-        )
+        merged_heads = attended.transpose(1, 2).reshape(batch, length, width)
+        out: Tensor = self.dropout(self.projection(merged_heads))
         return out, (key, value)
 
 
@@ -111,8 +124,8 @@ class CausalSelfAttention(nn.Module):
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): float (batch, t, width) to the same shape.
 
-    12 width² + 13 width parameters. The two projections that add into the residual stream start
-    smaller, by `residual_std`.
+    12 width² + 13 width parameters. The two projections into the residual stream have smaller
+    initial weights, `residual_std`.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, residual_std: float) -> None:
@@ -138,9 +151,9 @@ class TransformerBlock(nn.Module):
     def forward_slice(
         self, x: Tensor, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Run the block on the next tokens; the past is the attention's."""
-        mixed, past = self.attention.forward_slice(self.norm1(x), past)
-        x = x + mixed
+        """Run the block on the next slice of sequences; `past` is the attention's."""
+        attended, past = self.attention.forward_slice(self.norm1(x), past)
+        x = x + attended
         return x + self.mlp(self.norm2(x)), past
 
 
@@ -166,7 +179,7 @@ def gpt(
     Layers: `embedding`, `blocks.0`, ..., `blocks.<layers - 1>`, `norm`, `head`: layers + 3 in all.
     With n = layers, w = width, t = tokens, v = vocabulary it has n (12 w² + 13 w) + 2 v w + t w + 2
     w parameters: 9,772,544 at the defaults. GPT-2's head shares the embedding's weights; here it
-    has its own and no bias, so that first and last stage may part.
+    has its own and no bias, so that first and last stage are independent.
 
     Args:
         layers: number of blocks.
@@ -174,8 +187,8 @@ def gpt(
         heads: attention heads; they divide width.
         tokens: the longest sequence (context length). Input: int64 (batch, t), t <= tokens.
         vocabulary: number of different tokens. Output: float (batch, t, vocabulary), the logits of
-        the next token. dropout: share dropped after embedding, attention weights, attention and
-        MLP, in training.
+            the next token.
+        dropout: share dropped after embedding, attention weights, attention and MLP, in training.
 
     Raises:
         SettingError: heads does not divide width, dropout is not in [0, 1), or a count is below 1.
@@ -190,16 +203,19 @@ def gpt(
     check_dropout("gpt", dropout)
     if width % heads:
         raise SettingError(
-            f"gpt cannot share width={width} among heads={heads}: {width % heads} of the width would be left over. "
-            f"Take a width that is a multiple of {heads}, for example {-(-width // heads) * heads}"
+            f"gpt cannot divide width={width} among heads={heads}: the remainder is "
+            f"{width % heads}. Choose a width that is a multiple of {heads}, for example "
+            f"{-(-width // heads) * heads}"
         )
     residual_std = STD / math.sqrt(2 * layers)
+    # Made in the order of execution, so that a whole model draws the same initial weights as ranks
+    # that make their layers one by one.
+    embedding = TokenEmbedding(vocabulary, tokens, width, dropout)
+    blocks = [TransformerBlock(width, heads, dropout, residual_std) for _ in range(layers)]
     return nn.Sequential(
         OrderedDict(
-            embedding=TokenEmbedding(vocabulary, tokens, width, dropout),
-            blocks=nn.Sequential(
-                *(TransformerBlock(width, heads, dropout, residual_std) for _ in range(layers))
-            ),
+            embedding=embedding,
+            blocks=nn.Sequential(*blocks),
             norm=nn.LayerNorm(width),
             head=NormalLinear(width, vocabulary, std=STD, bias=False),
         )
@@ -207,7 +223,7 @@ def gpt(
 
 
 def gpt_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy over all tokens, in nats: a scalar.
+    """Return the mean cross-entropy over all tokens, in nats: a scalar.
 
     Args:
         logits: float (batch, t, vocabulary).

@@ -1,8 +1,8 @@
-"""Layers that draw their own initial weights: torch's, with another `reset_parameters`.
+"""Layers with initial weights of their own: torch's layers with another `reset_parameters`.
 
-A rank makes its layers from the meta device by calling `reset_parameters()` on each submodule,
-children before parents. So whatever a model wants of its initial weights must stand there: a loop
-over the finished model would be lost.
+A rank materialises its layers from the meta device by calling `reset_parameters()` on each
+submodule, children before parents. So a model's initialisation must be in that method: a loop over
+the finished model would have no effect.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from torch import nn
 
 @final
 class HeConv2d(nn.Conv2d):
-    """A convolution whose weights are drawn from N(0, 2 / (kernel area x output channels)), its
-    biases 0.
+    """A convolution with weights from N(0, 2 / (kernel area x output channels)) and zero biases.
 
-    Torch's own default shrinks the signal about sixfold in variance at every ReLU, which stops deep
-    plain nets.
+    Torch's own default reduces the variance of the signal about sixfold at every ReLU, so that deep
+    plain nets do not learn.
 
     Source: He et al. 2015, "Delving deep into rectifiers", section 2.2, the backward ("fan out")
     case.
     """
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Draw new weights."""
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -33,43 +32,43 @@ class HeConv2d(nn.Conv2d):
 
 @final
 class NormalLinear(nn.Linear):
-    """A linear map whose weights are drawn from N(0, std²), its biases 0."""
+    """A linear layer with weights from N(0, std²) and zero biases."""
 
     std: float
 
     def __init__(
         self, in_features: int, out_features: int, *, std: float, bias: bool = True
     ) -> None:
-        # before nn.Linear's own __init__, which draws the weights; nn.Module takes plain numbers
-        # that early
+        # Set before nn.Linear.__init__, which draws the weights; nn.Module accepts plain numbers
+        # before its own __init__.
         self.std = std
         super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Draw new weights."""
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
-        """As nn.Linear's, with `std`."""
+        """Return nn.Linear's text, with `std`."""
         return f"{super().extra_repr()}, std={self.std:g}"
 
 
 @final
 class NormalEmbedding(nn.Embedding):
-    """A table of vectors drawn from N(0, std²)."""
+    """An embedding with vectors from N(0, std²)."""
 
     std: float
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, std: float) -> None:
-        self.std = std  # early, as in NormalLinear
+        self.std = std  # before the weights are drawn, as in NormalLinear
         super().__init__(num_embeddings, embedding_dim)
 
     def reset_parameters(self) -> None:
-        """Draw the vectors anew."""
+        """Draw new vectors."""
         nn.init.normal_(self.weight, std=self.std)
 
     def extra_repr(self) -> str:
-        """As nn.Embedding's, with `std`."""
+        """Return nn.Embedding's text, with `std`."""
         return f"{super().extra_repr()}, std={self.std:g}"

@@ -1,4 +1,4 @@
-"""A plain stack of linear layers: the smallest model on which everything can be tried."""
+"""A plain stack of linear layers: the smallest model, for trying things out."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ def mlp(
 
     Layers are called `fc1`, `relu1`, ..., `fc<layers>`. With n = layers >= 2, h = hidden, the
     parameters are (features + 1) h + (n - 2) (h + 1) h + (h + 1) classes: 29,770 at the defaults.
-    Weights start as He et al. 2015 say for ReLU, N(0, 2 / width): with torch's own default, eight
-    layers lose the signal and the network learns nothing for epochs.
+    Initial weights are those of He et al. 2015 for ReLU, N(0, 2 / width): with torch's own default,
+    eight layers lose the signal and the network learns nothing for epochs.
 
     Args:
         features: numbers per sample; the defaults fit the 8 x 8 digits of scikit-learn. Input:
-        (batch, features). hidden: width of every layer but the last. layers: how many linear maps;
-        1 is linear regression. classes: numbers out per sample. Output: (batch, classes).
+            (batch, features).
+        hidden: width of every layer but the last.
+        layers: number of linear maps; 1 is linear regression.
+        classes: outputs per sample. Output: (batch, classes).
 
     Raises:
         SettingError: an option is below 1.

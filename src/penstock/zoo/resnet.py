@@ -1,4 +1,4 @@
-"""ResNet, cut between residual blocks: a skip connection never crosses a boundary."""
+"""ResNet, cut between residual blocks: a skip connection never crosses a stage boundary."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ WIDTHS = (64, 128, 256, 512)
 
 
 def _conv(channels: int, width: int, kernel: int, stride: int = 1) -> HeConv2d:
+    """Return a convolution without bias that keeps the image size at stride 1."""
     return HeConv2d(channels, width, kernel, stride=stride, padding=kernel // 2, bias=False)
 
 
 def _skip(channels: int, out: int, stride: int) -> nn.Sequential | None:
-    """A projection where the shape changes (the paper's option B), else None: the input itself."""
+    """Return a projection where the shape changes (the paper's option B), else None for the
+    identity.
+    """
     if channels == out and stride == 1:
         return None
     return nn.Sequential(OrderedDict(conv=_conv(channels, out, 1, stride), bn=nn.BatchNorm2d(out)))
@@ -28,8 +31,8 @@ def _skip(channels: int, out: int, stride: int) -> nn.Sequential | None:
 
 @final
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a skip: (batch, channels, h, w) to (batch, width, h / stride, w
-    / stride).
+    """Two 3 x 3 convolutions and a skip connection: (batch, channels, h, w) to (batch, width, h /
+    stride, w / stride).
 
     Source: He et al. 2016, figure 5 left.
     """
@@ -47,18 +50,17 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Run the block."""
         inner = functional.relu(self.bn1(self.conv1(x)))
-        return functional.relu(
-            self.bn2(self.conv2(inner)) + (x if self.skip is None else self.skip(x))
-        )
+        shortcut = x if self.skip is None else self.skip(x)
+        return functional.relu(self.bn2(self.conv2(inner)) + shortcut)
 
 
 @final
 class Bottleneck(nn.Module):
-    """Convolutions of 1 x 1, 3 x 3 and 1 x 1 beside a skip: (batch, channels, h, w) to (batch, 4
-    width, h / stride, w / stride).
+    """Convolutions of 1 x 1, 3 x 3 and 1 x 1 and a skip connection: (batch, channels, h, w) to
+    (batch, 4 width, h / stride, w / stride).
 
-    The 3 x 3 convolution has the stride, as in torchvision and all later work; the paper's first 1
-    x 1 had it, which is less accurate and has as many parameters.
+    The 3 x 3 convolution has the stride, as in torchvision and all later work; in the paper the
+    first 1 x 1 has it, which is less accurate and has as many parameters.
 
     Source: He et al. 2016, figure 5 right.
     """
@@ -80,12 +82,12 @@ class Bottleneck(nn.Module):
         """Run the block."""
         inner = functional.relu(self.bn1(self.conv1(x)))
         inner = functional.relu(self.bn2(self.conv2(inner)))
-        return functional.relu(
-            self.bn3(self.conv3(inner)) + (x if self.skip is None else self.skip(x))
-        )
+        shortcut = x if self.skip is None else self.skip(x)
+        return functional.relu(self.bn3(self.conv3(inner)) + shortcut)
 
 
 def _stem(image: int, channels: int) -> nn.Sequential:
+    """Return the layers before the first block, of the paper or of CIFAR versions."""
     small = image == 32
     stem: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=_conv(channels, WIDTHS[0], 3) if small else _conv(channels, WIDTHS[0], 7, stride=2),
@@ -104,17 +106,20 @@ def _resnet(
     image: int,
     channels: int,
 ) -> nn.Sequential:
+    """Return a ResNet with `counts` blocks in conv2_x to conv5_x."""
     stem = _stem(image, channels)
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
-    reached = WIDTHS[0]
+    block_channels = WIDTHS[0]
     for group, (count, width) in enumerate(zip(counts, WIDTHS, strict=True), start=2):
         for index in range(1, count + 1):
             stride = 2 if index == 1 and group > 2 else 1
-            blocks[f"conv{group}_{index}"] = block(reached, width, stride)
-            reached = width * block.expansion
+            blocks[f"conv{group}_{index}"] = block(block_channels, width, stride)
+            block_channels = width * block.expansion
     classifier = nn.Sequential(
         OrderedDict(
-            pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(reached, classes)
+            pool=nn.AdaptiveAvgPool2d(1),
+            flatten=nn.Flatten(),
+            fc=nn.Linear(block_channels, classes),
         )
     )
     return nn.Sequential(
@@ -138,10 +143,10 @@ def resnet18(*, classes: int = 1000, image: int = 224, channels: int = 3) -> nn.
     pixels.
 
     Args:
-        classes: numbers out per sample. Output: (batch, classes).
+        classes: outputs per sample. Output: (batch, classes).
         image: pixels a side. Input: (batch, channels, image, image). 224 has the paper's stem, a 7
-        x 7 convolution of stride 2 and
-            a max-pool; 32 a 3 x 3 convolution of stride 1 and no pool, as is usual for CIFAR.
+            x 7 convolution of stride 2 and a max-pool; 32 a 3 x 3 convolution of stride 1 and no
+            pool, as is usual for CIFAR.
         channels: of the input.
 
     Raises:
@@ -172,8 +177,8 @@ def resnet50(*, classes: int = 1000, image: int = 224, channels: int = 3) -> nn.
     Raises:
         SettingError: image is neither 224 nor 32, or a count below 1.
 
-    Source: He et al. 2016, "Deep residual learning for image recognition", table 1; stride as told
-    in `Bottleneck`.
+    Source: He et al. 2016, "Deep residual learning for image recognition", table 1; stride as
+    described in `Bottleneck`.
     """
     check_counts("resnet50", classes=classes, channels=channels)
     check_image("resnet50", image)

@@ -1,4 +1,4 @@
-"""U-Net: a way down and a way up again, with skips over all that lies between."""
+"""U-Net: a contracting and an expanding path, with skip connections between their levels."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from penstock.errors import SettingError
 from penstock.zoo.catalogue import check_counts, register
 from penstock.zoo.layers import HeConv2d
 
-#: What goes from layer to layer: `x`, and under `skip1`, `skip2`, ... what the way down has left
-#: for the way up, each up to its user.
+#: Values between layers: the activation `x`, and `skip1`, `skip2`, ...: outputs of the contracting
+#: path, each as far as the level of the expanding path that uses it.
 State = dict[str, Tensor]
 
 
 @final
 class DoubleConv(nn.Module):
-    """Twice a 3 x 3 convolution, batch norm and a ReLU: (batch, channels, h, w) to (batch, width,
-    h, w).
+    """Twice a 3 x 3 convolution, batch norm and ReLU: (batch, channels, h, w) to (batch, width, h,
+    w).
     """
 
     def __init__(self, channels: int, width: int) -> None:
@@ -39,8 +39,8 @@ class DoubleConv(nn.Module):
 
 @final
 class Down(nn.Module):
-    """A double convolution, which is left as a skip, and halved sides: the first takes the images
-    themselves.
+    """A double convolution, whose output is a skip connection, and a max-pool that halves the
+    sides. The first level takes the images themselves.
     """
 
     def __init__(self, channels: int, width: int, level: int) -> None:
@@ -51,13 +51,13 @@ class Down(nn.Module):
     def forward(self, value: Tensor | State) -> State:
         """Run the layer."""
         state = {"x": value} if isinstance(value, Tensor) else value
-        left = self.body(state["x"])
-        return {**state, f"skip{self.level}": left, "x": functional.max_pool2d(left, 2)}
+        features = self.body(state["x"])
+        return {**state, f"skip{self.level}": features, "x": functional.max_pool2d(features, 2)}
 
 
 @final
 class Bottom(nn.Module):
-    """A double convolution between the two ways."""
+    """A double convolution between the two paths."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -70,8 +70,10 @@ class Bottom(nn.Module):
 
 @final
 class Up(nn.Module):
-    """Doubled sides, beside the skip of this level, which is needed no more: (batch, 2 width, h, w)
-    to (batch, width, 2 h, 2 w).
+    """Doubled sides, concatenated with this level's skip connection: (batch, 2 width, h, w) to
+    (batch, width, 2 h, 2 w).
+
+    The skip connection is dropped, since no later layer needs it.
     """
 
     def __init__(self, width: int, level: int) -> None:
@@ -82,14 +84,15 @@ class Up(nn.Module):
 
     def forward(self, state: State) -> State:
         """Run the layer."""
-        handed = dict(state)
-        skip = handed.pop(f"skip{self.level}")
-        return {**handed, "x": self.body(torch.cat([skip, self.up(state["x"])], dim=1))}
+        output = dict(state)
+        skip = output.pop(f"skip{self.level}")
+        output["x"] = self.body(torch.cat([skip, self.up(state["x"])], dim=1))
+        return output
 
 
 @final
 class PixelScores(nn.Module):
-    """Scores of the classes at every pixel; or their mean over the image: (batch, classes)."""
+    """Class scores at every pixel; or their mean over the image: (batch, classes)."""
 
     def __init__(self, width: int, classes: int, *, per_pixel: bool) -> None:
         super().__init__()
@@ -122,49 +125,51 @@ def unet(
 
         images -> down.level1 ... down.level<n> -> bottom -> up.level<n> ... up.level1 -> scores
 
-    Values between layers are dicts (see `State`): what a level leaves on the way down goes past all
-    that lies between to the same level on the way up, so that the dearest cut is the one at the
-    bottom. 2 levels + 2 layers in all.
+    Values between layers are dicts (see `State`): a level's skip connection is passed through all
+    layers up to the same level of the expanding path, so that a cut at the bottom sends the most. 2
+    levels + 2 layers in all.
 
     With w = width, the double convolutions, of 3 x 3 and without biases, take i inputs to o outputs
-    with 9 (i o + o²) + 4 o parameters, and every way up has 8 w² 4^(level - 1) + w 2^(level - 1)
-    more.
+    with 9 (i o + o²) + 4 o parameters, and every level of the expanding path has 8 w² 4^(level - 1)
+    + w 2^(level - 1) more.
 
     Args:
         classes: scored at every pixel.
         image: pixels a side, a multiple of 2^levels. Input: (batch, channels, image, image).
         channels: of the input.
         width: channels after the first level; every further level has twice as many.
-        levels: halvings of the sides on the way down.
+        levels: number of times that the contracting path halves the sides.
         per_pixel: whether the output is the scores at every pixel, (batch, classes, image, image),
-        as for segmentation; else their mean
-            over the image, (batch, classes), with which it learns to classify.
+            as for segmentation; else their mean over the image, (batch, classes), with which it
+            learns to classify.
 
     Raises:
         SettingError: image is no multiple of 2^levels, per_pixel is no flag, or a count is below 1.
 
     Source: Ronneberger, Fischer and Brox 2015, "U-Net: convolutional networks for biomedical image
     segmentation", figure 1; with padding, so that nothing need be cropped, and batch norm, as is
-    usual since.
+    now usual.
     """
     check_counts(
         "unet", classes=classes, channels=channels, image=image, width=width, levels=levels
     )
     if image % 2**levels:
         raise SettingError(
-            f"unet takes image a multiple of {2**levels}, for {levels} halvings, not {image}: take fewer levels, or another size"
+            f"unet takes image a multiple of {2**levels}, for {levels} halvings, not {image}: "
+            "choose fewer levels, or another size"
         )
     if not isinstance(per_pixel, bool):
         raise SettingError(f"unet takes per_pixel=True or False, not {per_pixel!r}")
     down: OrderedDict[str, nn.Module] = OrderedDict()
     up: OrderedDict[str, nn.Module] = OrderedDict()
-    reached = channels
+    # Made in the order of execution, so that a whole model draws the same initial weights as ranks
+    # that make their layers one by one.
+    level_channels = channels
     for level in range(1, levels + 1):
-        down[f"level{level}"] = Down(reached, width * 2 ** (level - 1), level)
-        reached = width * 2 ** (level - 1)
-    # In the order of running: so the weights of a plain model are those of one whose ranks make
-    # them layer by layer.
-    bottom = Bottom(reached, 2 * reached)
+        level_width = width * 2 ** (level - 1)
+        down[f"level{level}"] = Down(level_channels, level_width, level)
+        level_channels = level_width
+    bottom = Bottom(level_channels, 2 * level_channels)
     for level in range(levels, 0, -1):
         up[f"level{level}"] = Up(width * 2 ** (level - 1), level)
     return nn.Sequential(

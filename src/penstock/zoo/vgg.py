@@ -1,5 +1,5 @@
-"""VGG, with and without batch normalisation: light and large first layers, heavy and small last
-ones.
+"""VGG, with and without batch normalisation. Its first layers have large activations and few
+weights, its last layers the reverse.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from penstock.zoo.layers import HeConv2d, NormalLinear
 #: Convolutions in each of the five blocks: table 1 of the paper, columns A, B, D and E. Every block
 #: ends in a 2 x 2 max-pool.
 BLOCKS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
-#: Output channels of each block, in those of the first.
+#: Output channels of each block, as multiples of the first block's.
 WIDTHS = (1, 2, 4, 8, 8)
-#: Output channels of the paper's first block; and how many times as many numbers go between its
-#: linear maps.
+#: Output channels of the paper's first block; and the width of its linear layers, as a multiple.
 WIDTH, LINEAR = 64, 64
 #: Parameters without and with batch normalisation, at 1,000 classes and 224 x 224 pixels of 3
 #: channels.
@@ -41,42 +40,42 @@ def vgg(
     dropout: float = 0.5,
     width: int = WIDTH,
 ) -> nn.Sequential:
-    """VGG-`depth`, each convolution, normalisation, ReLU, pool, dropout and linear map a layer of
-    its own.
+    """VGG-`depth`; each convolution, normalisation, ReLU, pool, dropout and linear map is a layer.
 
     Names are those of the paper's Caffe models: `features.conv1_1`, `features.bn1_1` (if any),
     `features.relu1_1`, ..., `features.pool5`, `classifier.flatten`, `classifier.fc6`,
     `classifier.relu6`, `classifier.drop6`, ..., `classifier.fc8`.
 
     depth                    11            13            16            19
-    parameters               132,863,336   133,047,848   138,357,544   143,667,240      at 1,000
-                             classes, image=224
+    parameters               132,863,336   133,047,848   138,357,544   143,667,240
     with batch norm          132,868,840   133,053,736   138,365,992   143,678,248
     layers                   29            33            39            45
     with batch norm          37            43            52            61
 
-    At image=32 the last feature map is 1 x 1, and `fc6` takes 512 numbers instead of 25,088; VGG-19
-    at 100 classes has 39,316,644 parameters.
+    Parameters are at 1,000 classes and image=224. At image=32 the last feature map is 1 x 1, and
+    `fc6` takes 512 numbers instead of 25,088; VGG-19 at 100 classes has 39,316,644 parameters.
 
     Args:
         depth: 11, 13, 16 or 19 layers with weights.
         batch_norm: normalise after every convolution (torchvision's `_bn`; the convolutions keep
-        their biases). classes: numbers out per sample. Output: (batch, classes). image: pixels a
-        side, 224 or 32. Input: (batch, channels, image, image). channels: of the input. dropout:
-        share of `fc6` and `fc7` outputs dropped in training; at 0 the two layers stay in the chain
-        and do nothing. width: channels of the first block. The other blocks have 2, 4, 8 and 8
-        times as many, `fc6` and `fc7` 64 times, so that
-            width=8 is a VGG with an eighth of the paper's channels everywhere, for machines that
-            have no GPU.
+            their biases).
+        classes: outputs per sample. Output: (batch, classes).
+        image: pixels a side, 224 or 32. Input: (batch, channels, image, image).
+        channels: of the input.
+        dropout: share of `fc6` and `fc7` outputs dropped in training; at 0 the two layers stay in
+            the chain and do nothing.
+        width: channels of the first block. The other blocks have 2, 4, 8 and 8 times as many, `fc6`
+            and `fc7` 64 times, so that width=8 is a VGG with an eighth of the paper's channels
+            everywhere, for machines without a GPU.
 
     Raises:
         SettingError: image is neither 224 nor 32, dropout not in [0, 1), or a count below 1.
 
     Source: Simonyan and Zisserman 2015, "Very deep convolutional networks for large-scale image
     recognition", table 1. Initial weights as in torchvision: He normal for convolutions, N(0,
-    0.01²) for linear maps. Without batch norm the logits then start near 0, and the loss leaves its
-    first value late: at 32 pixels, batch 16 and SGD with momentum 0.9, VGG-11 after about 40 steps
-    at lr=0.02, VGG-19 after about 90 at lr=0.03.
+    0.01²) for linear maps. Without batch norm the logits then start near 0, and the loss stays at
+    its first value for long: at 32 pixels, batch 16 and SGD with momentum 0.9, VGG-11 for about 40
+    steps at lr=0.02, VGG-19 for about 90 at lr=0.03.
     """
     name = f"vgg{depth}" + "_bn" * batch_norm
     check_counts(name, classes=classes, channels=channels, width=width)
@@ -87,19 +86,20 @@ def vgg(
     features = _features(BLOCKS[depth], widths, channels, batch_norm)
     classifier: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     std = 0.01 * math.sqrt(WIDTH / width)
-    numbers = widths[-1] * side * side
+    inputs = widths[-1] * side * side
     for index in (6, 7):
-        classifier[f"fc{index}"] = NormalLinear(numbers, LINEAR * width, std=std)
+        classifier[f"fc{index}"] = NormalLinear(inputs, LINEAR * width, std=std)
         classifier[f"relu{index}"] = nn.ReLU()
         classifier[f"drop{index}"] = nn.Dropout(dropout)
-        numbers = LINEAR * width
-    classifier["fc8"] = NormalLinear(numbers, classes, std=std)
+        inputs = LINEAR * width
+    classifier["fc8"] = NormalLinear(inputs, classes, std=std)
     return nn.Sequential(OrderedDict(features=features, classifier=nn.Sequential(classifier)))
 
 
 def _features(
     blocks: tuple[int, ...], widths: list[int], channels: int, batch_norm: bool
 ) -> nn.Sequential:
+    """Return the blocks of convolutions, each with a max-pool at its end."""
     features: OrderedDict[str, nn.Module] = OrderedDict()
     for block, (count, width) in enumerate(zip(blocks, widths, strict=True), start=1):
         for index in range(1, count + 1):

@@ -132,7 +132,7 @@ def test_inputs_and_targets_of_different_numbers_are_refused():
 def test_no_samples_at_all_are_refused():
     """Who trains for a number of steps would wait for the first one for ever."""
     with pytest.raises(
-        SettingError, match="no batch of 2 can be made of 0 samples: ask for a smaller batch"
+        SettingError, match="no batch of 2 can be made of 0 samples: choose a smaller batch"
     ):
         batches(torch.zeros(0), torch.zeros(0), 2, seed=0, epoch=0)
 

@@ -73,14 +73,14 @@ def test_cifar100_without_a_path_says_how_to_write_it(name):
     """Nothing is downloaded, so the user has to say where the files are."""
     with pytest.raises(
         SettingError,
-        match=r"cifar100 is given without a path; write cifar100:PATH \(a folder with train\.bin",
+        match=r"cifar100 needs a path; write cifar100:PATH \(a folder with train\.bin",
     ):
         dataset(name)
 
 
 def test_text_with_a_colon_and_nothing_behind_it_is_refused():
     """An empty variable in a script must not quietly become another text."""
-    with pytest.raises(SettingError, match=r"text is given without a path; write text\[:PATH\]"):
+    with pytest.raises(SettingError, match=r"text needs a path; write text\[:PATH\]"):
         dataset("text:")
 
 

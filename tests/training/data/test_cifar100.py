@@ -70,12 +70,12 @@ def test_the_description_has_both_sha256_and_says_that_the_numbers_differ(
     cifar_folder, cifar_bytes
 ):
     """A result can be traced to its data, and five images are not taken for fifty thousand."""
-    said = cifar100(cifar_folder).description
+    description = cifar100(cifar_folder).description
     for name, content in cifar_bytes.items():
-        assert f"sha256 of {name} {hashlib.sha256(content).hexdigest()}" in said
-    assert "5 (published: 50,000; " in said
-    assert "2 (published: 10,000; " in said
-    assert "\n" not in said
+        assert f"sha256 of {name} {hashlib.sha256(content).hexdigest()}" in description
+    assert "5 (published: 50,000; " in description
+    assert "2 (published: 10,000; " in description
+    assert "\n" not in description
 
 
 def test_the_published_number_of_records_is_not_remarked(cifar_folder, monkeypatch):
@@ -154,8 +154,8 @@ def test_the_largest_labels_are_accepted(cifar_folder, cifar_bytes):
 def test_check_refuses_an_archive_of_another_md5_with_both_sums(cifar_bytes, write_archive):
     """Expected and found, so that the reader can compare with the page."""
     path = write_archive(members(cifar_bytes))
-    found = hashlib.md5(path.read_bytes()).hexdigest()
-    with pytest.raises(FileError, match=f"expected md5 {ARCHIVE_MD5}, found {found}"):
+    md5 = hashlib.md5(path.read_bytes()).hexdigest()
+    with pytest.raises(FileError, match=f"expected md5 {ARCHIVE_MD5}, found {md5}"):
         cifar100(path, check=True)
 
 
@@ -208,7 +208,7 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path):
     """A saved error page often has the archive's name."""
     path = tmp_path / "cifar-100-binary.tar.gz"
     path.write_bytes(b"<html>404</html>")
-    with pytest.raises(FileError, match=r"is no whole \.tar\.gz: not a gzip file"):
+    with pytest.raises(FileError, match=r"is no complete \.tar\.gz: not a gzip file"):
         cifar100(path)
 
 
@@ -220,7 +220,7 @@ def test_an_archive_that_is_cut_off_is_refused_wherever_the_cut_is(cifar_bytes, 
     whole = path.read_bytes()
     for length in (0, 5, 30, len(whole) // 3, len(whole) * 9 // 10):
         path.write_bytes(whole[:length])
-        with pytest.raises(FileError, match=r"is no whole \.tar\.gz"):
+        with pytest.raises(FileError, match=r"is no complete \.tar\.gz"):
             cifar100(path)
 
 
@@ -255,4 +255,4 @@ def test_members_by_other_paths_are_not_taken_and_nothing_is_written_to_disk(
     tricks = {"../train.bin": b"x", "/tmp/test.bin": b"x", "cifar-100-binary/../train.bin": b"x"}
     path = write_archive({**tricks, **members(cifar_bytes)})
     assert len(cifar100(path).train_targets) == 5
-    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]

@@ -47,8 +47,8 @@ def test_every_digit_has_a_fifth_of_its_images_in_the_test_part(plain):
 
 def test_both_parts_together_are_the_images_of_scikit_learn_in_their_order(plain):
     """No image is lost, doubled, or given the label of another."""
-    found = sklearn_datasets.load_digits()
-    sums = torch.from_numpy(found.images).sum((1, 2))
+    bunch = sklearn_datasets.load_digits()
+    sums = torch.from_numpy(bunch.images).sum((1, 2))
     restored = [
         (x.double().sum((1, 2, 3)), y)
         for x, y in (
@@ -61,7 +61,7 @@ def test_both_parts_together_are_the_images_of_scikit_learn_in_their_order(plain
     both, labels = torch.cat([x for x, _ in restored]), torch.cat([y for _, y in restored])
     slope = (both.max() - both.min()) / (sums.max() - sums.min())
     pixel_sums = ((both - both.min()) / slope + sums.min()).round().long()
-    expected = sorted(zip(sums.long().tolist(), found.target.tolist(), strict=True))
+    expected = sorted(zip(sums.long().tolist(), bunch.target.tolist(), strict=True))
     assert sorted(zip(pixel_sums.tolist(), labels.tolist(), strict=True)) == expected
 
 
@@ -99,7 +99,7 @@ def test_the_description_is_one_line(plain):
     ("option", "value"), [("image", 0), ("channels", 0), ("image", 8.0), ("channels", -1)]
 )
 def test_a_size_that_is_no_positive_whole_number_is_refused(option, value):
-    """Torch would speak of an interpolation that nobody called."""
+    """Torch's error would be about an interpolation that the user did not call."""
     with pytest.raises(SettingError, match=f"{option} is a whole number of 1 or more, not {value}"):
         digits(**{option: value})
 

@@ -25,7 +25,7 @@ def test_targets_are_the_source_backwards_and_inputs_know_what_came_before(tmp_p
 
 
 def test_without_a_file_it_is_pythons_own_documentation():
-    """Always at hand, and nobody downloads anything."""
+    """It needs no file, and nothing is downloaded."""
     data = reversed_text(tokens=32)
     assert len(data.train_inputs) > 10_000
     assert "and backwards" in data.description

@@ -66,9 +66,9 @@ def test_the_windows_decode_to_the_text_with_the_last_tenth_to_test(
     ):
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
         indices = torch.cat([inputs, targets[:, -1:]], dim=1).flatten().tolist()
-        kept = part[: len(part) // window * window]
+        full_windows = part[: len(part) // window * window]
         assert indices == [
-            vocabulary.index(letter) + 1 if letter in vocabulary else 0 for letter in kept
+            vocabulary.index(letter) + 1 if letter in vocabulary else 0 for letter in full_windows
         ]
 
 
@@ -106,11 +106,12 @@ def test_every_index_is_below_the_number_of_classes():
 def test_the_description_has_the_file_its_sha256_and_its_numbers(written):
     """A result can be traced to its data."""
     path = written("abcd" * 10)
-    said = text(path, tokens=3).description
+    description = text(path, tokens=3).description
     assert (
-        f"text of {path}, 40 characters, sha256 {hashlib.sha256(b'abcd' * 10).hexdigest()}" in said
+        f"text of {path}, 40 characters, sha256 {hashlib.sha256(b'abcd' * 10).hexdigest()}"
+        in description
     )
-    assert "9 windows of 3 to train, 1 to test, vocabulary of 5" in said
+    assert "9 windows of 3 to train, 1 to test, vocabulary of 5" in description
 
 
 def test_line_ends_are_kept_as_they_are(written):

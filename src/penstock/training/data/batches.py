@@ -1,4 +1,4 @@
-"""Dataset: tensors to train and to test with. Batches: the same on every rank, whatever else draws
+"""Dataset: tensors to train and to test with. Batches: the same on every rank, independent of other
 random numbers.
 """
 
@@ -14,22 +14,23 @@ import torch
 from penstock.errors import SettingError
 
 
-# eq=False: the equality of tensors is a tensor, so a field-by-field == would raise; two data sets
-# are equal when they are the same.
+# eq=False: comparing tensors gives a tensor, so a field-by-field == would raise. Data sets compare
+# by identity.
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Samples and what is to be learned from them, to train and to test with. Everything is on the
-    CPU.
+    """Inputs and targets, to train and to test with. All tensors are on the CPU.
 
     Task `classify`: inputs (n, channels, height, width) float32, targets (n,) int64 in
-    0..classes-1. Task `next_token`: inputs and targets (n, tokens) int64 in 0..classes-1; targets
-    are the inputs moved by one.
+    0..classes-1.
 
-    Task `translate`: inputs (n, 2, tokens) int64, the source and what of the target is known before
-    each of its tokens; targets (n, tokens) int64.
+    Task `next_token`: inputs and targets (n, tokens) int64 in 0..classes-1; targets are the inputs
+    shifted by one.
 
-    `classes` is the size of the vocabulary where there are tokens. `description` is one line for
-    people: what the data is, where it comes from, how much of it there is.
+    Task `translate`: inputs (n, 2, tokens) int64, the source, and the target's tokens so far before
+    each token; targets (n, tokens) int64.
+
+    `classes` is the size of the vocabulary if there are tokens. `description` is one line on the
+    contents, the source and the size of the data.
     """
 
     name: str
@@ -52,18 +53,19 @@ def batches(
     shuffle: bool = True,
     drop_last: bool = False,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """One epoch of batches: every sample once, in an order that depends on `seed` and `epoch` only.
+    """Return one epoch of batches: every sample once, in an order that depends on `seed` and
+    `epoch` only.
 
-    Every rank gets the same order, and the global random generators are neither read nor moved, so
-    that dropout is the same whether the data is shuffled or not. The arguments are checked here and
-    now, not at the first batch.
+    Every rank gets the same order, and the global random generators are not used, so that dropout
+    is the same whether the data is shuffled or not. The arguments are checked at the call, not at
+    the first batch.
 
     Args:
         inputs: (n, ...).
         targets: (n, ...).
-        batch: samples per batch, at least 1; the last batch has what remains.
-        seed: one order for each seed,
-        epoch: and another for each epoch.
+        batch: samples per batch, at least 1; the last batch has the remainder.
+        seed: of the order.
+        epoch: number of the epoch; each has another order.
         shuffle: False keeps the samples in their own order.
         drop_last: leave out a last batch that is smaller than the others.
 
@@ -71,8 +73,8 @@ def batches(
         Pairs (batch, ...), (batch, ...): copies, on the device of `inputs` and `targets`.
 
     Raises:
-        SettingError: the batch is below 1, inputs and targets differ in number, or not one batch
-        comes of it.
+        SettingError: the batch is below 1, inputs and targets differ in number, or there is not a
+            single batch.
     """
     samples = len(inputs)
     if samples != len(targets):
@@ -81,19 +83,19 @@ def batches(
         )
     count = count_batches(samples, batch, drop_last=drop_last)
     if count == 0:
-        # Not an empty epoch: who trains for a number of steps would go round it for ever.
+        # An empty epoch is refused: a caller that trains for a number of steps would loop forever.
+        condition = " with drop_last" if drop_last else ""
         raise SettingError(
-            f"no batch of {batch} can be made of {samples} samples{' with drop_last' if drop_last else ''}: "
-            "ask for a smaller batch or give more samples"
+            f"no batch of {batch} can be made of {samples} samples{condition}: choose a smaller "
+            "batch or provide more samples"
         )
     order = _order(samples, seed, epoch) if shuffle else torch.arange(samples, device="cpu")
-    return _gather(
-        inputs, targets, [order[start : start + batch] for start in range(0, count * batch, batch)]
-    )
+    indices = [order[start : start + batch] for start in range(0, count * batch, batch)]
+    return _select(inputs, targets, indices)
 
 
 def count_batches(samples: int, batch: int, *, drop_last: bool = False) -> int:
-    """How many batches an epoch of `samples` samples has.
+    """Return the number of batches in an epoch of `samples` samples.
 
     >>> count_batches(1437, 128), count_batches(1437, 128, drop_last=True)
     (12, 11)
@@ -105,29 +107,29 @@ def count_batches(samples: int, batch: int, *, drop_last: bool = False) -> int:
     return samples // batch if drop_last else -(-samples // batch)
 
 
-def check_count(word: str, number: object) -> None:
-    """Refuse what is not a whole number of 1 or more; `word` says in the message whose number it
-    is.
+def check_count(name: str, number: object) -> None:
+    """Refuse anything but a whole number of 1 or more; `name` is the option's, for the message.
 
     Raises:
         SettingError: it is not.
     """
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise SettingError(f"{word} is a whole number of 1 or more, not {number!r}")
+        raise SettingError(f"{name} is a whole number of 1 or more, not {number!r}")
 
 
 def _order(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    # Hashed rather than added: with seed + epoch, epoch 1 of seed 0 would be epoch 0 of seed 1, and
-    # the seeds of a study
-    # would share all but one of their orders. Four bytes, because torch's CPU generator takes no
-    # more from a seed.
+    """Return a permutation of the samples for a seed and an epoch."""
+    # Hashed, not added: with seed + epoch, epoch 1 of seed 0 would be epoch 0 of seed 1, and the
+    # seeds of a study would share all but one of their orders. Four bytes, because torch's CPU
+    # generator uses no more of a seed.
     digest = hashlib.sha256(f"{int(seed)} {int(epoch)}".encode()).digest()
-    own = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "little"))
-    return torch.randperm(samples, generator=own, device="cpu")
+    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "little"))
+    return torch.randperm(samples, generator=generator, device="cpu")
 
 
-def _gather(
-    inputs: torch.Tensor, targets: torch.Tensor, parts: list[torch.Tensor]
+def _select(
+    inputs: torch.Tensor, targets: torch.Tensor, batch_indices: list[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for part in parts:
-        yield inputs[part.to(inputs.device)], targets[part.to(targets.device)]
+    """Yield inputs and targets of each batch."""
+    for indices in batch_indices:
+        yield inputs[indices.to(inputs.device)], targets[indices.to(targets.device)]

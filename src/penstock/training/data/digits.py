@@ -1,5 +1,5 @@
-"""Handwritten digits, 1,797 images of 8x8 pixels: real data that is always at hand, since
-scikit-learn carries it.
+"""Handwritten digits, 1,797 images of 8x8 pixels: real data that needs no file, since scikit-learn
+includes it.
 
 Source: Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits (UCI), of which
 scikit-learn has the test part.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812  # the name that everybody knows
+import torch.nn.functional as F  # noqa: N812  # the customary name
 
 from penstock.errors import MissingExtra
 from penstock.training.data.batches import Dataset, check_count
@@ -27,16 +27,16 @@ def digits(*, image: int = _SIDE, channels: int = 1) -> Dataset:
     """1,437 digits to train and 360 to test: inputs (n, channels, image, image) float32, targets
     (n,) in 0..9.
 
-    Resized by bilinear interpolation, then moved and scaled so that the training part has mean 0
-    and variance 1 at the size that the model sees; the test part is moved and scaled by the same
-    two numbers. The channels are copies of one.
+    Images are resized by bilinear interpolation, then shifted and scaled so that the training part
+    has mean 0 and variance 1 at the size that the model sees; the test part is shifted and scaled
+    by the same two numbers. The channels are copies of one.
 
-    The split is the same always and everywhere: of the images sorted by digit, in their own order
-    within a digit, every fifth is to test. So each part has a fifth, give or take one image, of
-    every digit.
+    The split is always the same: of the images sorted by digit, in their own order within a digit,
+    every fifth is in the test part. So each part has its share of every digit, give or take one
+    image.
 
     Args:
-        image: height and width, in pixels. 224 with 3 channels makes 1.1 GB.
+        image: height and width, in pixels. 224 with 3 channels takes 1.1 GB.
         channels: copies of the one channel.
 
     Raises:
@@ -45,31 +45,34 @@ def digits(*, image: int = _SIDE, channels: int = 1) -> Dataset:
     """
     check_count("image", image)
     check_count("channels", channels)
-    pictures, labels = _load()
-    test = np.zeros(len(labels), dtype=bool)
-    test[np.argsort(labels, kind="stable")[::5]] = True
-    inputs = torch.from_numpy(pictures)[:, None]
+    images, labels = _load()
+    in_test = np.zeros(len(labels), dtype=bool)
+    in_test[np.argsort(labels, kind="stable")[::5]] = True
+    inputs = torch.from_numpy(images)[:, None]
     if image != _SIDE:
         inputs = F.interpolate(inputs, size=(image, image), mode="bilinear", align_corners=False)
-    targets, to_test = torch.from_numpy(labels), torch.from_numpy(test)
-    spread, mean = torch.std_mean(inputs[~to_test], correction=0)
-    inputs = ((inputs - mean) / spread).repeat(1, channels, 1, 1)
-    trained, tested = int((~to_test).sum()), int(to_test.sum())
+    targets, test = torch.from_numpy(labels), torch.from_numpy(in_test)
+    std, mean = torch.std_mean(inputs[~test], correction=0)
+    inputs = ((inputs - mean) / std).repeat(1, channels, 1, 1)
+    train_count, test_count = int((~test).sum()), int(test.sum())
     return Dataset(
         name="digits",
-        train_inputs=inputs[~to_test],
-        train_targets=targets[~to_test],
-        test_inputs=inputs[to_test],
-        test_targets=targets[to_test],
+        train_inputs=inputs[~test],
+        train_targets=targets[~test],
+        test_inputs=inputs[test],
+        test_targets=targets[test],
         classes=10,
         task="classify",
-        description=f"handwritten digits (UCI, from scikit-learn), {_SIDE}x{_SIDE} pixels made {image}x{image} with {channels} "
-        f"channel{'s' if channels > 1 else ''}: {trained:,} to train, {tested:,} to test, 10 classes",
+        description=(
+            f"handwritten digits (UCI, from scikit-learn), {_SIDE}x{_SIDE} pixels made "
+            f"{image}x{image} with {channels} channel{'s' if channels > 1 else ''}: "
+            f"{train_count:,} to train, {test_count:,} to test, 10 classes"
+        ),
     )
 
 
 def _load() -> tuple[np.ndarray, np.ndarray]:
-    """Pixels (1797, 8, 8) float32 in 0..16, and digits (1797,) int64."""
+    """Return pixels (1797, 8, 8) float32 in 0..16, and digits (1797,) int64."""
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise MissingExtra("scikit-learn", "data", "the data set digits")

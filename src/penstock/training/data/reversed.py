@@ -1,4 +1,4 @@
-"""Text, to be written backwards: a translation whose right answers come with the source."""
+"""Text to be reversed: a translation task whose targets follow from the source."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from penstock.training.data.text import windows_of
     source="a UTF-8 file, or the documentation that comes with Python",
 )
 def reversed_text(path: str | Path | None = None, *, tokens: int = 128) -> Dataset:
-    """Windows of a text and the same backwards: inputs (n, 2, tokens) int64, targets (n, tokens)
+    """Windows of a text and their reversals: inputs (n, 2, tokens) int64, targets (n, tokens)
     int64.
 
-    The first row is the source, the second the target moved by one: what is known of it before each
-    of its characters. Vocabulary and parts are those of `text`; 0 also begins the target.
+    The first row of an input is the source, the second the target shifted by one: the decoder's
+    input before each character. Vocabulary and split are those of `text`; 0 also starts the target.
 
         text      T h e _ c a        tokens = 3
         source    T h e | _ c a
-        known     0 e h | 0 a c
+        shifted   0 e h | 0 a c
         targets   e h T | a c _
 
     The last character that was read is the first to be written: without attention a recurrent model
-    has to keep the whole window. Source of the task: Sutskever, Vinyals and Le 2014, section 3.3,
-    who turned their sources round because it is so much easier.
+    has to remember the whole window. Source of the task: Sutskever, Vinyals and Le 2014, section
+    3.3, who reversed their sources because that makes the task much easier.
 
     Args:
-        path: a file in UTF-8; without it, the language reference that comes with Python.
+        path: a file in UTF-8; by default the language reference that comes with Python.
         tokens: characters of source and target, at least 1.
 
     Raises:
@@ -51,11 +51,15 @@ def reversed_text(path: str | Path | None = None, *, tokens: int = 128) -> Datas
         test_targets=test.flip(1),
         classes=classes,
         task="translate",
-        description=f"{source}, and backwards: {len(train):,} windows of {tokens:,} to train, {len(test):,} to test, "
-        f"vocabulary of {classes}",
+        description=(
+            f"{source}, and backwards: {len(train):,} windows of {tokens:,} to train, "
+            f"{len(test):,} to test, vocabulary of {classes}"
+        ),
     )
 
 
 def _pairs(windows: torch.Tensor) -> torch.Tensor:
-    known = torch.cat([torch.zeros_like(windows[:, :1]), windows.flip(1)[:, :-1]], dim=1)
-    return torch.stack([windows, known], dim=1)
+    """Return source and shifted target of windows (n, tokens): (n, 2, tokens)."""
+    start = torch.zeros_like(windows[:, :1])
+    shifted = torch.cat([start, windows.flip(1)[:, :-1]], dim=1)
+    return torch.stack([windows, shifted], dim=1)

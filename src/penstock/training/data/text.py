@@ -1,4 +1,4 @@
-"""Text, character by character, for a model that says what comes next."""
+"""Text, character by character, for next-token prediction."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from penstock.training.data.catalogue import register
 def text(path: str | Path | None = None, *, tokens: int = 128) -> Dataset:
     """Windows of a text that do not overlap: inputs and targets (n, tokens) int64.
 
-    The last tenth of the text, and at least one window, is to test. The vocabulary is the training
-    part's characters in order of their code points, from 1; index 0 stands for a character that the
-    training part does not have.
+    The last tenth of the text, and at least one window, is the test part. The vocabulary is the
+    training part's characters in order of their code points, from 1; index 0 stands for characters
+    that do not occur in the training part.
 
         text     T h e _ c a t _ s       tokens = 2: windows of 3 characters
         inputs   T h | _ c | t _
         targets  h e | c a | _ s
 
     Args:
-        path: a file in UTF-8; without it, the language reference that comes with Python
-        (pydoc_data.topics, topics
-            in alphabetical order; 465,048 characters of English in Python 3.11.7). It changes a
-            little from one Python version to the next: compare the sha256 in the description.
-        tokens: characters that the model sees at once, at least 1.
+        path: a file in UTF-8; by default the language reference that comes with Python
+            (pydoc_data.topics, topics in alphabetical order; 465,048 characters of English in
+            Python 3.11.7). It changes a little from one Python version to the next: compare the
+            sha256 in the description.
+        tokens: characters per sequence, at least 1.
 
     Raises:
         FileError: the file is missing, is not text, or is shorter than two windows.
@@ -52,37 +52,43 @@ def text(path: str | Path | None = None, *, tokens: int = 128) -> Dataset:
         test_targets=test[:, 1:].contiguous(),
         classes=classes,
         task="next_token",
-        description=f"{source}: {len(train):,} windows of {tokens:,} to train, {len(test):,} to test, vocabulary of {classes}",
+        description=(
+            f"{source}: {len(train):,} windows of {tokens:,} to train, {len(test):,} to test, "
+            f"vocabulary of {classes}"
+        ),
     )
 
 
 def windows_of(path: str | Path | None, window: int) -> tuple[torch.Tensor, torch.Tensor, int, str]:
-    """Windows of a text to train and to test, (n, window) int64 each; the size of the vocabulary
-    with 0; and what the text is.
+    """Split a text into windows to train and to test.
+
+    Returns:
+        Both, (n, window) int64; the size of the vocabulary including 0; and a description of the
+        text.
 
     Raises:
         FileError: the file is missing, is not text, or is shorter than two windows.
     """
-    content, what = _documentation() if path is None else _read(Path(path))
+    content, origin = _documentation() if path is None else _read(Path(path))
     if len(content) < 2 * window:
         raise FileError(
-            f"{what} has {len(content):,} characters, but needs {2 * window:,}: a window of {window:,} "
-            "to train and one to test. Give a longer text or fewer tokens"
+            f"{origin} has {len(content):,} characters, but needs {2 * window:,}: a window of "
+            f"{window:,} to train and one to test. Provide a longer text or fewer tokens"
         )
-    # Code points as an array: 18 ms for the documentation, against 70 ms by a dictionary (one core
-    # of the build machine),
-    # and a large file never stands in memory as a Python list.
+    # Code points as an array take 18 ms for the documentation, a dictionary 70 ms (one core of the
+    # build machine), and a large file never becomes a Python list.
     points = np.frombuffer(content.encode("utf-32-le"), dtype="<u4")
-    cut = len(points) - max(len(points) // 10, window)
-    vocabulary = np.unique(points[:cut])
-    train, test = (
-        _windows(_encode(part, vocabulary), window) for part in (points[:cut], points[cut:])
-    )
-    source = f"{what}, {len(content):,} characters, sha256 {hashlib.sha256(content.encode()).hexdigest()}"
-    return train, test, len(vocabulary) + 1, source
+    split = len(points) - max(len(points) // 10, window)
+    vocabulary = np.unique(points[:split])
+    train = _windows(_encode(points[:split], vocabulary), window)
+    test = _windows(_encode(points[split:], vocabulary), window)
+    sha256 = hashlib.sha256(content.encode()).hexdigest()
+    description = f"{origin}, {len(content):,} characters, sha256 {sha256}"
+    return train, test, len(vocabulary) + 1, description
 
 
 def _documentation() -> tuple[str, str]:
+    """Return Python's language reference, and a description of it."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -94,12 +100,12 @@ def _documentation() -> tuple[str, str]:
 
 
 def _read(path: Path) -> tuple[str, str]:
-    """The text, every byte of it as it stands, and what to call it."""
+    """Return the text of a file, unchanged, and a description of it."""
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise FileError(f"cannot read the text {path}: {error.strerror or error}") from error
-    # A zero byte is good UTF-8, but no text has one: what has one is a binary file or UTF-16.
+    # A zero byte is valid UTF-8, but does not occur in text: the file is binary, or UTF-16.
     zero = raw.find(b"\0")
     if zero >= 0:
         raise FileError(f"{path} is not text: byte {zero:,} is 0x00; give a file in UTF-8")
@@ -107,17 +113,18 @@ def _read(path: Path) -> tuple[str, str]:
         return raw.decode(), f"text of {path}"
     except UnicodeDecodeError as error:
         raise FileError(
-            f"{path} is not text in UTF-8: byte {error.start:,} is {raw[error.start]:#04x} ({error.reason})"
+            f"{path} is not text in UTF-8: byte {error.start:,} is {raw[error.start]:#04x} "
+            f"({error.reason})"
         ) from error
 
 
 def _encode(points: np.ndarray, vocabulary: np.ndarray) -> np.ndarray:
-    """Index 1.. in the vocabulary, or 0, of every code point."""
-    places = np.minimum(np.searchsorted(vocabulary, points), len(vocabulary) - 1)
-    return np.where(vocabulary[places] == points, places + 1, 0)
+    """Return the index of every code point in the vocabulary, from 1; 0 if it is not in it."""
+    indices = np.minimum(np.searchsorted(vocabulary, points), len(vocabulary) - 1)
+    return np.where(vocabulary[indices] == points, indices + 1, 0)
 
 
 def _windows(indices: np.ndarray, window: int) -> torch.Tensor:
-    """(n, window) int64; what does not fill a window at the end is left out."""
+    """Split indices into windows, (n, window) int64; an incomplete last window is left out."""
     count = len(indices) // window
     return torch.from_numpy(indices[: count * window].astype(np.int64)).view(count, window)

@@ -8,16 +8,16 @@ from penstock.errors import ClusterError
 
 def test_kinds_joined_by_a_plus_are_nodes_of_their_own():
     """A new machine beside the old one."""
-    made = cluster("4xV100+4xP100-PCIe3-25GbE")
-    assert (made.ranks, made.nodes, made.kinds) == (8, 2, ("V100", "P100"))
-    assert made.link(3, 4).bandwidth_bytes_per_s == 3.125e9
+    topology = cluster("4xV100+4xP100-PCIe3-25GbE")
+    assert (topology.ranks, topology.nodes, topology.kinds) == (8, 2, ("V100", "P100"))
+    assert topology.link(3, 4).bandwidth_bytes_per_s == 3.125e9
 
 
 def test_nvlink_is_each_kind_s_own():
     """One word, two generations."""
-    made = cluster("2x4xV100+1x2xA100-NVLink-IB")
-    assert (made.ranks, made.nodes) == (10, 3)
-    assert [made.link(rank, rank + 1).bandwidth_bytes_per_s for rank in (0, 4, 8)] == [
+    topology = cluster("2x4xV100+1x2xA100-NVLink-IB")
+    assert (topology.ranks, topology.nodes) == (10, 3)
+    assert [topology.link(rank, rank + 1).bandwidth_bytes_per_s for rank in (0, 4, 8)] == [
         25e9,
         25e9,
         300e9,

@@ -1,4 +1,4 @@
-"""The pace of a stream is taken where it is full."""
+"""The meter of a stream is taken where it is full."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from penstock.schedule.catalogue import schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.steady import steady
-from penstock.training import stream as module
-from penstock.training.stream import Feed, Pace, steady_of
+from penstock.training import throughput as module
+from penstock.training.throughput import BatchFeed, ThroughputMeter, measured_steady_state
 
 
 class Clock:
-    """Time passes when somebody works."""
+    """A clock that advances only when the test says so."""
 
     def __init__(self):
         self.now = 0.0
@@ -26,20 +26,20 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     """The clock that the module sees."""
-    found = Clock()
-    monkeypatch.setattr(module, "time", found)
-    return found
+    fake_clock = Clock()
+    monkeypatch.setattr(module, "time", fake_clock)
+    return fake_clock
 
 
 def batches(clock, sizes, made_s):
-    """Batches of so many samples, each of which takes a while to be made."""
+    """Batches of the given sizes, each of which takes `made_s` seconds to make."""
     for size in sizes:
         clock.now += made_s
         yield torch.zeros(size, 1), torch.zeros(size)
 
 
 def pipeline(clock, feed, *, late, fill_s=10.0, batch_s=2.0, drain_s=5.0):
-    """A stream whose losses come so many batches late."""
+    """A stream whose losses arrive some batches late."""
     count = 0
     for number, _ in enumerate(feed):
         clock.now += fill_s if number < late else batch_s
@@ -54,12 +54,14 @@ def pipeline(clock, feed, *, late, fill_s=10.0, batch_s=2.0, drain_s=5.0):
 
 def test_filling_draining_and_making_batches_do_not_count(clock):
     """What the plan predicts is the time of a batch in a full pipeline."""
-    feed = Feed(batches(clock, [4] * 8, made_s=100.0))
-    pace = Pace(feed, batch=4)
-    found = [(float(loss), seconds) for loss, seconds in pace.losses(pipeline(clock, feed, late=2))]
-    assert [loss for loss, _ in found] == list(range(8))
-    assert pace.seconds_per_batch == 2
-    assert [seconds for _, seconds in found] == [
+    feed = BatchFeed(batches(clock, [4] * 8, made_s=100.0))
+    meter = ThroughputMeter(feed, batch=4)
+    times = [
+        (float(loss), seconds) for loss, seconds in meter.losses(pipeline(clock, feed, late=2))
+    ]
+    assert [loss for loss, _ in times] == list(range(8))
+    assert meter.seconds_per_batch == 2
+    assert [seconds for _, seconds in times] == [
         22,
         2,
         2,
@@ -69,32 +71,34 @@ def test_filling_draining_and_making_batches_do_not_count(clock):
         2.5,
         2.5,
     ]  # the drain is shared by those that it brings
-    assert feed.over
+    assert feed.exhausted
     assert list(feed.sizes) == [4] * 8
 
 
 def test_a_small_last_batch_does_not_count(clock):
     """It is not one as it was planned."""
-    feed = Feed(batches(clock, [4, 4, 4, 4, 1], made_s=0.0))
-    pace = Pace(feed, batch=4)
-    for _ in pace.losses(pipeline(clock, feed, late=1)):
+    feed = BatchFeed(batches(clock, [4, 4, 4, 4, 1], made_s=0.0))
+    meter = ThroughputMeter(feed, batch=4)
+    for _ in meter.losses(pipeline(clock, feed, late=1)):
         clock.now += 1000.0  # what is done between losses is not the pipeline's time
-    assert pace._last == (4, 10 + 3 * 2)
-    assert pace.seconds_per_batch == 2
+    assert meter._last == (4, 10 + 3 * 2)
+    assert meter.seconds_per_batch == 2
 
 
 def test_a_stream_that_is_never_full_counts_as_a_whole(clock):
     """Better than nothing."""
-    feed = Feed(batches(clock, [4, 4], made_s=0.0))
-    pace = Pace(feed, batch=4)
-    assert len(list(pace.losses(pipeline(clock, feed, late=3)))) == 2
-    assert pace.seconds_per_batch == (10 + 10 + 5) / 2
+    feed = BatchFeed(batches(clock, [4, 4], made_s=0.0))
+    meter = ThroughputMeter(feed, batch=4)
+    assert len(list(meter.losses(pipeline(clock, feed, late=3)))) == 2
+    assert meter.seconds_per_batch == (10 + 10 + 5) / 2
 
 
 def test_the_steady_state_of_a_timeline_is_by_the_pace():
     """Work of whole batches, held against the time that they take when others run beside them."""
-    made, costs = schedule("pipedream", 3, 2, batches=6), Costs(forward=[1, 2, 1], backward=2)
-    predicted = steady(made, costs)
-    found = steady_of(simulate_schedule(made, costs), predicted.seconds_per_batch, 2)
-    assert found.batches == 6
-    assert found.bubble_ratio == pytest.approx(predicted.bubble_ratio)
+    program, costs = schedule("pipedream", 3, 2, batches=6), Costs(forward=[1, 2, 1], backward=2)
+    predicted = steady(program, costs)
+    measured = measured_steady_state(
+        simulate_schedule(program, costs), predicted.seconds_per_batch, 2
+    )
+    assert measured.batches == 6
+    assert measured.bubble_ratio == pytest.approx(predicted.bubble_ratio)

@@ -1,0 +1,120 @@
+"""Measure the throughput of a stream of batches, between filling and draining the pipeline."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from penstock.event import Timeline
+from penstock.schedule.op import Kind
+from penstock.simulate.steady import Steady
+
+#: Lower bound of a measured duration in seconds, so that no rate divides by 0.
+_TICK = 1e-9
+
+
+@dataclass
+class BatchFeed:
+    """An iterable of batches that records what it has yielded.
+
+    Attributes:
+        batches: pairs of inputs and targets.
+        sizes: samples of the yielded batches whose losses are outstanding; the consumer of the
+            losses removes them.
+        count: batches yielded.
+        last_size: samples of the last one.
+        seconds: time that `batches` took to produce them.
+        exhausted: whether there are no more.
+    """
+
+    batches: Iterator[tuple[Tensor, Tensor]]
+    sizes: deque[int] = field(default_factory=deque)
+    count: int = 0
+    last_size: int = 0
+    seconds: float = 0.0
+    exhausted: bool = False
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            start = time.perf_counter()
+            batch = next(self.batches, None)
+            self.seconds += time.perf_counter() - start
+            if batch is None:
+                self.exhausted = True
+                return
+            inputs, _ = batch
+            self.last_size = len(inputs)
+            self.sizes.append(self.last_size)
+            self.count += 1
+            yield batch
+
+
+@dataclass
+class ThroughputMeter:
+    """Times a stream.
+
+    A batch counts while the pipeline is full: after the first loss, until the feed is exhausted.
+
+    Attributes:
+        feed: of the stream.
+        batch: samples in a full batch; smaller ones do not count.
+    """
+
+    feed: BatchFeed
+    batch: int
+    _total: float = 0.0
+    # Batches fed and seconds passed at the first and the last loss that counts.
+    _first: tuple[int, float] | None = None
+    _last: tuple[int, float] | None = None
+
+    def losses(self, stream: Iterable[Tensor]) -> Iterator[tuple[Tensor, float]]:
+        """Yield each loss with the seconds since the previous one, without those of making batches.
+
+        Losses of the final drain arrive together and share its time equally.
+        """
+        losses = iter(stream)
+        drain_share = 0.0
+        for done in itertools.count():
+            start, feed_seconds = time.perf_counter(), self.feed.seconds
+            loss = next(losses, None)
+            seconds = time.perf_counter() - start - (self.feed.seconds - feed_seconds)
+            if loss is None:
+                return
+            self._total += seconds
+            if not self.feed.exhausted:
+                if self.feed.last_size == self.batch:
+                    self._first = self._first or (self.feed.count, self._total)
+                    self._last = self.feed.count, self._total
+            else:
+                drain_share = drain_share or seconds / (self.feed.count - done)
+                seconds = drain_share
+            yield loss, max(seconds, _TICK)
+
+    @property
+    def seconds_per_batch(self) -> float:
+        """The mean while the pipeline was full, or of all batches if it was not full for long."""
+        if self._first is not None and self._last is not None and self._first[0] < self._last[0]:
+            return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
+        return self._total / max(self.feed.count, 1)
+
+
+def measured_steady_state(
+    timeline: Timeline, seconds_per_batch: float, micro_batches: int
+) -> Steady:
+    """Return the steady state of a measured stream.
+
+    Args:
+        timeline: of some full batches of it.
+        seconds_per_batch: as measured.
+        micro_batches: of one batch.
+    """
+    last = 0
+    for event in timeline.compute:
+        if event.op.kind is Kind.F:
+            last = max(last, event.op.micro_batch)
+    return Steady.of(seconds_per_batch, last // micro_batches + 1, timeline)

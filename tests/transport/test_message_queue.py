@@ -1,0 +1,98 @@
+"""The chain of entries from one process to another, both ends here."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.transport.mailbox import Mailbox
+from penstock.transport.message_queue import QueueReader, QueueWriter
+from penstock.transport.payload import Payload
+
+
+class Ends:
+    """The two ends of a message_queue from rank 1."""
+
+    def __init__(self) -> None:
+        mailbox = Mailbox.make(2)
+        self.mailbox, self.writer = (
+            mailbox,
+            QueueWriter(Mailbox.open(os.getpid(), mailbox.segment.fd), 1),
+        )
+        self.reader = QueueReader(mailbox, 1, os.getpid(), torch.device("cpu"))
+
+    def close(self) -> None:
+        """Give all back."""
+        self.writer.arena.close()
+        self.mailbox.segment.close()
+
+
+@pytest.fixture
+def ends():
+    """A message_queue; closed when the test is over."""
+    both = Ends()
+    yield both
+    both.close()
+
+
+def test_nothing_has_come_before_anything_was_sent(ends):
+    """Nor does an unused link allocate memory."""
+    assert not ends.reader.poll()
+    assert ends.writer.arena.nbytes == 0
+    assert ends.writer.all_opened()
+
+
+def test_looking_tells_whether_something_new_has_come(ends):
+    """What has come waits under its name."""
+    ends.writer.send(16, Payload.of(torch.ones(1)))
+    assert not ends.writer.all_opened()
+    assert ends.reader.poll()
+    assert ends.writer.all_opened()
+    assert not ends.reader.poll()
+    assert list(ends.reader.pending) == [16]
+    assert ends.reader.take(16).value().item() == 1
+    assert ends.reader.pending == {}
+
+
+def test_blocks_of_entries_are_used_again(ends):
+    """A stream goes on for days."""
+    payload = Payload.of(torch.ones(1))
+    for number in range(5000):
+        ends.writer.send(16 * number, payload)
+        assert ends.reader.poll()
+        ends.reader.take(16 * number)
+    assert len(ends.writer.arena.segments) == 1
+    assert len(ends.reader._slots) < 10
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=8))
+def test_entries_come_in_order_whatever_lies_between_two_looks(bursts):
+    """Ends of blocks fall anywhere reader a burst."""
+    ends, number = Ends(), 0
+    for burst in bursts:
+        for sent in range(number, number + burst):
+            ends.writer.send(16, Payload.of(torch.tensor(sent)))
+        ends.reader.poll()
+        assert [ends.reader.take(16).value().item() for _ in range(burst)] == list(
+            range(number, number + burst)
+        )
+        number += burst
+    ends.close()
+
+
+def test_only_an_armed_notifier_makes_a_system_call(ends):
+    """A system call for each message would cost as much as the message."""
+    calls = []
+    ends.writer._notifier._syscall = lambda *words: calls.append(words)
+    ends.writer.send(16, Payload.of(torch.ones(1)))
+    assert calls == []
+    ends.reader.notifier.arm()
+    ends.writer.send(16, Payload.of(torch.ones(1)))
+    assert len(calls) == 1
+    ends.writer.send(16, Payload.of(torch.ones(1)))
+    assert len(calls) == 1
