@@ -2,9 +2,8 @@
 
 Shows: schedule, simulate, verify, draw.
 Story: four equal stages, eight micro-batches, a network whose hops cost a tenth of a forward. Is
-1F1B faster than GPipe?
-    No: it takes as long, and even a little longer where hops cost time, but it keeps half as many
-    micro-batches in memory.
+    1F1B faster than GPipe? No: it takes as long, and even a little longer where hops cost time, but
+    it keeps half as many micro-batches in memory.
 Takes: less than a second, no GPU, no torch.
 """
 

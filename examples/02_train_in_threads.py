@@ -2,9 +2,8 @@
 
 Shows: chain, Pipeline, compare_with_one_device, timeline, save and load.
 Story: seven layers are cut into three stages. The pipeline learns random data by heart, its
-gradients are those of plain
-    training, and what it learned goes on under another cut. Threads are for looking closely and for
-    tests; processes, as in the next example, are for speed.
+    gradients are those of plain training, and what it learned goes on under another cut. Threads
+    are for looking closely and for tests; processes, as in the next example, are for speed.
 Takes: a few seconds on a CPU.
 """
 

@@ -2,8 +2,7 @@
 
 Shows: profile, cluster, plan, launch, Pipeline with a plan.
 Story: a model is measured here, a plan is made for two ranks of this machine, and two processes
-learn the handwritten digits
-    with it. Every rank runs the same function with the same data.
+    learn the handwritten digits with it. Every rank runs the same function with the same data.
 Takes: half a minute on two cores. Needs scikit-learn (the extra `data`) for the digits.
 """
 

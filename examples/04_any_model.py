@@ -2,10 +2,10 @@
 head.
 
 Shows: chain with an example, layers and what crosses between them, Pipeline,
-compare_with_one_device. Story: a small translator is written as one writes it. It is traced, cut
-into a layer for every module with weights, and trained on
-    three ranks with batches of other lengths than the example's; its gradients are those of plain
-    training, in its own parameters.
+    compare_with_one_device.
+Story: a small translator is written as one writes it. It is traced, cut into a layer for every
+    module with weights, and trained on three ranks with batches of other lengths than the
+    example's; its gradients are those of plain training, in its own parameters.
 Takes: some seconds on a CPU.
 """
 

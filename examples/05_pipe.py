@@ -2,9 +2,8 @@
 
 Shows: Pipe, skippable, stash, pop, Namespace, deferred batch norm.
 Story: a small U-Net with batch norm learns to tell a circle from its outline. Its skips pass over
-the cut between two partitions. Gradients
-    are those of the plain model, which has statistics of micro-batches too here, and what was
-    learned goes back into it.
+    the cut between two partitions. Gradients are those of the plain model, which has statistics of
+    micro-batches too here, and what was learned goes back into it.
 Takes: a few seconds on a CPU.
 """
 

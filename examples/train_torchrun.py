@@ -6,9 +6,8 @@
 
 Shows: Pipeline without a plan, save and load.
 Story: as many stages as there are processes, all of the same number of layers. Stop it and start it
-again, with as many
-    processes as you like: it goes on from the last epoch, since a checkpoint can be read under any
-    cut.
+    again, with as many processes as you like: it goes on from the last epoch, since a checkpoint
+    can be read under any cut.
 Takes: half a minute on two cores. Needs scikit-learn (the extra `data`) for the digits.
 """
 

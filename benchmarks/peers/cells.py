@@ -26,8 +26,9 @@ class Cuts:
     Attributes:
         lengths: layers per stage, for everybody.
         halves: layers per stage with two stages on every rank, for interleaved schedules; None
-        where the model has too few layers. plan: file of the plan that Penstock found by itself,
-        and how many ranks it takes; None where it was not asked.
+            where the model has too few layers.
+        plan: file of the plan that Penstock found by itself, and how many ranks it takes; None
+            where it was not asked.
     """
 
     lengths: tuple[int, ...]

@@ -270,8 +270,9 @@ class PipeMare(Line):
     With `lockstep`, that of the paper's own machine, (2 (P - i) + 1) / N with i from 1 and N = m.
     T1: the k-th step has lr / max(tau, 1) ** (1 - min(k / K, 1)), k from 0.
     T2: backwards read w - tau delta; delta' = gamma delta + (1 - gamma) (w' - w), gamma = D ** (1 /
-    tau). T3: the first `warm_up` batches are synchronous: nothing is stale, so nothing is slowed
-    down or corrected.
+        tau).
+    T3: the first `warm_up` batches are synchronous: nothing is stale, so nothing is slowed down or
+        corrected.
     """
 
     def __init__(

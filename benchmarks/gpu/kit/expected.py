@@ -21,7 +21,8 @@ def compare(sections: Sequence[SectionResult], gpu: str | None, file: Path = FIL
     Args:
         sections: what was measured.
         gpu: the card's name, such as "NVIDIA H100 80GB HBM3"; its column is the one whose name is
-        in it. file: predictions.
+            in it.
+        file: predictions.
     """
     content = json.loads(file.read_text(encoding="utf-8"))
     card = card_of(gpu, content["cards"])

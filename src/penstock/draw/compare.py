@@ -47,8 +47,10 @@ def draw_pair(
         first: what was predicted.
         second: what was measured, or any other timeline to hold against the first.
         path: where to write the drawing, whole or not at all; its suffix is the format: .txt .svg
-        .png .html .json (Perfetto). format: "txt", "svg", "png", "html" or "json", whatever the
-        suffix. width: columns of text, at least 20. colour: text with SGR codes.
+            .png .html .json (Perfetto).
+        format: "txt", "svg", "png", "html" or "json", whatever the suffix.
+        width: columns of text, at least 20.
+        colour: text with SGR codes.
 
     Returns:
         The drawing: what the file holds. Bytes if it is a PNG, else text.

@@ -74,11 +74,12 @@ def draw(
 
     Args:
         what: a timeline, simulated or measured, or a schedule; or several, which are drawn one
-        above the other on one time
-            scale, with a line that says how they differ.
+            above the other on one time scale, with a line that says how they differ.
         path: where to write the drawing, whole or not at all; its suffix is the format: .txt .svg
-        .png .html .json (Perfetto). format: "txt", "svg", "png", "html" or "json", whatever the
-        suffix. width: columns of text, at least 20. colour: text with SGR codes.
+            .png .html .json (Perfetto).
+        format: "txt", "svg", "png", "html" or "json", whatever the suffix.
+        width: columns of text, at least 20.
+        colour: text with SGR codes.
 
     Returns:
         The drawing: what the file holds. Bytes if it is a PNG, else text.

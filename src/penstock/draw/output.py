@@ -36,7 +36,9 @@ def put(
 
     Raises:
         SettingError: the format, or the suffix that stands for it, is none of the five; the width
-        is too small. MissingExtra: PNG needs Matplotlib. FileError: `path` cannot be written.
+            is too small.
+        MissingExtra: PNG needs Matplotlib.
+        FileError: `path` cannot be written.
     """
     chosen = _format(path, look.format)
     drawing: str | bytes

@@ -24,7 +24,7 @@ class Shades:
         meaning: for a legend; empty where there is one shade only.
         ways: the stages of every rank.
         batch: by rank, stage and micro-batch the version that its U makes, where that is what
-        shades tell.
+            shades tell.
     """
 
     meaning: str

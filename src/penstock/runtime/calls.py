@@ -69,7 +69,7 @@ class Calls:
 
         Raises:
             RanksDiffer: other ranks have another one, or do something else. Nothing has been
-            computed.
+                computed.
         """
         del x, y, call
         return batch

@@ -122,7 +122,7 @@ def nonlinear_in_batch(
         first: the functions in the loss of a part of a batch.
         second: those of another part.
         joined: those of both parts in one batch. Where it has more of them, they come once per
-        sample.
+            sample.
     """
     names = [function.name for function in first]
     for functions in (second, joined):

@@ -111,7 +111,7 @@ class Reading:
         tolerance: how far they may be apart, in proportion.
         gradients: of both parts; none where a gradient is not finite.
         nonlinear: the function that acts on a value to which all samples contribute, if there is
-        one.
+            one.
     """
 
     first: float

@@ -67,8 +67,8 @@ class Term:
     Attributes:
         divisor: 1 for a plain sum.
         node: the node of a negative log-likelihood, where the term is nothing else.
-        leaf: the tensor that the graph begins with, where the term is that tensor, multiplied by
-            1 / `divisor`.
+        leaf: the tensor that the graph begins with, where the term is that tensor, multiplied by 1
+            / `divisor`.
         summed: whether the term is a sum that is divided by nothing but constants.
     """
 

@@ -94,7 +94,7 @@ class ModelLoss:
 
         Raises:
             UnknownForm: the loss is no sum that is divided by a number, or samples see each other
-            in it.
+                in it.
         """
         rows = []
         for number, share in zip(batch.numbers, batch.shares, strict=True):

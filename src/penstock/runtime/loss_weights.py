@@ -89,7 +89,7 @@ class Knowledge:
         weights: where they are the same for all batches of this form.
         classes: where they are counted in class indices.
         adds_up: how a loss of an unknown form adds up, "shares" or "sums": over samples, and over
-        the tokens of slices.
+            the tokens of slices.
     """
 
     weights: list[float] | None = None

@@ -63,7 +63,7 @@ class StageLoss:
 
         Raises:
             SettingError: the loss is not one number, or the losses of micro-batches do not add up
-            to that of the batch.
+                to that of the batch.
         """
         if batch.targets is None or batch.keeps_outputs:
             batch.outputs[micro_batch] = map_tensors(Tensor.detach, value)

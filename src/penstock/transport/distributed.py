@@ -266,7 +266,8 @@ class DistributedTransport:
 
         Raises:
             RunError: the payload's form differs from that of an earlier batch with the same
-            signature, or it has too many tensors. TransportLost: the links are closed.
+                signature, or it has too many tensors.
+            TransportLost: the links are closed.
         """
         tensors = checked_tensors(payload, message)
         link = Link(self.wire.rank, peer)
