@@ -53,12 +53,12 @@ def test_transfers_are_not_work_and_do_not_lengthen_the_step():
 
 
 def test_bubble_ratio_is_idle_over_all_ranks_times_makespan():
-    """DESIGN.md's word for it: 3 seconds of 8 are idle."""
+    """docs/design.md's word for it: 3 seconds of 8 are idle."""
     assert line((0, "0F0", 0, 4), (1, "1F0", 2, 3)).bubble_ratio == 3 / 8
 
 
 def test_span_bubble_ratio_is_over_the_longest_span_of_a_rank():
-    """LITERATURE 0.2: first op's start to last op's end of a rank, updates left out; spans 4 and 3,
+    """docs/literature/notation.md: first op's start to last op's end of a rank, updates left out; spans 4 and 3,
     work 4 + 2.
     """
     timeline = line(
@@ -78,7 +78,7 @@ def test_a_late_start_counts_in_the_makespan_and_not_in_the_span():
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (4, 8), (8, 8)])
 def test_the_two_bubble_ratios_agree_for_gpipe_and_one_f_one_b(name, p, m):
-    """LITERATURE 0.2: some rank spans the whole makespan, and (cost - m(f+b)) / cost is the papers'
+    """docs/literature/notation.md: some rank spans the whole makespan, and (cost - m(f+b)) / cost is the papers'
     own form.
     """
     timeline = simulate_schedule(schedule(name, p, m), Costs(forward=1, backward=2))

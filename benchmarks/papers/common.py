@@ -24,7 +24,7 @@ from penstock.zoo.catalogue import model
 DATA = Path(__file__).parent / "data"
 GRAPHS = Path(__file__).parents[2] / "tests" / "search" / "planners" / "data"
 #: Tokens of a sentence in GNMT, source and target alike: this number makes GNMT-16 take on our V100 what
-#: DAPPLE measured (LITERATURE 11.7).
+#: DAPPLE measured (docs/literature/vgg-19-profile.md).
 TOKENS = 40
 #: PyTorch's DDP adds up gradients in buckets of this many bytes while the backward goes on.
 BUCKET_BYTES = 25 * 2**20

@@ -163,7 +163,7 @@ def plans(report: Callable[[str], None]) -> list[Section]:
     where = max(gains, key=lambda key: gains[key])
     published = (
         (
-            "plans, micro-batches and batches (LITERATURE 4.2, from memory); layers' costs of VGG-19, BERT-48, XLNet-36, GNMT-16 and AmoebaNet-36 "
+            "plans, micro-batches and batches (docs/literature/dapple.md, from memory); layers' costs of VGG-19, BERT-48, XLNet-36, GNMT-16 and AmoebaNet-36 "
             "from its repository's profiles of a V100; configurations A (2 x 8, NVLink, 25 Gb/s), B (16 x 1, 25 Gb/s), C (16 x 1, 10 Gb/s)"
         ),
     )
@@ -278,7 +278,7 @@ def throughput() -> list[Section]:
     )
     source = (
         (
-            "throughput and memory (LITERATURE 4.2, from memory); 2.69 and 4.47 ms for a block at 2 samples, from its repository's profile; "
+            "throughput and memory (docs/literature/dapple.md, from memory); 2.69 and 4.47 ms for a block at 2 samples, from its repository's profile; "
             "25 Gb/s between the two devices"
         ),
     )

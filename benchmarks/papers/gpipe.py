@@ -53,7 +53,7 @@ def gpipe_table() -> Section:
         "GPipe, table 2: throughput on K accelerators with M micro-batches, K=2 and M=1 being 1",
         "times",
         tuple(rows),
-        ("the table (LITERATURE 1 point 4)",),
+        ("the table (docs/literature/gpipe.md)",),
         (
             (
                 "a chain of equal stages, backward twice the forward, all recomputed, free transfers, time in proportion to samples: nothing of the "
@@ -97,7 +97,7 @@ def shape_table() -> Section:
         "GPipe: from 2 to 8 accelerators",
         "times",
         tuple(rows),
-        ("tables 2 and 3 (LITERATURE 1 point 4)",),
+        ("tables 2 and 3 (docs/literature/gpipe.md)",),
         ("as above",),
         misses=(
             "AmoebaNet's cells are not equal; M=1 and M=4 have other batches at K=8 than at K=2.",

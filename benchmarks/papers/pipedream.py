@@ -210,7 +210,7 @@ def sections(report: Callable[[str], None]) -> list[Section]:
 
 
 PUBLISHED = (
-    "the configurations and speed-ups (LITERATURE 3.1 point 4, from memory)",
+    "the configurations and speed-ups (docs/literature/pipedream.md, from memory)",
     (
         "costs of VGG-16, AlexNet, GNMT-8 and GNMT-16: PipeDream's own profiles of a V100, from its repository (MIT licence); GNMT's graphs "
         "made chains, dropouts with the layers behind them; times at other sizes than it measured are taken in proportion"

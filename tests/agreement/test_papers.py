@@ -184,7 +184,7 @@ def test_profiles_that_others_published_have_the_models_parameters(papers, name,
 
 
 def test_dapples_profile_of_vgg19_has_its_published_sums(papers):
-    """LITERATURE 11.7: 48.01 and 96.20 ms at 32 samples."""
+    """docs/literature/vgg-19-profile.md: 48.01 and 96.20 ms at 32 samples."""
     profile = papers.dapple.profile("VGG-19")
     assert sum(profile.seconds("forward", 32)) == pytest.approx(48.01e-3, abs=1e-5)
     assert sum(profile.seconds("backward", 32)) == pytest.approx(96.20e-3, abs=1e-4)

@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 
-#: DESIGN.md, section 2, top to bottom. registry and store are what several rooms share. Rooms in
+#: docs/design.md, top to bottom. registry and store are what several rooms share. Rooms in
 #: one row may not import each
 #: other against the order either. The front door, penstock/__init__.py, names everything above it,
 #: lazily; only the command
@@ -105,7 +105,7 @@ every_room = pytest.mark.parametrize("room", sorted({room_of(file) for file in F
 def test_a_room_imports_only_from_rooms_above_it(room):
     """Data flows one way; the first import against it is the first of many."""
     assert room in ORDER, (
-        f"{room} has no place in the order of DESIGN.md, section 2: give it one here and there"
+        f"{room} has no place in the order of docs/design.md: give it one here and there"
     )
     wrong = [
         f"{file.relative_to(SOURCE)}:{line} imports {module}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-#: DESIGN.md, section 2: all rooms above the line, those to come included.
+#: docs/design.md: all rooms above the line, those to come included.
 ABOVE = (
     "errors",
     "units",

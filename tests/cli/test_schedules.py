@@ -35,7 +35,7 @@ def test_the_table_has_every_schedule_or_says_why_not(penstock):
 
 
 def test_known_figures_stand_in_the_table():
-    """Formulas of the papers for S = 4, M = 8 and equal work per rank: LITERATURE sections 0.2, 6
+    """Formulas of the papers for S = 4, M = 8 and equal work per rank: docs/literature/notation.md, 6
     and 7.
     """
     found = {each.name: each for each in compare(4, 8)[0]}

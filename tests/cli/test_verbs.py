@@ -10,7 +10,7 @@ SMALL = ("--schedule", "1f1b", "--stages", 4, "--micro-batches", 8)
 
 
 def test_simulate_prints_the_contract_s_json(penstock):
-    """DESIGN section 3 promises these fields to scripts."""
+    """docs/design.md promises these fields to scripts."""
     ran = penstock("simulate", *SMALL, "--forward", 1, "--backward", 2, "--json")
     facts = json.loads(ran.out)
     assert ran.status == 0

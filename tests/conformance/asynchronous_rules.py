@@ -7,7 +7,7 @@ each stage reads.
 
 p stages, s = 0..p-1; a batch t has the micro-batches j = 0..m-1; `weights[s][v]` are the weights of
 stage s after v updates, counted from the last drain. In a 1F1B stream without flushes a forward
-finds v = t - gap (LITERATURE.md, section 5), a backward v = t:
+finds v = t - gap (docs/literature/weight-versions.md), a backward v = t:
 
     gap(s, j, t) = min(t, max(0, ceil((p - 1 - s - j) / m)))
 """

@@ -332,7 +332,7 @@ def test_avgpipes_reference_moves_by_the_mean_of_what_its_copies_do(count, pipel
 
 
 def test_distances_and_gaps_are_those_of_the_papers_tables():
-    """LITERATURE 5.1, 5.2: N = 4 has s_fwd 3, 2, 2, 1 and s_bwd 0, 0, 1, 1; XPipe's at D = 4 and T
+    """docs/literature/spectrain.md and docs/literature/xpipe.md: N = 4 has s_fwd 3, 2, 2, 1 and s_bwd 0, 0, 1, 1; XPipe's at D = 4 and T
     = 1, 2, 4, at D = T = 8.
     """
 

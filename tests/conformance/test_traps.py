@@ -1,8 +1,7 @@
 """The ways in which pipelines train silently wrong, each by its name: here they give one device's
 numbers, or refuse.
 
-The first six are those of torch.distributed.pipelining 2.13 (PEERS.md, 5.6), the others those that
-users report.
+The first six are those of torch.distributed.pipelining 2.13, the others those that users report.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from penstock.measure.counts import count
 from penstock.profile.roofline import Efficiency, roofline
 from penstock.zoo.catalogue import model
 
-#: Forward milliseconds of VGG-19 on a V100, batch 32 (DAPPLE; LITERATURE 11.7): convolutions with
+#: Forward milliseconds of VGG-19 on a V100, batch 32 (DAPPLE; docs/literature/vgg-19-profile.md): convolutions with
 #: their ReLUs, pools, linear maps. The
 #: backward is told as twice that, of every layer.
 VGG19_MS = [

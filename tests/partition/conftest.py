@@ -8,7 +8,7 @@ import pytest
 
 from penstock.profile.profile import LayerProfile, Profile, Timing
 
-#: DAPPLE's VGG-19 on a V100 at 32 samples: forward and backward in ms (LITERATURE 11.7).
+#: DAPPLE's VGG-19 on a V100 at 32 samples: forward and backward in ms (docs/literature/vgg-19-profile.md).
 VGG_FORWARD = [3.4, 7.2, .65, 3.4, 5.0, .3, 2.3, 3.55, 3.55, 3.55, .165, 1.71, 2.9, 2.88, 2.86, .1,
                .965, .965, .96, .965, .03, .45, .1, .05, .01]  # fmt: skip
 VGG_BACKWARD = [2 * forward for forward in VGG_FORWARD[:-1]] + [0.2]
@@ -68,5 +68,5 @@ def make_profile() -> Callable[..., Profile]:
 
 @pytest.fixture(scope="session")
 def vgg() -> Profile:
-    """The profile of LITERATURE 11.7, in ms."""
+    """The profile of docs/literature/vgg-19-profile.md, in ms."""
     return build_profile(VGG_FORWARD, VGG_BACKWARD)

@@ -25,7 +25,7 @@ def stage_sums(weights, lengths):
     ([1] * 8 + [20], 3, [0, 4, 8, 9]),
 ])  # fmt: skip
 def test_bounds_are_those_of_deepspeed(weights, stages, bounds):
-    """LITERATURE 2.3: run with DeepSpeed's own function; the first shows that ties go to the
+    """docs/literature/deepspeed.md: run with DeepSpeed's own function; the first shows that ties go to the
     shortest last stage.
     """
     assert [0, *accumulate(partition_balanced(weights, stages))] == bounds
@@ -35,7 +35,7 @@ def test_bounds_are_those_of_deepspeed(weights, stages, bounds):
     ("stages", "lengths"), [(2, [8, 17]), (4, [3, 4, 5, 13]), (8, [1, 1, 2, 2, 2, 3, 3, 11])]
 )
 def test_vgg_is_cut_as_deepspeed_cuts_it(vgg, stages, lengths):
-    """LITERATURE 11.7, the column of DeepSpeed's algorithm."""
+    """docs/literature/vgg-19-profile.md, the column of DeepSpeed's algorithm."""
     assert partition_balanced(vgg.step_seconds(32), stages) == lengths
 
 

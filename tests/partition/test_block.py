@@ -21,7 +21,7 @@ COST = st.one_of(st.just(0), st.sampled_from([0.5, 1, 3]), st.integers(0, 1000),
     ],
 )
 def test_lengths_are_those_of_torchgpipe(costs, stages, lengths):
-    """LITERATURE 2.1 (a): run with torchgpipe's own `solve`; both show how soon it is content."""
+    """docs/literature/torchgpipe.md (a): run with torchgpipe's own `solve`; both show how soon it is content."""
     assert block_partition(costs, stages) == lengths
 
 
@@ -29,7 +29,7 @@ def test_lengths_are_those_of_torchgpipe(costs, stages, lengths):
     ("stages", "lengths"), [(2, [8, 17]), (4, [4, 4, 5, 12]), (8, [2, 2, 3, 2, 2, 2, 3, 9])]
 )
 def test_vgg_is_cut_as_torchgpipe_cuts_it(vgg, stages, lengths):
-    """LITERATURE 11.7, the column of torchgpipe's algorithm."""
+    """docs/literature/vgg-19-profile.md, the column of torchgpipe's algorithm."""
     assert block_partition(vgg.step_seconds(32), stages) == lengths
 
 

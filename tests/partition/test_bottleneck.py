@@ -25,7 +25,7 @@ REAL = st.one_of(
 )
 both_ways = pytest.mark.parametrize("overlap", [True, False])
 
-#: LITERATURE 11.7: stages, one optimal cut, its bottleneck in ms.
+#: docs/literature/vgg-19-profile.md: stages, one optimal cut, its bottleneck in ms.
 TABLE = [
     (2, [8, 17], 77.4),
     (3, [4, 6, 15], 54.75),
@@ -131,7 +131,7 @@ def test_no_cut_is_better_for_real_costs_either(case, overlap):
 
 @pytest.mark.parametrize(("stages", "lengths", "bottleneck"), TABLE)
 def test_vgg_reaches_the_optimum_of_the_table(vgg, stages, lengths, bottleneck):
-    """LITERATURE 11.7: the bottleneck is the fact, the lengths are one way to it."""
+    """docs/literature/vgg-19-profile.md: the bottleneck is the fact, the lengths are one way to it."""
     costs = vgg.step_seconds(32)
     assert slowest(costs, partition(vgg, stages)) == pytest.approx(bottleneck, abs=1e-9)
     assert slowest(costs, lengths) == pytest.approx(bottleneck, abs=1e-9)

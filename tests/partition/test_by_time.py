@@ -29,7 +29,7 @@ def crossing(make_profile):
     ("stages", "lengths"), [(2, [8, 17]), (4, [4, 4, 5, 12]), (8, [2, 2, 3, 2, 2, 2, 3, 9])]
 )
 def test_vgg_is_cut_as_in_the_table(vgg, stages, lengths):
-    """LITERATURE 11.7 once more, this time from a profile."""
+    """docs/literature/vgg-19-profile.md once more, this time from a profile."""
     assert partition(vgg, stages, "time") == lengths
 
 

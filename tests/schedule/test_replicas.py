@@ -130,7 +130,7 @@ def test_in_one_stage_it_is_plain_data_parallelism():
     ((1, 1, 1, 1), (3, 2, 1, 0)), ((3, 1), (1, 0)), ((2, 1, 1), (1, 1, 0)), ((15, 1), (1, 0)), ((2, 2), (1, 0)),
 ])  # fmt: skip
 def test_the_start_up_of_replicated_stages_is_pipedreams(replicas, ahead):
-    """LITERATURE 3.1, from PipeDream's own code: forwards of a rank before it begins to alternate,
+    """docs/literature/pipedream.md, from PipeDream's own code: forwards of a rank before it begins to alternate,
     forward first.
     """
     one_f_one_b = schedule("1f1b", len(replicas), 32, replicas=replicas)

@@ -1,7 +1,7 @@
 """A slow simulator that shares no code with Penstock's, and random schedules with all that a
 schedule can say.
 
-Written from the words of DESIGN.md and of `simulate_schedule`: lists, dictionaries and `min`.
+Written from the words of docs/design.md and of `simulate_schedule`: lists, dictionaries and `min`.
 """
 
 from __future__ import annotations

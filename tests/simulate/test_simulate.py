@@ -19,7 +19,7 @@ from penstock.verify.verify import verify
 
 
 def reference(programs, seconds, hop, overlap):
-    """Start and end of every op and transfer, from the words of DESIGN.md alone.
+    """Start and end of every op and transfer, from the words of docs/design.md alone.
 
     Each rank runs its list in order; an op starts when the rank is free and its inputs have
     arrived. A finished op hands its value to the link to the other rank, which carries one message

@@ -50,7 +50,7 @@ def test_with_fewer_micro_batches_than_stages_it_is_refused(stages, micro_batche
 
 @pytest.mark.parametrize("stages", [3, 4, 6])
 def test_without_the_condition_p_minus_1_is_sound_and_p_minus_2_reads_what_is_not_there(stages):
-    """What the refusal says of itself: LITERATURE 3.2."""
+    """What the refusal says of itself: docs/literature/pipedream-2bw.md."""
     rule = WeightRule(
         "bare", weight_rule("double-buffer").reads, synchronous=False, source="a test"
     )

@@ -12,7 +12,7 @@ from penstock.weights.uses import uses
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 7])
 def test_forward_and_backward_are_p_minus_1_minus_s_versions_apart_and_one_is_kept(stages):
-    """The discrepancy that stashing is against: LITERATURE 5, the frame at m = 1."""
+    """The discrepancy that stashing is against: docs/literature/weight-versions.md, the frame at m = 1."""
     pipedream = schedule("pipedream", stages, 1)
     weight_uses = uses(pipedream, weight_rule("none"))
     for stage in range(stages):

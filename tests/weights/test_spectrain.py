@@ -17,7 +17,7 @@ RULE = weight_rule("spectrain")
 
 
 def test_distances_at_four_stages_are_those_of_the_paper():
-    """LITERATURE 5.1: N = 4 has s_fwd 3, 2, 2, 1 and s_bwd 0, 0, 1, 1."""
+    """docs/literature/spectrain.md: N = 4 has s_fwd 3, 2, 2, 1 and s_bwd 0, 0, 1, 1."""
     weight_uses = uses(schedule("pipedream", 4, 1), RULE)
     reads = [weight_uses.at(stage, 100).reads for stage in range(4)]
     assert [read.forward_ahead for read in reads] == [3, 2, 2, 1]

@@ -24,7 +24,7 @@ def test_stage_s_keeps_p_minus_s_versions_and_is_p_minus_1_minus_s_updates_late(
 @pytest.mark.parametrize("stages", range(2, 9))
 @pytest.mark.parametrize("micro_batches", range(1, 9))
 def test_the_version_gap_is_that_of_the_general_formula(stages, micro_batches):
-    """LITERATURE 5: micro-batch j of batch t reads t - min(t, max(0, ceil((p - 1 - s - j) / m)));
+    """docs/literature/weight-versions.md: micro-batch j of batch t reads t - min(t, max(0, ceil((p - 1 - s - j) / m)));
     versions follow from it.
     """
     pipedream = schedule("pipedream", stages, micro_batches)
@@ -46,7 +46,7 @@ def test_the_version_gap_is_that_of_the_general_formula(stages, micro_batches):
 
 @pytest.mark.parametrize("stages", [2, 4, 6])
 def test_from_p_minus_1_micro_batches_on_nothing_is_more_than_one_update_late(stages):
-    """LITERATURE 13.3: all of PipeDream collapses to a delay of 1, and two versions."""
+    """docs/literature/one-f-one-b.md: all of PipeDream collapses to a delay of 1, and two versions."""
     report = verify(schedule("pipedream", stages, stages - 1))
     assert report.staleness_max == (1,) * (stages - 1) + (0,)
     assert max(report.versions) == 2

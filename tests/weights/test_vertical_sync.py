@@ -14,7 +14,7 @@ from penstock.weights.uses import uses
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_all_stages_are_p_minus_1_updates_late_and_keep_p_versions(stages):
-    """LITERATURE 3.1: the option's price is that the last stage keeps as many versions as the
+    """docs/literature/pipedream.md: the option's price is that the last stage keeps as many versions as the
     first.
     """
     report = verify(schedule("pipedream", stages, 1), weights="vertical-sync")

@@ -17,7 +17,7 @@ from penstock.weights.uses import readings
 def test_group_0_is_one_update_late_with_two_versions_and_group_1_none_with_one(
     ranks, micro_batches
 ):
-    """LITERATURE 5.7: fresher weights than 2BW's, for two versions of one half of the model."""
+    """docs/literature/wpipe.md: fresher weights than 2BW's, for two versions of one half of the model."""
     wpipe = schedule("wpipe", 2 * ranks, micro_batches)
     report = verify(wpipe)
     assert report.weights == "wpipe"

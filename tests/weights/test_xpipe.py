@@ -15,7 +15,7 @@ RULE = weight_rule("xpipe")
 @pytest.mark.parametrize(("stages", "micro_batches", "distances"), [
     (4, 1, [3, 2, 2, 2]), (4, 2, [2, 2, 2, 1]), (4, 4, [2, 1, 1, 1]), (8, 8, [2, 2, 2, 2, 2, 1, 1, 1])])  # fmt: skip
 def test_forward_distances_are_those_of_the_table(stages, micro_batches, distances):
-    """LITERATURE 5.2, rounded as Python does, half to even: (4 + 1 - 1/2 - 2) / 1 = 2.5 is 2, not
+    """docs/literature/xpipe.md, rounded as Python does, half to even: (4 + 1 - 1/2 - 2) / 1 = 2.5 is 2, not
     3.
     """
     weight_uses = uses(schedule("xpipe", stages, micro_batches), RULE)

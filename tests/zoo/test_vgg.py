@@ -17,7 +17,7 @@ def parameter_count(network: nn.Module) -> int:
 
 
 def test_vgg19_for_small_images_and_100_classes_has_the_count_of_the_literature():
-    """LITERATURE 11.7: a first linear map of 512 instead of 25,088 inputs."""
+    """docs/literature/vgg-19-profile.md: a first linear map of 512 instead of 25,088 inputs."""
     assert parameter_count(model("vgg19", device="meta", image=32, classes=100)) == 39_316_644
 
 

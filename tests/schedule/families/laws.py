@@ -48,7 +48,7 @@ def check_row(
     ratio: float,
     peaks: tuple[float, ...],
 ) -> None:
-    """A row of LITERATURE 11.2: f = 1 and b = 2 per rank, dealt out to the `each` stages of a rank;
+    """A row of docs/literature/simulated-values.md: f = 1 and b = 2 per rank, dealt out to the `each` stages of a rank;
     links are free.
     """
     line = simulate_schedule(

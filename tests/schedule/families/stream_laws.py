@@ -67,7 +67,7 @@ def gaps(schedule: Schedule) -> dict[tuple[int, int], int]:
 
 
 def expected_gap(ahead: int, size: int, number: int) -> int:
-    """LITERATURE 5 and 13.3, where `ahead` is p - s: min(t, max(0, ceil((p - 1 - s - j) / m)))."""
+    """docs/literature/weight-versions.md and docs/literature/one-f-one-b.md, where `ahead` is p - s: min(t, max(0, ceil((p - 1 - s - j) / m)))."""
     batch, place = divmod(number, size)
     return min(batch, max(0, math.ceil((ahead - 1 - place) / size)))
 

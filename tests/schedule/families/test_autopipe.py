@@ -31,7 +31,7 @@ def test_the_first_micro_batches_run_as_two_halves():
     [(4, 8, 1, 31.5), (8, 16, 2, 65.5), (4, 8, 0, 33), (8, 16, 0, 69)],
 )
 def test_autopipe_agrees_with_the_oracles(p, m, sliced, makespan):
-    """LITERATURE 6.4, f = 1, b = 2: the start-up falls from (p - 1)f to (p - 1)f/2, and the
+    """docs/literature/autopipe.md, f = 1, b = 2: the start-up falls from (p - 1)f to (p - 1)f/2, and the
     makespan with it.
     """
     assert played(schedule("autopipe", p, m, sliced=sliced)).makespan == makespan

@@ -14,7 +14,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
 
-#: LITERATURE 6.7: p = 8, x = 0, m = 16.
+#: docs/literature/bpipe.md: p = 8, x = 0, m = 16.
 EVICTOR = (
     "F0 F1 F2 F3 F4 E4 F5 E5 F6 E6 F7 B0 F8 B1 F9 B2 F10 B3 F11 E11 L4 B4 F12 E12 L5 B5 F13 E13 L6 B6 F14 B7 F15 B8 B9 "
     "B10 L11 B11 L12 B12 L13 B13 B14 B15"

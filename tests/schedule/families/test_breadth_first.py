@@ -18,7 +18,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
 
-#: LITERATURE 11.2, rows breadth-first v=2: p, m, makespan, bubble ratio. In flight: m whole stages
+#: docs/literature/simulated-values.md, rows breadth-first v=2: p, m, makespan, bubble ratio. In flight: m whole stages
 #: on every rank.
 ROWS = [(2, 2, 7.5, 0.2000), (2, 4, 13.5, 0.1111), (2, 8, 25.5, 0.0588), (4, 4, 16.5, 0.2727), (4, 8, 28.5, 0.1579),
         (4, 16, 52.5, 0.0857), (8, 8, 34.5, 0.3043), (8, 16, 58.5, 0.1795), (8, 32, 106.5, 0.0986)]  # fmt: skip
@@ -81,7 +81,7 @@ def test_breadth_first_with_one_stage_on_every_rank_is_gpipe(p, m, order):
 
 
 def test_breadth_first_in_reverse_runs_the_last_micro_batch_back_first():
-    """torch's ScheduleLoopedBFS, for those who compare with it (LITERATURE 6.2)."""
+    """torch's ScheduleLoopedBFS, for those who compare with it (docs/literature/interleaved.md)."""
     breadth_first = schedule("breadth-first", 4, 2, backward_order="reverse")
     assert str(breadth_first).splitlines()[0] == "rank 0 | 0F0 0F1 2F0 2F1 2B1 2B0 2U1 0B1 0B0 0U1"
     assert [op.micro_batch for op in breadth_first.ops if op.kind is Kind.B] == [1, 0] * 4

@@ -16,7 +16,7 @@ from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind
 from penstock.verify.verify import verify
 
-#: LITERATURE 11.3, D = 4, without stages: N = 4, and N = 8 by forward doubling.
+#: docs/literature/simulated-values.md, D = 4, without stages: N = 4, and N = 8 by forward doubling.
 DIRECT = """\
 F0 F1 F2 B2 F3 B3 B0 B1
 F0 F2 F1 F3 B2 B0 B3 B1
@@ -28,7 +28,7 @@ F0 F1 F2 F3 F4 F5 F6 F7 B2 B0 B3 B1 B6 B4 B7 B5
 F2 F3 F0 F1 F6 F7 F4 F5 B0 B2 B1 B3 B4 B6 B5 B7
 F2 F3 F6 F7 F0 F1 B0 F4 F5 B1 B2 B4 B3 B5 B6 B7"""
 
-#: LITERATURE 11.2, the paragraph on Chimera, f = 1: p, m, makespan for b = 2; and for b = 1.
+#: docs/literature/simulated-values.md, the paragraph on Chimera, f = 1: p, m, makespan for b = 2; and for b = 1.
 DIRECT_ROWS = [(4, 2, 12), (4, 4, 16), (4, 8, 30), (4, 12, 44), (4, 16, 58), (6, 6, 26), (6, 12, 48), (8, 2, 24), (8, 8, 36),
                (8, 16, 66), (8, 32, 126), (16, 16, 76), (16, 32, 138)]  # fmt: skip
 EQUAL_ROWS = [
@@ -95,7 +95,7 @@ def test_forward_doubling_agrees_with_the_oracles(p, m, makespan):
     ("p", "peaks"), [(4, (3, 4, 4, 3)), (6, (4, 5, 6, 6, 5, 4)), (8, (5, 6, 7, 8, 8, 7, 6, 5))]
 )
 def test_chimera_holds_the_published_numbers_of_micro_batches(p, peaks):
-    """LITERATURE 11.2; most in the middle, where 1F1B has least and most together."""
+    """docs/literature/simulated-values.md; most in the middle, where 1F1B has least and most together."""
     assert verify(schedule("chimera", p, 2 * p)).peak_on_rank == peaks
 
 

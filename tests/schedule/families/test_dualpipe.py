@@ -11,14 +11,14 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.placement import bidirectional
 
-#: LITERATURE 11.3, p = 4, m = 8: d down the ranks, u up; `&` joins a pair.
+#: docs/literature/simulated-values.md, p = 4, m = 8: d down the ranks, u up; `&` joins a pair.
 ORDER = """\
 Fd0 Fd1 Fd2 Fu0 Iu0 Wu0 Fu1 Fd3&Bu1 Fu2&Bd0 Bu2 Fu3&Bd1 Bu3 Id2 Wd2 Id3 Wd3
 Fd0 Fu0 Fd1 Fu1 Fd2 Bu0 Fu2&Bd0 Fd3&Bu1 Fu3&Bd1 Bu2 Bd2 Iu3 Id3 Wu3 Wd3
 Fu0 Fd0 Fu1 Fd1 Fu2 Bd0 Fd2&Bu0 Fu3&Bd1 Fd3&Bu1 Bd2 Bu2 Id3 Iu3 Wd3 Wu3
 Fu0 Fu1 Fu2 Fd0 Id0 Wd0 Fd1 Fu3&Bd1 Fd2&Bu0 Bd2 Fd3&Bu1 Bd3 Iu2 Wu2 Iu3 Wu3"""
 
-#: LITERATURE 11.2, rows dualpipe with FB = f + b: p, m, makespan, ratio.
+#: docs/literature/simulated-values.md, rows dualpipe with FB = f + b: p, m, makespan, ratio.
 ROWS = [
     (2, 4, 12, 0.0),
     (2, 8, 24, 0.0),
@@ -73,7 +73,7 @@ def test_dualpipe_keeps_its_formulas(half, more, unit):
 
 
 def test_unequal_times_may_take_a_little_less_than_the_formula():
-    """LITERATURE 7.7: f = 2, i = 3, w = 1 and p = 8 leave 19 of the formula's 21."""
+    """docs/literature/dualpipe.md: f = 2, i = 3, w = 1 and p = 8 leave 19 of the formula's 21."""
     assert played(schedule("dualpipe", 8, 16), 2, 4, 3, 1).makespan == 16 * 6 + 19
 
 

@@ -16,12 +16,12 @@ from penstock.schedule.catalogue import schedule
 from penstock.schedule.placement import vee
 from penstock.verify.verify import verify
 
-#: LITERATURE 11.2, rows dualpipe-v with FB = f + b: p, m, makespan, ratio; p + 1/2 micro-batches in
+#: docs/literature/simulated-values.md, rows dualpipe-v with FB = f + b: p, m, makespan, ratio; p + 1/2 micro-batches in
 #: flight on every rank.
 ROWS = [(2, 4, 13, 0.0769), (2, 8, 25, 0.0400), (4, 8, 27, 0.1111), (4, 16, 51, 0.0588), (8, 16, 55, 0.1273),
         (8, 32, 103, 0.0680)]  # fmt: skip
 
-#: LITERATURE 11.3, p = 2, m = 4, with d and u as the way down and the way back; `&` joins a pair.
+#: docs/literature/simulated-values.md, p = 2, m = 4, with d and u as the way down and the way back; `&` joins a pair.
 ORDER = """\
 Fd0 Fd1 Fd2 Fu0 Iu0 Wu0 Fu1 Fd3&Bu1 Fu2&Bd0 Bu2 Fu3&Bd1 Bu3 Id2 Wd2 Id3 Wd3
 Fd0 Fu0 Fd1 Fu1 Fd2 Bu0 Fu2&Bd0 Fd3&Bu1 Fu3&Bd1 Bu2 Bd2 Iu3 Id3 Wu3 Wd3"""

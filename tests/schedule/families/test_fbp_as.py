@@ -29,7 +29,7 @@ def test_fbp_as_takes_the_published_time_when_ops_alone_have_the_stage_to_themse
 @sizes
 @settings(deadline=None, max_examples=50)
 def test_fbp_as_at_fixed_shares_takes_a_pipeline_of_twice_the_length(p, m):
-    """(M + 2N - 1)(F + B), LITERATURE 4.3: one slot of F + B for every op or pair, since a stage is
+    """(M + 2N - 1)(F + B), docs/literature/bapipe.md: one slot of F + B for every op or pair, since a stage is
     a slot each way.
     """
     fbp_as = schedule("fbp-as", p, m)

@@ -11,7 +11,7 @@ from penstock.schedule.catalogue import schedule
 
 
 def test_gems_runs_every_micro_batch_forward_and_back_before_the_next():
-    """LITERATURE 6.6: F0 B0 F1' B1' F2 B2 on every rank, even micro-batches down, odd ones up."""
+    """docs/literature/gems.md: F0 B0 F1' B1' F2 B2 on every rank, even micro-batches down, odd ones up."""
     assert rows_of(schedule("gems", 3, 3)) == [
         "0F0 0B0 2F1 2B1 0F2 0B2",
         "1F0 1B0 1F1 1B1 1F2 1B2",
@@ -23,7 +23,7 @@ def test_gems_runs_every_micro_batch_forward_and_back_before_the_next():
     ("p", "m", "makespan"), [(4, 4, 39), (4, 8, 75), (8, 8, 143), (8, 32, 551)]
 )
 def test_gems_agrees_with_the_oracles(p, m, makespan):
-    """LITERATURE 6.6, f = 1, b = 2."""
+    """docs/literature/gems.md, f = 1, b = 2."""
     assert played(schedule("gems", p, m)).makespan == makespan
 
 

@@ -11,7 +11,7 @@ from penstock.schedule.catalogue import schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
-#: LITERATURE 11.2, rows gpipe: p, m, makespan, bubble ratio; m in flight on every stage. f = 1, b =
+#: docs/literature/simulated-values.md, rows gpipe: p, m, makespan, bubble ratio; m in flight on every stage. f = 1, b =
 #: 2.
 ROWS = [(2, 2, 9, 0.3333), (2, 4, 15, 0.2000), (2, 8, 27, 0.1111), (4, 4, 21, 0.4286), (4, 8, 33, 0.2727), (4, 16, 57, 0.1579),
         (8, 8, 45, 0.4667), (8, 16, 69, 0.3043), (8, 32, 117, 0.1795)]  # fmt: skip
@@ -26,7 +26,7 @@ def test_gpipe_runs_backwards_in_the_order_of_the_forwards():
 
 
 def test_gpipe_in_reverse_runs_the_last_micro_batch_back_first():
-    """torchgpipe's order, for those who compare with it (LITERATURE 2.1)."""
+    """torchgpipe's order, for those who compare with it (docs/literature/torchgpipe.md)."""
     gpipe = schedule("gpipe", 2, 3, backward_order="reverse")
     assert (
         str(gpipe) == "rank 0 | 0F0 0F1 0F2 0B2 0B1 0B0 0U1\nrank 1 | 1F0 1F1 1F2 1B2 1B1 1B0 1U1"

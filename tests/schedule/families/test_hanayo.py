@@ -13,7 +13,7 @@ from penstock.schedule.placement import zigzag
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
-#: LITERATURE 6.5, p = 4, W = 1, m = 4.
+#: docs/literature/hanayo.md, p = 4, W = 1, m = 4.
 ORDER = """\
 0F0 0F1 0F2 0F3 7F0 7B0 7F1 7B1 7F2 7B2 7F3 7B3 0B0 0B1 0B2 0B3
 1F0 1F1 1F2 1F3 6F0 6F1 6B0 6F2 6B1 6F3 6B2 1B0 6B3 1B1 1B2 1B3
@@ -21,7 +21,7 @@ ORDER = """\
 3F0 4F0 3F1 4F1 3F2 4F2 3F3 4F3 4B0 3B0 4B1 3B1 4B2 3B2 4B3 3B3
 """
 
-#: LITERATURE 6.5, the order made for b = 2f: p, W, m, makespan with f = 1 and b = 2 per rank.
+#: docs/literature/hanayo.md, the order made for b = 2f: p, W, m, makespan with f = 1 and b = 2 per rank.
 SLOW_BACKWARDS = [(4, 1, 4, 18), (4, 2, 4, 15.25), (4, 4, 4, 13.625), (8, 1, 8, 38), (8, 2, 8, 31.5), (8, 4, 8, 27.75),
                   (4, 1, 8, 32.5)]  # fmt: skip
 
@@ -40,7 +40,7 @@ def test_hanayo_has_the_order_of_the_literature():
 
 @pytest.mark.parametrize(("p", "waves", "m", "makespan"), SLOW_BACKWARDS)
 def test_hanayo_ordered_for_slow_backwards_agrees_with_the_literature(p, waves, m, makespan):
-    """The times of LITERATURE 6.5 were found by the same rule in another program."""
+    """The times of docs/literature/hanayo.md were found by the same rule in another program."""
     assert (
         seconds(schedule("hanayo", 2 * waves * p, m, waves=waves, ratio=2), waves, 1, 2) == makespan
     )
@@ -53,7 +53,7 @@ def test_hanayo_with_several_waves_ordered_for_equal_times_is_faster_in_one_unit
     p, waves, m, makespan
 ):
     """Greed is no optimum: with m = p the plain order beats the one made for these very times
-    (LITERATURE 6.5 warns).
+    (docs/literature/hanayo.md warns).
     """
     assert seconds(schedule("hanayo", 2 * waves * p, m, waves=waves), waves, 1, 2) < makespan
 
@@ -69,7 +69,7 @@ def test_with_one_wave_the_order_made_for_slow_backwards_is_never_slower_with_th
 @pytest.mark.parametrize("waves", [1, 2, 4])
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 def test_the_bubble_shrinks_with_the_waves(p, waves):
-    """LITERATURE 6.5: 2m + (p - 1)/W and a ratio of (p - 1)/(2Wm + p - 1), f = b = 1 per rank;
+    """docs/literature/hanayo.md: 2m + (p - 1)/W and a ratio of (p - 1)/(2Wm + p - 1), f = b = 1 per rank;
     other m pay for the gap.
     """
     for m in (*range(1, p + 2), 2 * p, 3 * p):

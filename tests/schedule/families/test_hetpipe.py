@@ -106,7 +106,7 @@ def test_no_micro_batch_lacks_more_of_the_others_than_the_global_bound(stages, i
 
 
 def test_the_papers_example_of_the_global_bound():
-    """LITERATURE 5.5: with D = 0 and s_local = 3, minibatch 11 must contain everyone's 1 to 4; it
+    """docs/literature/hetpipe.md: with D = 0 and s_local = 3, minibatch 11 must contain everyone's 1 to 4; it
     has those and no more.
     """
     hetpipe = schedule("hetpipe", 4, 1, batches=40)

@@ -15,7 +15,7 @@ from penstock.schedule.placement import ring
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
-#: LITERATURE 11.2, rows interleaved v=2: p, m, makespan, bubble ratio, peaks in whole stages.
+#: docs/literature/simulated-values.md, rows interleaved v=2: p, m, makespan, bubble ratio, peaks in whole stages.
 ROWS = [
     (2, 2, 7.5, 0.2000, (2, 1.5)), (2, 4, 13.5, 0.1111, (2.5, 1.5)), (2, 8, 25.5, 0.0588, (2.5, 1.5)),
     (4, 4, 16.5, 0.2727, (4, 4, 3.5, 2.5)), (4, 8, 28.5, 0.1579, (5.5, 4.5, 3.5, 2.5)),
@@ -24,7 +24,7 @@ ROWS = [
     (8, 32, 106.5, 0.0986, (11.5, 10.5, 9.5, 8.5, 7.5, 6.5, 5.5, 4.5)),
 ]  # fmt: skip
 
-#: LITERATURE 11.3, p = 4, m = 8, v = 2.
+#: docs/literature/simulated-values.md, p = 4, m = 8, v = 2.
 ORDER = """\
 0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1 4F4 4B2 4F5 4B3 4F6 0B0 4F7 0B1 0B2 0B3 4B4 4B5 4B6 4B7 0B4 0B5 0B6 0B7
 1F0 1F1 1F2 1F3 5F0 5F1 5F2 5F3 1F4 5B0 1F5 5B1 1F6 5B2 1F7 5B3 5F4 1B0 5F5 1B1 5F6 1B2 5F7 1B3 5B4 5B5 5B6 5B7 1B4 1B5 1B6 1B7

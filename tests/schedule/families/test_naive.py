@@ -20,7 +20,7 @@ def test_naive_finishes_a_micro_batch_before_it_begins_the_next():
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 9), st.integers(1, 9))
 @settings(deadline=None, max_examples=40)
 def test_naive_takes_all_work_one_after_the_other_with_one_micro_batch_in_flight(p, m, f, b):
-    """m p (f + b) seconds, 1 micro-batch: LITERATURE 0.4."""
+    """m p (f + b) seconds, 1 micro-batch: docs/literature/notation.md."""
     line = simulate_schedule(schedule("naive", p, m), Costs(forward=f, backward=b))
     assert line.makespan == m * p * (f + b)
     assert line.peak_in_flight == (1,) * p

@@ -12,11 +12,11 @@ from penstock.schedule.catalogue import schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
-#: LITERATURE 11.2, rows 1f1b: p, m, makespan, bubble ratio. f = 1, b = 2.
+#: docs/literature/simulated-values.md, rows 1f1b: p, m, makespan, bubble ratio. f = 1, b = 2.
 ROWS = [(2, 2, 9, 0.3333), (2, 4, 15, 0.2000), (2, 8, 27, 0.1111), (4, 4, 21, 0.4286), (4, 8, 33, 0.2727), (4, 16, 57, 0.1579),
         (8, 8, 45, 0.4667), (8, 16, 69, 0.3043), (8, 32, 117, 0.1795)]  # fmt: skip
 
-#: LITERATURE 3.3, p = 4, m = 8.
+#: docs/literature/one-f-one-b.md, p = 4, m = 8.
 ORDER = """\
 0: F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7
 1: F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7
@@ -37,8 +37,7 @@ def test_one_f_one_b_has_the_published_order():
 
 @pytest.mark.parametrize("alias", ["dapple", "pipedream-flush", "1f1b-as", "1f1b-sno"])
 def test_the_other_published_names_make_the_same_schedule(alias):
-    """DAPPLE's policy A, PipeDream-Flush, BaPipe's 1F1B-AS and 1F1B-SNO are 1F1B (LITERATURE 0.4,
-    4.1).
+    """DAPPLE's policy A, PipeDream-Flush, BaPipe's 1F1B-AS and 1F1B-SNO are 1F1B (docs/literature/notation.md and docs/literature/hop-latency.md).
     """
     assert schedule(alias, 3, 5) == schedule("1f1b", 3, 5)
 
@@ -74,7 +73,7 @@ def test_one_f_one_b_takes_gpipes_time_with_at_most_p_minus_s_in_flight(p, m, f,
     [(4, 8, 1, 49), (4, 8, 2, 65), (4, 8, 3, 81), (4, 16, 2, 113), (8, 20, 2, 173)],
 )
 def test_one_f_one_b_with_slow_hops_agrees_with_the_oracles(p, m, c, makespan):
-    """LITERATURE 11.5: f = 1, b = 2, c seconds each way."""
+    """docs/literature/simulated-values.md: f = 1, b = 2, c seconds each way."""
     assert (
         simulate_schedule(schedule("1f1b", p, m), Costs(forward=1, backward=2, transfer=c)).makespan
         == makespan
@@ -84,7 +83,7 @@ def test_one_f_one_b_with_slow_hops_agrees_with_the_oracles(p, m, c, makespan):
 @pytest.mark.parametrize("p", range(2, 9))
 @pytest.mark.parametrize(("f", "b", "c"), [(1, 2, 1), (3, 4, 2), (1, 2, 3)])
 def test_one_f_one_b_pays_two_hops_for_all_but_one_micro_batch_in_p(p, f, b, c):
-    """The hop-hiding law of LITERATURE 4.1 for BaPipe's 1F1B-SNO, on its whole range."""
+    """The hop-hiding law of docs/literature/hop-latency.md for BaPipe's 1F1B-SNO, on its whole range."""
     for m in range(1, 40):
         expected = (m + p - 1) * (f + b) + (m + p - 2 - -(-(m - 1) // p)) * 2 * c
         assert (
@@ -121,7 +120,7 @@ def test_more_forwards_ahead_than_p_minus_s_take_no_more_time_on_free_links(p, m
 
 @pytest.mark.parametrize("c", [0.5, 1, 1.5])
 def test_warm_up_between_plain_and_eager_interpolates(c):
-    """The knob for slow links (LITERATURE 4.1): every forward more ahead hides some of the hops,
+    """The knob for slow links (docs/literature/hop-latency.md): every forward more ahead hides some of the hops,
     until there is none to hide.
     """
     costs = Costs(forward=1, backward=2, transfer=c)
@@ -137,7 +136,7 @@ def test_warm_up_between_plain_and_eager_interpolates(c):
 @given(st.integers(1, 6), st.integers(1, 9))
 @settings(deadline=None, max_examples=30)
 def test_one_parameter_makes_five_published_schedules(p, m):
-    """LITERATURE 13.3: naive, 1F1B, eager 1F1B and GPipe differ in how far each stage warms up, and
+    """docs/literature/one-f-one-b.md: naive, 1F1B, eager 1F1B and GPipe differ in how far each stage warms up, and
     in nothing else.
     """
     for name, warm_up in (

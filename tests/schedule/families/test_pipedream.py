@@ -16,7 +16,7 @@ from penstock.schedule.op import Kind
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
-#: LITERATURE 3.1 and 5: p - s forwards ahead, an update after every backward, no flush. p = 4, m =
+#: docs/literature/pipedream.md and 5: p - s forwards ahead, an update after every backward, no flush. p = 4, m =
 #: 1.
 ORDER = """\
 0: F0 F1 F2 F3 B0 U1 F4 B1 U2 F5 B2 U3 B3 U4 B4 U5 B5 U6

@@ -11,14 +11,14 @@ from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind
 from penstock.verify.verify import verify
 
-#: LITERATURE 6.9, p = 4, m = 2, k = 2: micro-batch.slice.
+#: docs/literature/seq1f1b.md, p = 4, m = 2, k = 2: micro-batch.slice.
 ORDER = """\
 F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0
 F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0
 F0.0 F0.1 F1.0 B0.1 F1.1 B0.0 B1.1 B1.0
 F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0"""
 
-#: LITERATURE 11.2, rows seq1f1b with k = 2: p, m, makespan, ratio; peaks go down by half a
+#: docs/literature/simulated-values.md, rows seq1f1b with k = 2: p, m, makespan, ratio; peaks go down by half a
 #: micro-batch to 1.
 ROWS = [(2, 2, 7.5, 0.2000), (2, 4, 13.5, 0.1111), (2, 8, 25.5, 0.0588), (4, 4, 16.5, 0.2727), (4, 8, 28.5, 0.1579),
         (4, 16, 52.5, 0.0857), (8, 8, 34.5, 0.3043), (8, 16, 58.5, 0.1795), (8, 32, 106.5, 0.0986)]  # fmt: skip

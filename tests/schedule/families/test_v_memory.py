@@ -14,7 +14,7 @@ from penstock.schedule.placement import vee
 
 both = pytest.mark.parametrize("name", ["v-half", "v-min"])
 
-#: LITERATURE 11.2, rows v-half and v-min: p, m, makespan, bubble ratio, peaks in whole stages.
+#: docs/literature/simulated-values.md, rows v-half and v-min: p, m, makespan, bubble ratio, peaks in whole stages.
 ROWS = [
     ("v-half", 2, 4, 12.5, 0.0400, (2, 2)), ("v-half", 2, 8, 24.5, 0.0204, (2, 2)),
     ("v-half", 4, 8, 26.5, 0.0943, (3,) * 4), ("v-half", 4, 16, 50.5, 0.0495, (3,) * 4),
@@ -24,7 +24,7 @@ ROWS = [
     ("v-min", 8, 16, 61.5, 0.2195, (3.5, *(4,) * 7)), ("v-min", 8, 32, 109.5, 0.1233, (3.5, *(4,) * 7)),
 ]  # fmt: skip
 
-#: LITERATURE 11.3, p = 4, m = 8.
+#: docs/literature/simulated-values.md, p = 4, m = 8.
 ORDERS = {
     "v-half": """\
 0F0 0F1 0F2 0F3 0F4 7F0 7I0 7W0 7F1 7I1 7W1 7F2 0I0 7I2 7W2 7F3 0W0 0F5 0I1 7I3 7W3 7F4 0W1 0F6 0I2 7I4 7W4 7F5 0W2 0F7 \
@@ -69,7 +69,7 @@ def test_they_agree_with_the_table_of_the_literature(name, p, m, makespan, ratio
 @both
 @pytest.mark.parametrize("p", [*range(2, 10), 12])
 def test_the_bubble_is_the_closed_form_by_both_definitions(name, p):
-    """LITERATURE 7.6 for even p and p = 3 (V-Half) and for all p (V-Min); V-Half's figure for odd p
+    """docs/literature/controllable-memory.md for even p and p = 3 (V-Half) and for all p (V-Min); V-Half's figure for odd p
     was found here.
     """
     for m in (p + 1, 2 * p, 3 * p + 1):
@@ -86,7 +86,7 @@ def test_the_bubble_is_the_closed_form_by_both_definitions(name, p):
     [(2, 2, 2), (3, 2, 2), (4, 3, 2), (6, 4, 3), (8, 5, 4), (12, 7, 5), (16, 9, 6)],
 )
 def test_the_memory_is_half_and_a_third_of_that_of_1f1b(p, half, least):
-    """Peaks of LITERATURE 7.6, whatever the number of micro-batches: 1F1B holds p."""
+    """Peaks of docs/literature/controllable-memory.md, whatever the number of micro-batches: 1F1B holds p."""
     for m in (2 * p, 2 * p + 5) if p < 8 else (2 * p,):
         assert max(check_split(schedule("v-half", 2 * p, m)).peak_on_rank) == 2 * half
         assert max(check_split(schedule("v-min", 2 * p, m)).peak_on_rank) == 2 * least

@@ -12,7 +12,7 @@ from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.stream import Stream
 from penstock.schedule.updates import with_updates_of_batches
 
-#: LITERATURE 5.7: rank r runs m + 2(p - 1 - r) forwards, then 1F1B; group 0 is stages 0 to 3, group
+#: docs/literature/wpipe.md: rank r runs m + 2(p - 1 - r) forwards, then 1F1B; group 0 is stages 0 to 3, group
 #: 1 stages 4 to 7. p = 4, m = 6.
 ORDER = """\
 0: 0F0 0F1 0F2 0F3 0F4 0F5 4F0 4F1 4F2 4F3 4F4 4F5 0F6 4B0 0F7 4B1 0F8 4B2 0F9 4B3 0F10 4B4 0F11 4B5 4U1 4F6 0B0 4F7 0B1 4F8 0B2 4F9 0B3 \

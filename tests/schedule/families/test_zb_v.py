@@ -14,12 +14,12 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.placement import vee
 
-#: LITERATURE 11.2, rows zb-v: p, m, makespan, bubble ratio; p micro-batches in flight on every
+#: docs/literature/simulated-values.md, rows zb-v: p, m, makespan, bubble ratio; p micro-batches in flight on every
 #: rank.
 ROWS = [(2, 4, 12.5, 0.0400), (2, 8, 24.5, 0.0204), (4, 8, 25.5, 0.0588), (4, 16, 49.5, 0.0303), (8, 16, 51.5, 0.0680),
         (8, 32, 99.5, 0.0352)]  # fmt: skip
 
-#: LITERATURE 11.3, p = 4, m = 8, the closed form.
+#: docs/literature/simulated-values.md, p = 4, m = 8, the closed form.
 ORDER = """\
 0F0 0F1 0F2 0F3 0F4 0F5 0F6 7F0 7I0 7W0 7F1 7I1 7W1 7F2 7I2 7W2 7F3 7I3 7W3 0F7 0I0 0W0 7F4 7I4 7W4 0I1 0W1 7F5 7I5 7W5 \
 0I2 0W2 7F6 7I6 7W6 0I3 0W3 7F7 7I7 7W7 0I4 0W4 0I5 0W5 0I6 0W6 0I7 0W7
@@ -60,7 +60,7 @@ def test_zb_v_agrees_with_the_table_of_the_literature(p, m, makespan, ratio):
 
 @pytest.mark.parametrize("p", [*range(1, 9), 12, 16])
 def test_zb_v_has_no_bubble_in_the_span_and_half_of_p_minus_1_in_the_makespan(p):
-    """Section 7.5 of LITERATURE, p 2..16: zero bubble at the peak of 1F1B."""
+    """docs/literature/zero-bubble.md, p 2..16: zero bubble at the peak of 1F1B."""
     for m in (2 * p, 3 * p + 1) if p < 8 else (2 * p,):
         zb_v = schedule("zb-v", 2 * p, m)
         line = simulated(zb_v, 0.5, 0.5, 0.5)

@@ -15,7 +15,7 @@ from penstock.schedule.op import Kind
 
 both = pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
 
-#: LITERATURE 11.2, rows zb-h1 and zb-h2: p, m, makespan and ratio of each, peak of each on every
+#: docs/literature/simulated-values.md, rows zb-h1 and zb-h2: p, m, makespan and ratio of each, peak of each on every
 #: rank. f = i = w = 1.
 ROWS = [
     (2, 2, (7, 0.1429, 2), (7, 0.1429, 2)), (2, 4, (13, 0.0769, 2), (13, 0.0769, 3)), (2, 8, (25, 0.0400, 2), (25, 0.0400, 3)),
@@ -25,7 +25,7 @@ ROWS = [
     (8, 32, (103, 0.0680, 8), (103, 0.0680, 15)),
 ]  # fmt: skip
 
-#: LITERATURE 11.3: ZB-H1 with p = 4, m = 6; ZB-H2 with p = 4, m = 8.
+#: docs/literature/simulated-values.md: ZB-H1 with p = 4, m = 6; ZB-H2 with p = 4, m = 8.
 H1 = """\
 0F0 0F1 0F2 0F3 0I0 0W0 0F4 0I1 0W1 0F5 0I2 0W2 0I3 0W3 0I4 0W4 0I5 0W5
 1F0 1F1 1F2 1I0 1F3 1I1 1W0 1F4 1I2 1W1 1F5 1I3 1W2 1I4 1W3 1I5 1W4 1W5
@@ -37,7 +37,7 @@ H2 = """\
 2F0 2F1 2F2 2I0 2F3 2I1 2F4 2I2 2F5 2I3 2F6 2I4 2W0 2F7 2I5 2W1 2I6 2W2 2I7 2W3 2W4 2W5 2W6 2W7
 3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3F4 3I4 3F5 3I5 3F6 3I6 3W0 3F7 3I7 3W1 3W2 3W3 3W4 3W5 3W6 3W7"""
 
-#: Qi et al. 2024, tables 9 and 5 (LITERATURE 11.4): p, m, measured ms of F, I, W and a hop; bubble
+#: Qi et al. 2024, tables 9 and 5 (docs/literature/zero-bubble.md): p, m, measured ms of F, I, W and a hop; bubble
 #: rates of 1F1B, ZB-H1, ZB-H2.
 MEASURED = [
     (8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083)),
@@ -85,7 +85,7 @@ def test_the_papers_measured_times_give_the_papers_bubble_rates(p, m, times, rat
 
 @pytest.mark.parametrize(("m", "makespan"), [(2, 19), (4, 23), (8, 31)])
 def test_zb_h1_with_few_micro_batches_agrees_with_the_oracles(m, makespan):
-    """LITERATURE 11.2, 8 stages, f = i = w = 1."""
+    """docs/literature/simulated-values.md, 8 stages, f = i = w = 1."""
     assert simulated(schedule("zb-h1", 8, m)).makespan == makespan
 
 

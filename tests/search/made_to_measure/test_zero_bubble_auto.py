@@ -17,7 +17,7 @@ from penstock.simulate.simulate import simulate_schedule
 
 NAMES = ["zb-1p", "zb-2p", "zb-auto"]
 
-#: Qi et al. 2024, tables 9 and 5 (LITERATURE 11.4), all models with 1024 tokens: heads, hidden
+#: Qi et al. 2024, tables 9 and 5 (docs/literature/zero-bubble.md), all models with 1024 tokens: heads, hidden
 #: size, p, m, measured ms of F, I, W
 #: and a hop; bubble rates of ZB-1p and ZB-2p.
 MEASURED = [

@@ -9,7 +9,7 @@ from penstock.cluster.cluster import Cluster, cluster
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.search.request import PlanRequest
 
-#: LITERATURE 11.7: DAPPLE's profile of VGG-19 on a V100, milliseconds of forward and backward.
+#: docs/literature/vgg-19-profile.md: DAPPLE's profile of VGG-19 on a V100, milliseconds of forward and backward.
 VGG19 = (
     (3.4, 6.8), (7.2, 14.4), (0.65, 1.3), (3.4, 6.8), (5.0, 10.0), (0.3, 0.6), (2.3, 4.6), (3.55, 7.1), (3.55, 7.1), (3.55, 7.1),
     (0.165, 0.33), (1.71, 3.42), (2.9, 5.8), (2.88, 5.76), (2.86, 5.72), (0.1, 0.2), (0.965, 1.93), (0.965, 1.93), (0.96, 1.92),

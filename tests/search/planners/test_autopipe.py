@@ -91,7 +91,7 @@ def test_micro_batches_are_sliced_until_the_start_up_is_bridged():
     ("stages", "count", "sliced", "seconds"), [(4, 8, 1, 31.5), (8, 16, 2, 65.5)]
 )
 def test_the_slicers_known_cases_come_out_of_the_whole_plan(stages, count, sliced, seconds):
-    """LITERATURE 6.4: 33 falls to 31.5 with one micro-batch cut in two, 69 to 65.5 with two;
+    """docs/literature/autopipe.md: 33 falls to 31.5 with one micro-batch cut in two, 69 to 65.5 with two;
     transfers are a millionth of a step.
     """
     costs = profile([(1.0, 2.0)] * stages, batch=count, output=[0.0] * stages)

@@ -156,7 +156,7 @@ def test_the_devices_of_a_place_are_taken_from_each_node_in_order():
     assert devices_of(placed, [[0, 1], [2, 3, 4]]) == [(0, 1, 2), (3, 4)]
 
 
-#: VGG-19 on a V100, 32 samples (LITERATURE 11.7; profiling_results/vgg-19-pbs-32.txt of
+#: VGG-19 on a V100, 32 samples (docs/literature/vgg-19-profile.md; profiling_results/vgg-19-pbs-32.txt of
 #: AlibabaPAI/DAPPLE): forward and backward ms,
 #: output bytes, parameter bytes.
 VGG_19 = [

@@ -16,7 +16,7 @@ from penstock.search.planners.deepspeed import deepspeed, deepspeed_uniform
     ids=["equal", "heavy ends", "one heavy"],
 )
 def test_its_known_cuts_come_out(weights, stages, ends):
-    """LITERATURE 2.3, oracles of partition_balanced."""
+    """docs/literature/deepspeed.md, oracles of partition_balanced."""
     costs = profile([(0.1, 0.2)] * len(weights), parameters=weights)
     found = deepspeed(ask(costs, f"{stages}xV100-NVLink"))
     assert [end for _, end in bounds(found.lengths)] == ends
@@ -29,7 +29,7 @@ def test_its_known_cuts_come_out(weights, stages, ends):
     ("stages", "lengths"), [(2, (8, 17)), (4, (3, 4, 5, 13)), (8, (1, 1, 2, 2, 2, 3, 3, 11))]
 )
 def test_vgg19_with_times_for_weights_is_cut_as_in_the_table(stages, lengths):
-    """LITERATURE 11.7, the last column."""
+    """docs/literature/vgg-19-profile.md, the last column."""
     costs = profile([(0.1, 0.2)] * len(VGG19), parameters=[round(1000 * (f + b)) for f, b in VGG19])
     assert deepspeed(ask(costs, f"{stages}xV100-NVLink")).lengths == lengths
 

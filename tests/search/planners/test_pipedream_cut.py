@@ -15,7 +15,7 @@ from penstock.search.planners.pipedream_cut import Level, Part, Rules, hierarchi
 DATA = Path(__file__).parent / "data"
 
 #: Printed by optimizer_graph_hierarchical.py on its own profiles with activation_compression_ratio
-#: 1 (LITERATURE 11.6): the machines
+#: 1 (docs/literature/pipedream.md): the machines
 #: (components, bytes per second) from the lowest level, whether --straight_pipeline; (first layer,
 #: one past the last, copies) of the
 #: highest level, and of the levels below inside each; seconds per stage.

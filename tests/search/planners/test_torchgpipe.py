@@ -13,7 +13,7 @@ from penstock.search.planners.torchgpipe import imbalance, torchgpipe, torchgpip
     ("stages", "lengths"), [(2, (8, 17)), (4, (4, 4, 5, 12)), (8, (2, 2, 3, 2, 2, 2, 3, 9))]
 )
 def test_vgg19_is_cut_as_torchgpipe_cuts_it(stages, lengths):
-    """LITERATURE 11.7: 31.8 ms on the slowest of eight stages, where 22.5 can be had. That is the
+    """docs/literature/vgg-19-profile.md: 31.8 ms on the slowest of eight stages, where 22.5 can be had. That is the
     planner to be compared with.
     """
     found = torchgpipe(
@@ -28,7 +28,7 @@ def test_vgg19_is_cut_as_torchgpipe_cuts_it(stages, lengths):
     ids=["equal", "one dear"],
 )
 def test_its_known_cuts_come_out(costs, stages, lengths):
-    """LITERATURE 2.1, pitfalls: the subtraction of the cheapest layer makes them."""
+    """docs/literature/torchgpipe.md, pitfalls: the subtraction of the cheapest layer makes them."""
     found = torchgpipe(
         ask(profile([(each / 3, 2 * each / 3) for each in costs]), f"{stages}xV100-NVLink")
     )

@@ -22,7 +22,7 @@ def gpipe(stages: int, micro_batches: int, backward_order: str = "forward") -> S
         in flight           m on every stage
 
     Backwards run in the order of the forwards, so that gradients are summed in the order of plain
-    accumulation, with bitwise equal results. torchgpipe runs them in reverse (LITERATURE 2.1):
+    accumulation, with bitwise equal results. torchgpipe runs them in reverse (docs/literature/torchgpipe.md):
     `backward_order="reverse"`.
 
     >>> print(gpipe(2, 3))

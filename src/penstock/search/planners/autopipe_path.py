@@ -54,7 +54,7 @@ def critical_path(
         transfer_s: seconds of every hop; the repository of its authors has 0.
 
     Source: Liu et al. 2022, AutoPipe, section 3.2; github.com/HPDL-Group/Merak, autopipe.cpp.
-    LITERATURE 6.4.
+    docs/literature/autopipe.md.
     """
     stages = len(forward)
     starts, waits = _steady(forward, backward, transfer_s)

@@ -8,7 +8,7 @@
     5. intra-layer    | the layers at the boundaries are split so that all are busy equally long
                       | (FPGA)
 
-Source: Zhao et al. 2020, BaPipe (arXiv 2012.12544), as LITERATURE 4.3 has it.
+Source: Zhao et al. 2020, BaPipe (arXiv 2012.12544), as docs/literature/bapipe.md has it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def device_order(cluster: Cluster) -> tuple[int, ...]:
     The parts are those between which all links together have the least bandwidth (a minimum cut of
     the graph of bandwidths). Sets whose links are all equal stay in the order of their ranks.
 
-    Source: Luo et al. 2022, SPP, recursive device ordering; LITERATURE 8.3.
+    Source: Luo et al. 2022, SPP, recursive device ordering; docs/literature/spp.md.
     """
     ranks = range(cluster.ranks)
     bandwidth = np.zeros((cluster.ranks, cluster.ranks))
