@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import penstock as ps
-from penstock.transport.coded import CODES, compress
+from penstock.transport.compressed import CODES, compress
 from penstock.transport.payload import Payload
 from penstock.zoo.catalogue import model as zoo_model
 from penstock.zoo.gpt import gpt_loss

@@ -28,9 +28,9 @@ import penstock as ps
 from penstock.cluster.cluster import Cluster
 from penstock.cluster.device import Link
 from penstock.measure.link import measure_link
-from penstock.measure.profile import machine_facts
+from penstock.measure.profiler import machine_facts
 from penstock.profile.profile import Profile
-from penstock.runtime.processes import join
+from penstock.ranks.process_world import join
 from penstock.zoo.catalogue import model as zoo_model
 from penstock.zoo.gpt import gpt_loss
 

@@ -27,14 +27,14 @@ from penstock.cluster.cluster import Cluster
 from penstock.cluster.device import Link
 from penstock.event import Event, Timeline
 from penstock.measure.link import measure_link
-from penstock.measure.profile import machine_facts
+from penstock.measure.profiler import machine_facts
 from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
-from penstock.runtime.processes import join
+from penstock.ranks.process_world import join
 from penstock.schedule.op import Kind
+from penstock.search.best_plan import plan_proposal
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import plan_proposal
 from penstock.simulate.plan_costs import costs_of_plan
 from penstock.simulate.stage_seconds import stage_seconds
 from penstock.zoo.catalogue import model as zoo_model

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.simulate.steady import steady
+from penstock.simulate.steady_state import steady
 from penstock.zoo.catalogue import model as zoo_model
 from penstock.zoo.gpt import gpt_loss
 
@@ -95,7 +95,7 @@ def measure(
     """
     import gc
 
-    from penstock.runtime.processes import join
+    from penstock.ranks.process_world import join
 
     join()
     systems = {

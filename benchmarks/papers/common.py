@@ -15,9 +15,9 @@ from penstock.cluster.device import Link
 from penstock.cluster.machines import Cluster
 from penstock.errors import PenstockError
 from penstock.profile.profile import LayerProfile, Timing
+from penstock.search.best_plan import plan_proposal
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import plan_proposal
 from penstock.simulate.plan_costs import meeting_seconds
 from penstock.zoo.catalogue import model
 

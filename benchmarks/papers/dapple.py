@@ -12,9 +12,9 @@ from side_by_side import Row, Section
 
 import penstock as ps
 from penstock.errors import PenstockError
+from penstock.search.best_plan import best_plan
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_plan
 
 #: Samples of DAPPLE's micro-batch and of its batch, by model.
 SIZES = {

@@ -24,7 +24,7 @@ import penstock as ps
 from penstock.cluster.machines import Cluster
 from penstock.search.proposal import Proposal
 from penstock.simulate.plan_costs import costs_of_plan, meeting_seconds
-from penstock.simulate.steady import steady
+from penstock.simulate.steady_state import steady
 
 #: Samples of a minibatch, which one device takes whole; from memory.
 SAMPLES = {"vgg16": 64, "alexnet": 256, "resnet50": 128, "gnmt": 64, "gnmt16": 64}

@@ -16,7 +16,7 @@ from side_by_side import Row, Section
 
 import penstock as ps
 from penstock.cluster.presets import Presets
-from penstock.measure.counts import count
+from penstock.measure.work_counter import count
 from penstock.profile.counts import LayerCounts, ModelCounts
 from penstock.profile.roofline import PHASES, roofline
 from penstock.schedule.op import Kind, Op, Schedule

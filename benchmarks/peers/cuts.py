@@ -16,8 +16,8 @@ from workloads import WORKLOADS, first_batch, layers_of
 import penstock as ps
 from penstock.cluster.device import Link
 from penstock.measure.link import measure_link
-from penstock.measure.profile import machine_facts
-from penstock.runtime.processes import join
+from penstock.measure.profiler import machine_facts
+from penstock.ranks.process_world import join
 
 HERE = Path(__file__).parent
 #: Kept from run to run while the machine and torch stay the same.

@@ -71,7 +71,7 @@ def contestant(name: str) -> Callable[..., nn.Module]:
         from fairscale.nn import Pipe as FairScalePipe
 
         return FairScalePipe
-    from penstock.runtime.pipe import Pipe
+    from penstock.pipe.pipe import Pipe
 
     return Pipe
 

@@ -22,9 +22,9 @@ import numpy as np
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import load_compiled
-from penstock.simulate.front import simulate
-from penstock.simulate.many import simulate_many
+from penstock.simulate.entry import simulate
+from penstock.simulate.kernel_dispatch import load_compiled
+from penstock.simulate.sweep import simulate_many
 
 SIZES = [
     ("1f1b", 16, 64),

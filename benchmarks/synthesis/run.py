@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import penstock as ps
-from penstock.search.synthesis.synthesise import Settings, Synthesis, synthesise
+from penstock.synthesis.synthesise import Settings, Synthesis, synthesise
 
 #: Stages, micro-batches, placement, and what a rank may hold (micro-batches over all its stages;
 #: None for no limit).

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import HashStore
 
 import penstock as ps
-from penstock.runtime.processes import join
+from penstock.ranks.process_world import join
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
 from penstock.transport.payload import Payload

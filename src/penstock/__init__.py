@@ -19,11 +19,17 @@ if TYPE_CHECKING:
     from penstock.event import Timeline as Timeline
     from penstock.export.catalogue import export as export
     from penstock.measure.analytic import analytic as analytic
-    from penstock.measure.profile import profile as profile
+    from penstock.measure.profiler import profile as profile
+    from penstock.modules.side_loss import side_loss as side_loss
+    from penstock.modules.skippable import Namespace as Namespace
+    from penstock.modules.skippable import pop as pop
+    from penstock.modules.skippable import skippable as skippable
+    from penstock.modules.skippable import stash as stash
+    from penstock.modules.skippable import verify_skippables as verify_skippables
     from penstock.partition.catalogue import partition as partition
+    from penstock.pipe.pipe import Pipe as Pipe
     from penstock.profile.profile import Profile as Profile
-    from penstock.runtime.launch import launch as launch
-    from penstock.runtime.pipe import Pipe as Pipe
+    from penstock.ranks.launch import launch as launch
     from penstock.runtime.pipeline import Pipeline as Pipeline
     from penstock.schedule.op import Op as Op
     from penstock.schedule.op import Schedule as Schedule
@@ -32,23 +38,17 @@ if TYPE_CHECKING:
     from penstock.search.schedules import schedule as schedule
     from penstock.search.schedules import schedules as schedules
     from penstock.simulate.costs import Costs as Costs
-    from penstock.simulate.front import simulate as simulate
-    from penstock.simulate.many import simulate_many as simulate_many
-    from penstock.tracing.chain import chain as chain
-    from penstock.tracing.side_loss import side_loss as side_loss
-    from penstock.tracing.skippable import Namespace as Namespace
-    from penstock.tracing.skippable import pop as pop
-    from penstock.tracing.skippable import skippable as skippable
-    from penstock.tracing.skippable import stash as stash
-    from penstock.tracing.skippable import verify_skippables as verify_skippables
+    from penstock.simulate.entry import simulate as simulate
+    from penstock.simulate.sweep import simulate_many as simulate_many
+    from penstock.tracing.traced_chain import chain as chain
     from penstock.verify.front import verify as verify
 
 __version__ = "0.1.0"
 
 #: Module of each public name, below `penstock`; imported when the name is first used.
 _MODULES = {
-    "chain": "tracing.chain",
-    "profile": "measure.profile",
+    "chain": "tracing.traced_chain",
+    "profile": "measure.profiler",
     "analytic": "measure.analytic",
     "Profile": "profile.profile",
     "cluster": "cluster.cluster",
@@ -60,22 +60,22 @@ _MODULES = {
     "Schedule": "schedule.op",
     "Op": "schedule.op",
     "verify": "verify.front",
-    "simulate": "simulate.front",
-    "simulate_many": "simulate.many",
+    "simulate": "simulate.entry",
+    "simulate_many": "simulate.sweep",
     "Costs": "simulate.costs",
     "Timeline": "event",
     "draw": "draw.draw",
     "partition": "partition.catalogue",
     "export": "export.catalogue",
     "Pipeline": "runtime.pipeline",
-    "Pipe": "runtime.pipe",
-    "side_loss": "tracing.side_loss",
-    "skippable": "tracing.skippable",
-    "stash": "tracing.skippable",
-    "pop": "tracing.skippable",
-    "Namespace": "tracing.skippable",
-    "verify_skippables": "tracing.skippable",
-    "launch": "runtime.launch",
+    "Pipe": "pipe.pipe",
+    "side_loss": "modules.side_loss",
+    "skippable": "modules.skippable",
+    "stash": "modules.skippable",
+    "pop": "modules.skippable",
+    "Namespace": "modules.skippable",
+    "verify_skippables": "modules.skippable",
+    "launch": "ranks.launch",
     "PenstockError": "errors",
     "ScheduleError": "errors",
 }

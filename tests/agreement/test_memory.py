@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock.search.best_plan import plan_proposal
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import plan_proposal
 
 #: Predicted bytes / measured bytes of the rank that is most off. Tighten it, never widen.
 BAND = (0.98, 1.02)

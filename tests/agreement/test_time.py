@@ -32,8 +32,8 @@ def measured_and_simulated(schedule, forward, input_grad, weight_grad, recompute
     """
     # Layers that may draw random numbers have the generators to themselves, one thread at a time;
     # these draw none.
-    monkeypatch.setattr("penstock.runtime.draws.may_draw", lambda module: False)
-    monkeypatch.setattr("penstock.runtime.draws.runs_user_code", lambda module: False)
+    monkeypatch.setattr("penstock.stage.stage_random.may_draw", lambda module: False)
+    monkeypatch.setattr("penstock.stage.stage_random.runs_user_code", lambda module: False)
     layers = [Sleepy(*seconds) for seconds in zip(forward, input_grad, weight_grad, strict=True)]
     pipe = ps.Pipeline(
         nn.Sequential(*layers),

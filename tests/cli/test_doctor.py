@@ -9,7 +9,7 @@ import torch
 
 from penstock.cli.doctor import machine_facts, table
 from penstock.measure.card_check import check_cards
-from penstock.transport.cards import Card
+from penstock.transport.device_assignment import Card
 
 
 def test_doctor_finds_this_machine_sound_and_measures_its_link(penstock):
@@ -25,7 +25,7 @@ def test_doctor_finds_this_machine_sound_and_measures_its_link(penstock):
 def test_doctor_fails_when_two_processes_cannot_talk(penstock, monkeypatch):
     """A report that says all is well when it is not would be worse than none."""
     from penstock.errors import RunError
-    from penstock.runtime import link
+    from penstock.ranks import local_link as link
 
     def broken() -> None:
         raise RunError("rank 1 was killed")

@@ -19,7 +19,7 @@ def measured(monkeypatch):
     from penstock.measure.cluster import ClusterFound, PairFound, RankFound
     from penstock.measure.fit import fit
     from penstock.measure.messages import SIZES, Times
-    from penstock.runtime import launch
+    from penstock.ranks import launch
 
     times = tuple(1e-4 + size / 1e9 for size in SIZES)
     pair = PairFound(0, 1, Times(SIZES, times, times, 1.9), fit(SIZES, times))

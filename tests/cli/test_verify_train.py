@@ -7,7 +7,7 @@ import json
 import pytest
 
 import penstock as ps
-from penstock.runtime.stage import Stage
+from penstock.stage.stage import Stage
 from penstock.training.config import TrainConfig
 from penstock.training.task import make_task
 from penstock.transport.payload import Payload

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.modules.randomness import may_draw, stream_seed
 from penstock.schedule.op import Kind, Schedule
-from penstock.tracing.randomness import may_draw, stream_seed
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -19,7 +19,7 @@ import torch
 from tests.conformance.reference import gradients, layers_of
 from torch import Tensor, nn
 
-from penstock.tracing.randomness import may_draw, stream_seed
+from penstock.modules.randomness import may_draw, stream_seed
 
 #: Per micro-batch, how many samples it has and how many tokens its slices have; None where
 #: sequences stay whole.

@@ -16,8 +16,8 @@ from tests.conformance.async_cases import LEARNING, Case, assert_same, run_all
 from tests.conformance.asynchronous import REFERENCES
 
 import penstock as ps
-from penstock.runtime.launch import launch
-from penstock.weights.choice import rules
+from penstock.ranks.launch import launch
+from penstock.weights.compatibility import rules
 
 ANY = ("sgd", "momentum", "adam", "adamw")
 #: The optimizers that a rule is run with, by turns.

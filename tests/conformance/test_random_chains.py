@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import penstock as ps
-from penstock.tracing.side_loss import collecting_side_losses
+from penstock.modules.side_loss import collecting_side_losses
 
 SCHEDULES = [
     "gpipe",

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.errors import StageFailed
-from penstock.tracing.randomness import drawing, seed_generators, stream_seed
+from penstock.modules.randomness import drawing, seed_generators, stream_seed
 
 CPU = torch.device("cpu")
 

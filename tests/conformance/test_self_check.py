@@ -13,7 +13,7 @@ from tests.conformance.reference import PlainTraining, differences, gradients, l
 from torch import nn
 
 import penstock as ps
-from penstock.runtime.stage import Stage
+from penstock.stage.stage import Stage
 from penstock.transport.payload import Payload
 
 AT_5, AT_6 = one_of_each(5), one_of_each(6)  # some take only multiples of their ranks

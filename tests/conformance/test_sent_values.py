@@ -16,8 +16,8 @@ from tests.conformance.models import CASES, lengths_of, made
 from tests.conformance.reference import layers_of
 
 import penstock as ps
-from penstock.runtime import threads
-from penstock.transport.memory import MemoryTransport
+from penstock.ranks import thread_world as threads
+from penstock.transport.in_process import MemoryTransport
 from penstock.transport.payload import Payload
 
 RECOMPUTE = ["never", "except_last", "always"]

@@ -8,7 +8,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import StageFailed
-from penstock.tracing.side_loss import collecting_side_losses, side_loss
+from penstock.modules.side_loss import collecting_side_losses, side_loss
 
 
 class Gate(nn.Module):

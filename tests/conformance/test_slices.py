@@ -24,7 +24,7 @@ from tests.conformance.slice_programs import on_fewer_ranks, seq1f1b, terapipe
 from torch import nn
 
 import penstock as ps
-from penstock.runtime.splitting import sizes_by_share
+from penstock.batches.splitting import sizes_by_share
 from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing
 

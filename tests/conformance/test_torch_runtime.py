@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import ScheduleError
-from penstock.runtime.launch import launch
+from penstock.ranks.launch import launch
 from penstock.schedule.csv import from_csv, to_csv
 from penstock.schedule.csv_export import why_not
 from penstock.schedule.op import Schedule

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import penstock as ps
-from penstock.runtime.launch import launch
+from penstock.ranks.launch import launch
 
 SPLIT = ["zb-h1", "zb-v"]  # their backwards are in two parts
 #: Two copies of two stages with split backwards.
@@ -199,7 +199,7 @@ def test_batch_norm_and_the_norm_of_gradients_over_real_processes():
 
 
 def test_tied_copies_stay_equal():
-    """There they are never brought together. More of this in tests/runtime/test_tied.py."""
+    """There they are never brought together. More of this in tests/ranks/test_tied_weights.py."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     model[4].weight = model[0].weight
     pipe = pipeline(model, balance=[1, 3, 1], loss=nn.MSELoss(), optimizer=sgd)

@@ -15,10 +15,10 @@ from pydantic import TypeAdapter
 from tests.devices.facts import asking, card, cards, facts, torchrun
 
 from penstock.errors import SettingError
-from penstock.runtime.launch import launch
-from penstock.transport.card_facts import gather_assignment, is_mig, rank_facts
-from penstock.transport.cards import RankFacts, assign_devices, choose_local_device
-from penstock.transport.group import join
+from penstock.ranks.launch import launch
+from penstock.transport.device_assignment import RankFacts, assign_devices, choose_local_device
+from penstock.transport.device_discovery import gather_assignment, is_mig, rank_facts
+from penstock.transport.process_group import join
 
 
 def slurm(tasks_per_host, hosts, *, visible):

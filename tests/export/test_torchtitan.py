@@ -11,7 +11,7 @@ from penstock.errors import PlanError
 from penstock.export.catalogue import export, exported
 from penstock.export.torchtitan import TORCH_SCHEDULES
 from penstock.schedule.catalogue import schedule
-from penstock.tracing.chain import chain
+from penstock.tracing.traced_chain import chain
 from penstock.zoo.catalogue import model
 
 LINEAR = (4, 4, 4, 3)

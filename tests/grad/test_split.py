@@ -18,8 +18,8 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from penstock.grad.split import input_grad, weight_grad
-from penstock.tracing.chain import chain
 from penstock.tracing.materialise import materialise
+from penstock.tracing.traced_chain import chain
 from penstock.zoo.catalogue import model, models
 
 

@@ -14,8 +14,8 @@ from penstock.cluster.cluster import cluster
 from penstock.errors import SettingError
 from penstock.measure.cluster import _ALL_PAIRS, _pairs, measure_cluster
 from penstock.measure.messages import SIZES
-from penstock.runtime.launch import launch
-from penstock.runtime.processes import join
+from penstock.ranks.launch import launch
+from penstock.ranks.process_world import join
 
 
 @pytest.fixture(scope="module")

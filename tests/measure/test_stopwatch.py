@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from penstock.measure.company import ConcurrentRanks
-from penstock.measure.passes import PHASES, TimedPasses
+from penstock.measure.concurrent import ConcurrentRanks
 from penstock.measure.stopwatch import EventStopwatch, HostStopwatch, stopwatch_for
+from penstock.measure.timed_passes import PHASES, TimedPasses
 
 
 @dataclass

@@ -22,8 +22,8 @@ from penstock.optim.catalogue import stage_weights
 from penstock.optim.stage_weights import Site
 from penstock.optim.update import Update
 from penstock.weights.catalogue import WeightRule
-from penstock.weights.reads import Reads
-from penstock.weights.uses import Use
+from penstock.weights.rule_types import Reads
+from penstock.weights.weight_uses import Use
 
 
 def ops_of(stage: int, stages: int, micro_batches: int, batches: int) -> list[tuple[str, int]]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import RunError, SettingError
-from penstock.weights.reads import Reads
+from penstock.weights.rule_types import Reads
 
 #: (stage, stages, micro-batches)
 PLACES = [

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.partition import compiled
+from penstock.partition import numba_switch as compiled
 from penstock.partition.looped import folded, looped, looped_with_bound
 
 REAL = st.one_of(

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.partition import compiled, ordered
+from penstock.partition import numba_switch as compiled
+from penstock.partition import ordered
 from penstock.partition.ordered import best_order
 
 REAL = st.one_of(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.partition import compiled
+from penstock.partition import numba_switch as compiled
 from penstock.partition.replicated import replicated, replicated_sum, replicated_table, table_of
 
 TIMES = st.one_of(st.just(np.inf), st.integers(0, 6).map(float), st.floats(0, 9), st.floats(0, 9))

@@ -14,9 +14,9 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import PlanError, ScheduleError, SettingError
 from penstock.profile.profile import LayerProfile, Profile, Timing
+from penstock.search.best_plan import plan_proposal
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import plan_proposal
 
 
 def model():

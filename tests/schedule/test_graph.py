@@ -16,7 +16,7 @@ from penstock.schedule.catalogue import schedule
 from penstock.schedule.graph import build_graph, channel_depth
 from penstock.schedule.lower import Direction, lower
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.stream import Stream, Waves
+from penstock.schedule.streams import Stream, Waves
 
 
 def plays_through(programs, depth, waves=None):

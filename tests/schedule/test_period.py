@@ -15,7 +15,7 @@ from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.period import period_of, prolonged, with_batches
 from penstock.schedule.slicing import Slicing
-from penstock.schedule.stream import Stream
+from penstock.schedule.streams import Stream
 from penstock.verify.verify import verify
 
 STREAMS = [

@@ -8,14 +8,14 @@ from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import PlanError, ScheduleError
 from penstock.partition.catalogue import partition
 from penstock.schedule.catalogue import schedule
+from penstock.search.build_plan import ROWS
 from penstock.search.catalogue import plan as search
-from penstock.search.explain import ROWS
-from penstock.search.laid import CLOSE
+from penstock.search.instantiate import CLOSE
 from penstock.search.request import MICRO_BATCHES
 from penstock.search.schedules import schedules
 from penstock.simulate.plan_costs import costs_of_plan, place_costs, simulate_plan, stage_costs
 from penstock.simulate.simulate import RECOMPUTE, peak_memory, simulate_schedule
-from penstock.simulate.steady import steady
+from penstock.simulate.steady_state import steady
 
 BASIC = ("gpipe", "1f1b", "naive")
 

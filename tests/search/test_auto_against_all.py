@@ -11,10 +11,10 @@ from tests.search.random_requests import links as random_links
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.search.catalogue import plan as search
 from penstock.search.compare import compare
-from penstock.search.laid import CLOSE, instantiate
+from penstock.search.evaluate import evaluate
+from penstock.search.instantiate import CLOSE, instantiate
 from penstock.search.proposal import Proposal
 from penstock.search.request import MICRO_BATCHES, PlanRequest
-from penstock.search.weigh import evaluate
 from penstock.simulate.plan_costs import simulate_plan
 
 

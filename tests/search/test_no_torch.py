@@ -11,7 +11,7 @@ import sys
 sys.modules["torch"] = None
 from penstock.cluster.cluster import cluster
 from penstock.search.catalogue import plan
-from penstock.simulate.front import simulate
+from penstock.simulate.entry import simulate
 from penstock.weights.catalogue import weight_rule
 from penstock.profile.profile import LayerProfile, Profile, Timing
 time = Timing((1,), (1.0,))

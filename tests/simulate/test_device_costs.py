@@ -9,7 +9,7 @@ from tests.search.random_requests import profiles, unlike
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import ScheduleError
-from penstock.profile.paced import scale_profile
+from penstock.profile.device_profiles import scale_profile
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
 from penstock.simulate.costs import Costs

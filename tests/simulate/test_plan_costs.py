@@ -7,7 +7,7 @@ import pytest
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PartitionError, PlanError
 from penstock.plan.plan import Plan, Prediction
-from penstock.profile.paced import scale_profile
+from penstock.profile.device_profiles import scale_profile
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
@@ -20,7 +20,7 @@ from penstock.simulate.plan_costs import (
     stage_costs,
 )
 from penstock.simulate.simulate import peak_memory
-from penstock.simulate.steady import steady
+from penstock.simulate.steady_state import steady
 from penstock.weights.catalogue import weight_rule
 
 

@@ -13,11 +13,11 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.graph import build_graph
 from penstock.schedule.op import Kind, Schedule
-from penstock.schedule.stream import Stream, Waves
+from penstock.schedule.streams import Stream, Waves
 from penstock.simulate.costs import Costs
-from penstock.simulate.front import simulate
+from penstock.simulate.dependencies import dependencies_of
+from penstock.simulate.entry import simulate
 from penstock.simulate.simulate import simulate_schedule
-from penstock.simulate.structure import dependencies_of
 
 SECONDS = st.integers(0, 12).map(lambda quarters: quarters / 4)
 

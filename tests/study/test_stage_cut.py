@@ -9,7 +9,7 @@ from torch import nn
 from penstock.errors import SettingError
 from penstock.study.stage_cut import cut_into_stages, layer_costs
 from penstock.study.tasks import TASKS
-from penstock.tracing.chain import chain
+from penstock.tracing.traced_chain import chain
 from penstock.training.task import make_task
 
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from penstock.errors import ChainError
 from penstock.tracing.capture import Form, capture
-from penstock.tracing.chain import chain
 from penstock.tracing.outputs import Outputs
 from penstock.tracing.skeleton import skeleton_of
+from penstock.tracing.traced_chain import chain
 
 
 class Looks(nn.Module):

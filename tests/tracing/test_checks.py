@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from penstock.errors import ChainError, RunError
 from penstock.runtime.pipeline import Pipeline
-from penstock.tracing.chain import chain
+from penstock.tracing.traced_chain import chain
 
 CHECKS = [
     checked.by_comparison,

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ChainError
-from penstock.tracing.chain import chain
+from penstock.tracing.traced_chain import chain
 
 GLOBAL = np.random.default_rng(0)
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from penstock.errors import ChainError
-from penstock.tracing.chain import chain
+from penstock.modules.randomness import stream_seed
 from penstock.tracing.materialise import materialise
-from penstock.tracing.randomness import stream_seed
+from penstock.tracing.traced_chain import chain
 from penstock.zoo.catalogue import model
 
 CPU = torch.device("cpu")

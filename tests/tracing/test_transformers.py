@@ -9,11 +9,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ChainError
+from penstock.modules.state_names import state_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.tracing.capture import call, without_caches
-from penstock.tracing.chain import chain
 from penstock.tracing.materialise import materialise
-from penstock.tracing.names import state_of
+from penstock.tracing.traced_chain import chain
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ChainError
-from penstock.tracing.chain import chain
+from penstock.tracing.traced_chain import chain
 
 
 class Choosing(nn.Module):

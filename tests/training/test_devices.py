@@ -11,10 +11,10 @@ import torch
 
 from penstock.cluster.cluster import cluster
 from penstock.errors import FileError, SettingError
-from penstock.measure.cards import Card
+from penstock.measure.card_choice import Card
 from penstock.plan.plan import Plan
 from penstock.search.catalogue import plan
-from penstock.tracing.chain import chain
+from penstock.tracing.traced_chain import chain
 from penstock.training.config import TrainConfig, load
 from penstock.training.devices import Devices, device_change, with_device
 from penstock.training.job import _peaks_allocated, _profile, _rank_count

@@ -8,7 +8,7 @@ import torch
 from penstock.schedule.catalogue import schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
-from penstock.simulate.steady import steady
+from penstock.simulate.steady_state import steady
 from penstock.training import throughput as module
 from penstock.training.throughput import BatchFeed, ThroughputMeter, measured_steady_state
 

@@ -7,8 +7,8 @@ import random
 from hypothesis import strategies as st
 
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.stream import Stream
-from penstock.weights.reads import Place, Reads
+from penstock.schedule.streams import Stream
+from penstock.weights.rule_types import Place, Reads
 
 
 def batch_of(schedule: Schedule, program, i: int) -> int:

@@ -8,9 +8,9 @@ import torch
 from penstock.errors import ScheduleError, UnknownName
 from penstock.optim.catalogue import ARITHMETIC
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.stream import Waves
+from penstock.schedule.streams import Waves
 from penstock.weights.catalogue import WEIGHT_RULES, WeightRule, weight_rule
-from penstock.weights.reads import Place
+from penstock.weights.rule_types import Place
 
 #: Micro-batch 5 of batch 7 on stage 1 of 4, in a full pipeline.
 SOMEWHERE = Place(1, 4, 7, 5, 6, 7, 7, 7, 7, 6)

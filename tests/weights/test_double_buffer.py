@@ -8,8 +8,8 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import WeightRule, weight_rule
-from penstock.weights.choice import rule_of
-from penstock.weights.uses import readings, uses
+from penstock.weights.compatibility import rule_of
+from penstock.weights.weight_uses import readings, uses
 
 SIZES = [(1, 1), (2, 2), (2, 5), (3, 3), (4, 4), (4, 7), (8, 8)]
 

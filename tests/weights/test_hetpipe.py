@@ -9,10 +9,10 @@ import pytest
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind
-from penstock.schedule.stream import Waves
+from penstock.schedule.streams import Waves
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
-from penstock.weights.uses import readings, uses
+from penstock.weights.weight_uses import readings, uses
 
 RULE = weight_rule("hetpipe")
 

@@ -8,7 +8,7 @@ from penstock.errors import SettingError
 from penstock.schedule.catalogue import schedule
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
-from penstock.weights.uses import uses
+from penstock.weights.weight_uses import uses
 
 RULE = weight_rule("pipemare")
 

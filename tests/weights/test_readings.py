@@ -4,9 +4,9 @@ import pytest
 
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
-from penstock.schedule.stream import Stream
+from penstock.schedule.streams import Stream
 from penstock.weights.catalogue import weight_rule
-from penstock.weights.uses import readings
+from penstock.weights.weight_uses import readings
 
 STASH = weight_rule("stash")
 

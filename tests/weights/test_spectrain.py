@@ -11,7 +11,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
-from penstock.weights.uses import uses
+from penstock.weights.weight_uses import uses
 
 RULE = weight_rule("spectrain")
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.schedule.catalogue import schedule
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
-from penstock.weights.uses import uses
+from penstock.weights.weight_uses import uses
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])

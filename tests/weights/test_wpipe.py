@@ -8,7 +8,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
-from penstock.weights.uses import readings
+from penstock.weights.weight_uses import readings
 
 
 @pytest.mark.parametrize(

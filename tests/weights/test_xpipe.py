@@ -7,7 +7,7 @@ import pytest
 from penstock.schedule.catalogue import schedule
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
-from penstock.weights.uses import uses
+from penstock.weights.weight_uses import uses
 
 RULE = weight_rule("xpipe")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.errors import SettingError
-from penstock.tracing.chain import chain
 from penstock.tracing.materialise import materialise
+from penstock.tracing.traced_chain import chain
 from penstock.zoo.catalogue import model
 
 #: Bytes of parameters in PipeDream's profile of GNMT-8

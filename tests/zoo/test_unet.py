@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from penstock.errors import SettingError
-from penstock.tracing.chain import chain
+from penstock.tracing.traced_chain import chain
 from penstock.zoo.catalogue import model
 
 

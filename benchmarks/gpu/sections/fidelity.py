@@ -18,9 +18,9 @@ from kit.workloads import STAGES, Cell, equal_cut, gpt2, mlp, vgg19
 import penstock as ps
 from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
+from penstock.search.best_plan import plan_proposal
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import plan_proposal
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from kit.timing import time_steps
 from kit.workloads import STAGES, equal_cut, gpt2
 
 import penstock as ps
-from penstock.runtime.processes import join
+from penstock.ranks.process_world import join
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
 from penstock.transport.payload import Payload

@@ -121,8 +121,8 @@ def _simulate_figures(facts: ScheduleFacts, schedule: Schedule) -> ScheduleFigur
     """Verify and simulate a schedule, with the costs that the module's docstring names."""
     from penstock.simulate.costs import Costs
     from penstock.simulate.simulate import simulate_schedule
-    from penstock.simulate.steady import steady
-    from penstock.simulate.versions import versions_held
+    from penstock.simulate.steady_state import steady
+    from penstock.simulate.weight_versions import versions_held
     from penstock.verify.verify import verify
 
     verify(schedule)

@@ -27,7 +27,7 @@ def doctor(json: Json = False) -> None:
     Example: penstock doctor
     """
     from penstock.measure.card_check import TorchDriver, check_cards
-    from penstock.runtime.link import link_here
+    from penstock.ranks.local_link import link_here
 
     report = check_cards(TorchDriver())
     facts = machine_facts(report)

@@ -80,9 +80,9 @@ def draw(
     from penstock.cli.comparison import schedule_for_ranks
     from penstock.draw.draw import draw as draw_timelines
     from penstock.simulate.simulate import simulate_schedule
-    from penstock.simulate.versions import with_versions
+    from penstock.simulate.weight_versions import with_versions
     from penstock.verify.verify import verify
-    from penstock.weights.choice import rule_of
+    from penstock.weights.compatibility import rule_of
 
     flags = {
         "forward": forward,

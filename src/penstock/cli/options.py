@@ -156,7 +156,7 @@ def schedule_name_for_weights(
     """
     if name is not None or csv is not None or weights is None:
         return name
-    from penstock.weights.choice import schedule_for
+    from penstock.weights.compatibility import schedule_for
 
     return schedule_for(weights)
 
@@ -306,8 +306,8 @@ def stream_facts(
     batch; for a stream that is not periodic they are None.
     """
     from penstock.errors import ScheduleError
-    from penstock.simulate.steady import steady
-    from penstock.weights.uses import readings
+    from penstock.simulate.steady_state import steady
+    from penstock.weights.weight_uses import readings
 
     try:
         steady_state = steady(schedule, costs, recompute, overlap=overlap)

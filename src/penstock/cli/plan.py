@@ -13,7 +13,7 @@ from penstock.errors import SettingError
 
 if TYPE_CHECKING:
     from penstock.plan.plan import Plan
-    from penstock.profile.paced import Profiles
+    from penstock.profile.device_profiles import Profiles
     from penstock.search.compare import Compared
 
 

@@ -139,9 +139,9 @@ def _measure_profile(
     from rich.console import Console
     from rich.progress import Progress
 
-    from penstock.measure.cards import choose_device_type, count_cards
-    from penstock.measure.profile import profile as measure
-    from penstock.tracing.chain import chain
+    from penstock.measure.card_choice import choose_device_type, count_cards
+    from penstock.measure.profiler import profile as measure
+    from penstock.tracing.traced_chain import chain
     from penstock.training.task import make_task
 
     device_type = choose_device_type(device or "auto", count_cards())

@@ -64,7 +64,7 @@ def profile_cluster(
         if dist.get_rank() != 0:
             return
     else:
-        from penstock.runtime.launch import launch
+        from penstock.ranks.launch import launch
 
         if warning := _load_warning():
             typer.echo(warning, err=True)
@@ -126,7 +126,7 @@ def _process_count(spec: str) -> int | None:
             started this process.
     """
     if spec == "here":
-        from penstock.runtime.processes import started
+        from penstock.ranks.process_world import started
 
         if not started():
             raise SettingError(
@@ -154,8 +154,8 @@ def _measure(spec: str, repeats: int, threads: int) -> ClusterFound:
     import torch.distributed as dist
 
     from penstock.measure.cluster import measure_cluster
-    from penstock.runtime.processes import join
-    from penstock.transport.card_facts import assign_device
+    from penstock.ranks.process_world import join
+    from penstock.transport.device_discovery import assign_device
 
     join()
     torch.set_num_threads(threads)

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.draw.box_shades import Shades
 from penstock.draw.columns import Spans, shares
 from penstock.draw.facts import kinds, op_name, op_number
-from penstock.draw.measure import text_width
 from penstock.draw.memory import steps, thinned, told
 from penstock.draw.page import AROUND, NUMBERS, SMALL, TINY, Page, n
 from penstock.draw.pairs import by_rank, halves
 from penstock.draw.palette import DARK, FILLS, fill_class
-from penstock.draw.shades import Shades
-from penstock.draw.ways import Ways
+from penstock.draw.stage_order import Ways
+from penstock.draw.text_size import text_width
 from penstock.event import Event, MemoryCurve, Timeline
 from penstock.schedule.op import HANDING, Kind
 from penstock.units import format_bytes

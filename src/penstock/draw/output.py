@@ -11,7 +11,7 @@ from penstock.draw.html import html
 from penstock.draw.perfetto import perfetto
 from penstock.draw.png import png
 from penstock.draw.svg import svg
-from penstock.draw.text import text
+from penstock.draw.terminal import text
 from penstock.errors import FileError, SettingError
 from penstock.event import Timeline
 

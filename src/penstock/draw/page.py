@@ -9,10 +9,10 @@ from html import escape
 import numpy as np
 
 from penstock.draw.facts import op_number
-from penstock.draw.measure import flowing, text_width, wrapped
 from penstock.draw.palette import light_style
 from penstock.draw.scale import Clock, horizon, number, work_seconds
-from penstock.draw.ways import Ways
+from penstock.draw.stage_order import Ways
+from penstock.draw.text_size import flowing, text_width, wrapped
 from penstock.event import Timeline
 from penstock.schedule.op import Kind
 from penstock.units import format_bytes

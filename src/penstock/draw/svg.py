@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from penstock.draw.box_shades import Shades
 from penstock.draw.facts import KIND_NAMES, clean, figures, heading, kinds
 from penstock.draw.lanes import draw_lanes
 from penstock.draw.page import LABEL, SMALL, TITLE, Page
-from penstock.draw.shades import Shades
-from penstock.draw.ways import Ways
+from penstock.draw.stage_order import Ways
 from penstock.event import Timeline
 from penstock.schedule.op import HANDING, Kind
 

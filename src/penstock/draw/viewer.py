@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
+from penstock.draw.box_shades import Shades
 from penstock.draw.facts import KIND_NAMES, heading, kinds, op_name, op_number
 from penstock.draw.memory import held_by, steps
 from penstock.draw.pairs import by_rank, halves
 from penstock.draw.palette import FILLS, ON_DARK, inks
 from penstock.draw.scale import Clock, horizon
-from penstock.draw.shades import Shades
-from penstock.draw.ways import Ways
+from penstock.draw.stage_order import Ways
 from penstock.event import Event, MemoryCurve, Timeline
 from penstock.schedule.op import HANDING, Kind
 

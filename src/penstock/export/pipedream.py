@@ -11,7 +11,10 @@ from penstock.plan.plan import Plan
 from penstock.schedule.op import Kind
 
 
-@register("pipedream", source="github.com/msr-fiddle/pipedream, runtime/runtime.py; docs/literature/pipedream.md")
+@register(
+    "pipedream",
+    source="github.com/msr-fiddle/pipedream, runtime/runtime.py; docs/literature/pipedream.md",
+)
 def pipedream(plan: Plan) -> Exported:
     """Export as JSON with three maps.
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from penstock.grad.saved import SavedVersion, unpack_checked
+from penstock.grad.saved_version import SavedVersion, unpack_checked
 
 #: Smallest tensor that is moved, in bytes.
 SMALLEST = 1 << 16

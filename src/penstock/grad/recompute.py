@@ -36,9 +36,9 @@ from penstock.errors import RunError
 from penstock.grad.attributes import Attributes, Values
 from penstock.grad.buffers import Buffers, Contents
 from penstock.grad.fingerprint import Fingerprint, difference, fingerprint
-from penstock.grad.saved import SavedVersion
+from penstock.grad.saved_version import SavedVersion
 from penstock.plan.segments import segments
-from penstock.values.memory import copy_of, overlapping
+from penstock.values.storage import copy_of, overlapping
 from penstock.values.structure import Structure, flatten, unflatten
 
 

@@ -10,14 +10,14 @@ from torch import nn
 
 from penstock.cluster.device import Device
 from penstock.cluster.presets import Presets
-from penstock.measure.counts import count
-from penstock.measure.passes import Loss
 from penstock.measure.replicable import with_single_copy_reasons
-from penstock.profile.calibrate import calibrated
+from penstock.measure.timed_passes import Loss
+from penstock.measure.work_counter import count
+from penstock.profile.calibration import calibrated
 from penstock.profile.fpga import fpga
 from penstock.profile.profile import Profile
 from penstock.profile.roofline import Efficiency, roofline
-from penstock.tracing.chain import TracedChain, chain
+from penstock.tracing.traced_chain import TracedChain, chain
 
 
 def analytic(

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import RunError
-from penstock.transport.card_facts import visible_cards
-from penstock.transport.cards import Card
+from penstock.transport.device_assignment import Card
+from penstock.transport.device_discovery import visible_cards
 from penstock.units import format_bytes
 
 #: Rows and columns of the matrices that a card multiplies: sums of this many ones are exact in

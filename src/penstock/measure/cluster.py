@@ -18,13 +18,13 @@ from penstock.cluster.device import DTYPES, Device, Kind, Link
 from penstock.cluster.local import LOOPBACK, available_memory_bytes
 from penstock.cluster.machines import Cluster
 from penstock.errors import SettingError
-from penstock.measure.alike import equally_fast, name_by_kind
+from penstock.measure.device_benchmarks import Load, benchmark_loads, time_load
+from penstock.measure.device_kinds import equally_fast, name_by_kind
 from penstock.measure.fit import Fit, fit
-from penstock.measure.loads import Load, benchmark_loads, time_load
 from penstock.measure.messages import Times, Wires, time_messages, time_pairs_at_once
-from penstock.transport.card_facts import gather_assignment, rank_facts
-from penstock.transport.cards import Assignment
-from penstock.transport.exchange import all_gather, broadcast
+from penstock.transport.collectives import all_gather, broadcast
+from penstock.transport.device_assignment import Assignment
+from penstock.transport.device_discovery import gather_assignment, rank_facts
 from penstock.units import parse_seconds
 
 Progress = Callable[[int, int, str], None]

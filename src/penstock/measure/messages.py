@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.measure.quiet import non_decreasing, undisturbed_seconds
+from penstock.measure.min_of_repeats import non_decreasing, undisturbed_seconds
 
 #: Bytes of the messages that are timed.
 SIZES: Final = (64, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.measure.passes import named_failure
+from penstock.measure.timed_passes import named_failure
+from penstock.modules.module_state import ModuleState
+from penstock.modules.randomness import seed_generators
+from penstock.modules.state_names import prefix_of
 from penstock.profile.profile import Profile
-from penstock.tracing.chain import TracedChain
-from penstock.tracing.module_state import ModuleState
 from penstock.tracing.moving_state import observe
-from penstock.tracing.names import prefix_of
-from penstock.tracing.randomness import seed_generators
 from penstock.tracing.single_copy import single_copy_reasons
+from penstock.tracing.traced_chain import TracedChain
 
 
 def with_single_copy_reasons(

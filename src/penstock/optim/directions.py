@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.optim.ratio import Ratio
+from penstock.optim.chunked_ratio import Ratio
 from penstock.optim.stage_weights import State
 
 Group = dict[str, Any]

@@ -17,10 +17,10 @@ from penstock.errors import RunError
 from penstock.optim.catalogue import kind_of, no_formula, register
 from penstock.optim.directions import AdamDirection, Direction, RmspropDirection, SgdDirection
 from penstock.optim.stage_weights import Site, StageWeights, State
-from penstock.optim.working import Working
+from penstock.optim.working_weights import Working
 from penstock.registry import Registry
-from penstock.weights.reads import Reads
-from penstock.weights.uses import Use
+from penstock.weights.rule_types import Reads
+from penstock.weights.weight_uses import Use
 
 #: By the name of a weight rule, the function from a stage to the direction of its predictions.
 #: Rules without an entry use PipeOptim's.

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.optim.update import Update
-from penstock.schedule.stream import Waves
+from penstock.schedule.streams import Waves
 from penstock.weights.catalogue import WeightRule
-from penstock.weights.uses import Use
+from penstock.weights.weight_uses import Use
 
 #: By name, a list with one entry for every trainable parameter of a stage.
 State = Mapping[str, Sequence[Tensor | None]]

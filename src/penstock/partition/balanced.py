@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.partition.catalogue import check_stages
-from penstock.partition.checks import check_costs
+from penstock.partition.validation import check_costs
 
 
 def partition_balanced(weights: Sequence[float], stages: int) -> list[int]:

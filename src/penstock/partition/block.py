@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from penstock.partition.catalogue import check_stages
-from penstock.partition.checks import check_costs
+from penstock.partition.validation import check_costs
 
 
 def block_partition(costs: Sequence[float], stages: int) -> list[int]:

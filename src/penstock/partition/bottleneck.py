@@ -10,9 +10,9 @@ import numpy as np
 from penstock.errors import PartitionError
 from penstock.partition.by_time import samples_of
 from penstock.partition.catalogue import check_lengths, check_stages, register
-from penstock.partition.checks import Floats, check_costs, check_number, refuse_unknown
-from penstock.partition.steps import least_bottleneck, least_sum, spans
+from penstock.partition.stage_paths import least_bottleneck, least_sum, spans
 from penstock.partition.uniform import partition_uniform
+from penstock.partition.validation import Floats, check_costs, check_number, refuse_unknown
 from penstock.profile.profile import Profile
 
 #: Relative difference below which two bottlenecks count as equal: sums of floats that should be

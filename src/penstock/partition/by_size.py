@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.partition.block import block_partition
 from penstock.partition.catalogue import register
-from penstock.partition.checks import check_number
+from penstock.partition.validation import check_number
 from penstock.profile.profile import Profile
 
 

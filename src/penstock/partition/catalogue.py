@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 
 from penstock.errors import PartitionError
-from penstock.partition.checks import refuse_unknown
+from penstock.partition.validation import refuse_unknown
 from penstock.profile.profile import Profile
 from penstock.registry import Registered, Registry
 

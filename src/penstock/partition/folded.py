@@ -9,10 +9,10 @@ import numpy as np
 
 from penstock.errors import PartitionError
 from penstock.partition.bottleneck import ROUNDING
-from penstock.partition.checks import Costs
-from penstock.partition.compiled import run
-from penstock.partition.loops import fold, peel
-from penstock.partition.placed import PlacedOptions, Placement, placement
+from penstock.partition.dp_loops import fold, peel
+from penstock.partition.numba_switch import run
+from penstock.partition.placement_costs import PlacedOptions, Placement, placement
+from penstock.partition.validation import Costs
 
 #: Relative precision of the least bottleneck, about that of rounded sums, and of the largest stage.
 BOTTLENECK_PRECISION, STAGE_PRECISION = 3e-13, 1e-6

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from penstock.errors import PartitionError
 from penstock.partition.bottleneck import EVENNESS, ROUNDING
 from penstock.partition.catalogue import check_lengths
-from penstock.partition.checks import Costs, Floats, check_costs, numbers_of, rows_of, sums_of
-from penstock.partition.steps import least_bottleneck, least_sum, spans
+from penstock.partition.stage_paths import least_bottleneck, least_sum, spans
+from penstock.partition.validation import Costs, Floats, check_costs, numbers_of, rows_of, sums_of
 
 Ints = npt.NDArray[np.int64]
 

@@ -15,12 +15,12 @@ import numpy as np
 
 from penstock.errors import PartitionError
 from penstock.partition.bottleneck import ROUNDING, minimax
-from penstock.partition.checks import Costs, Floats
-from penstock.partition.compiled import run
+from penstock.partition.dp_loops import Placed, RankLoads, share
 from penstock.partition.folded import folded
-from penstock.partition.loops import Placed, RankLoads, share
-from penstock.partition.placed import PlacedOptions, Placement, placement
+from penstock.partition.numba_switch import run
+from penstock.partition.placement_costs import PlacedOptions, Placement, placement
 from penstock.partition.uniform import partition_uniform
+from penstock.partition.validation import Costs, Floats
 
 __all__ = ["Looped", "folded", "looped", "looped_with_bound"]
 

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from penstock.errors import PartitionError
 from penstock.partition.bottleneck import ROUNDING
-from penstock.partition.checks import Costs, Floats, check_costs, numbers_of, rows_of, sums_of
-from penstock.partition.compiled import run
-from penstock.partition.kind_loops import reach, reach_furthest
 from penstock.partition.limited import limited
+from penstock.partition.numba_switch import run
+from penstock.partition.reachability_loops import reach, reach_furthest
+from penstock.partition.validation import Costs, Floats, check_costs, numbers_of, rows_of, sums_of
 
 Ints = npt.NDArray[np.int64]
 

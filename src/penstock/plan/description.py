@@ -110,8 +110,8 @@ def _recomputed(plan: Plan) -> list[str]:
 def _asynchrony(plan: Plan) -> str:
     """Write the weight rule, its staleness and the weight versions."""
     # Imported late: it loads NumPy, which `import penstock` does not need.
-    from penstock.weights.choice import rule_of
-    from penstock.weights.uses import readings
+    from penstock.weights.compatibility import rule_of
+    from penstock.weights.weight_uses import readings
 
     rule = rule_of(plan.schedule, plan.weights)
     options = "".join(f", {name} {value:g}" for name, value in plan.weights_options)

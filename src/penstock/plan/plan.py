@@ -12,10 +12,10 @@ from penstock.errors import FileError, PenstockError, PlanError
 from penstock.plan.segments import Selection
 from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing
-from penstock.schedule.stream import Stream
+from penstock.schedule.streams import Stream
 from penstock.store import read_json, write_json
 from penstock.units import format_bytes, format_seconds
-from penstock.weights.choice import rule_of
+from penstock.weights.compatibility import rule_of
 
 SCHEMA = 3
 

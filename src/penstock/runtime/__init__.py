@@ -1,1 +1,1 @@
-"""Stages, the interpreter, executors, Pipeline."""
+"""The interpreter of programs, and Pipeline."""

@@ -10,28 +10,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.checkpoint.checkpoint import Versioned
 from penstock.errors import SettingError
 from penstock.optim.catalogue import stage_weights
 from penstock.optim.factory import OptimizerFactory, check_alike, group_numbers
 from penstock.optim.schedulers import stand_in
 from penstock.optim.stage_weights import Site, StageWeights
-from penstock.runtime.checkpoint import Versioned
-from penstock.runtime.clock import clock_for
-from penstock.runtime.copies import Copies, WaveMessages
+from penstock.ranks.clock import clock_for
+from penstock.ranks.run_config import Setting
+from penstock.ranks.tied_weights import Shared, Tied, shared_tensors
+from penstock.ranks.world import World
 from penstock.runtime.interpreter import Interpreter
-from penstock.runtime.setting import Setting
-from penstock.runtime.stage import Stage
-from penstock.runtime.stage_builder import StageBuilder, Training, parameter_names
-from penstock.runtime.state import Placed
-from penstock.runtime.tied import Shared, Tied, shared_tensors
-from penstock.runtime.world import World
 from penstock.schedule.op import Schedule
-from penstock.tracing.chain import TracedChain
-from penstock.tracing.elsewhere import without_others
-from penstock.transport.coded import CodedTransport
+from penstock.stage.replicas import Copies, WaveMessages
+from penstock.stage.stage import Stage
+from penstock.stage.stage_builder import StageBuilder, Training, parameter_names
+from penstock.stage.stage_state import Placed
+from penstock.tracing.meta_layers import without_others
+from penstock.tracing.traced_chain import TracedChain
+from penstock.transport.compressed import CodedTransport
 from penstock.transport.payload import TensorForm
-from penstock.weights.choice import rule_of
-from penstock.weights.uses import Uses, uses
+from penstock.weights.compatibility import rule_of
+from penstock.weights.weight_uses import Uses, uses
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from torch import nn
 
 from penstock.errors import RunError
 from penstock.event import Timeline
+from penstock.ranks.run_config import Setting
+from penstock.ranks.world import World
 from penstock.runtime.assembly import Assembly
+from penstock.runtime.measured_timeline import measured
 from penstock.runtime.player import Player
-from penstock.runtime.setting import Setting
 from penstock.runtime.streaming import Streaming
-from penstock.runtime.timing import measured
-from penstock.runtime.world import World
 
 
 class Inspection:

@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from penstock.batches.batch import Batch
+from penstock.batches.in_flight import UnderWay
 from penstock.errors import DeadlineExceeded, PeerFailed, RunError, StageFailed
 from penstock.optim.stage_weights import StageWeights
-from penstock.runtime.batch import Batch
-from penstock.runtime.board import Board
-from penstock.runtime.clock import Clock, Mark
-from penstock.runtime.copies import Copies
-from penstock.runtime.held import ActivationMeter, optimizer_bytes
-from penstock.runtime.stage import Stage
-from penstock.runtime.steps import Step, steps_of
-from penstock.runtime.under_way import UnderWay
+from penstock.ranks.clock import Clock, Mark
+from penstock.ranks.status_board import Board
+from penstock.runtime.program_steps import Step, steps_of
 from penstock.schedule.lower import Action, Message
 from penstock.schedule.op import HANDING, Kind, Op
+from penstock.stage.activation_meter import ActivationMeter, optimizer_bytes
+from penstock.stage.replicas import Copies
+from penstock.stage.stage import Stage
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Arrival, Transport, TransportLost, TransportTimeout
 

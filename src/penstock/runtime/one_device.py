@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime import state
-from penstock.runtime.batch import Batch
-from penstock.runtime.device_batch import INPUTS, device_batch
-from penstock.runtime.loss_view import generator_states
+from penstock.batches.batch import Batch
+from penstock.batches.device_batch import INPUTS, device_batch
+from penstock.batches.splitting import join
+from penstock.losses.stage_loss import LossOptions, StageLoss
+from penstock.losses.view import generator_states
+from penstock.modules.deferred_batch_norm import begin
+from penstock.modules.host_random import equal_states, host_state
+from penstock.modules.randomness import drawing, may_draw, seed_generators, stream_seed
+from penstock.modules.side_loss import collecting_side_losses
+from penstock.modules.state_names import parameters_of, state_of
 from penstock.runtime.reference_model import reference_model
-from penstock.runtime.splitting import join
-from penstock.runtime.stage_builder import Training
-from penstock.runtime.stage_loss import LossOptions, StageLoss
-from penstock.tracing.deferred_batch_norm import begin
-from penstock.tracing.host_random import equal_states, host_state
-from penstock.tracing.names import parameters_of, state_of
-from penstock.tracing.randomness import drawing, may_draw, seed_generators, stream_seed
-from penstock.tracing.side_loss import collecting_side_losses
+from penstock.stage import stage_state as state
+from penstock.stage.stage_builder import Training
 from penstock.tracing.slices import has_past
 from penstock.values.structure import labelled, map_tensors
 

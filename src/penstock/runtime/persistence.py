@@ -6,15 +6,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.checkpoint import checkpoint, checkpoint_load
+from penstock.checkpoint.checkpoint import CheckpointOptions, Progress, Versioned, parse_skip
+from penstock.checkpoint.checkpoint_files import RuleFacts
+from penstock.checkpoint.checkpoint_fit import saved_kind
 from penstock.errors import SettingError
 from penstock.optim.schedulers import SchedulerFactory, Schedulers
-from penstock.runtime import checkpoint, checkpoint_load
 from penstock.runtime.assembly import Assembly
-from penstock.runtime.checkpoint import CheckpointOptions, Progress, Versioned, parse_skip
-from penstock.runtime.checkpoint_files import RuleFacts
-from penstock.runtime.checkpoint_fit import saved_kind
+from penstock.runtime.global_step import Together
 from penstock.runtime.streaming import Streaming
-from penstock.runtime.together import Together
 
 
 @dataclass

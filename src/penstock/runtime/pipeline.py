@@ -9,41 +9,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.batches.batch import Batch, make_batch, pair_of
 from penstock.errors import SettingError
+from penstock.losses.parameters import check_training
+from penstock.losses.stage_loss import LossOptions
 from penstock.optim.groups import GroupsOf
 from penstock.optim.scaling import LossScaler
 from penstock.optim.schedulers import SchedulerFactory, Schedulers
 from penstock.optim.update import OptimizerFactory
 from penstock.plan.plan import Plan
-from penstock.runtime import state
-from penstock.runtime.agreement import compare_optimizers, compare_settings, meeting_of
+from penstock.ranks.calls import END_OF_TRAIN
+from penstock.ranks.make_world import Place, world_of
+from penstock.ranks.results import mean_loss, outputs
+from penstock.ranks.run_config import Overrides, check, setting_of
+from penstock.ranks.settings_exchange import report_failures
 from penstock.runtime.assembly import assemble
-from penstock.runtime.batch import Batch, make_batch, pair_of
-from penstock.runtime.calls import END_OF_TRAIN
-from penstock.runtime.compare import Comparison, compare
+from penstock.runtime.global_step import Together
+from penstock.runtime.graph_preparation import Preparation
 from penstock.runtime.inspection import Inspection
-from penstock.runtime.loss_parameters import check_training
-from penstock.runtime.meeting import report_failures
-from penstock.runtime.model_state import ModelState, guard_for
-from penstock.runtime.optimizing import Optimizing
-from penstock.runtime.options import Options, check_accumulate
+from penstock.runtime.model_state_methods import ModelState, guard_for
+from penstock.runtime.one_device_comparison import Comparison, compare
+from penstock.runtime.optimizer_memory import check_optimizer_memory
+from penstock.runtime.optimizer_methods import Optimizing
 from penstock.runtime.persistence import Persistence
-from penstock.runtime.plan_memory import check_optimizer_memory
 from penstock.runtime.player import Mode, Player, stream_portions
-from penstock.runtime.preparation import Preparation
-from penstock.runtime.ranks import Place, world_of
-from penstock.runtime.replica_check import check_replicas
-from penstock.runtime.results import mean_loss, outputs
-from penstock.runtime.setting import Overrides, check, setting_of
-from penstock.runtime.stage import Loss, Stage
-from penstock.runtime.stage_builder import Training
-from penstock.runtime.stage_loss import LossOptions
+from penstock.runtime.settings_check import compare_optimizers, compare_settings, meeting_of
 from penstock.runtime.streaming import Streaming
-from penstock.runtime.together import Together
 from penstock.runtime.trainability import Trainability
 from penstock.schedule.op import Schedule
-from penstock.tracing.chain import TracedChain, chain
+from penstock.stage import stage_state as state
+from penstock.stage.replica_check import check_replicas
+from penstock.stage.stage import Loss, Stage
+from penstock.stage.stage_builder import Training
+from penstock.stage.training_options import Options, check_accumulate
 from penstock.tracing.slices import check_slices
+from penstock.tracing.traced_chain import TracedChain, chain
 
 
 class Pipeline(Optimizing, ModelState, Inspection):

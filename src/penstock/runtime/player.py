@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from enum import Enum
 from functools import cached_property, lru_cache
 
+from penstock.batches.batch import Batch
+from penstock.modules.deferred_batch_norm import DeferredBatchNorm, deferring
 from penstock.runtime.assembly import Assembly
-from penstock.runtime.batch import Batch
-from penstock.runtime.together import Together
+from penstock.runtime.global_step import Together
+from penstock.schedule.increments import Portions
 from penstock.schedule.lower import Action, LoweredSchedule, lower
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.period import prolonged
-from penstock.schedule.portions import Portions
-from penstock.tracing.deferred_batch_norm import DeferredBatchNorm, deferring
 
 #: Number of ops before its use at which a receive is posted. With two, gloo's threads receive the
 #: message while the rank computes: over gloo, an MLP on 4 ranks took a sixth longer with 0 or 1,

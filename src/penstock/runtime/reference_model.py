@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime import state
-from penstock.runtime.stage_builder import Training
-from penstock.tracing.chain import TracedChain
-from penstock.tracing.hooks import copy_tensor_hooks, copy_weight_hooks
+from penstock.modules.hooks import copy_tensor_hooks, copy_weight_hooks
+from penstock.modules.state_names import state_of
+from penstock.stage import stage_state as state
+from penstock.stage.stage_builder import Training
 from penstock.tracing.materialise import materialise
-from penstock.tracing.names import state_of
+from penstock.tracing.traced_chain import TracedChain
 
 
 def reference_model(

@@ -12,14 +12,14 @@ from itertools import islice
 
 from torch import Tensor
 
+from penstock.batches.batch import Batch
+from penstock.batches.in_flight import UnderWay
 from penstock.errors import RunError
+from penstock.ranks.results import StreamLosses
 from penstock.runtime.assembly import Assembly
-from penstock.runtime.batch import Batch
-from penstock.runtime.results import StreamLosses
-from penstock.runtime.under_way import UnderWay
+from penstock.schedule.increments import Portions
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.period import prolonged
-from penstock.schedule.portions import Portions
 
 
 @dataclass

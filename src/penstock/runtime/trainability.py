@@ -12,12 +12,12 @@ from dataclasses import InitVar, dataclass, field
 
 from torch import nn
 
+from penstock.batches.batch import Batch
 from penstock.errors import SettingError
+from penstock.modules.state_names import parameters_of
 from penstock.runtime.assembly import Assembly
-from penstock.runtime.batch import Batch
-from penstock.runtime.together import Together
-from penstock.tracing.chain import TracedChain
-from penstock.tracing.names import parameters_of
+from penstock.runtime.global_step import Together
+from penstock.tracing.traced_chain import TracedChain
 
 
 @dataclass

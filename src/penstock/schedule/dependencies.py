@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.stream import Stream
+from penstock.schedule.streams import Stream
 from penstock.schedule.updates import met_by
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.notebook import Shown
 from penstock.schedule.slicing import Slicing
-from penstock.schedule.stream import Stream
+from penstock.schedule.streams import Stream
 
 
 class Kind(str, Enum):

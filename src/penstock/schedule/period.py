@@ -19,7 +19,7 @@ from itertools import islice
 
 from penstock.errors import ScheduleError
 from penstock.schedule.op import Kind, Op, Program, Schedule
-from penstock.schedule.stream import Stream
+from penstock.schedule.streams import Stream
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _stream_of(schedule: Schedule) -> Stream:
 def _find_period(schedule: Schedule) -> Period:
     """Try loops of increasing length, and return the first with which all programs agree."""
     # Needs NumPy, which most callers that use a stream do not need otherwise.
-    from penstock.schedule.repeats import ProgramColumns
+    from penstock.schedule.periodicity import ProgramColumns
 
     total, micro_batches = _stream_of(schedule).batches, max(schedule.micro_batches, 1)
     columns = []

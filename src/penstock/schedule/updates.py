@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from penstock.schedule.op import Kind, Op, Program
-from penstock.schedule.stream import Stream
+from penstock.schedule.streams import Stream
 
 
 def with_updates(ops: Sequence[Op]) -> Program:

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from penstock.cluster.cluster import Cluster
 from penstock.plan.plan import Plan, Recompute
-from penstock.profile.paced import Profiles
+from penstock.profile.device_profiles import Profiles
 from penstock.registry import Registry
-from penstock.search.check import checked_plan
+from penstock.search.check_plan import checked_plan
 from penstock.search.optimizer_kind import optimizer_kind
 from penstock.search.request import PlanRequest
 from penstock.units import parse_bytes

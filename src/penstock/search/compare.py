@@ -10,7 +10,7 @@ from typing import Any, final
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PenstockError
 from penstock.plan.plan import Plan
-from penstock.profile.paced import Profiles
+from penstock.profile.device_profiles import Profiles
 from penstock.search.catalogue import PLANNERS, make_request
 
 

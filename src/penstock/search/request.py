@@ -10,12 +10,12 @@ from typing import Literal, final
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError, SettingError
 from penstock.plan.plan import Recompute
-from penstock.profile.paced import Profiles, profiles_of, with_optimizer_states
+from penstock.profile.device_profiles import Profiles, profiles_of, with_optimizer_states
 from penstock.profile.profile import Profile
 from penstock.schedule.catalogue import FAMILIES, ScheduleFacts, schedules
 from penstock.simulate.simulate import RECOMPUTE
 from penstock.weights.catalogue import WeightRule, weight_rule
-from penstock.weights.choice import does_not_go, schedule_for
+from penstock.weights.compatibility import does_not_go, schedule_for
 
 #: Numbers of micro-batches that are tried. Doubling beyond these shrinks the bubble little and pays
 #: the fixed cost of every call again.

@@ -18,7 +18,7 @@ from penstock.simulate.costs import Costs
 #: one entry per stage, which tells the number of stages; an entry may be one number per
 #: micro-batch. The facts are those of the zoo. Name and options of the schedule are set here.
 COST_SCHEDULES: Registry[Callable[..., Schedule]] = Registry(
-    "schedule", "penstock.search.made_to_measure"
+    "schedule", "penstock.search.cost_schedules"
 )
 register = COST_SCHEDULES.register
 

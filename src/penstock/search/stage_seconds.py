@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import SettingError
-from penstock.simulate.amounts import Amounts
+from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import Costs
 
 #: Indexed by stage or boundary, then by micro-batch.

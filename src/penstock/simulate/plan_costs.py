@@ -12,19 +12,19 @@ from penstock.errors import PlanError
 from penstock.event import Timeline
 from penstock.partition.catalogue import check_lengths
 from penstock.plan.plan import Plan
-from penstock.profile.paced import Profiles, profiles_of, with_optimizer_states
+from penstock.profile.device_profiles import Profiles, profiles_of, with_optimizer_states
 from penstock.profile.profile import LayerProfile, Phase, Profile
 from penstock.schedule.lower import partners_of
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.device_costs import on_devices
 from penstock.simulate.host_costs import with_host_work
-from penstock.simulate.selective import with_selection
+from penstock.simulate.selective_recompute import with_selection
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.stage_seconds import largest_part, parts_of, stage_seconds, update_seconds
-from penstock.simulate.versions import versions_held
+from penstock.simulate.weight_versions import versions_held
 from penstock.weights.catalogue import WeightRule
-from penstock.weights.choice import rule_of
+from penstock.weights.compatibility import rule_of
 
 #: On CPUs the core that sends gradients to another replica also receives that replica's and adds
 #: them, through memory that is in no cache: that takes this many times as long as one direction of

@@ -7,13 +7,13 @@ import numpy as np
 from penstock.event import EventArrays, Timeline, TransferArrays
 from penstock.schedule.arrays import Array
 from penstock.schedule.op import Schedule
-from penstock.simulate.amounts import Amounts
+from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import Costs
+from penstock.simulate.dependencies import Dependencies, dependencies_of
 from penstock.simulate.kernels import Durations, Times
-from penstock.simulate.memory import Memory, peaks_in_order
-from penstock.simulate.structure import Dependencies, dependencies_of
-from penstock.simulate.tables import RECOMPUTE, Tables, recomputes
-from penstock.simulate.versions import with_stream_memory
+from penstock.simulate.lookup import RECOMPUTE, Tables, recomputes
+from penstock.simulate.memory_curves import Memory, peaks_in_order
+from penstock.simulate.weight_versions import with_stream_memory
 
 __all__ = ["RECOMPUTE", "peak_memory", "recomputes", "simulate_schedule"]
 

@@ -13,12 +13,12 @@ from penstock.schedule.op import Schedule
 from penstock.search.schedules import schedule
 from penstock.study.stage_cut import cut_into_stages
 from penstock.study.tasks import StudyTask, study_task
-from penstock.tracing.chain import chain
+from penstock.tracing.traced_chain import chain
 from penstock.training.data.batches import count_batches
 from penstock.training.task import make_task
-from penstock.weights import uses
+from penstock.weights import weight_uses as uses
 from penstock.weights.catalogue import WEIGHT_RULES, weight_rule
-from penstock.weights.choice import rule_of, schedule_for
+from penstock.weights.compatibility import rule_of, schedule_for
 
 #: Rule with which all others are compared.
 BASELINE = "flush"

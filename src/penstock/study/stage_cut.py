@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.errors import SettingError
 from penstock.partition.bottleneck import minimax
-from penstock.tracing.chain import TracedChain
+from penstock.tracing.traced_chain import TracedChain
 
 #: Cost of an element read or written, in multiply-adds. With this value the costs of the layers of
 #: a VGG-11 an eighth as wide are within a half of their times on one core, where normalising takes

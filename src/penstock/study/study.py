@@ -11,7 +11,7 @@ import torch
 
 from penstock.draw.output import write
 from penstock.errors import RunError
-from penstock.measure.profile import machine_facts
+from penstock.measure.profiler import machine_facts
 from penstock.profile.profile import Profile
 from penstock.study.experiment import Case, Experiment, Group
 from penstock.study.figure import draw_figures
@@ -22,7 +22,7 @@ from penstock.study.runner import Failed, Report, run_cases
 from penstock.study.stage_cut import cut_into_stages
 from penstock.study.tasks import study_task
 from penstock.study.throughput import fastest_flush, measure, profile_of, throughput
-from penstock.tracing.chain import chain
+from penstock.tracing.traced_chain import chain
 from penstock.training.task import make_task
 
 #: Prints a message about the progress.

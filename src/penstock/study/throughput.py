@@ -12,19 +12,19 @@ from torch import Tensor
 
 from penstock.cluster.cluster import cluster
 from penstock.errors import FileError
-from penstock.measure.profile import profile
+from penstock.measure.profiler import profile
 from penstock.profile.profile import Profile
-from penstock.runtime.launch import launch
+from penstock.ranks.launch import launch
 from penstock.simulate.plan_costs import stage_costs
-from penstock.simulate.steady import steady
+from penstock.simulate.steady_state import steady
 from penstock.study.experiment import Case, flush_case
 from penstock.study.records import Measured
 from penstock.study.tasks import study_task
 from penstock.study.train_case import pipeline, stream
-from penstock.tracing.chain import chain
+from penstock.tracing.traced_chain import chain
 from penstock.training.task import make_task
-from penstock.weights.choice import rule_of
-from penstock.weights.uses import readings
+from penstock.weights.compatibility import rule_of
+from penstock.weights.weight_uses import readings
 
 #: Number of timed batches, and of batches before them, which fill the pipeline.
 _TIMED_BATCHES, _WARM_UP_BATCHES = 40, 20

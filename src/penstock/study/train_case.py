@@ -14,12 +14,12 @@ from penstock.study.experiment import Case
 from penstock.study.records import Record
 from penstock.study.stage_cut import cut_into_stages
 from penstock.study.tasks import study_task
-from penstock.tracing.chain import chain
+from penstock.tracing.traced_chain import chain
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import batches
+from penstock.training.evaluation import test
 from penstock.training.optimizer import optimizer_factory
 from penstock.training.task import Task, make_task
-from penstock.training.testing import test
 
 #: A run with a loss above this is given up as diverged.
 _DIVERGED_LOSS = 1e3

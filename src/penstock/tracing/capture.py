@@ -22,13 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from penstock.modules.export_output import quietly
+from penstock.tracing.attribute_reads import Reads, carried
 from penstock.tracing.domain import Domain
 from penstock.tracing.draws import Drawn, Draws
 from penstock.tracing.faults import Refused, fault, line_of
 from penstock.tracing.interception import Interceptor, intercepted
 from penstock.tracing.outputs import Outputs
-from penstock.tracing.quiet import quietly
-from penstock.tracing.reads import Reads, carried
 from penstock.tracing.skeleton import replace_tensors
 
 # torch.export changes global state of the process while it runs.

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ChainError
-from penstock.tracing.chain import TracedChain
-from penstock.tracing.initialise import initial_values
-from penstock.tracing.randomness import drawing, seed_generators, stream_seed
-from penstock.tracing.traced import TracedLayer
+from penstock.modules.initialise import initial_values
+from penstock.modules.randomness import drawing, seed_generators, stream_seed
+from penstock.tracing.traced_chain import TracedChain
+from penstock.tracing.traced_layer import TracedLayer
 
 
 def materialise(

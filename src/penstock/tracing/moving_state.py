@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from penstock.tracing.data_flow import DataFlow, has_custom_function
-from penstock.tracing.deferred_batch_norm import DeferredBatchNorm
-from penstock.tracing.module_state import Content, ModuleState, content, differing
-from penstock.tracing.side_loss import collect_side_losses
+from penstock.modules.data_flow import DataFlow, has_custom_function
+from penstock.modules.deferred_batch_norm import DeferredBatchNorm
+from penstock.modules.module_state import Content, ModuleState, content, differing
+from penstock.modules.side_loss import collect_side_losses
 from penstock.tracing.single_copy import keeps_sparse_gradients
 
 #: Forwards that write running statistics and, in training, do not read them.

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from penstock.tracing.chain import TracedChain
-from penstock.tracing.module_state import cell_value
-from penstock.tracing.names import prefix_of
+from penstock.modules.module_state import cell_value
+from penstock.modules.state_names import prefix_of
+from penstock.tracing.traced_chain import TracedChain
 
 
 def single_copy_reasons(traced: TracedChain) -> dict[int, tuple[str, ...]]:
     """Return the reasons by layer; layers that can be replicated are omitted.
 
-    >>> from penstock.tracing.chain import chain
+    >>> from penstock.tracing.traced_chain import chain
     >>> model = nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 2))
     >>> single_copy_reasons(chain(model))
     {0: ('layer 0 (Embedding): max_norm=1.0 changes the weight in every forward',)}

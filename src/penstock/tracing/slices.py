@@ -17,7 +17,7 @@ from torch import nn
 
 from penstock.errors import SettingError
 from penstock.schedule.op import Schedule
-from penstock.tracing.chain import TracedChain
+from penstock.tracing.traced_chain import TracedChain
 
 #: Modules that work on each element, or on the last dimension alone, whatever their settings.
 _PER_TOKEN = (

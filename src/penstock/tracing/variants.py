@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import ChainError
+from penstock.modules.export_output import announced
+from penstock.modules.initialise import initial_values
 from penstock.tracing.capture import Capture, Form, capture
 from penstock.tracing.cuts import Key, layer_keys, segments_of
 from penstock.tracing.flow import Flow, changed_tensors, clean, flow_of
-from penstock.tracing.initialise import initial_values
-from penstock.tracing.quiet import announced
-from penstock.tracing.segments import Segment, recomputation
+from penstock.tracing.graph_segments import Segment, recomputation
 from penstock.tracing.skeleton import skeleton_of
-from penstock.tracing.watch import Change, Watch
+from penstock.tracing.state_watch import Change, Watch
 
 _LOG = logging.getLogger("penstock")
 

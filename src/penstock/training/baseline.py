@@ -8,9 +8,9 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from penstock.measure.passes import now
-from penstock.tracing.chain import chain
+from penstock.measure.timed_passes import now
 from penstock.tracing.materialise import materialise
+from penstock.tracing.traced_chain import chain
 from penstock.training.config import TrainConfig
 from penstock.training.optimizer import autocast_dtype, optimizer_factory
 from penstock.training.task import make_task

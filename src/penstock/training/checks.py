@@ -17,9 +17,9 @@ from penstock.training.config import TrainConfig
 from penstock.training.optimizer import optimizer_factory
 from penstock.units import parse_bytes
 from penstock.weights.catalogue import WeightRule, weight_rule
-from penstock.weights.choice import does_not_go, rule_of, schedule_for
-from penstock.weights.reads import Reads
-from penstock.weights.uses import Use, readings
+from penstock.weights.compatibility import does_not_go, rule_of, schedule_for
+from penstock.weights.rule_types import Reads
+from penstock.weights.weight_uses import Use, readings
 
 #: Numbers of stages that are tried if the planner chooses theirs.
 _EXAMPLE_STAGES = (1, 2, 4)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from penstock.errors import FileError, SettingError
-from penstock.measure.cards import DeviceRequest
+from penstock.measure.card_choice import DeviceRequest
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from penstock.cluster.cluster import Cluster, cluster
 from penstock.cluster.device import Device, Link
 from penstock.errors import SettingError
-from penstock.measure.cards import Card, DeviceType
+from penstock.measure.card_choice import Card, DeviceType
 from penstock.training.config import TrainConfig, read_settings
 
 #: Ranks on one card pass tensors without a copy; the latency is the wake-up of a thread.

@@ -14,14 +14,14 @@ from penstock.draw.compare import draw_pair
 from penstock.draw.draw import draw
 from penstock.errors import FileError, PlanError
 from penstock.event import Timeline
-from penstock.measure.cards import Card, choose_device_type, count_cards, list_cards
+from penstock.measure.card_choice import Card, choose_device_type, count_cards, list_cards
 from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
-from penstock.runtime.launch import launch
-from penstock.runtime.link import link_here
+from penstock.ranks.launch import launch
+from penstock.ranks.local_link import link_here
 from penstock.search.catalogue import plan
 from penstock.simulate.plan_costs import simulate_plan
-from penstock.tracing.chain import TracedChain, chain
+from penstock.tracing.traced_chain import TracedChain, chain
 from penstock.training.baseline import plain_step_s
 from penstock.training.checks import check_settings, known_schedule
 from penstock.training.config import TrainConfig
@@ -31,8 +31,8 @@ from penstock.training.optimizer import sample_optimizer
 from penstock.training.rank import RankResult, profile_rank, train_rank
 from penstock.training.resume import check_checkpoint, remove_staging, staging_folder
 from penstock.training.task import make_task
-from penstock.weights.choice import rule_of
-from penstock.weights.uses import readings
+from penstock.weights.compatibility import rule_of
+from penstock.weights.weight_uses import readings
 
 #: Receives progress messages, of a line or several.
 Say = Callable[[str], None]

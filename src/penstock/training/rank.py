@@ -22,20 +22,20 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.event import Timeline
-from penstock.measure.profile import profile
+from penstock.measure.profiler import profile
 from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.runtime.pipeline import Pipeline
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
 from penstock.training.devices import Devices
+from penstock.training.evaluation import test
 from penstock.training.first_check import check_first_batch
 from penstock.training.metrics import Metrics
 from penstock.training.optimizer import optimizer_factory, training_options
 from penstock.training.progress import Progress
 from penstock.training.resume import CHECKPOINT, accept_run, last_step, set_options
 from penstock.training.task import Task, make_task
-from penstock.training.testing import test
 from penstock.training.throughput import BatchFeed, ThroughputMeter, measured_steady_state
 
 _CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.checkpoint_files import INDEX, Checkpoint, read_index
 from penstock.errors import FileError, PlanError, SettingError
-from penstock.runtime.checkpoint_files import INDEX, Checkpoint, read_index
 from penstock.runtime.pipeline import Pipeline
 from penstock.training.config import TrainConfig, read_settings, validate_settings
 from penstock.training.optimizer import sample_optimizer

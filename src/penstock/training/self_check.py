@@ -9,11 +9,11 @@ from typing import Any
 
 from penstock.errors import SettingError
 from penstock.plan.plan import Plan
-from penstock.runtime.compare import Comparison
-from penstock.runtime.launch import launch
+from penstock.ranks.launch import launch
+from penstock.runtime.one_device_comparison import Comparison
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.op import Schedule
-from penstock.tracing.chain import chain
+from penstock.tracing.traced_chain import chain
 from penstock.training.config import TrainConfig
 from penstock.training.optimizer import optimizer_factory, training_options
 from penstock.training.task import make_task

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from penstock.errors import SettingError
-from penstock.runtime.stage import Loss
+from penstock.stage.stage import Loss
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import Dataset, batches
 from penstock.training.data.catalogue import dataset

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.event import Timeline
 from penstock.schedule.op import Kind
-from penstock.simulate.steady import Steady
+from penstock.simulate.steady_state import Steady
 
 #: Lower bound of a measured duration in seconds, so that no rate divides by 0.
 _TICK = 1e-9

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.values import wire
+from penstock.values import serialize as wire
 from penstock.values.constants import decode, dtype_of, encode, key_of
-from penstock.values.memory import Stride, kept_stride, overlapping
+from penstock.values.storage import Stride, kept_stride, overlapping
 from penstock.values.structure import Structure, check_tensor, flatten, unflatten
 
 #: Version of the headers that `Payload.header` writes, so that ranks of two versions fail clearly.

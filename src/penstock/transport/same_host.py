@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Store
 
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
-from penstock.transport.card_facts import host_identity
+from penstock.transport.device_discovery import host_identity
 from penstock.transport.mailbox import Mailbox
 from penstock.transport.message_queue import QueueReader, QueueWriter
 from penstock.transport.payload import Payload

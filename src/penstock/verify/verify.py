@@ -14,8 +14,8 @@ from penstock.schedule.op import HANDING, Kind, Op, Schedule
 from penstock.schedule.rules import needs
 from penstock.schedule.transfers import unsound
 from penstock.verify.completeness import completeness_findings
-from penstock.verify.stream import stream_findings
-from penstock.verify.weights import check_weights
+from penstock.verify.stream_rules import stream_findings
+from penstock.verify.weight_rules import check_weights
 
 #: The kinds of op that a micro-batch goes through on its rank, in order.
 _KIND_ORDER = (Kind.F, Kind.E, Kind.L, Kind.B, Kind.I, Kind.W)

@@ -12,7 +12,7 @@ from typing import final
 from penstock.errors import ScheduleError, SettingError
 from penstock.registry import Registry
 from penstock.schedule.op import Schedule
-from penstock.weights.reads import Place, Reads
+from penstock.weights.rule_types import Place, Reads
 
 #: Returns the versions that a micro-batch reads.
 Rule = Callable[[Place], Reads]

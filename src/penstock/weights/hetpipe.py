@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.errors import ScheduleError
 from penstock.schedule.op import Schedule
 from penstock.weights.catalogue import register
-from penstock.weights.reads import Place, Reads
+from penstock.weights.rule_types import Place, Reads
 
 
 def _check(schedule: Schedule) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from penstock.errors import ScheduleError
 from penstock.schedule.op import Schedule
+from penstock.weights.batch_shares import shares_of_batches
 from penstock.weights.catalogue import register, takes_plain_streams
-from penstock.weights.reads import Place, Reads
-from penstock.weights.shares import shares_of_batches
+from penstock.weights.rule_types import Place, Reads
 
 
 def _check(schedule: Schedule) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.weights.catalogue import register
-from penstock.weights.reads import Place, Reads
+from penstock.weights.rule_types import Place, Reads
 
 
 @register(

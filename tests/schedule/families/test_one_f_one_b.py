@@ -37,8 +37,7 @@ def test_one_f_one_b_has_the_published_order():
 
 @pytest.mark.parametrize("alias", ["dapple", "pipedream-flush", "1f1b-as", "1f1b-sno"])
 def test_the_other_published_names_make_the_same_schedule(alias):
-    """DAPPLE's policy A, PipeDream-Flush, BaPipe's 1F1B-AS and 1F1B-SNO are 1F1B (docs/literature/notation.md and docs/literature/hop-latency.md).
-    """
+    """DAPPLE's policy A, PipeDream-Flush, BaPipe's 1F1B-AS and 1F1B-SNO are 1F1B (docs/literature/notation.md and docs/literature/hop-latency.md)."""
     assert schedule(alias, 3, 5) == schedule("1f1b", 3, 5)
 
 

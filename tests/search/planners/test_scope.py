@@ -55,7 +55,7 @@ def test_what_may_not_fit_at_a_glance_never_fits_in_full(
     profile_of, memory, lengths, micro_batches
 ):
     """The look leaves out only what `best_plan` would refuse after a simulation."""
-    from penstock.search.score import plan_proposal
+    from penstock.search.best_plan import plan_proposal
 
     request = request_of(
         profile_of([1e-3] * 4, activation=300.0, parameters=500, output=20.0), memory

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import register
-from penstock.schedule.meetings import with_gradient_sync
+from penstock.schedule.gradient_sync import with_gradient_sync
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.placement import bidirectional
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
+from penstock.schedule.bidirectional import BidirectionalProgram
 from penstock.schedule.catalogue import register
-from penstock.schedule.meetings import with_gradient_sync
+from penstock.schedule.gradient_sync import with_gradient_sync
 from penstock.schedule.op import Op, Schedule
-from penstock.schedule.two_ways import BidirectionalProgram
 
 
 @register(

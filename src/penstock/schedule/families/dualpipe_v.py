@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
+from penstock.schedule.bidirectional import BidirectionalProgram
 from penstock.schedule.catalogue import register
 from penstock.schedule.families.dualpipe import write_steps
 from penstock.schedule.op import Op, Program, Schedule
-from penstock.schedule.two_ways import BidirectionalProgram
 from penstock.schedule.updates import with_updates
 from penstock.schedule.v_shape import ranks_of_v, stages_of_v
 

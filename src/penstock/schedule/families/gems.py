@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.schedule.catalogue import register
-from penstock.schedule.meetings import with_gradient_sync
+from penstock.schedule.gradient_sync import with_gradient_sync
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.placement import bidirectional
 

@@ -6,7 +6,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import register
 from penstock.schedule.families.pipedream import enough_batches, streamed
 from penstock.schedule.op import Schedule
-from penstock.schedule.stream import Stream
+from penstock.schedule.streams import Stream
 
 
 @register(

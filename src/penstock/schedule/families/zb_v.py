@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from penstock.schedule.bidirectional import BidirectionalProgram
 from penstock.schedule.catalogue import register
 from penstock.schedule.op import Program, Schedule
-from penstock.schedule.two_ways import BidirectionalProgram
 from penstock.schedule.updates import with_updates
 from penstock.schedule.v_shape import ranks_of_v, stages_of_v
 

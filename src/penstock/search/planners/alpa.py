@@ -11,19 +11,19 @@ from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError
 from penstock.partition.replicated import replicated_sum
 from penstock.plan.plan import Plan
+from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts, Numbers
-from penstock.search.planners.scope import check_alike, check_scope, nodes_of, quickest
-from penstock.search.planners.shared_stages import (
+from penstock.search.planners.replicated_stages import (
     Ranges,
     check_size,
     least_memory,
     likely_counts,
     pack_devices,
 )
+from penstock.search.planners.scope import check_alike, check_scope, nodes_of, quickest
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_plan
 from penstock.simulate.plan_costs import meeting_seconds
 
 #: Maximum number of steps of the dynamic program, (layers x devices)^2: of one, and of all that are

@@ -23,11 +23,11 @@ from itertools import product
 from penstock.errors import PenstockError
 from penstock.partition.uniform import partition_uniform
 from penstock.plan.plan import Plan
+from penstock.search.build_plan import ROWS, build_plan
 from penstock.search.catalogue import PLANNERS, register
 from penstock.search.cuts import Balance
-from penstock.search.explain import ROWS, build_plan
-from penstock.search.hunt import PlanSearch, fastest_of_kinds
-from penstock.search.laid import (
+from penstock.search.evaluate import refine_recompute
+from penstock.search.instantiate import (
     Evaluated,
     best,
     by_memory,
@@ -35,15 +35,15 @@ from penstock.search.laid import (
     first_of_kind,
     infeasible_error,
 )
-from penstock.search.measured import cost_schedules
+from penstock.search.plan_search import PlanSearch, fastest_of_kinds
 from penstock.search.proposal import Proposal
-from penstock.search.refine import refine_cut
-from penstock.search.remedies import suggestions
+from penstock.search.propose_cost_schedules import cost_schedules
+from penstock.search.refine_cut import refine_cut
 from penstock.search.request import PlanRequest
+from penstock.search.search_space import Configuration, SearchSpace
 from penstock.search.shapes import Shape, shapes
-from penstock.search.uneven import uneven
-from penstock.search.ways import Configuration, SearchSpace
-from penstock.search.weigh import refine_recompute
+from penstock.search.suggestions import suggestions
+from penstock.search.uneven_replication import uneven
 
 NAME = "auto"
 

@@ -14,14 +14,14 @@ from typing import final
 
 from penstock.partition.bottleneck import minimax
 from penstock.plan.plan import Plan
+from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.autopipe_path import Path, critical_path
+from penstock.search.planners.cut_only import allowed, counts_of, stages_of
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.scope import check_alike, check_scope
-from penstock.search.planners.straight import allowed, counts_of, stages_of
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_plan
 
 #: Maximum number of rounds x stages of all paths that are computed for a plan: about 1 s.
 MOST_STEPS = 600_000

@@ -10,8 +10,9 @@ from typing import final
 from penstock.errors import PlanError
 from penstock.plan.plan import Plan
 from penstock.schedule.catalogue import FAMILIES
+from penstock.search.best_plan import plan_proposal
 from penstock.search.catalogue import register
-from penstock.search.laid import CLOSE
+from penstock.search.instantiate import CLOSE
 from penstock.search.planners.bapipe_balance import (
     balanced_lengths,
     coarse_boundaries,
@@ -23,7 +24,6 @@ from penstock.search.planners.layer_costs import LayerCosts, Numbers, before
 from penstock.search.planners.scope import check_scope
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import plan_proposal
 
 #: Maximum number of candidates that are simulated until one fits.
 MOST_SIMULATED = 6

@@ -12,6 +12,7 @@ from math import comb, prod
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError
 from penstock.plan.plan import Option, Plan
+from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.dapple_places import Network
 from penstock.search.planners.dapple_search import Placed, Task, devices_of, search
@@ -19,7 +20,6 @@ from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.scope import check_alike, check_scope, likely, nodes_of, quickest
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_plan
 
 #: Size of the search in steps, layers x states of the devices x ways to place a stage: the most
 #: that it may have, which takes some seconds; and the size above which only a few numbers of

@@ -181,7 +181,7 @@ class _Search:
 
     def _expand(self, prefix: _Prefix) -> None:
         """Add one more stage to the prefix, in all ways."""
-        from penstock.search.planners_dapple.compiled import StepNumbers, extend
+        from penstock.search.planners_dapple.extend_kernel import StepNumbers, extend
 
         depth = len(prefix.stages)
         too_deep = self.task.stages is not None and depth + 2 > self.task.stages
@@ -246,7 +246,7 @@ class _Search:
 
     def _move(self, place: Place, used: Place, number: int) -> _Move:
         """Return the move that places a stage, after which `used` devices are in use."""
-        from penstock.search.planners_dapple.compiled import StepNumbers
+        from penstock.search.planners_dapple.extend_kernel import StepNumbers
 
         network, rest = self.task.network, self._rest(used)
         numbers = StepNumbers(

@@ -6,11 +6,11 @@ from contextlib import suppress
 
 from penstock.errors import PlanError
 from penstock.plan.plan import Plan
+from penstock.search.best_plan import plan_proposal
 from penstock.search.catalogue import register
 from penstock.search.planners.scope import check_scope, may_fit
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import plan_proposal
 
 
 @register(

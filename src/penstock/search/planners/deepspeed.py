@@ -6,11 +6,11 @@ import re
 
 from penstock.partition.catalogue import partition
 from penstock.plan.plan import Plan
+from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
-from penstock.search.planners.straight import counts_of, method_of, replicas_of, stages_of
+from penstock.search.planners.cut_only import counts_of, method_of, replicas_of, stages_of
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_plan
 
 
 @register(

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.plan.plan import Plan
+from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
+from penstock.search.planners.cut_only import counts_of, stages_of
 from penstock.search.planners.layer_costs import over_ranges
 from penstock.search.planners.scope import check_scope
-from penstock.search.planners.straight import counts_of, stages_of
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_plan
 
 
 @register(

@@ -12,13 +12,13 @@ import numpy as np
 from penstock.errors import PlanError
 from penstock.plan.plan import Option, Plan
 from penstock.schedule.families.pipedream import falling
+from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.hetpipe_allocation import Allocation, allocations, orders
 from penstock.search.planners.layer_costs import LayerCosts, Numbers, over_ranges
 from penstock.search.planners.scope import check_scope, quickest
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_plan
 
 
 @final

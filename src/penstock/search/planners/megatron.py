@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from penstock.errors import PlanError
 from penstock.partition.uniform import partition_uniform
 from penstock.plan.plan import Option, Plan
+from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
+from penstock.search.planners.cut_only import allowed, counts_of, replicas_of
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.scope import SIMULATED_FORWARDS, check_alike, check_scope
-from penstock.search.planners.straight import allowed, counts_of, replicas_of
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_plan
 
 #: Numbers of stages per rank that are tried, and number of proposals that are simulated: those with
 #: the least estimates.

@@ -9,9 +9,11 @@ from math import lcm
 
 from penstock.errors import PlanError
 from penstock.plan.plan import Plan
+from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.pipedream_cut import Level, Rules, hierarchical_cut, spread
+from penstock.search.planners.replicated_stages import slowest_bandwidth
 from penstock.search.planners.scope import (
     check_alike,
     check_scope,
@@ -20,10 +22,8 @@ from penstock.search.planners.scope import (
     nodes_of,
     quickest,
 )
-from penstock.search.planners.shared_stages import slowest_bandwidth
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_plan
 
 #: Maximum number of steps of the dynamic program, layers^2 x components^2: of one search, about 2
 #: s, and of the searches for all numbers of micro-batches together.

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from penstock.errors import PlanError
 from penstock.partition.replicated import replicated_table
 from penstock.plan.plan import Plan, Recompute
+from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts, Numbers
-from penstock.search.planners.scope import check_alike, check_scope, quickest
-from penstock.search.planners.shared_stages import (
+from penstock.search.planners.replicated_stages import (
     Ranges,
     check_size,
     least_memory,
@@ -24,9 +24,9 @@ from penstock.search.planners.shared_stages import (
     pack_devices,
     slowest_bandwidth,
 )
+from penstock.search.planners.scope import check_alike, check_scope, quickest
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_plan
 
 #: Maximum number of table entries, layers^2 x devices: of one search, and of all together.
 MOST_ENTRIES, ENTRIES_IN_ALL = 5e6, 1.2e7

@@ -7,16 +7,16 @@ from itertools import accumulate
 
 from penstock.errors import PlanError
 from penstock.plan.plan import Plan
+from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts
+from penstock.search.planners.replicated_stages import check_size, likely_counts, ranges_of
 from penstock.search.planners.scope import check_alike, check_scope, quickest
-from penstock.search.planners.shared_stages import check_size, likely_counts, ranges_of
 from penstock.search.planners.spp_cut import Loads, Stages, least_load
 from penstock.search.planners.spp_execution import makespan
 from penstock.search.planners.spp_order import device_order
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_plan
 
 #: Maximum number of steps of PRM, stages x devices^2 x layers^2, that are searched together; and of
 #: devices, since one search takes too long beyond them.

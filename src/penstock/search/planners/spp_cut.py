@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.cluster.cluster import Cluster
 from penstock.search.planners.layer_costs import LayerCosts, Numbers
-from penstock.search.planners.shared_stages import Ranges
+from penstock.search.planners.replicated_stages import Ranges
 from penstock.simulate.plan_costs import meeting_seconds
 
 #: Numbers of layers, or of devices, indexed by layers, devices and replicas.

@@ -10,13 +10,13 @@ from typing import Literal, final
 
 from penstock.errors import PlanError
 from penstock.plan.plan import Plan
+from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.bapipe_balance import balanced_lengths
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.scope import check_alike, check_scope, quickest
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.score import best_plan
 from penstock.units import format_bytes
 
 #: Cost of recompute: factor on all compute (the paper's c_extra).

@@ -1,0 +1,417 @@
+"""Durable writing and verified reading of the files of a checkpoint.
+
+`checkpoint.json` has the SHA-256 of every file and one of its own content. It is SHA-256 and not a
+cyclic checksum because `sha256sum` can verify it by hand, because no two files share it, and
+because processors with SHA instructions hash 1.5 GB/s, about the bandwidth of a disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from penstock.checkpoint.optimizer_checkpoint import Facts
+from penstock.errors import FileError, SettingError
+from penstock.store import read_json, sync_file, sync_folder, write_json
+
+#: Schema 1, of version 0.1, has neither identity nor checksums.
+SCHEMAS = (1, 2)
+INDEX = "checkpoint.json"
+_NAME = re.compile(r"step-\d{8,}-stage-\d{4,}(-copy-\d+)?-[0-9a-f]{16}\.safetensors")
+_MAX_STEPS = 2**53
+#: Largest header that is read, in bytes; safetensors itself has this limit.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Size and checksums of a file.
+
+    Attributes:
+        bytes: size of the file.
+        sha256: checksum of the whole file.
+        header_sha256: checksum of the header before the tensors: names, shapes and metadata.
+    """
+
+    bytes: int
+    sha256: str
+    header_sha256: str
+
+
+@dataclass(frozen=True)
+class RuleFacts:
+    """The weight rule of an asynchronous run.
+
+    Attributes:
+        name: name of the rule.
+        pipelines: number of copies of the weights that take turns.
+        copies: number of copies of each stage that have their own optimizers.
+        keeps: whether the checkpoint has state of the rule.
+    """
+
+    name: str
+    pipelines: int
+    copies: int
+    keeps: bool = False
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The index of a checkpoint: the content of `checkpoint.json`.
+
+    Attributes:
+        step: number of trained batches.
+        fingerprint: fingerprint of the model's layers and shapes.
+        files: file names, in the order of the stages.
+        scaler: state of the loss scaler.
+        schedulers: states of the learning-rate schedulers, as JSON.
+        schema: version of this format.
+        identity: random text that all files of this checkpoint have, and no others.
+        sums: size and checksums by file name.
+        scheduler_kinds: class names of the schedulers.
+        rule: the weight rule of an asynchronous run.
+        checksum: SHA-256 of all other fields.
+    """
+
+    step: int
+    fingerprint: str
+    files: tuple[str, ...]
+    scaler: dict[str, float] | None = None
+    schedulers: tuple[str, ...] = ()
+    schema: int = SCHEMAS[-1]
+    identity: str = ""
+    sums: dict[str, FileSum] = field(default_factory=dict)
+    scheduler_kinds: tuple[str, ...] = ()
+    rule: RuleFacts | None = None
+    checksum: str = ""
+
+    def sum(self) -> str:
+        """Compute the SHA-256 that `checksum` must have."""
+        content = {key: value for key, value in asdict(self).items() if key != "checksum"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of a safetensors file.
+
+    Attributes:
+        tensors: dtype (in the notation of safetensors) and shape by tensor name.
+        metadata: the texts that were saved with the tensors.
+    """
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    metadata: Mapping[str, str]
+
+    @property
+    def facts(self) -> dict[str, Facts]:
+        """By parameter, the optimizer state that is not tensors.
+
+        Raises:
+            ValueError: the metadata does not have the form of `Facts`.
+        """
+        from pydantic import TypeAdapter  # loaded here, as in the store: most runs load nothing
+
+        return TypeAdapter(dict[str, Facts]).validate_json(self.metadata.get("optimizer", "{}"))
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def write_file(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileSum:
+    """Write one file atomically and wait until it is on the disk.
+
+    Args:
+        target: the file.
+        tensors: tensors on the CPU, by name.
+        metadata: texts to be saved with them.
+
+    Returns:
+        The size and the checksums of the file.
+
+    Raises:
+        FileError: the file cannot be written.
+        SettingError: a tensor has a dtype that safetensors does not support.
+    """
+    partial = target.with_suffix(".partial")
+    storable, complex_names = dict(tensors), []
+    for name, tensor in tensors.items():
+        if tensor.dtype is torch.complex128:  # unknown to safetensors: saved as pairs of doubles
+            storable[name] = torch.view_as_real(tensor.resolve_conj())
+            complex_names.append(name)
+    if complex_names:
+        metadata = {**metadata, "complex128": json.dumps(complex_names)}
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        save_file(storable, partial, metadata=dict(metadata))
+        # The name appears only when the content is on the disk: no reader sees a part of a file,
+        # even after a loss of power. The folder is synchronised for the name itself.
+        sync_file(partial)
+        sums = file_sum(partial)
+        partial.rename(target)
+        sync_folder(target.parent)
+    except KeyError as error:
+        raise SettingError(f"a checkpoint cannot hold tensors of {error.args[0]}") from error
+    except (OSError, SafetensorError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"cannot write the checkpoint {target.parent}: {reason}") from error
+    finally:
+        with suppress(OSError, ValueError):
+            partial.unlink(missing_ok=True)
+    return sums
+
+
+def write_index(folder: Path, index: Checkpoint) -> None:
+    """Complete a checkpoint: write its index, with its checksum, over that of the previous one."""
+    fields = asdict(index) | {"sums": index.sums, "rule": index.rule, "checksum": index.sum()}
+    write_json(folder / INDEX, Checkpoint(**fields), durable=True)
+    sync_folder(folder.parent)  # the folder itself may be new
+
+
+def remove_others(folder: Path, names: Collection[str]) -> None:
+    """Delete the files of other checkpoints and of interrupted saves.
+
+    Args:
+        folder: the folder of the checkpoints.
+        names: the names of the files to keep.
+    """
+    with suppress(OSError):
+        for file in folder.glob("step-*"):
+            if file.name not in names and file.suffix in (".safetensors", ".partial"):
+                file.unlink(missing_ok=True)
+
+
+def file_sum(path: Path) -> FileSum:
+    """Read a file and return its size and checksums.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it has no complete header.
+    """
+    with path.open("rb") as content:
+        header_sha256 = hashlib.sha256(_header_bytes(content.read(8), content)).hexdigest()
+        content.seek(0)
+        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+        return FileSum(content.tell(), sha256, header_sha256)
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def read_index(folder: Path) -> Checkpoint:
+    """Read and verify the index of the checkpoint in a folder.
+
+    Raises:
+        FileError: there is no checkpoint, or its index is damaged.
+    """
+    path = folder / INDEX
+    _check_has_index(folder)
+    index = read_json(path, Checkpoint, SCHEMAS)
+    damage = _index_damage(index)
+    if damage:
+        raise FileError(f"{path} is damaged: {damage}")
+    return index
+
+
+def _check_has_index(folder: Path) -> None:
+    """Check that a folder has an index.
+
+    Raises:
+        FileError: it has none, or cannot be read.
+    """
+    try:
+        has_index = (folder / INDEX).exists()
+        has_files = not has_index and any(folder.glob("step-*.safetensors"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"cannot read the checkpoint {folder}: {reason}") from error
+    if not has_index:
+        interrupted = " Its step files are from a save that was interrupted." if has_files else ""
+        raise FileError(
+            f"{folder} holds no checkpoint: there is no {INDEX}, which is written last."
+            f"{interrupted}"
+        )
+
+
+def _index_damage(index: Checkpoint) -> str:
+    """Return in what an index contradicts itself; empty if it does not."""
+    damage = _checksum_damage(index)
+    if damage:
+        return damage
+    foreign = [name for name in index.files if not _NAME.fullmatch(name)]
+    if foreign:
+        return f"it names {foreign[0][:80]!r}, which is not a file of a checkpoint"
+    if not index.files or len(set(index.files)) < len(index.files):
+        return "it names no file, or names a file twice"
+    if not 0 <= index.step < _MAX_STEPS:
+        return f"its step is {index.step:.6g}"
+    if index.schema > 1 and set(index.sums) != set(index.files):
+        return "its checksums are not those of its files, one for each"
+    return ""
+
+
+def _checksum_damage(index: Checkpoint) -> str:
+    """Return how the schema or the checksum of an index contradicts its content."""
+    schema_2_fields = (
+        index.identity,
+        index.sums,
+        index.scheduler_kinds,
+        index.rule,
+        index.checksum,
+    )
+    if index.schema == 1 and any(schema_2_fields):
+        return "its schema is 1, and it has fields of schema 2"
+    if index.schema > 1 and index.checksum != index.sum():
+        return (
+            f"its content has the checksum {index.sum()[:12]}…, and the recorded one is "
+            f"{index.checksum[:12]}…. Load another checkpoint, or restore this file as it was "
+            "written"
+        )
+    return ""
+
+
+def read_header(folder: Path, name: str, index: Checkpoint) -> Header:
+    """Read and verify the header of a file.
+
+    Size, header checksum and identity are compared with the index.
+
+    Args:
+        folder: the folder of the checkpoint.
+        name: a file that the index names.
+        index: the index.
+
+    Raises:
+        FileError: the file is missing, damaged, or of another checkpoint.
+    """
+    try:
+        with (folder / name).open("rb") as content:
+            raw = _header_bytes(content.read(8), content)
+            size = content.seek(0, 2)
+        header = _parse_header(raw)
+    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        raise _read_error(folder, name, error) from error
+    identity = header.metadata.get("identity", "")
+    if index.schema > 1 and identity != index.identity and identity:
+        raise FileError(
+            f"{name} of {folder}: belongs to the checkpoint of step "
+            f"{header.metadata.get('step', '?')} (identity {identity[:12]}), not to that of step "
+            f"{index.step} (identity {index.identity[:12]}), which {INDEX} describes. Copy all "
+            "files of one checkpoint into a folder of their own"
+        )
+    expected = index.sums.get(name)
+    if expected is not None:
+        if size != expected.bytes:
+            damage = f"it has {size:,} bytes, and was written with {expected.bytes:,}"
+            raise _damage_error(folder, name, damage)
+        if hashlib.sha256(raw).hexdigest() != expected.header_sha256:
+            raise _damage_error(folder, name, "the checksum of its header has changed")
+    return header
+
+
+def check_content(folder: Path, name: str, index: Checkpoint) -> None:
+    """Verify the checksum of a whole file; checkpoints of schema 1 have none.
+
+    Raises:
+        FileError: the file has changed since it was written, or cannot be read.
+    """
+    expected = index.sums.get(name)
+    if expected is None:
+        return
+    try:
+        with (folder / name).open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise _read_error(folder, name, error) from error
+    if digest != expected.sha256:
+        damage = f"its SHA-256 is {digest[:12]}…, and was {expected.sha256[:12]}…"
+        raise _damage_error(folder, name, damage)
+
+
+def read_tensors(folder: Path, name: str, keys: Collection[str]) -> dict[str, Tensor]:
+    """Read the named tensors of a file.
+
+    Raises:
+        FileError: the file cannot be read.
+    """
+    try:
+        with safe_open(folder / name, framework="pt") as content:
+            metadata = content.metadata() or {}
+            complex_names = set(json.loads(metadata.get("complex128", "[]")))
+            # Cloned, because safetensors returns views of the mapped file: they would change, or
+            # crash the process, when the file is overwritten.
+            tensors = {key: content.get_tensor(key).clone() for key in keys}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise _read_error(folder, name, error) from error
+    for key in complex_names & tensors.keys():
+        tensors[key] = torch.view_as_complex(tensors[key])
+    return tensors
+
+
+def is_visible(folder: Path, name: str, expected: FileSum) -> bool:
+    """Whether a file of another rank is visible here with the expected size and header."""
+    try:
+        with (folder / name).open("rb") as content:
+            raw = _header_bytes(content.read(8), content)
+            size = content.seek(0, 2)
+    except (OSError, ValueError):
+        return False
+    # The header contains the checkpoint's identity, so its checksum identifies the file.
+    return (size, hashlib.sha256(raw).hexdigest()) == (expected.bytes, expected.header_sha256)
+
+
+def _header_bytes(length: bytes, content: Any) -> bytes:
+    """Read the header after its length field; return both.
+
+    Args:
+        length: the first 8 bytes of the file, the header's length in little-endian order.
+        content: the open file, positioned after them.
+
+    Raises:
+        ValueError: the file ends within the header, or the length is impossible.
+    """
+    size = int.from_bytes(length, "little")
+    if len(length) < 8 or size > _MAX_HEADER_BYTES:
+        raise ValueError("its header is cut off, or its length is damaged")
+    header: bytes = content.read(size)
+    if len(header) < size:
+        raise ValueError("its header is cut off")
+    return length + header
+
+
+def _parse_header(raw: bytes) -> Header:
+    """Parse a header that begins with its 8-byte length; raises what damaged JSON leads to."""
+    entries = json.loads(raw[8:])
+    metadata = entries.pop("__metadata__", {})
+    tensors = {
+        key: (str(value["dtype"]), tuple(map(int, value["shape"])))
+        for key, value in entries.items()
+    }
+    return Header(tensors, {str(key): str(value) for key, value in metadata.items()})
+
+
+def _read_error(folder: Path, name: str, error: BaseException) -> FileError:
+    """Return the error for a file that cannot be opened or parsed."""
+    reason = getattr(error, "strerror", None) or error
+    advice = ""
+    if isinstance(error, FileNotFoundError):
+        advice = ". A checkpoint must be in one folder that all ranks and hosts can read"
+    return FileError(f"cannot read {name} of the checkpoint {folder}: {reason}{advice}")
+
+
+def _damage_error(folder: Path, name: str, damage: str) -> FileError:
+    """Return the error for a file that is not what was written."""
+    return FileError(
+        f"{name} of the checkpoint {folder} is damaged: {damage}. Load another checkpoint, or "
+        "restore this file as it was written"
+    )

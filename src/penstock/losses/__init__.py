@@ -1,0 +1,1 @@
+"""Losses of micro-batches, and their weights in the loss of the batch."""

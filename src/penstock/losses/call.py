@@ -1,0 +1,154 @@
+"""The caller's loss function as the last stage calls it: its targets, its random numbers, and
+copies for evaluations beside training.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.batches.batch import Batch
+from penstock.batches.device_batch import TARGETS, device_batch
+from penstock.errors import SettingError
+from penstock.modules.randomness import drawing, may_draw, seed_generators, stream_seed
+from penstock.values.structure import map_tensors
+
+#: The loss's place among the layers, for the seed of what it draws: behind all of them.
+_PLACE = 1 << 32
+
+#: Functions of torch.nn.functional that are losses: they draw nothing, and no sample sees another.
+_FUNCTIONS = frozenset(
+    {
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "cosine_embedding_loss",
+        "cross_entropy",
+        "ctc_loss",
+        "gaussian_nll_loss",
+        "hinge_embedding_loss",
+        "huber_loss",
+        "kl_div",
+        "l1_loss",
+        "margin_ranking_loss",
+        "mse_loss",
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "multilabel_soft_margin_loss",
+        "nll_loss",
+        "poisson_nll_loss",
+        "smooth_l1_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+    }
+)
+
+
+@dataclass
+class LossCall:
+    """One loss function on one device.
+
+    Attributes:
+        loss: `loss(output, target)`, on the device.
+        device: of the last stage.
+        seed: of random numbers, which depend on it, the step and the micro-batch.
+    """
+
+    loss: Callable[[Any, Any], Any]
+    device: torch.device
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.loss = on_device(self.loss, self.device)
+        self.is_torchs = is_torchs_loss(self.loss)
+        self.draws = not self.is_torchs
+        self._on_host = self.device.type == "cpu"
+
+    def __call__(self, batch: Batch, number: int, value: Any, target: Any) -> Any:
+        """The loss of one micro-batch or slice, or of the whole batch where `number` is -1."""
+        if not self.draws:
+            return self.loss(value, target)
+        with drawing(self.device):
+            seed = stream_seed(self.seed, batch.step, _PLACE, number)
+            seed_generators(self.device, seed)
+            return self.loss(value, target)
+
+    def target(self, batch: Batch, number: int) -> Any:
+        """The targets of one micro-batch or slice, on the device."""
+        assert batch.targets is not None
+        if not self._on_host:
+            return device_batch(batch, self.device).part(TARGETS, number)
+        return self._moved(batch.targets[number])
+
+    def whole_target(self, batch: Batch) -> Any:
+        """The targets of the batch, on the device."""
+        if not self._on_host:
+            return device_batch(batch, self.device).whole(TARGETS)
+        return self._moved(batch.whole[1])
+
+    def _moved(self, target: Any) -> Any:
+        if type(target) is Tensor:
+            return target.to(self.device)
+        return map_tensors(lambda leaf: leaf.to(self.device), target)
+
+    def untouched(self) -> Callable[[Any, Any], Any]:
+        """The loss for an evaluation that must leave nothing behind: of a module a copy, whose
+        buffers and counters are its own.
+        """
+        loss = getattr(self.loss, "_torchdynamo_orig_callable", self.loss)
+        loss = getattr(loss, "_orig_mod", loss)
+        if isinstance(loss, nn.Module) and not self.is_torchs:
+            with suppress(Exception):  # what cannot be copied is called as it is
+                loss = copy.deepcopy(loss)
+        return loss
+
+
+def is_torchs_loss(loss: object) -> bool:
+    """Whether a loss is one of torch's own, as it comes."""
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    if isinstance(loss, nn.Module):
+        return type(loss).__module__ == "torch.nn.modules.loss" and not may_draw(loss)
+    name = getattr(loss, "__name__", "")
+    return name in _FUNCTIONS and getattr(nn.functional, name, None) is loss
+
+
+def on_device(loss: Any, device: torch.device) -> Any:
+    """A loss whose weights are on the device: those of a module, and those given by
+    `functools.partial`.
+
+    The caller's own module stays as it is.
+    """
+    if isinstance(loss, nn.Module):
+        tensors = [*loss.buffers(), *loss.parameters()]
+        if all(tensor.device == device for tensor in tensors):
+            return loss
+        return copy.deepcopy(loss).to(device)
+    if isinstance(loss, functools.partial):
+        args, keywords = pytree.tree_map(
+            lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,
+            (loss.args, loss.keywords),
+        )
+        return functools.partial(on_device(loss.func, device), *args, **keywords)
+    return loss
+
+
+def one_number(loss: Any) -> Tensor:
+    """A loss as a tensor without dimensions.
+
+    Raises:
+        SettingError: it is none, or has several elements.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise SettingError(
+            f"the loss must be one number, such as the mean over the samples it is given; this one is {shape}"
+        )
+    return loss.reshape(()) if loss.dim() else loss

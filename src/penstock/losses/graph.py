@@ -1,0 +1,202 @@
+"""What the graph that autograd records of a loss tells about samples: which functions of them are
+nonlinear, and whether they meet.
+
+A numeric test cannot see all of this. `(loss - b).abs() + b` (flooding, Ishida et al., 2020) equals
+`loss` as long as the loss of every part is above `b`, so parts of a batch add up early in the
+training and no longer do so late in it. In the graph, the absolute value of one number that all
+samples went into is there from the beginning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from penstock.losses.terms import signed
+
+#: Functions that are linear in parts, or nearly so, without `Backward0` behind their names: where
+#: samples stay in one part, numbers do not
+#: tell these from linear ones. The numeric test sees what bends everywhere, such as a square root.
+_PIECEWISE = frozenset(
+    {
+        "Abs",
+        "Amax",
+        "Amin",
+        "Clamp",
+        "ClampMax",
+        "ClampMin",
+        "Elu",
+        "Gelu",
+        "Hardshrink",
+        "Hardsigmoid",
+        "Hardswish",
+        "Hardtanh",
+        "LeakyRelu",
+        "LogSigmoid",
+        "Logsumexp",
+        "Max",
+        "Maximum",
+        "Min",
+        "Minimum",
+        "Mish",
+        "Prelu",
+        "Relu",
+        "Silu",
+        "Softplus",
+        "Softshrink",
+        "Threshold",
+        "Where",
+    }
+)
+#: Losses of the kind, which may be reduced by themselves.
+_PIECEWISE_LOSSES = frozenset(
+    {
+        "HuberLoss",
+        "MultiMarginLoss",
+        "MultilabelMarginLoss",
+        "SmoothL1Loss",
+        "SoftMarginLoss",
+    }
+)
+#: Functions that leave every sample where it is; `_keeps_rows` looks at the dimensions of the
+#: others.
+_IDENTITY = frozenset({"AliasBackward0", "CloneBackward0", "ToCopyBackward0"})
+_VIEWS = frozenset({"ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"})
+
+
+@dataclass(frozen=True)
+class Nonlinearity:
+    """A function that is linear in parts, of a model's output.
+
+    Attributes:
+        name: the function's, such as "Abs".
+        size: how many elements it acts on.
+    """
+
+    name: str
+    size: int
+
+
+def nonlinearities(loss: Tensor, outputs: Iterable[Tensor]) -> list[Nonlinearity]:
+    """The functions of `outputs` that are linear in parts, in the graph of `loss`, in the order in
+    which the graph is walked.
+
+    Args:
+        loss: one number, with its graph.
+        outputs: leaves of that graph.
+    """
+    identities = {id(leaf) for leaf in outputs}
+    depends: dict[Any, bool] = {}
+    order: list[Any] = []
+    pending = [(loss.grad_fn, False)] if loss.grad_fn is not None else []
+    while pending:
+        node, visited = pending.pop()
+        following = [child for child, _ in node.next_functions if child is not None]
+        if visited:
+            depends[node] = any(depends.get(child, False) for child in following)
+        elif node not in depends:
+            is_output = id(getattr(node, "variable", None)) in identities
+            depends[node] = is_output
+            if not is_output:
+                order.append(node)
+                pending.append((node, True))
+                pending.extend((child, False) for child in following)
+    return [
+        Nonlinearity(_function(node), _size(node))
+        for node in order
+        if depends[node] and _is_piecewise(node)
+    ]
+
+
+def nonlinear_in_batch(
+    first: Sequence[Nonlinearity], second: Sequence[Nonlinearity], joined: Sequence[Nonlinearity]
+) -> str | None:
+    """The name of a function that acts on something that does not grow with the batch, such as a
+    mean over its samples.
+
+    Args:
+        first: the functions in the loss of a part of a batch.
+        second: those of another part.
+        joined: those of both parts in one batch. Where it has more of them, they come once per
+            sample.
+    """
+    names = [function.name for function in first]
+    for functions in (second, joined):
+        if [function.name for function in functions] != names:
+            return None
+    for parts in zip(first, second, joined, strict=True):
+        sizes = {function.size for function in parts}
+        if len(sizes) == 1 and sizes != {0}:
+            return parts[0].name
+    return None
+
+
+def is_per_row(likelihood: Any, target: Tensor) -> bool:
+    """Whether a negative log-likelihood is over rows of an output, each with its own target, so
+    that no sample sees another.
+
+    Args:
+        likelihood: its node, above a leaf.
+        target: the targets of a micro-batch.
+    """
+    if (
+        likelihood._saved_weight is not None
+    ):  # class weights may be made of the targets of each micro-batch
+        return False
+    rows = likelihood._saved_target.flatten()
+    shifts = (target, target[:, 1:]) if target.dim() > 1 else (target,)
+    if not any(_equal(rows, leaf.flatten()) for leaf in shifts):
+        return False
+    node = likelihood.next_functions[0][0]
+    if node.name() != "LogSoftmaxBackward0" or _is_first(node, node._saved_dim):
+        return False
+    node = node.next_functions[0][0]
+    while node.name() in _IDENTITY or _keeps_rows(node):
+        node = node.next_functions[0][0]
+    return hasattr(node, "variable")
+
+
+def _keeps_rows(node: Any) -> bool:
+    """Whether a change of shape neither mixes nor drops samples."""
+    name = node.name()
+    if name == "SliceBackward0":
+        return not _is_first(node, node._saved_dim)
+    if name == "TransposeBackward0":
+        return not (_is_first(node, node._saved_dim0) or _is_first(node, node._saved_dim1))
+    if name not in _VIEWS:
+        return False
+    before = node._saved_self_sym_sizes
+    after = node._input_metadata[0].shape
+    return len(after) == 2 and before[-1] == after[-1]
+
+
+def _is_first(node: Any, dim: int) -> bool:
+    """Whether a dimension of a node's result is the first; nodes keep negative numbers as unsigned
+    ones.
+    """
+    return signed(dim) % len(node._input_metadata[0].shape) == 0
+
+
+def _function(node: Any) -> str:
+    """A node's name without `Backward0`."""
+    name: str = node.name()
+    return name.rstrip("0123456789").removesuffix("Backward")
+
+
+def _is_piecewise(node: Any) -> bool:
+    return _function(node) in _PIECEWISE | _PIECEWISE_LOSSES
+
+
+def _size(node: Any) -> int:
+    """The elements that a node's function acts on; of a maximum, those that come out."""
+    if _function(node) in _PIECEWISE_LOSSES:
+        return int(node._saved_self.numel())
+    return math.prod(node._input_metadata[0].shape)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool((one == other).all())

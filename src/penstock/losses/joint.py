@@ -1,0 +1,176 @@
+"""The loss of a whole batch at once, on the joined outputs of all micro-batches: for losses in
+which samples see each other.
+
+Every micro-batch has a root of its own, a 0 whose backward hands its outputs their part of the
+gradient of the joined loss. That loss is computed when the last forward has run, and its gradient
+when the first backward asks for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from penstock.batches.batch import Batch
+from penstock.errors import ScheduleError
+from penstock.losses.call import LossCall, one_number
+from penstock.schedule.op import Kind, Schedule
+from penstock.values.structure import flatten, tensors_of, unflatten
+
+_BACKWARD = (Kind.B, Kind.I)
+
+
+def check_joint(schedule: Schedule) -> None:
+    """Refuse a schedule whose last stage does not run all forwards before its first backward, on
+    one rank.
+
+    Raises:
+        ScheduleError: it does not.
+    """
+    if schedule.micro_batches == 1:
+        return
+    advice = (
+        "Take a schedule that does, such as gpipe, or 1f1b with micro_batches=1; or a loss that is a mean or sum over samples, "
+        "which needs no loss_on"
+    )
+    last, ranks = schedule.stages - 1, schedule.ranks_of_stage[-1]
+    if not schedule.synchronous:
+        raise ScheduleError(
+            f"loss_on='batch' needs all outputs of a batch before the first backward, and {schedule.name} is asynchronous. {advice}"
+        )
+    if len(ranks) > 1:
+        raise ScheduleError(
+            f"loss_on='batch' needs all outputs of a batch on one rank, and {schedule.name} runs the last stage on ranks "
+            f"{', '.join(map(str, ranks))}. {advice}"
+        )
+    kinds = [op.kind for op in schedule.programs[ranks[0]] if op.stage == last]
+    first = next((place for place, kind in enumerate(kinds) if kind in _BACKWARD), len(kinds))
+    ran = kinds[:first].count(Kind.F)
+    if ran < kinds.count(Kind.F):
+        raise ScheduleError(
+            f"loss_on='batch' needs all outputs of a batch before the first backward, and {schedule.name} begins the last stage's backwards "
+            f"after {ran} of {kinds.count(Kind.F)} forwards. {advice}"
+        )
+
+
+@dataclass
+class _Joint:
+    """One batch's outputs, and what is made of them."""
+
+    batch: Batch
+    outputs: dict[int, Any] = field(default_factory=dict)
+    leaves: dict[int, list[Tensor]] = field(default_factory=dict)
+    loss: Tensor | None = None
+    grads: dict[int, list[Tensor]] | None = None
+
+    def add(self, number: int, value: Any) -> None:
+        """Take in one micro-batch's output, without its graph."""
+        leaves, structure = flatten(value)
+        parts = [
+            leaf.detach().requires_grad_(self.batch.training and leaf.is_floating_point())
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+        self.outputs[number] = unflatten(structure, parts)
+        self.leaves[number] = [leaf for leaf in parts if isinstance(leaf, Tensor)]
+
+    def grads_of(self, number: int, start: Tensor) -> list[Tensor]:
+        """The gradient of one micro-batch's outputs, given that of the loss."""
+        if self.grads is None:
+            self.grads = self._all_grads(start)
+        return self.grads[number]
+
+    def _all_grads(self, start: Tensor) -> dict[int, list[Tensor]]:
+        assert self.loss is not None
+        numbers = sorted(self.leaves)
+        outputs = [leaf for n in numbers for leaf in self.leaves[n] if leaf.requires_grad]
+        grads: Sequence[Tensor | None] = [None] * len(outputs)
+        if self.loss.requires_grad:
+            with torch.enable_grad():
+                grads = torch.autograd.grad(
+                    self.loss, outputs, start.to(self.loss.dtype), allow_unused=True
+                )
+        self.loss = self.loss.detach()
+        # Leaves that the loss does not depend on have no gradient, and take zeros.
+        grads_in_order = iter(
+            torch.zeros_like(leaf) if grad is None else grad
+            for leaf, grad in zip(outputs, grads, strict=True)
+        )
+        by_number: dict[int, list[Tensor]] = {}
+        for number in numbers:
+            count = sum(leaf.requires_grad for leaf in self.leaves[number])
+            by_number[number] = list(itertools.islice(grads_in_order, count))
+        return by_number
+
+
+class _Part(Function):
+    """A 0 whose backward is a micro-batch's part of the joined loss's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, joint: _Joint, number: int, places: list[int], *outputs: Tensor
+    ) -> Tensor:
+        ctx.joint, ctx.number, ctx.places = joint, number, places
+        return outputs[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, start: Tensor) -> Any:
+        grads = ctx.joint.grads_of(ctx.number, start)
+        return (None, None, None, *[grads[place] for place in ctx.places])
+
+
+@dataclass
+class JointLosses:
+    """The joined losses of one stage.
+
+    Attributes:
+        call: the loss.
+    """
+
+    call: LossCall
+    _now: _Joint | None = None
+
+    def of(self, batch: Batch, number: int, value: Any) -> tuple[Tensor, Tensor]:
+        """The root of one micro-batch's backward, and what it adds to the reported loss: 0, but for
+        the last one.
+
+        Raises:
+            SettingError: an output has no samples.
+        """
+        if self._now is None or self._now.batch is not batch:
+            self._now = _Joint(batch)
+        joint = self._now
+        if number not in joint.outputs:
+            joint.add(number, value)
+        share = torch.zeros((), device=self.call.device)
+        if joint.loss is None and len(joint.outputs) == len(batch.inputs):
+            joint.loss = self._loss(joint)
+            share = joint.loss.detach()
+            if not batch.training:
+                self._now = None
+        return self._root(joint, number, value), share
+
+    def _loss(self, joint: _Joint) -> Tensor:
+        batch = joint.batch
+        with torch.set_grad_enabled(batch.training):
+            output = batch.joined(joint.outputs)
+            loss = self.call(batch, -1, output, self.call.whole_target(batch))
+            if type(loss) is tuple and len(loss) == 2:
+                loss = loss[0] / loss[1]
+            return one_number(loss)
+
+    def _root(self, joint: _Joint, number: int, value: Any) -> Tensor:
+        tensors = tensors_of(value)
+        floats = [leaf for leaf in tensors if leaf.is_floating_point()]
+        chosen = [place for place, leaf in enumerate(floats) if leaf.requires_grad]
+        if not chosen or not torch.is_grad_enabled():
+            return torch.zeros((), device=self.call.device)
+        root: Tensor = _Part.apply(joint, number, chosen, *[floats[place] for place in chosen])  # type: ignore[no-untyped-call]
+        return root

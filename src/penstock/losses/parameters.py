@@ -1,0 +1,143 @@
+"""Weights that a loss has of its own, which no optimizer of a pipeline steps: found before anything
+is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import SettingError
+from penstock.modules.state_names import parameters_of
+from penstock.optim.factory import check_factory
+from penstock.tracing.traced_chain import TracedChain
+
+#: How far functions are followed that functions call, and containers that they refer to.
+_DEEPEST = 4
+
+
+def check_training(traced: TracedChain, loss: object, optimizer: object) -> None:
+    """Refuse a loss or an optimizer with which training would leave weights out.
+
+    Raises:
+        SettingError: see `check_loss` and `check_factory`.
+    """
+    check_factory(optimizer)
+    check_loss(traced, loss)
+
+
+def check_loss(traced: TracedChain, loss: object) -> None:
+    """Refuse a loss that has trainable weights besides the model's.
+
+    Looked at are the loss, if it is a module, what a bound method or a partial is of, and what a
+    function refers to: by its closure, its defaults, its globals, and the functions that it calls.
+    A module that shares weights with the model is let pass: what the loss makes of them is seen
+    when it runs (`runtime.reach`).
+
+    Raises:
+        SettingError: there is one; the message has its place.
+    """
+    if not callable(loss):
+        raise SettingError(
+            f"loss= is a function from the model's output and the targets to a number, not {loss!r}"
+        )
+    model_parameters = {
+        id(parameter)
+        for layer, module in zip(traced.layers, traced.modules, strict=True)
+        for _, parameter in parameters_of(layer.name, module)
+    }
+    for place, value in _referred(loss):
+        weights = _trainable(value, model_parameters)
+        if weights:
+            raise SettingError(
+                f"{place} has {len(weights)} trainable weight{'s' * (len(weights) != 1)} of its own, the first ({weights[0][0]}) of shape "
+                f"{tuple(weights[0][1].shape)}: optimizer= is called with the model's, so no stage would train it. Make it part of the "
+                "model, in its last layer, whose output is then what the loss without weights takes; or if it is not to be "
+                "trained here, freeze it before: requires_grad_(False)"
+            )
+
+
+def _trainable(value: object, excluded: set[int]) -> list[tuple[str, Tensor]]:
+    if isinstance(value, nn.Module):
+        named: list[tuple[str, Tensor]] = list(value.named_parameters())
+        if any(id(parameter) in excluded for _, parameter in named):
+            return []
+    else:
+        assert isinstance(value, Tensor)
+        named = [("a tensor", value)] if value.is_leaf and id(value) not in excluded else []
+    return [(name, tensor) for name, tensor in named if tensor.requires_grad]
+
+
+def _referred(loss: object) -> Iterator[tuple[str, object]]:
+    """Modules and tensors that a loss refers to, each once, with words for where they are."""
+    visited: set[int] = set()
+    stack: list[tuple[str, object, int]] = [("loss=", loss, 0)]
+    if not isinstance(loss, (nn.Module, FunctionType, MethodType, functools.partial)):
+        stack += [(f"loss.{key}", value, 1) for key, value in getattr(loss, "__dict__", {}).items()]
+    while stack:
+        place, value, depth = stack.pop()
+        if id(value) in visited or depth > _DEEPEST:
+            continue
+        visited.add(id(value))
+        if isinstance(value, (nn.Module, Tensor)):
+            yield place, value
+        else:
+            stack += [(where, part, depth + 1) for where, part in _parts(place, value)]
+
+
+def _parts(place: str, value: object) -> Iterable[tuple[str, object]]:
+    if isinstance(value, functools.partial):
+        return [
+            (place, value.func),
+            *((f"an argument of {place}", part) for part in value.args),
+            *((f"{key} of {place}", part) for key, part in value.keywords.items()),
+        ]
+    if isinstance(value, MethodType):
+        return [(f"the object of {place}", value.__self__), (place, value.__func__)]
+    if isinstance(value, FunctionType):
+        return _parts_of_function(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(place, part) for part in value]
+    if isinstance(value, Mapping):
+        return [(place, part) for part in value.values()]
+    return []
+
+
+def _parts_of_function(function: Callable[..., Any]) -> Iterator[tuple[str, object]]:
+    name = f"{function.__name__}, which is the loss or is called by it, refers to {{}}, which"
+    assert isinstance(function, FunctionType)
+    if hasattr(function, "__wrapped__"):
+        yield name.format("what it wraps"), function.__wrapped__
+    if (function.__module__ or "").partition(".")[0] in ("torch", "penstock", "numpy"):
+        return
+    for key, value in _closure_of(function):
+        yield name.format(key), value
+    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield name.format("a default"), value
+    for key in _globals_of(function.__code__):
+        if key in function.__globals__:
+            yield name.format(key), function.__globals__[key]
+
+
+def _closure_of(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """The variables of enclosing functions that a function reads, with their values."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    for key, cell in cells:
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield key, cell.cell_contents
+
+
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """The globals that a function reads, in functions and comprehensions inside it, too."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield str(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_of(constant)

@@ -1,0 +1,348 @@
+"""A numeric test of how a loss adds up: of two parts of a batch alone, and of the two as one.
+
+What a loss is divided by can be read from its graph, but not whether samples see each other, as
+they do in a contrastive loss. So the loss is evaluated on two parts `a` and `b` and on both joined,
+`j`. A loss that adds up has `loss(j) = w_a loss(a) + w_b loss(b)`, with weights that are shares of
+a count, shares of the samples, or 1 where it is a sum. The gradients with respect to the outputs
+add up likewise. They are compared too, as the values do not tell all: `loss / loss.detach()` is 1
+on every part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.batches.splitting import join
+from penstock.errors import SettingError
+from penstock.losses.graph import Nonlinearity, nonlinear_in_batch, nonlinearities
+from penstock.losses.terms import is_float
+from penstock.values.structure import map_tensors, tensors_of
+
+#: How far both sides may be apart, in proportion, by the precision of the loss.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4}
+_COARSE = 0.03
+
+Loss = Callable[[Any, Any], Any]
+Change = Callable[[Tensor, int], Tensor]
+
+
+class ReturnsCount(Exception):
+    """The loss returns (sum, count)."""
+
+
+class Draws(Exception):
+    """The loss draws random numbers."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two parts of a batch: their targets and sizes, and an output for one of them to make outputs
+    of.
+
+    Attributes:
+        targets: of both.
+        sizes: samples of both, or tokens where parts follow each other in the same sequences.
+        output: a model's output, without its graph.
+        dim: along which parts are joined: 0 for samples, 1 for tokens.
+        count: samples, or tokens, of `output`.
+    """
+
+    targets: tuple[Any, Any]
+    sizes: tuple[int, int]
+    output: Any
+    dim: int
+    count: int
+
+
+@dataclass(frozen=True)
+class GradientFit:
+    """The gradient of a part of an output, in the joined loss (`g_j`) and in the loss of the part
+    alone (`g`).
+
+    Attributes:
+        factor: the `f` that makes `g_j - f g` the smallest.
+        remainder: the norm of `g_j - factor g`.
+        alone: the norm of `g`.
+        joined: the norm of `g_j`.
+    """
+
+    factor: float
+    remainder: float
+    alone: float
+    joined: float
+
+    @classmethod
+    def of(cls, alone: Sequence[Tensor], joined: Sequence[Tensor]) -> GradientFit:
+        """Compare gradients, leaf by leaf."""
+        square = sum(_dot(leaf, leaf) for leaf in alone)
+        product = sum(_dot(one, other) for one, other in zip(alone, joined, strict=True))
+        factor = product / square if square else 0.0
+        rest = [other - factor * one for one, other in zip(alone, joined, strict=True)]
+        remainder = math.sqrt(sum(_dot(leaf, leaf) for leaf in rest))
+        return cls(
+            factor,
+            remainder,
+            math.sqrt(square),
+            math.sqrt(sum(_dot(leaf, leaf) for leaf in joined)),
+        )
+
+    def distance(self, weight: float) -> float:
+        """The norm of `g_j - weight g`; the remainder is orthogonal to `g`."""
+        if not weight:
+            return self.joined
+        return math.hypot(self.remainder, (weight - self.factor) * self.alone)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a loss was on the parts, and on both joined.
+
+    Attributes:
+        first: the loss of the first part.
+        second: of the second.
+        joined: of both in one batch.
+        tolerance: how far they may be apart, in proportion.
+        gradients: of both parts; none where a gradient is not finite.
+        nonlinear: the function that acts on a value to which all samples contribute, if there is
+            one.
+    """
+
+    first: float
+    second: float
+    joined: float
+    tolerance: float
+    gradients: tuple[GradientFit, ...] = ()
+    nonlinear: str | None = None
+
+    def fits(self, weights: tuple[float, float]) -> bool:
+        """Whether the joined loss, and its gradient, are the sums of the parts' with these weights."""
+        return self.values_fit(weights) and self._gradients_fit(weights)
+
+    def _gradients_fit(self, weights: tuple[float, float]) -> bool:
+        if not self.gradients:
+            return True
+        pairs = zip(weights, self.gradients, strict=True)
+        distance = math.hypot(*[fit.distance(weight) for weight, fit in pairs])
+        size = math.hypot(*[fit.joined for fit in self.gradients])
+        return distance <= self.tolerance * max(size, 1e-12)
+
+    def values_fit(self, weights: tuple[float, float]) -> bool:
+        """Whether the values do, without the gradients."""
+        parts = [
+            weight * value
+            for weight, value in zip(weights, (self.first, self.second), strict=True)
+            if weight
+        ]
+        size = max(sum(map(abs, parts)), abs(self.joined), 1e-6)
+        return abs(sum(parts) - self.joined) <= self.tolerance * size
+
+    @property
+    def finite(self) -> bool:
+        """Whether there is anything to compare."""
+        return all(math.isfinite(value) for value in (self.first, self.second, self.joined))
+
+
+def readings(loss: Loss, pair: Pair) -> list[Reading]:
+    """Evaluate the loss on several different outputs.
+
+    Raises:
+        Exception: whatever the loss raises on the model's own outputs.
+    """
+    results = [_reading(loss, pair, _rolled)]
+    for change in (_mirrored, _moved, _amplified, _attenuated):
+        with suppress(
+            ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
+        ):  # values that the loss was not made for
+            results.append(_reading(loss, pair, change))
+    return [reading for reading in results if reading.finite]
+
+
+def _reading(loss: Loss, pair: Pair, change: Change) -> Reading:
+    """The loss on the model's outputs for the first part, and on changed ones for the second."""
+    outputs = [
+        _output(pair, size, change if second else _same) for second, size in enumerate(pair.sizes)
+    ]
+    first = _evaluate(loss, outputs[0], pair.targets[0])
+    second = _evaluate(loss, outputs[1], pair.targets[1])
+    targets = join_values(list(pair.targets), pair.dim)
+    joined = _evaluate(loss, join_values(outputs, pair.dim), targets)
+    dtypes = [evaluation.dtype for evaluation in (first, second, joined)] + [
+        leaf.dtype for leaf in tensors_of(pair.output) if leaf.is_floating_point()
+    ]
+    return Reading(
+        first.value,
+        second.value,
+        joined.value,
+        max(_TOLERANCE.get(dtype, _COARSE) for dtype in dtypes),
+        _gradient_fits((first, second), joined, pair.dim),
+        nonlinear_in_batch(first.functions, second.functions, joined.functions),
+    )
+
+
+def _gradient_fits(
+    parts: tuple[_Evaluation, _Evaluation], joined: _Evaluation, dim: int
+) -> tuple[GradientFit, ...]:
+    """How the gradients of both parts are found in that of both joined; nothing where one is not
+    finite.
+    """
+    fits = []
+    ends = [0] * len(joined.gradients)
+    for part in parts:
+        slices = []
+        for place, gradient in enumerate(part.gradients):
+            length = gradient.shape[dim]
+            slices.append(joined.gradients[place].narrow(dim, ends[place], length))
+            ends[place] += length
+        fits.append(GradientFit.of(part.gradients, slices))
+    values = [value for fit in fits for value in (fit.remainder, fit.alone, fit.joined)]
+    return tuple(fits) if all(map(math.isfinite, values)) else ()
+
+
+def _dot(one: Tensor, other: Tensor) -> float:
+    """The inner product of two gradients, as real numbers."""
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    if one.dtype.itemsize < torch.float32.itemsize:
+        one, other = one.float(), other.float()
+    return float((one * other).sum(dtype=torch.float64))
+
+
+def consistent(
+    readings_of_loss: Sequence[Reading], ways: Mapping[str, tuple[float, float]]
+) -> str | None:
+    """The first of some ways of weighing both parts that fits all readings."""
+    for name, weights in ways.items():
+        if all(reading.fits(weights) for reading in readings_of_loss):
+            return name
+    return None
+
+
+def join_values(values: list[Any], dim: int) -> Any:
+    """Nested tensors, in any classes, as one.
+
+    Raises:
+        SettingError: a tensor among them has no dimension.
+    """
+    return join(values, dim)
+
+
+def _output(pair: Pair, size: int, change: Change) -> Any:
+    """An output for `size` samples or tokens, changed."""
+    outputs = repeated(pair.output, pair.dim, pair.count, size)
+    return _mapped(outputs, change, pair.dim)
+
+
+def repeated(output: Any, dim: int, count: int, size: int) -> Any:
+    """An output for `size` samples or tokens: the `count` that there are, over and over.
+
+    Raises:
+        SettingError: a tensor in it has not that many along the dimension.
+    """
+
+    def chosen(leaf: Tensor, dim: int) -> Tensor:
+        if leaf.dim() <= dim or leaf.shape[dim] % count:
+            raise SettingError(f"an output of {tuple(leaf.shape)} has no {count} samples")
+        rows = leaf.shape[dim] // count
+        places = torch.arange(size * rows, device=leaf.device) % leaf.shape[dim]
+        return leaf.index_select(dim, places)
+
+    return _mapped(output, chosen, dim)
+
+
+def _mapped(value: Any, change: Change, dim: int) -> Any:
+    return map_tensors(lambda leaf: change(leaf, dim), value)
+
+
+def _same(leaf: Tensor, _: int) -> Tensor:
+    return leaf
+
+
+def _rolled(leaf: Tensor, dim: int) -> Tensor:
+    """The samples in another order: values that the loss is made for."""
+    return leaf.roll(1, dim)
+
+
+def _mirrored(leaf: Tensor, dim: int) -> Tensor:
+    """The features in another order; of probabilities these stay probabilities."""
+    return leaf.flip(-1) if leaf.dim() > dim + 1 and leaf.is_floating_point() else leaf
+
+
+def _moved(leaf: Tensor, _: int) -> Tensor:
+    """Other values: probabilities and rates halved, all else moved down."""
+    if not leaf.is_floating_point() or not leaf.numel():
+        return leaf
+    if bool((leaf >= 0).all()):
+        return leaf / 2
+    return leaf - (leaf.mean() + leaf.std(correction=0) / 2)
+
+
+def _amplified(leaf: Tensor, dim: int) -> Tensor:
+    """Larger values, where there are some below 0; other ones may be probabilities."""
+    if not leaf.is_floating_point() or bool((leaf >= 0).all()):
+        return _mirrored(leaf, dim)
+    return leaf * 4
+
+
+def _attenuated(leaf: Tensor, _: int) -> Tensor:
+    """Smaller values, such as late in the training."""
+    return leaf / 8 if leaf.is_floating_point() else leaf
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """A loss on one output.
+
+    Attributes:
+        value: the loss.
+        dtype: its precision.
+        gradients: with respect to the floating-point leaves of the output, in their order.
+        functions: the nonlinear functions in it.
+    """
+
+    value: float
+    dtype: torch.dtype
+    gradients: list[Tensor]
+    functions: list[Nonlinearity]
+
+
+def _evaluate(loss: Loss, output: Any, target: Any) -> _Evaluation:
+    """The loss and its gradient. Nothing of the caller's is changed, nor is a gradient added
+    anywhere.
+
+    Raises:
+        ReturnsCount: the loss returns (sum, count).
+    """
+    leaves: list[Tensor] = []
+
+    def as_leaf(leaf: Tensor) -> Tensor:
+        if not is_float(leaf):
+            return leaf.clone()
+        leaves.append(leaf.detach().clone().requires_grad_())
+        return leaves[-1].clone()  # the loss may change it in place, which a leaf forbids
+
+    value = loss(map_tensors(as_leaf, output), copied(target))
+    if isinstance(value, tuple):
+        raise ReturnsCount
+    gradients: Sequence[Tensor | None] = [None] * len(leaves)
+    functions: list[Nonlinearity] = []
+    if isinstance(value, Tensor) and value.requires_grad:
+        functions = nonlinearities(value, leaves)
+        if leaves:
+            gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
+    filled = [
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for leaf, gradient in zip(leaves, gradients, strict=True)
+    ]
+    return _Evaluation(float(value.detach()), value.dtype, filled, functions)
+
+
+def copied(value: Any) -> Any:
+    """A value whose tensors may be changed in place."""
+    return map_tensors(Tensor.clone, value)

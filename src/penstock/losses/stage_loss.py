@@ -1,0 +1,189 @@
+"""The loss of the last stage: its weight in the loss of the batch, and the gradient that it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.batches.batch import Batch
+from penstock.errors import SettingError
+from penstock.losses.call import LossCall, one_number
+from penstock.losses.joint import JointLosses
+from penstock.losses.loss_weights import LossWeights
+from penstock.losses.messages import count_differs
+from penstock.losses.terms import same
+from penstock.values.structure import map_tensors, tensors_of
+
+#: `loss(output, target)`, to one number or to (sum, count).
+Loss = Callable[[Any, Any], Any]
+
+#: Gradients that are remembered, by their value: dynamic scales and uneven batches make more of
+#: them.
+_MOST_STARTS = 64
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """How a loss is divided into micro-batches; `Pipeline` says what each is."""
+
+    loss_weight: Callable[[Any], Any] | None = None
+    loss_on: str = "micro_batch"
+
+
+@dataclass
+class StageLoss:
+    """`loss(output, target)`, where it is computed.
+
+    Attributes:
+        loss: what the caller gave.
+        device: of the stage.
+        options: how it is divided.
+        seed: of what the loss draws.
+        layers: the stage's modules.
+    """
+
+    loss: Loss
+    device: torch.device
+    options: LossOptions = field(default_factory=LossOptions)
+    seed: int = 0
+    layers: Sequence[nn.Module] = ()
+
+    def __post_init__(self) -> None:
+        self._call = LossCall(self.loss, self.device, self.seed)
+        self._weights = LossWeights(self._call, self.options.loss_weight, self.layers)
+        self._joint = JointLosses(self._call) if self.options.loss_on == "batch" else None
+
+    def of(self, batch: Batch, micro_batch: int, value: Any, sides: Sequence[Tensor]) -> Any:
+        """The micro-batch's loss, which goes into the batch's with its weight, side losses added;
+        without targets, its outputs are kept for the caller.
+
+        Raises:
+            SettingError: the loss is not one number, or the losses of micro-batches do not add up
+                to that of the batch.
+        """
+        if batch.targets is None or batch.keeps_outputs:
+            batch.outputs[micro_batch] = map_tensors(Tensor.detach, value)
+        if batch.targets is None:
+            return None
+        if self._joint is not None and len(batch.inputs) > 1:
+            return self._jointly(batch, micro_batch, value, sides)
+        weights = batch.loss_weights
+        if weights is None:
+            weights = batch.loss_weights = self._weights.of(batch, micro_batch, value)
+        weight = weights[micro_batch]
+        if weight and self._call.is_torchs and not (batch.loss_counts or sides):
+            return self._by_share(batch, micro_batch, value, weight)
+        loss = self._call(batch, micro_batch, value, self._call.target(batch, micro_batch))
+        counted = type(loss) is tuple
+        loss = self._divided(batch, micro_batch, loss) if counted else one_number(loss)
+        if weight == 0.0:
+            # It counts nothing: whatever it is, such as NaN of 0 / 0, goes into nothing.
+            loss = nothing(value, loss)
+        elif batch.loss_counts and not counted and self.options.loss_weight is None:
+            self._weights.check(batch, micro_batch, loss)
+        if micro_batch not in batch.losses:
+            batch.losses[micro_batch] = reported(batch, micro_batch, loss, sides)
+        return loss
+
+    def targets(self, batch: Batch, number: int) -> list[Tensor]:
+        """The tensors among the targets of one micro-batch or slice, on the device."""
+        if batch.targets is None:
+            return []
+        on_host = self.device.type == "cpu"
+        return tensors_of(batch.targets[number] if on_host else self._call.target(batch, number))
+
+    def _by_share(self, batch: Batch, number: int, value: Any, weight: float) -> Tensor:
+        """The same for one of torch's own losses, whose counts are known: the fast path of
+        training.
+        """
+        assert batch.targets is not None
+        target = batch.targets[number]
+        if type(target) is not Tensor or target.device != self.device:
+            target = self._call.target(batch, number)
+        loss: Tensor = self._call.loss(value, target)
+        if loss.dim():
+            loss = one_number(loss)
+        if number not in batch.losses:
+            batch.losses[number] = loss.detach() * weight
+        return loss
+
+    def _divided(self, batch: Batch, number: int, loss: tuple[Any, ...]) -> Tensor:
+        """A loss of the form (sum, count), to be weighed by 1 / the count of the batch.
+
+        Raises:
+            SettingError: the count is not the one that was expected.
+        """
+        if len(loss) != 2:
+            raise SettingError(
+                f"the loss returned a tuple of {len(loss)} values; it must return one number, or (sum, count)"
+            )
+        total, count = one_number(loss[0]), float(loss[1])
+        if len(batch.inputs) == 1:
+            return total / count
+        expected = batch.loss_counts.get(number)
+        if expected is None:
+            raise SettingError(
+                f"the loss returned (sum, count) for micro-batch {number}, and one number where it was asked before"
+            )
+        if not same(expected, count, 1e-5):
+            raise SettingError(count_differs(number, expected, count))
+        if self.options.loss_weight is not None:
+            whole = sum(batch.loss_counts.values())
+            batch.loss_weights = [1.0 / whole if whole else 0.0] * len(batch.inputs)
+        return total
+
+    def _jointly(self, batch: Batch, number: int, value: Any, sides: Sequence[Tensor]) -> Tensor:
+        assert self._joint is not None
+        batch.loss_weights = [1.0] * len(batch.inputs)
+        loss, share = self._joint.of(batch, number, value)
+        if number not in batch.losses:
+            batch.losses[number] = reported(batch, number, one_number(share), sides)
+        return loss
+
+
+def reported(batch: Batch, number: int, loss: Tensor, sides: Sequence[Tensor]) -> Tensor:
+    """What a micro-batch adds to the reported loss: its own with its weight, and side losses with
+    its share of the samples.
+    """
+    assert batch.loss_weights is not None
+    weight, share = batch.loss_weights[number], batch.shares[number]
+    if not sides:
+        return loss.detach() * weight
+    if weight == share:
+        return (loss.detach() + total(sides)) * share
+    return loss.detach() * weight + total(sides) * share
+
+
+def nothing(value: Any, loss: Tensor) -> Tensor:
+    """A loss of 0 whose gradients are 0 for all that the model has put out."""
+    leaves = [leaf for leaf in tensors_of(value) if leaf.requires_grad]
+    # Where the model computes its loss itself, that is one of its outputs, and its own backward may
+    # divide by 0.
+    chosen = [leaf for leaf in leaves if leaf.dim()] or leaves
+    parts = [leaf.reshape(-1)[:0].sum().to(loss.dtype) for leaf in chosen]
+    return sum(parts, torch.zeros_like(loss.detach()))
+
+
+@dataclass
+class Starts:
+    """Gradients that the backward of a loss starts with, by their value and type."""
+
+    _grads: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def of(self, value: float, root: Tensor) -> Tensor:
+        """Return the gradient `value` of `root`, which is one number. It must not be changed."""
+        grad = self._grads.get((value, root.dtype))
+        if grad is None:
+            if len(self._grads) >= _MOST_STARTS:
+                self._grads.clear()
+            grad = self._grads[value, root.dtype] = torch.full_like(root, value)
+        return grad
+
+
+def total(terms: Sequence[Tensor]) -> Tensor:
+    """The sum of numbers, without their graphs."""
+    return torch.stack([term.detach() for term in terms]).sum()

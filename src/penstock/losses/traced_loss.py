@@ -1,0 +1,269 @@
+"""A loss that the model computes itself, as models of `transformers` do from labels among their
+inputs: what it is divided by.
+
+Of a traced model the graph shows it. The labels are made of the inputs alone, and every rank has
+these, so the counts of all micro-batches are known before their forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.batches.batch import Batch
+from penstock.batches.device_batch import INPUTS, device_batch
+from penstock.losses.terms import MEAN, SUM, UnknownForm, class_count
+from penstock.tracing.ops import op_name
+from penstock.tracing.traced_layer import StageInputs, TracedLayer
+from penstock.tracing.variants import Variant
+from penstock.values.structure import map_tensors, tensors_of
+
+_SAME_VALUE = frozenset(
+    {
+        "alias",
+        "view",
+        "reshape",
+        "squeeze",
+        "unsqueeze",
+        "to",
+        "_to_copy",
+        "clone",
+        "contiguous",
+        "neg",
+        "float",
+        "detach_",
+    }
+)
+_NLL = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
+#: Where a graph's ctc_loss, which `tracing.interception` writes down, has its reduction.
+_CTC_REDUCTION = 5
+_ELEMENTWISE = frozenset(
+    {
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "soft_margin_loss",
+    }
+)
+#: Ops whose result depends on the shape of what they take, and not on its contents.
+_SHAPE_ALONE = frozenset(
+    {
+        "sym_size",
+        "sym_numel",
+        "size",
+        "arange",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "empty_like",
+    }
+)
+
+
+@dataclass
+class ModelLoss:
+    """The last layer of a traced model.
+
+    Attributes:
+        layer: the layer.
+        device: where it computes.
+    """
+
+    layer: TracedLayer
+    device: torch.device
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module], device: torch.device) -> ModelLoss | None:
+        """Of a stage's layers; None where the model is not a traced one."""
+        last = layers[-1] if layers else None
+        return cls(last, device) if isinstance(last, TracedLayer) else None
+
+    def weights(self, batch: Batch, place: int) -> list[list[float]]:
+        """Term by term, the weights of the micro-batches in the loss that is leaf `place` of the
+        model's output.
+
+        Raises:
+            UnknownForm: the loss is no sum that is divided by a number, or samples see each other
+                in it.
+        """
+        rows = []
+        for number, share in zip(batch.numbers, batch.shares, strict=True):
+            inputs = StageInputs(self.layer.variants, self._inputs(batch, number), self.device)
+            rows.append(self._terms(inputs, share, place))
+        if any(len(row) != len(rows[0]) for row in rows):
+            raise UnknownForm("terms that come and go")
+        return [_column(counts, batch.shares) for counts in zip(*rows, strict=True)]
+
+    def _inputs(self, batch: Batch, number: int) -> Any:
+        if self.device.type != "cpu":
+            return device_batch(batch, self.device).part(INPUTS, number)
+        return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[number])
+
+    def _terms(self, inputs: StageInputs, share: float, place: int) -> list[float | None]:
+        """By term what the micro-batch counts; None for a sum."""
+        variant = inputs.variant(self.layer.training)
+        reading = _Reading(inputs, variant, self.layer, share)
+        return reading.terms(_output(variant, place))
+
+
+def _column(counts: Sequence[float | None], shares: list[float]) -> list[float]:
+    """The weights of the micro-batches in one term; see `_terms` for `counts`."""
+    if all(count is None for count in counts):
+        return [1.0] * len(counts)
+    total = sum(count or 0.0 for count in counts)
+    return [(count or 0.0) / total for count in counts] if total else shares
+
+
+def _output(variant: Variant, place: int) -> fx.Node:
+    """The node of a leaf of the model's output."""
+    nodes = [node for node in variant.flow.outputs if node is not None]
+    places = [torch.empty(0, device="meta") for _ in nodes]
+    chosen = tensors_of(variant.output(places))[place]
+    for node, tensor in zip(nodes, places, strict=True):
+        if tensor is chosen:
+            return node
+    raise UnknownForm("a constant loss")
+
+
+@dataclass
+class _Reading:
+    """Reads one graph with one micro-batch's inputs."""
+
+    inputs: StageInputs
+    variant: Variant
+    layer: TracedLayer
+    share: float
+
+    def terms(self, node: fx.Node) -> list[float | None]:
+        """By term of a node what the micro-batch counts; None for a sum."""
+        name = op_name(node)
+        if name in _SAME_VALUE:
+            return self.terms(_node(node.args[0]))
+        if name in ("div", "true_divide", "mul"):
+            return self._product(node, times=name == "mul")
+        if name in ("add", "sub", "add_", "sub_"):
+            return self._sum(node)
+        return [self._reduction(node, name)]
+
+    def _product(self, node: fx.Node, *, times: bool) -> list[float | None]:
+        """The terms of a product or a quotient of terms with a number."""
+        first, second = node.args[0], node.args[1]
+        if times and (not isinstance(first, fx.Node) or self._is_known(first)):
+            first, second = second, first
+        return self._scaled(self.terms(_node(first)), second, times)
+
+    def _sum(self, node: fx.Node) -> list[float | None]:
+        """The terms of both sides; what depends on no output is a constant."""
+        terms: list[float | None] = []
+        for part in node.args[:2]:
+            if isinstance(part, fx.Node) and not self._is_known(part):
+                terms += self.terms(part)
+        return terms
+
+    def _reduction(self, node: fx.Node, name: str) -> float | None:
+        """What the micro-batch counts in a reduction to one number."""
+        if name in _NLL:
+            return self._nll(node)
+        if name in _ELEMENTWISE:
+            return self.share if _argument(node, "reduction", MEAN) == MEAN else None
+        if name == "ctc_loss":
+            return self._ctc(node)
+        if name == "mean":
+            return self.share
+        if name == "sum":
+            return None
+        raise UnknownForm(name)
+
+    def _is_known(self, node: fx.Node) -> bool:
+        """Whether a value depends on inputs and constants alone."""
+        flow = self.variant.flow
+        return node in flow.recomputed or node in flow.constants
+
+    def _scaled(self, terms: list[float | None], by: Any, times: bool) -> list[float | None]:
+        """Terms that are multiplied or divided by something."""
+        if not isinstance(by, fx.Node):
+            return terms  # a number, the same for all micro-batches
+        if not self._is_known(by):
+            raise UnknownForm("a factor that depends on outputs")
+        (value,) = self.inputs.recompute(self.layer.training, [by])
+        number = float(value)
+        if times and number:
+            number = 1 / number
+        return [number if term is None else term * number for term in terms]
+
+    def _nll(self, node: fx.Node) -> float | None:
+        reduction = _argument(node, "reduction", MEAN)
+        if reduction == SUM:
+            return None
+        if reduction != MEAN:
+            raise UnknownForm("a loss that is not reduced")
+        target = _node(node.args[1])
+        if not self._is_known(target):
+            raise UnknownForm("targets that depend on outputs")
+        if not _depends_on_contents(target):
+            # Numbers of rows: each sample's own place is its class, as in a contrastive loss.
+            raise UnknownForm("classes that are the numbers of the samples")
+        (value,) = self.inputs.recompute(self.layer.training, [target])
+        if value.is_floating_point():
+            return self.share
+        return class_count(value, self._weight(node), int(_argument(node, "ignore_index", -100)))
+
+    def _ctc(self, node: fx.Node) -> float | None:
+        """A mean over samples, each divided by its own number of labels; or a sum."""
+        reduction = node.args[_CTC_REDUCTION]
+        if reduction in ("sum", SUM):
+            return None
+        if reduction not in ("mean", MEAN):
+            raise UnknownForm("a loss that is not reduced")
+        return self.share
+
+    def _weight(self, node: fx.Node) -> Tensor | None:
+        weight = _argument(node, "weight", None)
+        if weight is None:
+            return None
+        if self._is_known(weight):
+            (value,) = self.inputs.recompute(self.layer.training, [weight])
+            return value  # type: ignore[no-any-return]
+        if weight not in self.variant.flow.weights:
+            raise UnknownForm("class weights that the model computes")
+        return self.layer.weight(self.variant.flow.weights[weight])
+
+
+def _node(value: Any) -> fx.Node:
+    if not isinstance(value, fx.Node):
+        raise UnknownForm("a constant loss")
+    return value
+
+
+def _argument(node: fx.Node, name: str, otherwise: Any) -> Any:
+    """An argument of an op by its name in the schema."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    arguments = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    place = arguments.index(name) if name in arguments else len(node.args)
+    return node.args[place] if place < len(node.args) else otherwise
+
+
+def _depends_on_contents(node: fx.Node) -> bool:
+    """Whether a value depends on what the inputs contain, and not on their shapes alone."""
+    waiting, visited = [node], {node}
+    while waiting:
+        current = waiting.pop()
+        if current.op == "placeholder":
+            return True
+        if op_name(current) in _SHAPE_ALONE or op_name(current).startswith("sym_"):
+            continue
+        fresh = [used for used in current.all_input_nodes if used not in visited]
+        visited.update(fresh)
+        waiting += fresh
+    return False

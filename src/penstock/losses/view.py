@@ -1,0 +1,167 @@
+"""A batch as the last stage sees it before its first loss: one micro-batch's output, and the
+targets of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.batches.batch import Batch
+from penstock.batches.splitting import sample_count, token_count
+from penstock.losses.call import LossCall
+from penstock.losses.probe import (
+    Draws,
+    Pair,
+    Reading,
+    copied,
+    join_values,
+    readings,
+    repeated,
+)
+from penstock.losses.symbolic import Evaluation, apart_from_stage, evaluate, outputs_like
+from penstock.losses.terms import UnknownForm, detached
+from penstock.modules.randomness import drawing, seed_generators
+from penstock.values.structure import map_tensors
+
+
+@dataclass(frozen=True)
+class View:
+    """Evaluations of a loss that leave no trace.
+
+    Attributes:
+        call: the loss.
+        batch: the batch, which has targets.
+        number: the micro-batch, or slice, whose output is here.
+        value: that output.
+        partner: another one, that the numeric test joins it with.
+    """
+
+    call: LossCall
+    batch: Batch
+    number: int
+    value: Any
+    partner: int
+
+    @classmethod
+    def all(cls, call: LossCall, batch: Batch, number: int, value: Any, turn: int) -> list[View]:
+        """The views of a batch: with another micro-batch, and with a neighbour in the same
+        sequences where these are cut.
+
+        With `turn` other micro-batches come up from batch to batch.
+        """
+        rows = batch.rows()
+        row = next(row for row in rows if number in row)
+        place = row.index(number)
+        views = []
+        if len(row) > 1:
+            partner = row[place + 1] if place + 1 < len(row) else row[place - 1]
+            views.append(cls(call, batch, number, value, partner))
+        others = [numbers[place] for numbers in rows if numbers is not row and place < len(numbers)]
+        if others:
+            views.append(cls(call, batch, number, value, others[turn % len(others)]))
+        return views
+
+    @property
+    def along_tokens(self) -> bool:
+        """Whether the two are slices of the same sequences."""
+        return any(self.number in row and self.partner in row for row in self.batch.rows())
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        """Both numbers, in order."""
+        return min(self.number, self.partner), max(self.number, self.partner)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The samples of the pair, or the tokens of each of their samples."""
+        axis = int(self.along_tokens)
+        first, second = (self.extents(number)[axis] for number in self.pair)
+        return first, second
+
+    def extents(self, number: int | None) -> tuple[int, int]:
+        """Samples and tokens of a micro-batch or slice, or of the batch; 0 tokens where sequences
+        are not cut.
+        """
+        value = self.batch.whole[0] if number is None else self.batch.inputs[number]
+        samples = sample_count(value, "the inputs")
+        return samples, token_count(value, "the inputs") if self.batch.cuts_tokens else 0
+
+    def evaluation(self, number: int | None) -> Evaluation:
+        """The loss on outputs without contents, for a micro-batch or slice, or for the batch.
+
+        Raises:
+            UnknownForm, Unpredictable: see `evaluate`.
+        """
+        if number is None:
+            target = self.call.whole_target(self.batch)
+        else:
+            target = self.call.target(self.batch, number)
+        return self._evaluation(self.extents(number), target)
+
+    def joined_evaluation(self) -> Evaluation:
+        """Likewise for the pair, joined."""
+        (samples, tokens), (others, lengths) = (self.extents(number) for number in self.pair)
+        if self.along_tokens:
+            return self._evaluation((samples, tokens + lengths), self._joined_target())
+        if tokens != lengths:
+            raise UnknownForm("slices of different lengths")
+        return self._evaluation((samples + others, tokens), self._joined_target())
+
+    def _joined_target(self) -> Any:
+        targets = [self.call.target(self.batch, number) for number in self.pair]
+        return join_values(targets, int(self.along_tokens))
+
+    def _evaluation(self, extents: tuple[int, int], target: Any) -> Evaluation:
+        output = outputs_like(self.value, self.extents(self.number), extents)
+        return evaluate(self.call.untouched(), output, target)
+
+    def readings(self) -> list[Reading]:
+        """The loss on the pair, in numbers.
+
+        Raises:
+            Draws: it draws random numbers, which are others each time.
+            Exception: whatever the loss raises on what it was not made for.
+        """
+        axis = int(self.along_tokens)
+        first, second = (self.call.target(self.batch, number) for number in self.pair)
+        count = self.extents(self.number)[axis]
+        pair = Pair((first, second), self.sizes, self._output(), axis, count)
+        loss = self.call.untouched()
+        device = self.call.device
+        with apart_from_stage(), drawing(device):
+            seed_generators(device, 0)
+            before = generator_states(device)
+            results = readings(loss, pair)
+            if not torch.equal(before, generator_states(device)):
+                raise Draws
+            return results
+
+    def in_numbers(self, number: int) -> Any:
+        """What the loss returns for a micro-batch's targets, given the output that is here for as
+        many samples and tokens.
+
+        Raises:
+            Exception: whatever the loss raises on it.
+        """
+        (samples, tokens), (others, lengths) = self.extents(self.number), self.extents(number)
+        output = repeated(self._output(), 0, samples, others)
+        if tokens != lengths:
+            output = repeated(output, 1, tokens, lengths)
+        target = copied(self.call.target(self.batch, number))
+        with torch.no_grad(), drawing(self.call.device):
+            seed_generators(self.call.device, 0)
+            return self.call.untouched()(copied(output), target)
+
+    def _output(self) -> Any:
+        return map_tensors(detached, self.value)
+
+
+def generator_states(device: torch.device) -> torch.Tensor:
+    """The state of the generators that a loss on the device draws from."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)

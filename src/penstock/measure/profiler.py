@@ -1,0 +1,447 @@
+"""Measure a model's profile on this device, layer by layer, at several micro-batch sizes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+import socket
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import SettingError
+from penstock.grad.saved_version import looking_at_saved
+from penstock.measure.concurrent import ConcurrentRanks
+from penstock.measure.device_kinds import RankSpeed, find_unlike_pair, unlike_devices_error
+from penstock.measure.replicable import moving_layers, with_single_copy_reasons
+from penstock.measure.timed_passes import PHASES, Loss, TimedPasses, WithLoss
+from penstock.measure.update import UpdateSeconds, measure_update
+from penstock.modules.module_state import made_tensors
+from penstock.modules.randomness import drawing
+from penstock.profile.profile import LayerProfile, Phase, Profile, Timing
+from penstock.tracing.materialise import materialise
+from penstock.tracing.traced_chain import TracedChain, chain
+from penstock.transport.device_discovery import assign_device, local_device
+from penstock.transport.host_memory import give_back_freed_memory, keep_freed_memory
+
+Progress = Callable[[int, int, str], None]
+
+#: Number of measurements before ranks that seem to differ are reported.
+_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class _LayerTimes:
+    """One layer at one size: the times of each phase, and its output bytes."""
+
+    seconds: dict[Phase, list[float]]
+    output_bytes: int
+
+
+def profile(
+    model: TracedChain | nn.Module | Sequence[nn.Module],
+    example: Any,
+    batch: int | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    repeats: int = 5,
+    threads: int | None = None,
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+    loss: Loss | None = None,
+    targets: Any = None,
+    together: bool = False,
+) -> Profile:
+    """Time every layer on this device and count its bytes.
+
+    The chain runs forward and backward as in training, and every layer is timed in its place: once
+        to
+    warm up, then `repeats` times (more for short chains); medians and interquartile ranges are
+    recorded. Copies of the model run, so that the model itself, and torch's random numbers, are
+    left unchanged. From then on this process does not return freed memory to the system (see
+    `penstock.transport.host_memory`).
+
+    Ranks that share a host slow each other down. Called on all of them with `together`, each
+    measures some of the layers while the others measure theirs:
+
+        profile = ps.launch(lambda: ps.profile(model, x, threads=1, together=True), ranks=2)[0]
+
+    Args:
+        model: a chain, or anything that `chain` accepts; also on the meta device.
+        example: inputs of the model, any number of samples in their first dimension; repeated to
+            the sizes needed.
+        batch: samples of a batch. By default the number in `example`.
+        sizes: micro-batch sizes to measure; by default a batch divided by 1, 4 and 16, at least 2.
+        repeats: timed runs of each phase.
+        threads: torch threads during the measurement: as many as a rank will have. By default the
+            current number.
+        device: "cpu", "cuda", "cuda:1"; None or "auto" is a GPU if one is visible, else the CPU.
+            The profile records it.
+        progress: called with the layers done, the total of layers, and the layer's name.
+        loss, targets: as in training; the loss's cost is added to the last layer. As many targets
+            as samples in the example.
+        together: all ranks of a job call this with the same arguments, and get the same profile.
+            Their devices must be of one kind.
+
+    Raises:
+        SettingError: batch, sizes, repeats or threads are below 1, the example has no samples, the
+            device is not visible, or `together` on ranks whose devices are of different kinds.
+        LayerFailed: a layer raised an error; the message names it.
+        RunError: `together`, but this process was not started as a rank.
+    """
+    traced = model if isinstance(model, TracedChain) else chain(model)
+    tensors = _tensors_of(example)
+    batch = int(tensors[0].shape[0]) if batch is None else batch
+    measured_sizes = _checked_sizes(batch, sizes, repeats, threads)
+    company = ConcurrentRanks(together)
+    target = _device_to_measure(device, together=together)
+    modules = _copies(traced, target)
+    if loss is not None:
+        modules[-1] = WithLoss(modules[-1], loss, targets)
+    keep_freed_memory()
+    with _threads(threads), torch.enable_grad(), drawing(target):
+        benchmark = _ChainBenchmark(traced, modules, target, company, progress)
+        measured = benchmark.profile(example, batch, measured_sizes, repeats)
+    del modules, benchmark  # so that their memory can be given back
+    give_back_freed_memory()
+    return company.gather(measured, Profile)[0]
+
+
+def _device_to_measure(request: str | torch.device | None, *, together: bool) -> torch.device:
+    """Return the requested device, with `together` the one assigned to this rank."""
+    name = None if request == "auto" else request
+    return torch.device(assign_device(name).device) if together else local_device(name)
+
+
+def _tensors_of(example: Any) -> list[Tensor]:
+    """Return the tensors of an example.
+
+    Raises:
+        SettingError: there are none, or one has no samples.
+    """
+    tensors = _tensors(example)
+    if not tensors or any(tensor.dim() == 0 or tensor.shape[0] == 0 for tensor in tensors):
+        raise SettingError(
+            "the example must be tensors with at least one sample in their first dimension"
+        )
+    return tensors
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return all tensors of a nested value."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _checked_sizes(
+    batch: int, sizes: Sequence[int] | None, repeats: int, threads: int | None
+) -> tuple[int, ...]:
+    """Return the sizes to measure, ascending.
+
+    By default not 1: with a single sample, batch norm may have nothing to normalise.
+
+    Raises:
+        SettingError: a number is below 1.
+    """
+    if not sizes:
+        sizes = [max(min(2, batch), round(batch / parts)) for parts in (1, 4, 16)]
+    ascending = tuple(sorted(set(sizes)))
+    if min(ascending[0], batch, repeats) < 1 or (threads is not None and threads < 1):
+        raise SettingError(
+            f"batch {batch}, sizes {list(ascending)}, repeats {repeats} and threads {threads} "
+            f"must be 1 or more"
+        )
+    return ascending
+
+
+@dataclass
+class _ChainBenchmark:
+    """The layers of a chain, to be timed by all ranks that measure together."""
+
+    traced: TracedChain
+    modules: list[nn.Module]
+    device: torch.device
+    company: ConcurrentRanks
+    progress: Progress | None
+    _rank_layers: range = range(0)
+
+    def profile(self, example: Any, batch: int, sizes: tuple[int, ...], repeats: int) -> Profile:
+        """Measure the whole profile."""
+        runs = self.times(example, sizes, repeats)
+        value = _samples(example, sizes[0], self.device)
+        saved_bytes, entry_bytes = self.activation_bytes(value, sizes[0])
+        update = self.update()
+        machine = machine_facts(self.device)
+        if self.company.ranks > 1:
+            machine["ranks"] = str(self.company.ranks)
+        input_bytes = sum(
+            leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in _tensors_of(example)
+        )
+        layers = _layers(
+            self.traced,
+            sizes,
+            runs,
+            [count / sizes[0] for count in saved_bytes],
+            [count / sizes[0] for count in entry_bytes],
+        )
+        measured = Profile(
+            layers,
+            self.traced.fingerprint,
+            input_bytes,
+            batch,
+            machine,
+            torch.__version__,
+            update.s_per_byte,
+            device=device_name(self.device),
+            update_fixed_s=update.fixed_s,
+            accumulate_s_per_byte=update.accumulate_s_per_byte,
+        )
+        self._set_targets(sizes[0])
+        value = _samples(example, sizes[0], self.device)
+        moving = moving_layers(self.traced, self.modules, value, self.device)
+        return with_single_copy_reasons(measured, self.traced, moving)
+
+    def times(self, example: Any, sizes: Sequence[int], repeats: int) -> list[list[_LayerTimes]]:
+        """Return the measurements per layer, in the order of the sizes."""
+        self._rank_layers = range(len(self.modules))
+        if self.company.ranks > 1:
+            rough_seconds = self._rough_seconds(example, sizes[len(sizes) // 2])
+            self._rank_layers = self.company.share(rough_seconds)
+        runs: list[list[_LayerTimes]] = [[] for _ in self.modules]
+        total = len(sizes) * len(self.modules)
+        for number, size in enumerate(sizes):
+            by_layer = self._times_of_size(example, size, repeats)
+            for index, layer in enumerate(self.traced.layers):
+                runs[index].append(by_layer[index])
+                if self.progress is not None:
+                    self.progress(number * len(self.modules) + index + 1, total, layer.name)
+        return runs
+
+    def _times_of_size(self, example: Any, size: int, repeats: int) -> dict[int, _LayerTimes]:
+        """Return the measurements of all ranks for one size, by layer."""
+        self._set_targets(size)
+        layers = self._rank_layers
+        layers_before, passes = self._passes(range(layers.start)), self._passes(layers)
+        value = layers_before.output_for(_samples(example, size, self.device))
+        passes.run(value, repeats)
+        measured = map(_LayerTimes, passes.seconds, passes.output_bytes)
+        rank_times = dict(zip(layers, measured, strict=True))
+        by_layer: dict[int, _LayerTimes] = {}
+        for part in self.company.gather(rank_times, dict[int, _LayerTimes]):
+            by_layer |= part
+        return by_layer
+
+    def _rough_seconds(self, example: Any, size: int) -> list[float]:
+        """Return rough seconds of forward and backward per layer; check that all ranks agree.
+
+        Other programs slow a rank down temporarily: ranks that seem to differ are measured again,
+            and the
+        minimum counts.
+
+        Raises:
+            SettingError: the devices of the ranks are of different kinds.
+        """
+        self._set_targets(size)
+        least: list[float] = []
+        model = machine_facts(self.device)["device"]
+        for _ in range(_ROUNDS):
+            rough = self._passes(range(len(self.modules)))
+            rough.run(_samples(example, size, self.device), 1)
+            seconds = [min(row["forward"]) + min(row["backward"]) for row in rough.seconds]
+            least = list(map(min, least, seconds)) if least else seconds
+            speed = RankSpeed(socket.gethostname(), device_name(self.device), model, sum(least))
+            ranks = self.company.gather(speed, RankSpeed)
+            pair = find_unlike_pair(ranks)
+            if pair is None:
+                return least
+        assert pair is not None
+        raise unlike_devices_error(ranks, pair)
+
+    def activation_bytes(self, value: Any, size: int) -> tuple[list[int], list[int]]:
+        """Return the result of `_activation_bytes` for `size` samples."""
+        self._set_targets(size)
+        return _activation_bytes(self.modules, value)
+
+    def update(self) -> UpdateSeconds:
+        """Time accumulation and optimizer step, over the layers of all ranks."""
+        self.company.wait_for_all()
+        modules = [self.modules[index] for index in self._rank_layers]
+        parts = self.company.gather(measure_update(modules, self.device), UpdateSeconds)
+        return UpdateSeconds.combine(parts)
+
+    def _set_targets(self, size: int) -> None:
+        """Give the loss as many targets as there are samples."""
+        last = self.modules[-1]
+        if isinstance(last, WithLoss):
+            last.current_targets = _samples(last.targets, size, self.device)
+
+    def _passes(self, layers: range) -> TimedPasses:
+        """Return the timed passes through some layers."""
+        return TimedPasses(
+            [self.modules[index] for index in layers],
+            layers.start > 0,
+            self.device,
+            [self.traced.layers[index].name for index in layers],
+            self.company,
+        )
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device in profiles: "cpu", or the GPU's own name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def machine_facts(device: torch.device) -> dict[str, str]:
+    """Return facts about this machine, for people who read a profile later."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [
+            line.partition(":")[2].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        name = models[0] if models else name
+    if device.type == "cuda":
+        name = device_name(device)
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    return {
+        "device": f"{device.type}: {name}",
+        "cores": str(cores),
+        "threads": str(threads),
+        "system": platform.platform(),
+    }
+
+
+def _copies(traced: TracedChain, device: torch.device) -> list[nn.Module]:
+    """Return copies of all layers in training mode, with memory on the device."""
+    copied = TracedChain(
+        traced.description,
+        tuple(copy.deepcopy(nn.ModuleList(traced.modules), made_tensors(traced.modules))),
+        traced.aliases,
+    )
+    return [module.train() for module in materialise(copied, range(len(copied)), device, seed=0)]
+
+
+def _samples(example: Any, size: int, device: torch.device) -> Any:
+    """Return `example` repeated or cut to `size` samples, on the device."""
+
+    def resize(leaf: Any) -> Any:
+        """Return a tensor with `size` samples; anything else unchanged."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf[torch.arange(size) % leaf.shape[0]].to(device)
+
+    return pytree.tree_map(resize, example)
+
+
+def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[int], list[int]]:
+    """Return per layer the bytes saved for its backward, and those it saves as a first layer.
+
+    Each storage counts at the first layer that saves it. A stage that begins with a layer also
+    saves its input, unless that counts at this layer or a later one.
+    """
+    # Storages are identified by address, so all of them are kept alive until the end: the address
+    # of a freed one would be reused.
+    seen_storages: dict[int, object] = {}
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            storage = tensor.untyped_storage()
+            seen_storages[storage.data_ptr()] = storage
+    counted_at: dict[int, int] = {}
+    counts = [0] * len(modules)
+    inputs: list[list[Tensor]] = []
+    layer = 0
+
+    def add(tensor: Tensor) -> None:
+        """Count a saved tensor's storage, unless an earlier layer saved it."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen_storages:
+            seen_storages[storage.data_ptr()] = storage
+            counted_at[storage.data_ptr()] = layer
+            counts[layer] += storage.nbytes()
+
+    with looking_at_saved(add):
+        for index, module in enumerate(modules):
+            layer = index
+            inputs.append(_tensors(value))
+            value = module(value)
+    entries = []
+    for index, tensors in enumerate(inputs):
+        addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        entries.append(
+            sum(
+                tensor.nbytes
+                for tensor, address in zip(tensors, addresses, strict=True)
+                if counted_at.get(address, -1) < index
+            )
+        )
+    return counts, entries
+
+
+def _layers(
+    traced: TracedChain,
+    sizes: tuple[int, ...],
+    runs: list[list[_LayerTimes]],
+    activations: list[float],
+    entries: list[float],
+) -> tuple[LayerProfile, ...]:
+    """Return the profiles of all layers.
+
+    Args:
+        traced: the chain.
+        sizes: that were measured.
+        runs: per layer and size.
+        activations, entries: bytes per sample and layer.
+    """
+    layers = []
+    for index, (layer, weights, measured) in enumerate(
+        zip(traced.layers, traced.description.weights, runs, strict=True)
+    ):
+        layers.append(
+            LayerProfile(
+                name=layer.name,
+                kind=layer.kind,
+                parameters=weights.parameters,
+                parameter_bytes=weights.parameter_bytes,
+                buffer_bytes=weights.buffer_bytes,
+                activation_bytes_per_sample=activations[index],
+                entry_bytes_per_sample=entries[index],
+                output_bytes_per_sample=measured[-1].output_bytes / sizes[-1],
+                single_copy_reason="",
+                **{phase: _timing(sizes, measured, phase) for phase in PHASES},
+            )
+        )
+    return tuple(layers)
+
+
+def _timing(sizes: tuple[int, ...], measured: Sequence[_LayerTimes], phase: Phase) -> Timing:
+    """Return the medians and spreads of one phase of a layer."""
+    times = [run.seconds[phase] for run in measured]
+    return Timing(sizes, tuple(map(statistics.median, times)), tuple(map(_spread, times)))
+
+
+def _spread(seconds: list[float]) -> float:
+    """Return the interquartile range."""
+    if len(seconds) < 2:
+        return 0.0
+    quarters = statistics.quantiles(seconds, n=4)
+    return quarters[2] - quarters[0]
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Set the number of torch threads, and restore it afterwards; None leaves it as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

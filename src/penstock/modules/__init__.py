@@ -1,0 +1,1 @@
+"""Layers with special needs: skips, side losses, batch norms, random numbers, initial values."""

@@ -1,0 +1,324 @@
+"""Exact searches over a table of the seconds of every possible stage on every number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import PartitionError
+from penstock.partition.dp_loops import Tables, fewest_ranks, least_with
+from penstock.partition.numba_switch import run
+from penstock.partition.validation import Floats, check_costs
+
+Ints = npt.NDArray[np.int64]
+
+#: A stage: its number of layers, and of ranks (data-parallel replicas).
+Stage = tuple[int, int]
+
+#: Bisections of the bound's range before the search over the table's own values.
+HALVINGS = 20
+
+#: An empty table of limits: no limit.
+NO_LIMIT: Ints = np.empty((0, 0, 0), np.int64)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A table of stage costs and its limits, in the form that the loops read.
+
+    table, most_ranks, most_stages: see `loops.Tables`.
+    links: seconds of the cut before every layer and at the end, 0 at both ends.
+    """
+
+    table: Floats
+    links: Floats
+    most_ranks: Ints
+    most_stages: Ints
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return int(self.table.shape[0]) - 1
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return int(self.table.shape[2]) - 1
+
+    @property
+    def tables(self) -> Tables:
+        """The arguments of the loops."""
+        return Tables(self.table, self.links, self.most_ranks, self.most_stages)
+
+    @property
+    def _turns(self) -> float:
+        """Approximate number of innermost iterations of the search for the least bound."""
+        return self.layers**2 * self.ranks / 8 * 2 * HALVINGS
+
+    def entries(self) -> Floats:
+        """Return all finite stage seconds of the table."""
+        first, end = np.triu_indices(self.layers + 1, 1)
+        values = self.table[first, end, 1:]
+        return values[np.isfinite(values)]
+
+    def seconds(self, stages: list[Stage]) -> list[float]:
+        """Return the seconds of each of these stages."""
+        times, first = [], 0
+        for length, replicas in stages:
+            times.append(float(self.table[first, first + length, replicas]))
+            first += length
+        return times
+
+    def below(self, stages: int) -> Chain:
+        """Return the chain of a stage that is the `stages`-th from the end, itself included.
+
+        Its entries whose `most_stages` is smaller become infinite.
+        """
+        if not self.most_stages.size:
+            return self
+        return replace(self, table=np.where(self.most_stages >= stages, self.table, np.inf))
+
+    def without_depth(self) -> Chain:
+        """Return the chain without limits on the number of later stages."""
+        return replace(self, most_stages=NO_LIMIT)
+
+    def exceeds_depth(self, stages: list[Stage]) -> bool:
+        """Return whether a stage has more later stages than its limit."""
+        first = 0
+        for index, (length, replicas) in enumerate(stages):
+            stages_to_end = len(stages) - index
+            if (
+                self.most_stages.size
+                and self.most_stages[first, first + length, replicas] < stages_to_end
+            ):
+                return True
+            first += length
+        return False
+
+    # Search for the least bound, by the fewest ranks that keep a bound.
+
+    def fewest_per_count(self, bound: float, stages: int | None) -> list[Ints]:
+        """Return, for 0, 1, … stages, the fewest ranks from every layer to the end.
+
+        Stops at `stages`, or, if that is None, at the first number of stages for which the ranks
+        suffice.
+        """
+        fewest = [np.full(self.layers + 1, self.ranks + 1)]
+        fewest[0][-1] = 0
+        work = self._turns * (stages or 1)
+        for count in range(1, (stages or self.layers) + 1):
+            fewest.append(np.full(self.layers + 1, self.ranks + 1))
+            run(fewest_ranks, work, self.tables, bound, count, fewest[-2], fewest[-1])
+            if stages is None and fewest[-1][0] <= self.ranks:
+                break
+        return fewest
+
+    def suffices(self, bound: float, stages: int | None) -> bool:
+        """Return whether the ranks suffice to stay within the bound."""
+        if stages is not None or self.most_stages.size:
+            return bool(self.fewest_per_count(bound, stages)[-1][0] <= self.ranks)
+        fewest = np.full(self.layers + 1, self.ranks + 1)
+        fewest[-1] = 0
+        run(fewest_ranks, self._turns, self.tables, bound, 0, fewest, fewest)
+        return bool(fewest[0] <= self.ranks)
+
+    def search(self, stages: int | None) -> tuple[float, list[Stage]] | None:
+        """Return the least bound that the ranks, or fewer, can keep, and the stages that keep it.
+
+        None if no bound can be kept.
+        """
+        values = np.concatenate((self.entries(), self.links))
+        low, high = -1.0, float(values.max())
+        if not self.suffices(high, stages):
+            return None
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            if self.suffices(middle, stages):
+                high = middle
+            else:
+                low = middle
+        bounds = np.unique(values[(values > low) & (values <= high)])
+        start, stop = 0, len(bounds) - 1
+        while start < stop:
+            index = (start + stop) // 2
+            if self.suffices(float(bounds[index]), stages):
+                stop = index
+            else:
+                start = index + 1
+        bound = float(bounds[start])
+        return bound, self._stages_within(bound, self.fewest_per_count(bound, stages))
+
+    def _stages_within(self, bound: float, fewest: list[Ints]) -> list[Stage]:
+        """Trace back the stages within the bound from the result of `fewest_per_count`."""
+        first, stages = 0, []
+        for count in range(len(fewest) - 1, 0, -1):
+            table = self.below(count).table
+            ends = np.arange(first + 1, self.layers + 1)
+            replicas = fewest[count][first] - fewest[count - 1][ends]
+            allowed = (replicas >= 1) & (self.links[ends] <= bound)
+            replicas = np.where(allowed, replicas, 0)
+            seconds = table[first, ends, replicas]
+            allowed &= seconds <= bound
+            if self.most_ranks.size:
+                allowed &= self.most_ranks[first, ends, replicas] >= fewest[count][first]
+            best = int(np.argmin(np.where(allowed, seconds, np.inf)))
+            stages.append((best + 1, int(replicas[best])))
+            first = int(ends[best])
+        return stages
+
+    def spread_ranks(self, stages: list[Stage], bound: float) -> list[Stage] | None:
+        """Distribute all ranks over the stages of a cut, within the bound.
+
+        It minimises the sum of squared stage seconds, which makes the stages as even as possible.
+        None if the ranks cannot all be placed.
+        """
+        edges = np.cumsum([0] + [length for length, _ in stages])
+        replicas, unit = np.arange(self.ranks + 1), bound or 1.0
+        least, choices = np.full(self.ranks + 1, np.inf), []
+        least[0] = 0.0
+        for index in range(len(stages) - 1, -1, -1):
+            first, end = edges[index], edges[index + 1]
+            seconds = self.below(len(stages) - index).table[first, end]
+            allowed = (seconds <= bound) & (replicas > 0)
+            relative = np.where(allowed, seconds, 0.0) / unit
+            squares = np.where(allowed, np.square(relative), np.inf)
+            # Row r, column k: the stage on k of the r ranks from it to the end.
+            padded = np.concatenate((np.full(self.ranks, np.inf), least))
+            windows = np.lib.stride_tricks.sliding_window_view(padded, self.ranks + 1)
+            total = windows[:, ::-1] + squares
+            if self.most_ranks.size:
+                total[replicas[:, None] > self.most_ranks[first, end]] = np.inf
+            choices.append(total.argmin(axis=1))
+            least = total[replicas, choices[-1]]
+        if least[-1] == np.inf:
+            return None
+        free_ranks, spread = self.ranks, []
+        for (length, _), choice in zip(stages, reversed(choices), strict=True):
+            stage_ranks = int(choice[free_ranks])
+            spread.append((length, stage_ranks))
+            free_ranks -= stage_ranks
+        return spread
+
+    # The dynamic program over layers and ranks.
+
+    def least(
+        self, *, bound: float, sums: bool, stages: int | None, exactly: bool
+    ) -> list[Stage] | None:
+        """Return the stages with the least sum or least maximum of seconds; None if there are none.
+
+        Args:
+            bound: the most seconds of a stage or link.
+            sums: whether to minimise the sum of the stages' seconds; else the slowest stage or
+                link.
+            stages: number of stages; None is any.
+            exactly: whether all ranks must be used.
+        """
+        if self.most_stages.size and stages is None:
+            # Without the limit on later stages the search is faster by a factor of the number of
+            # stages; its result is exact whenever it happens to keep the limit.
+            relaxed = self.without_depth().least(
+                bound=bound, sums=sums, stages=None, exactly=exactly
+            )
+            if relaxed is None or not self.exceeds_depth(relaxed):
+                return relaxed
+        tables = self._least_per_count(bound, sums=sums, stages=stages)
+        if len(tables) == 1 or stages is not None:
+            counts = range(len(tables) - 1, len(tables))
+        else:
+            counts = range(1, len(tables))
+        used_ranks = [self.ranks] if exactly else range(1, self.ranks + 1)
+        value, count, ranks = min(
+            (float(tables[count][0, ranks]), count, ranks)
+            for count in counts
+            for ranks in used_ranks
+        )
+        return None if value == np.inf else self._trace_back(tables, count, ranks, bound, sums=sums)
+
+    def _least_per_count(self, bound: float, *, sums: bool, stages: int | None) -> list[Floats]:
+        """Return the tables of `least_with` for 0, 1, … stages, or one for any number of them."""
+        table = np.full((self.layers + 1, self.ranks + 1), np.inf)
+        table[-1, 0] = 0.0
+        work = (self.layers * self.ranks) ** 2 / 4
+        if stages is None and not self.most_stages.size:
+            run(least_with, work, self.tables, bound, 0, sums, table, table)
+            return [table]
+        most = stages or self.layers
+        tables = [table]
+        for count in range(1, most + 1):
+            tables.append(np.full_like(table, np.inf))
+            run(least_with, work * most, self.tables, bound, count, sums, tables[-2], tables[-1])
+        return tables
+
+    def _trace_back(
+        self, tables: list[Floats], count: int, ranks: int, bound: float, *, sums: bool
+    ) -> list[Stage]:
+        """Return the stages that lead to the best value for all layers on `ranks` ranks.
+
+        Args:
+            tables: of `_least_per_count`.
+            count: number of stages; ignored if there is only one table.
+            ranks: number of ranks to use.
+            bound: the most seconds of a stage or link.
+            sums: as in `least`.
+        """
+        first, stages, any_count = 0, [], len(tables) == 1
+        while first < self.layers:
+            after = tables[0 if any_count else count - 1]
+            table = self.below(1 if any_count else count).table
+            seconds = table[first, first + 1 :, 1 : ranks + 1]
+            links = self.links[first + 1 :, None]
+            rest = after[first + 1 :, ranks - 1 :: -1]
+            total = seconds + rest if sums else np.maximum(np.maximum(seconds, links), rest)
+            allowed = (seconds <= bound) & (links <= bound)
+            if self.most_ranks.size:
+                allowed = allowed & (self.most_ranks[first, first + 1 :, 1 : ranks + 1] >= ranks)
+            best = np.argmin(np.where(allowed, total, np.inf))
+            row, column = np.unravel_index(best, total.shape)
+            length, replicas = int(row) + 1, int(column) + 1
+            stages.append((length, replicas))
+            first, ranks, count = first + length, ranks - replicas, count - 1
+        return stages
+
+
+def chain_of(
+    table: Floats,
+    boundary: Sequence[float] | Floats | None,
+    most_ranks: Ints | None,
+    most_stages: Ints | None,
+) -> Chain:
+    """Return the validated chain of a table.
+
+    Raises:
+        PartitionError: a shape is not as `replicated_table` says, or a number is negative or NaN.
+    """
+    times = np.ascontiguousarray(table, dtype=np.float64)
+    if times.ndim != 3 or times.shape[0] != times.shape[1] or min(times.shape) < 2:
+        raise PartitionError(
+            f"table: has the shape {times.shape}; it must be (layers + 1, layers + 1, ranks + 1)"
+        )
+    layers = times.shape[0] - 1
+    first, end = np.triu_indices(layers + 1, 1)
+    invalid = np.argwhere(~(times[first, end, 1:] >= 0))
+    if len(invalid):
+        index, replicas = int(invalid[0][0]), int(invalid[0][1]) + 1
+        entry = (int(first[index]), int(end[index]), replicas)
+        raise PartitionError(
+            f"table: entry {list(entry)} is {times[entry]}; "
+            f"the seconds of a stage must be 0 or more, infinite if the stage is impossible"
+        )
+    links = np.zeros(layers + 1)
+    if boundary is not None:
+        links[1:-1] = check_costs(boundary, "boundary", layers - 1)
+    for name, most in (("most_ranks", most_ranks), ("most_stages", most_stages)):
+        if most is not None and np.shape(most) != times.shape:
+            raise PartitionError(
+                f"{name}: has the shape {np.shape(most)}, and the table {times.shape}"
+            )
+    ranks, stages = (
+        NO_LIMIT if most is None else np.ascontiguousarray(most, dtype=np.int64)
+        for most in (most_ranks, most_stages)
+    )
+    return Chain(times, links, ranks, stages)

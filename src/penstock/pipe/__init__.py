@@ -1,0 +1,1 @@
+"""`ps.Pipe`, an nn.Module with the interface of torchgpipe and FairScale."""

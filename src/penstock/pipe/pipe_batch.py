@@ -1,0 +1,146 @@
+"""Split the input of a `Pipe` into micro-batches, and concatenate their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.pipe.pipe_value import BoundaryValue
+from penstock.values.constants import same_constant
+from penstock.values.storage import overlapping
+from penstock.values.structure import Structure, Unflattenable, flatten
+
+
+def check_input(value: Any) -> None:
+    """Reject an input that cannot be split into micro-batches.
+
+    Raises:
+        TypeError: an item in it is neither a tensor nor None (attributes of objects may be of other
+            types), or is a sparse tensor.
+    """
+    if type(value) is Tensor:
+        return
+    try:
+        leaves, structure = flatten(value)
+    except Unflattenable as error:
+        raise TypeError(f"the input of a Pipe cannot be cut into micro-batches: {error}") from error
+    if structure.has("sparse"):
+        raise TypeError(
+            "the input of a Pipe has a sparse tensor in it, which cannot be cut into "
+            "micro-batches: make it in the first layer"
+        )
+    for leaf, is_item in zip(leaves, structure.items(), strict=True):
+        if is_item and leaf is not None and not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"expected Tensor, but got {type(leaf).__name__}: a Pipe takes a tensor, or "
+                "tensors and None in nested tuples, lists, mappings and records, so that they can "
+                "be cut into micro-batches"
+            )
+
+
+def split_input(value: Any, chunks: int) -> list[BoundaryValue]:
+    """Split a nested input into at most `chunks` micro-batches.
+
+    Each tensor is split by `torch.chunk` along its first dimension.
+
+    Raises:
+        ValueError: the tensors give different numbers of micro-batches, or there are no tensors.
+    """
+    leaves: list[Any] = [value]
+    structure: Structure | None = None
+    if type(value) is not Tensor:
+        leaves, structure = flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    columns = [torch.chunk(tensor.detach(), chunks) for tensor in tensors]
+    counts = sorted({len(column) for column in columns})
+    if len(counts) != 1:
+        raise _unequal_counts(tensors, counts, chunks)
+    requires_grad = [tensor.requires_grad for tensor in tensors]
+    whole = BoundaryValue(leaves, structure, requires_grad, overlapping(tensors))
+    return [whole.with_tensors(pieces) for pieces in zip(*columns, strict=True)]
+
+
+def _unequal_counts(tensors: Sequence[Tensor], counts: Sequence[int], chunks: int) -> ValueError:
+    """Return the error for tensors that give different numbers of micro-batches.
+
+    Args:
+        tensors: the tensors of the input.
+        counts: the numbers of micro-batches, ascending.
+        chunks: the maximum number.
+    """
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensors"
+    return ValueError(
+        "the tensors of an input are cut along their first dimension, into the same number of "
+        f"micro-batches each; these have {shapes}, which come to "
+        f"{', '.join(map(str, counts)) or 0} of at most {chunks}"
+    )
+
+
+def concatenate_outputs(outputs: Sequence[BoundaryValue]) -> list[Any]:
+    """Concatenate the outputs of all micro-batches; return the leaves of the whole output.
+
+    Raises:
+        TypeError: an item is neither a tensor nor None.
+        RuntimeError: the outputs of micro-batches differ in structure or in attributes, or a tensor
+            has no dimension to concatenate along.
+    """
+    first = outputs[0]
+    if any(
+        output.structure != first.structure or len(output.leaves) != len(first.leaves)
+        for output in outputs
+    ):
+        raise RuntimeError(
+            "the output of one micro-batch is nested in another way than that of another: they "
+            "cannot be joined"
+        )
+    if first.structure is not None and first.structure.has("sparse"):
+        raise RuntimeError(
+            "the last layer of a Pipe returned a sparse tensor, and outputs of micro-batches are "
+            "joined along their first dimension: return its to_dense()"
+        )
+    items = [True] if first.structure is None else first.structure.items()
+    columns = zip(*(output.leaves for output in outputs), strict=True)
+    return [
+        _concatenate_leaf(column, is_item=is_item)
+        for column, is_item in zip(columns, items, strict=True)
+    ]
+
+
+def _concatenate_leaf(column: Sequence[Any], *, is_item: bool) -> Any:
+    """Return one leaf of the whole output, given that leaf of every micro-batch.
+
+    Args:
+        column: the leaf, by micro-batch.
+        is_item: whether it is an item of a container, not an attribute of an object.
+    """
+    if not all(isinstance(leaf, Tensor) for leaf in column):
+        _check_constant(column, is_item=is_item)
+    if not isinstance(column[0], Tensor):
+        return column[0]
+    if len(column) == 1:
+        return column[0].detach()
+    if column[0].dim() == 0:
+        raise RuntimeError(
+            "the last layer of a Pipe returned a tensor without dimensions: outputs of "
+            "micro-batches are joined along their first one, so reduce after the Pipe, or use "
+            "chunks=1"
+        )
+    return torch.cat([leaf.detach() for leaf in column])
+
+
+def _check_constant(column: Sequence[Any], *, is_item: bool) -> None:
+    """Reject a leaf that is not a tensor, unless it is an equal constant in all micro-batches."""
+    for leaf in column:
+        if is_item and leaf is not None and not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"expected Tensor, but got {type(leaf).__name__}: the output of the last layer of "
+                "a Pipe is joined from its micro-batches, so it must consist of tensors and None"
+            )
+        if not same_constant(leaf, column[0]):
+            raise RuntimeError(
+                f"the last layer of a Pipe returned {column[0]!r} for one micro-batch and {leaf!r} "
+                "for another: only tensors can be joined"
+            )

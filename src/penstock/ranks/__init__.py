@@ -1,0 +1,1 @@
+"""Ranks: processes and threads, what they agree on, and their status."""

@@ -1,0 +1,125 @@
+"""Choose how the ranks of a pipeline run: as processes, or as threads of this process."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from penstock.errors import PlanError, SettingError
+from penstock.model.chain import Chain
+from penstock.ranks.process_world import DistributedWorld, join, started
+from penstock.ranks.run_config import Setting
+from penstock.ranks.thread_world import ThreadWorld
+from penstock.ranks.tied_weights import shared_tensors
+from penstock.ranks.world import World
+from penstock.schedule.lower import Link, messages
+from penstock.schedule.op import Schedule
+from penstock.transport.device_discovery import local_device
+
+_LOG = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks run, as the arguments of `Pipeline` say.
+
+    Attributes:
+        executor: "processes", "threads", or None to choose.
+        device: the device of this process, None to choose.
+        deadline_s: seconds for which a rank waits for another.
+    """
+
+    executor: str | None
+    device: torch.device | None
+    deadline_s: float
+
+
+def in_threads(schedule: Schedule, place: Place) -> bool:
+    """Return whether all ranks are threads of this process.
+
+    Raises:
+        SettingError: an unknown executor, or a deadline that is not positive.
+    """
+    if place.executor not in (None, "processes", "threads"):
+        raise SettingError(f"executor is 'processes' or 'threads', not {place.executor!r}")
+    if place.deadline_s <= 0:
+        raise SettingError(f"deadline_s is above 0, not {place.deadline_s}")
+    single_rank = place.executor is None and schedule.ranks == 1 and not started()
+    return place.executor == "threads" or single_rank
+
+
+def world_of(setting: Setting, description: Chain, place: Place) -> World:
+    """Return the ranks to run on.
+
+    Args:
+        setting: what they run.
+        description: the model's chain.
+        place: where they run.
+
+    Raises:
+        SettingError, PlanError: an invalid setting, devices that the ranks cannot have, or another
+            number of ranks than the schedule has.
+        RunError: the processes of the ranks cannot be reached.
+    """
+    schedule = setting.schedule
+    if in_threads(schedule, place):
+        if place.executor is None and place.device is None:
+            _check_devices(setting)
+        device = local_device(place.device)
+        _LOG.info("all ranks are threads of this process and compute on %s", device)
+        return ThreadWorld(schedule.ranks, device, place.deadline_s)
+    _check_devices(setting)
+    rank_count = join()
+    if rank_count != schedule.ranks:
+        raise PlanError(_rank_count_message(schedule, rank_count))
+    links = {link for link, *_ in messages(schedule)}
+    links |= {Link(link.target, link.source) for link in links}
+    sync_links = {
+        Link(*pair)
+        for ranks in schedule.ranks_of_stage
+        for pair in itertools.permutations(ranks, 2)
+    }
+    for shared in shared_tensors(description, setting.lengths, schedule):
+        sync_links |= shared.links
+    return DistributedWorld(place.device, place.deadline_s, links, sync_links)
+
+
+def _check_devices(setting: Setting) -> None:
+    """Reject a plan whose devices are not 0 to n - 1 of its cluster.
+
+    A run assigns rank r to device r, so its ranks would not be on the devices of the plan.
+
+    Raises:
+        PlanError: the plan skips a device.
+    """
+    devices, ranks = setting.devices, setting.schedule.ranks
+    if not devices or devices == tuple(range(ranks)):
+        return
+    device_list, one = ", ".join(map(str, devices)), len(devices) == 1
+    planned = "that device" if one else "those devices"
+    start = "the process there" if one else "one process on each, in this order"
+    raise PlanError(
+        f"the plan is for device{'s' * (not one)} {device_list} of its cluster, and the ranks of a "
+        f"run are devices 0 to {ranks - 1}: a run does not know which processes are on the planned "
+        f"devices. Plan for {planned} alone, ps.plan(profile, cluster.on({devices}), …), and start "
+        f"{start}"
+    )
+
+
+def _rank_count_message(schedule: Schedule, rank_count: int) -> str:
+    """Return the message for a number of ranks that differs from the schedule's."""
+    needed, verb = schedule.ranks, "is" if rank_count == 1 else "are"
+    head = f"the schedule is for {needed} rank{'s' * (needed != 1)} and there {verb} {rank_count}: "
+    start = (
+        f"start {needed} process{'es' * (needed != 1)} (torchrun --nproc-per-node {needed}, "
+        f"ps.launch(…, ranks={needed}))"
+    )
+    if rank_count > needed:
+        return f"{head}{start}, or plan or schedule for {rank_count} ranks, so that none is idle"
+    return (
+        f"{head}{start}, or plan for a cluster of {rank_count}, or run all ranks as threads of one "
+        "process by executor='threads'"
+    )

@@ -1,0 +1,111 @@
+"""The methods of `Pipeline` for its optimizers.
+
+These are learning rates, parameter groups, loss scaling, and the optimizer state in plain PyTorch's
+form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.optim.param_groups import ParameterGroup, parameter_groups_of, set_learning_rates
+from penstock.runtime import torch_optimizer_state as plain_state
+from penstock.runtime.assembly import Assembly
+from penstock.runtime.global_step import Together
+from penstock.runtime.streaming import Streaming
+
+
+class Optimizing:
+    """The methods of `Pipeline` that concern optimizers."""
+
+    _made: Assembly
+    _together: Together
+    _stream: Streaming | None
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global gradient norm at the last step, before clipping.
+
+        None if neither clipping nor loss scaling is enabled, since it is not computed then.
+        """
+        return self._together.grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the loss is multiplied before the backward; 1 without a scaler."""
+        return 1.0 if self._together.scaler is None else self._together.scaler.scale
+
+    @property
+    def skipped(self) -> int:
+        """The number of steps that all ranks have skipped because a gradient was not finite."""
+        return 0 if self._together.scaler is None else self._together.scaler.skipped
+
+    @property
+    def param_groups(self) -> list[ParameterGroup]:
+        """The optimizer's parameter groups, as `torch.optim.Optimizer.param_groups`.
+
+        Setting an option changes it for all stages of this process. Every rank must set the same:
+        `for group in pipe.param_groups: group["lr"] *= 0.5`. Ranks without parameters have groups
+        too, so that they know the learning rate. `group["params"]` has the parameters of this
+        process, and cannot be set.
+
+        Raises:
+            SettingError: there is no optimizer, or the stages' optimizers have different numbers of
+                groups.
+        """
+        return parameter_groups_of(self._made.optimizers())
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self.param_groups]
+
+    def set_learning_rate(self, lr: float | Sequence[float]) -> None:
+        """Set the learning rate, from the next update on. Every rank must set the same.
+
+        Args:
+            lr: one learning rate for all parameters, or one for each parameter group.
+
+        Raises:
+            SettingError: there is no optimizer, it has no `lr`, the number of groups differs, or a
+                learning rate is negative.
+        """
+        set_learning_rates(self.param_groups, lr)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return on rank 0 the optimizer state in plain PyTorch's form. Call it on all ranks.
+
+        Returns:
+            The state that one `torch.optim` optimizer over `model.parameters()` would have, with
+            tensors on the CPU; with `parameter_groups=` the one over these groups, in order of
+            appearance. Empty on all other ranks.
+
+        Raises:
+            SettingError: there is no optimizer; the stages' optimizers have different groups; or a
+                weight rule keeps several optimizers for a stage.
+        """
+        self._settle()
+        return plain_state.collect(self._made)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the optimizer state from plain PyTorch's form. Call it on all ranks.
+
+        Args:
+            state: the result of `optimizer_state_dict`, or the `state_dict` of a plain PyTorch
+                optimizer; the same on every rank.
+
+        Raises:
+            SettingError: as for `optimizer_state_dict`; or the groups have other numbers of
+                parameters, or tensors have other shapes. No rank has changed anything.
+        """
+        if self._stream is not None:
+            self._stream.begin_anew()
+        plain_state.restore(self._made, state)
+        if self._stream is not None:
+            self._made.let_read()
+
+    def _settle(self) -> None:
+        """Finish all batches in flight of an asynchronous schedule."""
+        if self._stream is not None:
+            self._stream.flush()

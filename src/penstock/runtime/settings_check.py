@@ -1,0 +1,73 @@
+"""Comparison of the settings of all rank processes, before anything is computed.
+
+Each rank describes its model, its settings and its optimizers; every rank gets the same error if
+any two descriptions differ.
+"""
+
+from __future__ import annotations
+
+from penstock.ranks.make_world import Place, in_threads
+from penstock.ranks.run_config import Setting
+from penstock.ranks.settings_exchange import SettingsExchange
+from penstock.runtime.assembly import Assembly
+from penstock.runtime.run_description import describe_optimizers, describe_run
+from penstock.stage.stage_builder import Training
+from penstock.tracing.traced_chain import TracedChain
+from penstock.transport.process_group import join
+
+
+def meeting_of(setting: Setting, place: Place) -> SettingsExchange | None:
+    """Return the object by which the ranks compare one pipeline's settings.
+
+    Returns:
+        None where all ranks are threads of this process, which have nothing to compare.
+
+    Raises:
+        SettingError: the settings contradict each other.
+        RunError: this process is the only one of the run.
+    """
+    if in_threads(setting.schedule, place):
+        return None
+    join()
+    return SettingsExchange.next(place.deadline_s)
+
+
+def compare_settings(
+    exchange: SettingsExchange | None,
+    traced: TracedChain,
+    setting: Setting,
+    training: Training,
+    **further: object,
+) -> None:
+    """Compare this rank's model and settings with those of all other ranks.
+
+    Args:
+        exchange: how ranks exchange descriptions; with None nothing is compared.
+        traced: the model.
+        setting: the schedule, the cut and the placement.
+        training: loss, optimizer and training options.
+        further: other settings that all ranks must share, by name.
+
+    Raises:
+        RanksDiffer: ranks differ; the message is the same on every rank and lists the differences.
+        RunError: a rank failed to construct its pipeline, or did not answer in time.
+    """
+    if exchange is not None:
+        exchange.compare(describe_run(traced, setting, training, **further))
+
+
+def compare_optimizers(exchange: SettingsExchange | None, assembly: Assembly) -> None:
+    """Compare the constructed optimizers with those of all other ranks, and end the comparison.
+
+    Args:
+        exchange: as for `compare_settings`.
+        assembly: the ranks of this process.
+
+    Raises:
+        RanksDiffer, RunError: as `compare_settings`.
+    """
+    if exchange is None:
+        return
+    if assembly.steps:
+        exchange.compare(describe_optimizers(assembly))
+    exchange.closed = True

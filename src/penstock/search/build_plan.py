@@ -1,0 +1,170 @@
+"""Build the plan of the chosen candidate, with its prediction and the table that explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+
+from penstock.plan.plan import Option, Plan, Prediction, Remedy, Traffic
+from penstock.search.instantiate import Evaluated
+from penstock.search.request import PlanRequest
+from penstock.simulate.memory_curves import Changes
+from penstock.simulate.plan_costs import meeting_seconds
+from penstock.simulate.simulate import simulate_schedule, tables_of
+
+#: Maximum number of rows in the plan's table of candidates.
+ROWS = 12
+
+
+def build_plan(
+    request: PlanRequest,
+    chosen: Evaluated,
+    candidates: Sequence[Evaluated] = (),
+    lower_bound_s: float = 0.0,
+    suggestions: Sequence[Remedy] = (),
+) -> Plan:
+    """Return the plan that runs `chosen`.
+
+    Args:
+        request: the request.
+        chosen: the candidate to run; it fits and was simulated.
+        candidates: further candidates for the table, best first.
+        lower_bound_s: lower bound of the step over the search space; 0 if unknown.
+        suggestions: changes that would make it faster, best first.
+    """
+    placed = chosen.placed
+    schedule, proposal = placed.schedule, placed.proposal
+    others = [candidate for candidate in candidates if candidate is not chosen]
+    table = [chosen, *others][:ROWS]
+    devices = proposal.devices[: schedule.ranks]
+    if devices == tuple(range(schedule.ranks)):
+        devices = ()
+    return Plan(
+        fingerprint=request.profile.fingerprint,
+        layer_names=tuple(layer.name for layer in request.profile),
+        lengths=proposal.lengths,
+        schedule_name=schedule.name,
+        schedule_options=cast("tuple[tuple[str, Option], ...]", schedule.options),
+        synchronous=schedule.synchronous,
+        programs=schedule.lines,
+        slicing=schedule.slicing,
+        stream=schedule.stream,
+        micro_batches=schedule.micro_batches,
+        batch=request.batch,
+        recompute=chosen.recompute,
+        recomputed=() if placed.selection is None else placed.selection.recomputed,
+        segment_starts=() if placed.selection is None else placed.selection.starts,
+        weights=placed.rule.name,
+        weights_options=request.weights_options,
+        cluster=request.cluster.name,
+        cluster_ranks=request.cluster.ranks,
+        predicted=prediction(request, chosen, lower_bound_s),
+        candidates=tuple(candidate.candidate for candidate in table),
+        devices=devices,
+        torch_version=request.profile.torch_version,
+        objective=proposal.objective,
+        remedies=tuple(suggestions),
+        optimizer=request.optimizer or "",
+        optimizer_states=request.profile.optimizer_states,
+        memory_limits=tuple(placed.request.memory_bytes(rank) for rank in range(schedule.ranks)),
+    )
+
+
+def prediction(request: PlanRequest, chosen: Evaluated, lower_bound_s: float) -> Prediction:
+    """Return the predicted time, memory and traffic of a simulated candidate."""
+    schedule, costs, steady_state = (
+        chosen.placed.schedule,
+        chosen.placed.costs,
+        chosen.steady_state,
+    )
+    if steady_state is not None and schedule.stream is None:
+        timeline = steady_state.timeline
+    else:
+        timeline = simulate_schedule(schedule, costs, recompute=chosen.recompute)
+    parts = tuple(tuple(holders.items()) for holders in timeline.memory_holders or ())
+    return Prediction(
+        step_s=chosen.step_s,
+        bubble_ratio=0.0 if steady_state is None else steady_state.bubble_ratio,
+        peak_memory=chosen.memory,
+        samples_per_s=request.batch / chosen.step_s if chosen.step_s else 0.0,
+        one_device_s=one_device_s(request),
+        data_parallel_s=data_parallel_s(request),
+        lower_bound_s=min(lower_bound_s, chosen.step_s),
+        memory_parts=parts,
+        traffic=_traffic(chosen),
+        **_recompute_effect(chosen),
+    )
+
+
+def _recompute_effect(chosen: Evaluated) -> dict[str, float]:
+    """Return the work that recompute adds and the activation bytes that it saves, as shares of
+    those without it; empty without recompute.
+    """
+    if chosen.recompute == "never":
+        return {}
+    schedule, costs = chosen.placed.schedule, chosen.placed.costs
+    without = tables_of(schedule, costs, "never")
+    with_recompute = tables_of(schedule, costs, chosen.recompute)
+    base_s = float(without.seconds[0][without.op_entry].sum())
+    work_s = float(with_recompute.seconds[0][with_recompute.op_entry].sum())
+    base_bytes = float(Changes.of(without).kept_at_start.sum())
+    saved_bytes = float(Changes.of(with_recompute).kept_at_start.sum())
+    return {
+        "more_work": work_s / base_s - 1 if base_s else 0.0,
+        "less_kept": max(1 - saved_bytes / base_bytes, 0.0) if base_bytes else 0.0,
+    }
+
+
+def _traffic(chosen: Evaluated) -> tuple[Traffic, ...]:
+    """Return the bytes per batch that each pair of ranks exchanges, in each direction."""
+    if chosen.steady_state is None:
+        return ()
+    timeline, batches = chosen.steady_state.timeline, chosen.steady_state.batches
+    ops, moves = timeline.log.ops, timeline.log.moves
+    if moves is None:
+        return ()
+    crossing = np.flatnonzero(moves.link >= 0)
+    from_rank = ops.rank[crossing].astype(np.int64)
+    keys = from_rank * timeline.ranks + moves.to_rank[moves.link[crossing]]
+    counts = np.bincount(keys, weights=moves.sizes[moves.place[crossing]]) / batches
+    return tuple(
+        Traffic(*divmod(int(key), timeline.ranks), round(float(counts[key])))
+        for key in np.flatnonzero(counts)
+    )
+
+
+def one_device_s(request: PlanRequest) -> float:
+    """Return the seconds of a step of plain training on the fastest device: the whole batch at
+    once, and an update.
+    """
+    return _step_s_range(request, request.batch)[0]
+
+
+def data_parallel_s(request: PlanRequest) -> float | None:
+    """Return the seconds of a data-parallel step on all devices, ignoring memory: every device
+    computes its share of the batch at once, then all sync their gradients and update. None if there
+    is one device, or fewer samples than devices.
+    """
+    ranks = request.cluster.ranks
+    if not 1 < ranks <= request.batch:
+        return None
+    parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
+    _, slowest = _step_s_range(request, request.batch / ranks)
+    return slowest + meeting_seconds(range(ranks), parameter_bytes, request.cluster)
+
+
+def _step_s_range(request: PlanRequest, samples: float) -> tuple[float, float]:
+    """Return the seconds in which the fastest and the slowest device process `samples` at once and
+    update.
+    """
+    parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
+    profiles = {
+        id(profile): profile for profile in map(request.profile_of, range(request.cluster.ranks))
+    }
+    seconds = [
+        sum(profile.step_seconds(samples)) + parameter_bytes * profile.update_s_per_byte
+        for profile in profiles.values()
+    ]
+    return min(seconds), max(seconds)

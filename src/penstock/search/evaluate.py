@@ -1,0 +1,77 @@
+"""Evaluate a placed schedule: its memory and time, with as little recompute as it needs to fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.plan.plan import Recompute
+from penstock.search.instantiate import Evaluated, PlacedSchedule, by_time
+from penstock.search.min_time_recompute import COARSE, FINE, Precision
+from penstock.search.request import PlanRequest
+from penstock.search.selective_recompute import Infeasible, select_recompute
+from penstock.simulate.simulate import peak_memory
+from penstock.units import format_bytes
+
+
+def evaluate(placed: PlacedSchedule, cutoff_s: float = math.inf) -> list[Evaluated]:
+    """Return the variants that do not fit, and last the simulated variant that fits, if any does.
+
+    Variants differ in recompute. Where that is left to the planner: never, if it fits; else the
+    faster of "except_last" and "selective"; else always. Variants that certainly take more than
+    `cutoff_s` seconds may be left out.
+    """
+    requested = placed.request.recompute
+    recompute = placed.proposal.recompute if requested == "auto" else requested
+    if recompute != "auto":
+        return _variants(placed, recompute)
+    variants = _variants(placed, "never")
+    if variants[-1].memory_shortfall:
+        try:
+            variants += _variants(placed, "selective", COARSE, cutoff_s)
+        except Infeasible:
+            return variants
+        variants += _variants(placed, "except_last")
+        if all(variant.memory_shortfall for variant in variants):
+            variants += _variants(placed, "always")
+    infeasible = [variant for variant in variants if variant.memory_shortfall]
+    feasible = [variant for variant in variants if not variant.memory_shortfall]
+    return infeasible + sorted(feasible, key=by_time)[:1]
+
+
+def refine_recompute(chosen: Evaluated) -> Evaluated:
+    """Return the same candidate with its selective recompute searched at fine precision, if that
+    makes it faster.
+    """
+    if chosen.recompute != "selective":
+        return chosen
+    (variant,) = _variants(replace(chosen.placed, selection=None), "selective")
+    return variant if not variant.memory_shortfall and variant.step_s < chosen.step_s else chosen
+
+
+def _variants(
+    placed: PlacedSchedule,
+    recompute: Recompute,
+    precision: Precision = FINE,
+    cutoff_s: float = math.inf,
+) -> list[Evaluated]:
+    """Return the variant with this recompute, simulated if it fits; empty where selective recompute
+    is not possible.
+    """
+    variant = select_recompute(placed, precision, cutoff_s) if recompute == "selective" else placed
+    if variant is None:
+        return []
+    memory = peak_memory(variant.schedule, variant.costs, recompute) or ()
+    ratio, shortfall = _compare_memory(placed.request, memory)
+    evaluated = Evaluated(variant, recompute, memory, ratio, shortfall)
+    return [evaluated if shortfall else evaluated.simulated()]
+
+
+def _compare_memory(request: PlanRequest, memory: Sequence[int]) -> tuple[float, str]:
+    """Return peak / capacity of the fullest rank, and if it does not fit what it needs and has."""
+    capacity = [request.memory_bytes(rank) for rank in range(len(memory))]
+    ratios = [peak / limit for peak, limit in zip(memory, capacity, strict=True)]
+    rank = max(range(len(memory)), key=lambda rank: ratios[rank])
+    text = f"needs {format_bytes(memory[rank])}, has {format_bytes(capacity[rank])} on rank {rank}"
+    return ratios[rank], text if ratios[rank] > 1 else ""

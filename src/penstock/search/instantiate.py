@@ -1,0 +1,379 @@
+"""Turn proposals into placed schedules with costs, so that one simulator scores them all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, final
+
+from penstock.errors import PlanError
+from penstock.plan.plan import Candidate, Option, Recompute
+from penstock.plan.segments import Selection
+from penstock.schedule.op import Schedule
+from penstock.search.bottleneck import describe_bottleneck
+from penstock.search.proposal import Proposal
+from penstock.search.request import PlanRequest
+from penstock.search.schedules import COST_SCHEDULES
+from penstock.search.schedules import schedule as make_schedule
+from penstock.simulate.costs import Costs
+from penstock.simulate.plan_costs import meeting_seconds, schedule_costs, stage_costs
+from penstock.simulate.selective_recompute import with_selection
+from penstock.simulate.stage_seconds import parts_of
+from penstock.simulate.steady_state import Steady, steady
+from penstock.weights.catalogue import WeightRule
+from penstock.weights.compatibility import rule_of
+
+#: Relative difference of times that counts as equal: then memory decides, then the number of
+#: micro-batches.
+CLOSE = 1e-3
+
+#: Peaks of memory whose logarithms round to one multiple of this count as equal: a simpler plan is
+#: worth that little memory.
+LEAN = 0.02
+
+#: Number of candidates that the error shows when nothing fits.
+INFEASIBLE_ROWS = 4
+
+
+@final
+@dataclass(frozen=True)
+class PlacedSchedule:
+    """A proposal with its schedule, weight rule and costs.
+
+    Attributes:
+        request: the request for the devices of the schedule, in their order.
+        proposal: what was proposed.
+        schedule: the schedule.
+        rule: the weight rule.
+        costs: seconds and bytes of its ops, with those of selective recompute.
+        pipelines: above 1 where `schedule` is that of one pipeline which represents this number.
+        selection: the layers that are recomputed, if recompute is selective.
+    """
+
+    request: PlanRequest
+    proposal: Proposal
+    schedule: Schedule
+    rule: WeightRule
+    costs: Costs
+    pipelines: int = 1
+    selection: Selection | None = None
+
+    def with_selection(self, selection: Selection | None) -> PlacedSchedule:
+        """Return the same with these layers recomputed; None changes nothing."""
+        if selection is None:
+            return self
+        profiles = [self.request.profile_of(rank) for rank in range(self.schedule.ranks)]
+        micro_batch = self.request.batch / self.proposal.micro_batches
+        costs = with_selection(
+            self.costs, self.schedule, profiles, self.proposal.lengths, micro_batch, selection
+        )
+        return replace(self, costs=costs, selection=selection)
+
+
+@final
+@dataclass(frozen=True)
+class Evaluated:
+    """A placed schedule with its memory and time.
+
+    Attributes:
+        placed: the placed schedule.
+        recompute: the recompute policy.
+        memory: per rank, its peak in bytes.
+        memory_ratio: peak / capacity of the fullest rank.
+        memory_shortfall: empty if it fits; else what the fullest rank needs and has, as text.
+        steady_state: the simulated time; None if it was not simulated.
+    """
+
+    placed: PlacedSchedule
+    recompute: Recompute
+    memory: tuple[int, ...]
+    memory_ratio: float
+    memory_shortfall: str
+    steady_state: Steady | None = None
+
+    @cached_property
+    def bottleneck(self) -> str:
+        """What bounds its time, as text; empty if it was not simulated."""
+        if self.steady_state is None:
+            return ""
+        seconds = self.steady_state.batches * self.steady_state.seconds_per_batch
+        return describe_bottleneck(self.steady_state.timeline, seconds)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per step; 0 if it was not simulated."""
+        return self.steady_state.seconds_per_batch if self.steady_state else 0.0
+
+    @property
+    def preference(self) -> tuple[bool, int, int, int, float, str, str]:
+        """Sort key among candidates whose times count as equal; the smallest is preferred."""
+        schedule = self.placed.schedule
+        lean = round(math.log(max(1, *self.memory)) / LEAN)
+        return (
+            not schedule.synchronous,
+            lean,
+            schedule.micro_batches,
+            schedule.stages,
+            self.step_s,
+            schedule.name,
+            self.recompute,
+        )
+
+    @property
+    def kind(self) -> tuple[str, int, int | tuple[int, ...]]:
+        """The key of which a table has one row: schedule, stages and replicas. With one stage all
+        schedules are the same.
+        """
+        schedule = self.placed.schedule
+        return schedule.name if schedule.stages > 1 else "", schedule.stages, self.replicas
+
+    @property
+    def replicas(self) -> int | tuple[int, ...]:
+        """Number of ranks that hold each stage: one number if it is the same for all stages."""
+        counts = tuple(
+            self.placed.pipelines * len(ranks) for ranks in self.placed.schedule.ranks_of_stage
+        )
+        return counts[0] if len(set(counts)) == 1 else counts
+
+    @property
+    def candidate(self) -> Candidate:
+        """The row of the plan's table of candidates."""
+        schedule, proposal = self.placed.schedule, self.placed.proposal
+        return Candidate(
+            schedule.name,
+            schedule.stages,
+            proposal.micro_batches,
+            self.recompute,
+            proposal.lengths,
+            self.step_s,
+            max(self.memory),
+            self.memory_shortfall or self.bottleneck,
+            self.placed.rule.name,
+            self.replicas,
+        )
+
+    def simulated(self) -> Evaluated:
+        """Return the same with its simulated time."""
+        steady_state = steady(self.placed.schedule, self.placed.costs, self.recompute)
+        return replace(self, steady_state=steady_state)
+
+
+def by_time(candidate: Evaluated) -> tuple[float, tuple[object, ...]]:
+    """Return the sort key that puts the fastest first, and among equals the preferred."""
+    return candidate.step_s, candidate.preference
+
+
+def by_memory(candidate: Evaluated) -> tuple[float, tuple[object, ...]]:
+    """Return the sort key that puts the candidate nearest to fitting first."""
+    return candidate.memory_ratio, candidate.preference
+
+
+def instantiate(request: PlanRequest, proposal: Proposal) -> PlacedSchedule:
+    """Make the proposed schedule, and compute the costs of its ops on their devices.
+
+    Raises:
+        ScheduleError: no such schedule can be made, or the weight rule does not go with it.
+        PlanError: it needs more ranks or micro-batches than there are, puts all its stages on one
+            rank, or replicates a layer that must not be replicated.
+    """
+    if proposal.micro_batches > request.batch:
+        raise PlanError(
+            f"{proposal.micro_batches} micro-batches are more than the {request.batch} samples of "
+            "the batch"
+        )
+    schedule = _schedule_of(request, proposal)
+    if schedule.ranks == 1 < schedule.stages:
+        raise PlanError(
+            f"{schedule.name} puts all {schedule.stages} stages on one rank, where one stage would "
+            "do the same"
+        )
+    if schedule.ranks > request.cluster.ranks:
+        raise PlanError(
+            f"{schedule.name} in {schedule.stages} stages needs {schedule.ranks} ranks, "
+            f"{request.cluster.name} has {request.cluster.ranks}"
+        )
+    local = _request_on_devices(request, proposal)
+    if schedule.ranks > local.cluster.ranks:
+        raise PlanError(
+            f"{schedule.name} needs {schedule.ranks} ranks, and {local.cluster.ranks} devices are "
+            "proposed for it"
+        )
+    check_replicable(request, schedule, proposal.lengths)
+    rule = rule_of(schedule, proposal.weights or request.weights, dict(request.weights_options))
+    profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
+    costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, request.batch, rule)
+    return PlacedSchedule(local, proposal, schedule, rule, costs)
+
+
+def _request_on_devices(request: PlanRequest, proposal: Proposal) -> PlanRequest:
+    """Return the request for the proposal's devices, or as it is if that names none."""
+    return request.on(proposal.devices) if proposal.devices else request
+
+
+def check_replicable(request: PlanRequest, schedule: Schedule, lengths: Sequence[int]) -> None:
+    """Refuse a schedule that replicates a stage with a layer that must not be replicated.
+
+    Raises:
+        PlanError: it does; the message names the layer and the reason.
+    """
+    if not request.unreplicable_layers:
+        return
+    for part, ranks in zip(parts_of(lengths), schedule.ranks_of_stage, strict=True):
+        for layer in range(part.start, part.stop):
+            if len(ranks) > 1 and layer in request.unreplicable_layers:
+                raise PlanError(
+                    f"{schedule.name} holds {len(ranks)} copies of the stage with layer "
+                    f"{request.profile.layers[layer].name}, and copies of that layer would train "
+                    f"to other numbers than one: {request.unreplicable_layers[layer]}. Request "
+                    "schedules with one copy of each stage, such as schedules='1f1b' with "
+                    "max_replicas=1"
+                )
+
+
+def with_request(placed: PlacedSchedule, request: PlanRequest) -> PlacedSchedule:
+    """Return the same schedule, cut and devices with the costs of another cluster or profile."""
+    local = _request_on_devices(request, placed.proposal)
+    profiles = [local.profile_of(rank) for rank in range(placed.schedule.ranks)]
+    costs = schedule_costs(
+        placed.schedule,
+        profiles,
+        placed.proposal.lengths,
+        local.cluster,
+        request.batch,
+        placed.rule,
+    )
+    return replace(placed, request=local, costs=costs).with_selection(placed.selection)
+
+
+# A search asks for the same schedule several times in a row.
+@lru_cache(maxsize=8)
+def cached_schedule(
+    name: str, stages: int, micro_batches: int, options: tuple[tuple[str, Option], ...]
+) -> Schedule:
+    """Return a schedule that needs no costs; the last few are cached."""
+    keywords: dict[str, Any] = dict(options)
+    return make_schedule(name, stages, micro_batches, **keywords)
+
+
+def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedSchedule | None:
+    """Return the first of several equal pipelines, to be simulated in place of all.
+
+    With the time of its stages' gradient sync it takes as long as all pipelines where they have
+    equal devices and links, and never longer. With recompute "except_last" it keeps the activations
+    of its last micro-batch, where really only one of the pipelines does.
+
+    Returns None if the proposal does not consist of several equal pipelines.
+
+    Raises:
+        ScheduleError, PlanError: as `instantiate`.
+    """
+    pipelines = proposal.replicas
+    if not isinstance(pipelines, int):
+        return None
+    if not 1 < pipelines <= proposal.micro_batches <= request.batch:
+        return None
+    options = tuple((name, value) for name, value in proposal.options if name != "replicas")
+    micro_batches = -(-proposal.micro_batches // pipelines)
+    schedule = cached_schedule(proposal.schedule, proposal.stages, micro_batches, options)
+    if schedule.stream is not None or max(map(len, schedule.ranks_of_stage)) > 1:
+        return None
+    devices = proposal.devices or tuple(range(request.cluster.ranks))
+    needed = pipelines * schedule.ranks
+    if needed > len(devices):
+        raise PlanError(f"{schedule.name} needs {needed} ranks, and there are {len(devices)}")
+    local = request.on(devices[: schedule.ranks])
+    rule = rule_of(schedule, proposal.weights or request.weights, dict(request.weights_options))
+    profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
+    batch = request.batch * micro_batches / proposal.micro_batches
+    costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, batch, rule)
+    gradient_bytes = costs.spread("gradient_bytes", schedule.stages) or ()
+    update_s = costs.spread("update", schedule.stages) or ()
+    synced_update_s = []
+    for (first_rank, *_), seconds, size in zip(
+        schedule.ranks_of_stage, update_s, gradient_bytes, strict=True
+    ):
+        replicas = devices[first_rank : needed : schedule.ranks]
+        synced_update_s.append(seconds + meeting_seconds(replicas, size, request.cluster))
+    synced_costs = replace(costs, update=synced_update_s)
+    return PlacedSchedule(local, proposal, schedule, rule, synced_costs, pipelines)
+
+
+def _schedule_of(request: PlanRequest, proposal: Proposal) -> Schedule:
+    """Make the schedule of a proposal. One that is built from costs gets those of the stages, with
+    stage s on rank s.
+    """
+    if not needs_costs(proposal.schedule):
+        return cached_schedule(
+            proposal.schedule, proposal.stages, proposal.micro_batches, proposal.options
+        )
+    local = _request_on_devices(request, proposal)
+    costs = stage_costs(
+        local.profile,
+        proposal.lengths,
+        request.batch / proposal.micro_batches,
+        local.cluster,
+        micro_batches=proposal.micro_batches,
+    )
+    options: dict[str, Any] = dict(proposal.options)
+    return make_schedule(
+        proposal.schedule, proposal.stages, proposal.micro_batches, costs=costs, **options
+    )
+
+
+def needs_costs(name: str) -> bool:
+    """Return whether a schedule is built from costs."""
+    return name in COST_SCHEDULES.entries()
+
+
+def best(feasible: Iterable[Evaluated], most_s: float = math.inf) -> Evaluated:
+    """Return the fastest candidate; of those within 0.1 % of it a synchronous one, then the one
+    with the least memory (to about 2 %), then the one with the fewest micro-batches.
+
+    No candidate slower than `most_s` is preferred to a faster one.
+    """
+    candidates = list(feasible)
+    fastest = min(candidate.step_s for candidate in candidates)
+    cutoff_s = min(fastest * (1 + CLOSE), max(fastest, most_s))
+    close = [candidate for candidate in candidates if candidate.step_s <= cutoff_s]
+    return min(close, key=lambda candidate: candidate.preference)
+
+
+def first_of_kind(candidates: Iterable[Evaluated]) -> list[Evaluated]:
+    """Return the first candidate for every schedule, number of stages and of replicas: in a table,
+    rows that differ in the number of micro-batches alone would explain nothing.
+    """
+    kinds: dict[object, Evaluated] = {}
+    for candidate in candidates:
+        kinds.setdefault(candidate.kind, candidate)
+    return list(kinds.values())
+
+
+def infeasible_error(
+    request: PlanRequest, infeasible: list[Evaluated], rejected: list[str]
+) -> PlanError:
+    """Return the error for a search in which nothing fits.
+
+    Args:
+        request: the request.
+        infeasible: candidates that do not fit the memory.
+        rejected: why other proposals could not be made; used if there is no candidate at all.
+    """
+    if not infeasible:
+        return PlanError("\n  ".join(["no schedule can be made for these numbers", *rejected[:12]]))
+    nearest = first_of_kind(sorted(infeasible, key=by_memory))
+    lines = [
+        f"nothing fits the memory of {request.cluster.name} at batch {request.batch}; nearest first"
+    ]
+    for evaluated in nearest[:INFEASIBLE_ROWS]:
+        row = evaluated.candidate
+        lines.append(
+            f"{row.schedule}, {row.stages} stages of {', '.join(map(str, row.lengths))} layers, "
+            f"{row.micro_batches} micro-batches, recompute {row.recompute}: {row.why}"
+        )
+    free = request.recompute == "auto" and request.stages is None and request.micro_batches is None
+    advice = "Use more ranks, or ranks with more memory, or a smaller batch"
+    if not free:
+        advice += ", or leave recompute, stages and micro_batches to the planner"
+    return PlanError("\n  ".join([*lines, advice]))

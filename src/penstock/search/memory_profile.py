@@ -1,0 +1,114 @@
+"""Memory profile of a schedule: how many micro-batches of each stage a rank holds when it is
+fullest, and how many of them are being recomputed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from penstock.schedule.arrays import Array
+from penstock.schedule.op import Kind, Schedule
+from penstock.simulate.costs import Costs
+from penstock.simulate.dependencies import dependencies_of
+from penstock.simulate.memory_curves import Changes
+from penstock.simulate.simulate import tables_of
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class MemoryProfile:
+    """The moments of one rank that no other moment dominates, that is reaches in all counts.
+
+    At moment t the rank holds, besides its weights and summed over its stages s, in bytes:
+
+        in_flight[t, s] x (bytes that a micro-batch saves)
+        + split[t, s] x (bytes of its activations that it does not save)
+        + recomputed[t, s] x (bytes of the segment that is recomputed at once)
+
+    Attributes:
+        stages: the rank's stages.
+        in_flight: number of micro-batches in flight, shape (moments, stages).
+        split: number of those between their I and W.
+        recomputed: number of those in a B.
+    """
+
+    stages: tuple[int, ...]
+    in_flight: Array
+    split: Array
+    recomputed: Array
+
+    def bytes(self, saved: Array, full: Array, recomputed: Array) -> Array:
+        """Return the bytes held at every moment, weights not included.
+
+        Args:
+            saved: per stage, bytes that a micro-batch saves for its backward.
+            full: per stage, bytes of all its activations.
+            recomputed: per stage, bytes of the largest segment that is recomputed at once.
+        """
+        total: Array = (
+            self.in_flight @ saved
+            + self.split @ np.maximum(full - saved, 0.0)
+            + self.recomputed @ recomputed
+        )
+        return total
+
+
+def memory_profiles(schedule: Schedule) -> tuple[MemoryProfile, ...]:
+    """Return the memory profile of every rank; computed once per schedule."""
+    cache = dependencies_of(schedule).cache
+    if "memory_profiles" not in cache:
+        cache["memory_profiles"] = tuple(_memory_profiles(schedule))
+    profiles: tuple[MemoryProfile, ...] = cache["memory_profiles"]
+    return profiles
+
+
+def _memory_profiles(schedule: Schedule) -> list[MemoryProfile]:
+    """Count the micro-batches by two simulations of memory with unit sizes: one in which all
+    activations are saved, and one in which all are recomputed.
+    """
+    save_all = Costs(activation_bytes=1.0, kept_bytes=1.0)
+    save_none = Costs(activation_bytes=1.0, kept_bytes=0.0)
+    saved = Changes.of(tables_of(schedule, save_all, "selective"))
+    recomputed = Changes.of(tables_of(schedule, save_none, "selective"))
+    ops = dependencies_of(schedule).ops
+    is_backward = ops.of_kind(Kind.B)
+    # Rows: in flight, between I and W, in a B.
+    rises = [
+        saved.kept_at_start,
+        np.where(is_backward, 0.0, recomputed.again_at_start),
+        np.where(is_backward, recomputed.again_at_start, 0.0),
+    ]
+    falls = [
+        saved.kept_at_end,
+        np.where(is_backward, 0.0, recomputed.again_at_end),
+        np.where(is_backward, recomputed.again_at_end, 0.0),
+    ]
+    profiles = []
+    for low, high in zip(ops.first[:-1].tolist(), ops.first[1:].tolist(), strict=True):
+        stage_of_op = ops.stage[low:high]
+        stages = np.unique(stage_of_op)
+        column = np.searchsorted(stages, stage_of_op)
+        op = np.arange(high - low)
+        steps = np.zeros((2 * (high - low), 3, len(stages)))
+        for row, (rise, fall) in enumerate(zip(rises, falls, strict=True)):
+            steps[0::2, row][op, column] = rise[low:high]
+            steps[1::2, row][op, column] = fall[low:high]
+        counts = np.cumsum(steps, axis=0).reshape(len(steps), -1).round(9)
+        moments = _undominated(np.unique(counts, axis=0)).reshape(-1, 3, len(stages))
+        profiles.append(
+            MemoryProfile(tuple(stages.tolist()), moments[:, 0], moments[:, 1], moments[:, 2])
+        )
+    return profiles
+
+
+def _undominated(rows: Array) -> Array:
+    """Return the rows that no other row reaches in every column."""
+    # A row can only be dominated by one with at least its sum, so larger sums come first.
+    selected: list[Array] = []
+    for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:
+        if not any((other >= row).all() for other in selected):
+            selected.append(row)
+    return np.array(selected) if selected else rows[:0]

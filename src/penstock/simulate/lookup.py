@@ -1,0 +1,254 @@
+"""Lookup tables of seconds and bytes of every op and transfer, for the kernels.
+
+If no cost differs by micro-batch, a table has one entry per stage for each of these blocks, shared
+by all micro-batches:
+
+    F  B  I  W  U  recomputed B  recomputed I  up  down  E, L  zero
+
+("recomputed": including the forward that recompute runs before it; "up" and "down": messages to
+the next and to the previous stage.) Otherwise, and if micro-batches are sliced or ops paired, it
+has one entry per op, followed by one per op's message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from penstock.errors import SettingError
+from penstock.schedule.arrays import Array
+from penstock.schedule.op import Kind
+from penstock.simulate.cost_arrays import Amounts
+from penstock.simulate.dependencies import Dependencies
+
+RECOMPUTE = ("never", "except_last", "always", "selective")
+
+_UP, _DOWN, _EVICT = 7, 8, 9
+_BLOCKS = 11  #: the last block is 0
+_WORK = {"F": 0, "B": 1, "I": 2, "W": 3, "U": 4, "E": 10, "L": 10}
+_HOP = {"F": _UP, "B": _DOWN, "I": _DOWN, "W": 10, "U": 10, "E": _EVICT, "L": _EVICT}
+_TO_RECOMPUTED = 4  #: offset from the blocks of B and I to those of recomputed ones
+
+
+def recomputes(recompute: str, micro_batch: int, micro_batches: int) -> bool:
+    """Return whether this micro-batch's whole forward runs again before its backward.
+
+    The policies "always", "except_last" and "never" are torchgpipe's `checkpoint`. With
+    "selective", some layers of every micro-batch run again, so the answer is False.
+
+    Raises:
+        SettingError: there is no such policy.
+    """
+    if recompute not in RECOMPUTE:
+        raise SettingError(f"recompute is one of {', '.join(RECOMPUTE)}, not {recompute!r}")
+    return recompute == "always" or (
+        recompute == "except_last" and micro_batch != micro_batches - 1
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The lookup tables of a schedule.
+
+    Attributes:
+        dependencies: of the schedule.
+        amounts: the costs.
+        recompute: one of `RECOMPUTE`.
+    """
+
+    dependencies: Dependencies
+    amounts: Amounts
+    recompute: str = "never"
+
+    @cached_property
+    def detailed(self) -> bool:
+        """Whether tables have an entry per op."""
+        ops = self.dependencies.ops
+        return (
+            self.amounts.by_micro_batch
+            or ops.slicing is not None
+            or len(self.dependencies.pairs) > 0
+        )
+
+    @property
+    def selective(self) -> bool:
+        """Whether recompute is selective."""
+        return self.recompute == "selective"
+
+    @cached_property
+    def op_entry(self) -> Array:
+        """Per op, the index of its seconds in the table."""
+        if self.detailed:
+            return np.arange(len(self.dependencies.ops), dtype=np.int32)
+        return self._cached_entries("work", self.recompute)
+
+    @cached_property
+    def message_entry(self) -> Array:
+        """Per op, the index of its message's seconds and bytes in the table."""
+        if self.detailed:
+            count = len(self.dependencies.ops)
+            return np.arange(count, 2 * count, dtype=np.int32)
+        return self._cached_entries("hop", "never")
+
+    @cached_property
+    def seconds(self) -> Array:
+        """Seconds, shape (vectors, entries)."""
+        blocks = dict(self._work_blocks())
+        blocks[_UP], blocks[_DOWN] = self.amounts.crossing()
+        blocks[_EVICT] = self.amounts.get_or("evict")
+        table = self._table(blocks)
+        latency = self.amounts.get("latency")
+        if latency is not None:
+            # The message of a slice has the same latency as that of a whole micro-batch.
+            latencies = {_UP: latency}
+            if self.amounts.get("transfer_back") is None:
+                latencies[_DOWN] = latency
+            table = table + self._table(latencies, whole=True)
+        if len(self.dependencies.pairs):
+            self._join_pairs(table, self._recompute_seconds(blocks[0]))
+        return table
+
+    @cached_property
+    def message_bytes(self) -> Array:
+        """Bytes of messages, shape (vectors, entries), indexed by `message_entry`."""
+        crossing = self.amounts.get_or("boundary_bytes")
+        evicted = self.amounts.get_or("activation_bytes")
+        return self._table({_UP: crossing, _DOWN: crossing, _EVICT: evicted})
+
+    @cached_property
+    def recomputed(self) -> Array:
+        """Per op, whether its micro-batch is recomputed, wholly or in part.
+
+        In a stream the last micro-batch of every batch counts as its last.
+        """
+        if self.selective:
+            return np.ones(len(self.dependencies.ops), bool)
+        numbers, count = self.dependencies.numbers, self.dependencies.micro_batches
+        by_number = [recomputes(self.recompute, int(m) % count, count) for m in numbers]
+        return np.take(np.array(by_number, bool), self.dependencies.column)
+
+    def of_ops(self, name: str, rows: Array) -> Array:
+        """Return a field of the first cost vector for each of these ops (a slice's share of it)."""
+        values: Array = self._gather(self.amounts.get_or(name), rows)[0]
+        return values
+
+    def _cached_entries(self, table: str, recompute: str) -> Array:
+        """Return the entries in a table of blocks, cached with the schedule's dependencies."""
+        cache = self.dependencies.cache
+        if (table, recompute) not in cache:
+            cache[table, recompute] = self._entries(_WORK if table == "work" else _HOP)
+        entries: Array = cache[table, recompute]
+        return entries
+
+    def _entries(self, block_of: dict[str, int]) -> Array:
+        """Return the entry of every op in a table of blocks.
+
+        Args:
+            block_of: `_WORK` or `_HOP`.
+        """
+        ops, stages = self.dependencies.ops, self.dependencies.stages
+        blocks = np.full(256, _BLOCKS - 1, np.int32)
+        for letter, block in block_of.items():
+            blocks[ord(letter)] = block
+        entries = blocks[ops.kind]
+        if block_of is _WORK and self.recompute != "never":
+            entries[ops.of_kind(Kind.B, Kind.I) & self.recomputed] += _TO_RECOMPUTED
+        entries *= stages
+        entries += ops.stage.astype(np.int32)
+        if block_of is _HOP:
+            entries[ops.of_kind(Kind.B, Kind.I)] -= 1  # boundary s is below stage s + 1
+            np.maximum(entries, 0, out=entries)
+        return entries
+
+    def _work_blocks(self) -> Iterator[tuple[int, Array]]:
+        """Yield the seconds of every kind of op, with all defaults filled in."""
+        forward, backward, inputs, weights = self.amounts.work()
+        recompute = self._recompute_seconds(forward)
+        update = self.amounts.get_or("update")
+        yield from enumerate(
+            (forward, backward, inputs, weights, update, backward + recompute, inputs + recompute)
+        )
+
+    def _recompute_seconds(self, forward: Array) -> Array:
+        """Return the seconds of what runs again before a recomputed micro-batch's backward."""
+        selected = self.amounts.get("again") if self.selective else None
+        return forward if selected is None else selected
+
+    def _join_pairs(self, table: Array, recompute_seconds: Array) -> None:
+        """Set the seconds of both ops of every pair to those of the pair."""
+        dependencies = self.dependencies
+        first, second = dependencies.pairs, dependencies.pairs + 1
+        pair_seconds = table[:, first] + table[:, second]
+        measured = self.amounts.get("pair")
+        if measured is not None:
+            kinds = dependencies.ops.kind
+            forward = np.where(kinds[first] == ord("F"), first, second)
+            backward = first + second - forward
+            is_f_and_b = (kinds[forward] == ord("F")) & (kinds[backward] == ord("B"))
+            forward, backward = forward[is_f_and_b], backward[is_f_and_b]
+            recompute = self._gather(recompute_seconds, backward)
+            recompute = np.where(self.recomputed[backward], recompute, 0.0)
+            pair_seconds = np.broadcast_to(pair_seconds, (len(table), len(first))).copy()
+            pair_seconds[:, is_f_and_b] = self._gather(measured, forward) + recompute
+        table[:, first] = table[:, second] = pair_seconds
+
+    def _table(self, blocks: Mapping[int, Array], whole: bool = False) -> Array:
+        """Return the table with these blocks filled in.
+
+        Args:
+            blocks: arrays of `Amounts` by the number of the block.
+            whole: whether slices take the amounts of their whole micro-batch.
+        """
+        if not self.detailed:
+            return self._table_of_blocks(blocks)
+        dependencies = self.dependencies
+        count, stages = len(dependencies.ops), dependencies.stages
+        vectors = max(map(len, blocks.values()))
+        table = np.zeros((vectors, 2 * count))
+        for start, entries in ((0, self._entries(_WORK)), (count, self._entries(_HOP))):
+            block_of = entries // max(stages, 1)
+            for block, array in blocks.items():
+                index = entries - block * stages
+                rows = np.flatnonzero((block_of == block) & (index < self._width(block)))
+                table[:, start + rows] = self._gather(array, rows, index[rows], whole)
+        return table
+
+    def _table_of_blocks(self, blocks: Mapping[int, Array]) -> Array:
+        """Return the table with one entry per block and stage."""
+        stages = self.dependencies.stages
+        vectors = max(map(len, blocks.values()))
+        table = np.zeros((vectors, _BLOCKS * stages))
+        for block, array in blocks.items():
+            width = self._width(block)
+            if width > 0:
+                table[:, block * stages : block * stages + width] = array[:, :, 0]
+        return table
+
+    def _width(self, block: int) -> int:
+        """Return the number of stages, or of boundaries, of a block."""
+        stages = self.dependencies.stages
+        return stages - 1 if block in (_UP, _DOWN) else stages
+
+    def _gather(
+        self, array: Array, rows: Array, stage: Array | None = None, whole: bool = False
+    ) -> Array:
+        """Return the entry of each of these ops, shape (vectors, ops).
+
+        Args:
+            array: of `Amounts`.
+            rows: the ops.
+            stage: per op, its index along the axis of stages; by default its stage.
+            whole: whether slices take the amounts of their whole micro-batch, not their share.
+        """
+        dependencies = self.dependencies
+        if stage is None:
+            stage = dependencies.ops.stage[rows]
+        if array.shape[1] == 1:
+            stage = np.zeros_like(stage)
+        column = dependencies.column[rows] if array.shape[2] > 1 else 0
+        values = array[:, stage, column]
+        share = dependencies.ops.share
+        return values if share is None or whole else values * share[rows]

@@ -1,0 +1,1 @@
+"""One stage: its layers, what it saves between forward and backward, and its replicas."""

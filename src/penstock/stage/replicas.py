@@ -1,0 +1,333 @@
+"""Replicas of a stage on several ranks: equal initial weights, and gradients summed at every U.
+
+The sum is formed in the order of the ranks, so that it is bitwise the same on every rank and in
+every run. Two replicas send each other all their gradients. More of them run an all-reduce in two
+rounds: each replica owns a piece of the gradients, receives that piece from all others, sums it,
+and sends the sum to all. Each of k replicas sends 2 (k - 1) / k of the gradients, the minimum for
+an all-reduce (Rabenseifner 2004).
+
+Buffers, such as the running statistics of batch norm, are those of the first replica, and thus of
+its micro-batches alone, as in torch's DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import SettingError
+from penstock.ranks.buckets import Packed, flat, unflat
+from penstock.schedule.lower import Message
+from penstock.schedule.op import Kind
+from penstock.stage.stage import Stage
+from penstock.tracing.single_copy import keeps_sparse_gradients
+from penstock.transport.payload import Payload
+from penstock.transport.transport import Transport
+
+#: Runs a function that may wait for a rank, and converts errors of the transport into those of the
+#: run.
+Guard = Callable[[int, Callable[[], Payload | None]], Payload | None]
+
+
+#: The first message number of waves, after those of `Round` and `tied.Number`.
+_FIRST_WAVE_NUMBER = 16
+#: Message numbers for waves; they are reused in turn.
+_WAVE_NUMBERS = 4096
+
+
+class Round(IntEnum):
+    """Message numbers of one synchronisation."""
+
+    GRADIENTS = 0
+    SUMS = 1
+    BUFFERS = 2
+    WEIGHTS = 3
+
+
+@dataclass
+class Copies:
+    """One rank's replica of a stage, and its communication with the others.
+
+    Attributes:
+        stage: the replica of this rank.
+        ranks: the ranks that hold a replica, ascending.
+        rank: this rank.
+        transport: the links of this rank.
+        guard: see `Guard`.
+        tied: parameters that other stages use too; `tied.Tied` sums their gradients.
+    """
+
+    stage: Stage
+    ranks: tuple[int, ...]
+    rank: int
+    transport: Transport
+    guard: Guard
+    tied: Collection[Tensor] = ()
+    _previous: list[Tensor | None] | None = None
+
+    def __post_init__(self) -> None:
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Update the list of parameters after some have been frozen or thawed."""
+        tied_ids = set(map(id, self.tied))
+        self._parameters = [
+            parameter for parameter in self.stage.update.parameters if id(parameter) not in tied_ids
+        ]
+        self._sparse = {
+            id(module.weight)
+            for module in self.stage.modules()
+            if keeps_sparse_gradients(module) and isinstance(module.weight, Tensor)
+        }
+
+    def begin(self) -> None:
+        """Before a batch, set aside gradients of earlier batches that no update has used.
+
+        They are sums over the replicas already, and must not be summed again.
+        """
+        parameters = self._parameters
+        if self._previous is None:
+            self._previous = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+
+    def forget(self) -> None:
+        """Drop the gradients that `begin` has set aside."""
+        self._previous = None
+
+    def all_reduce(self) -> None:
+        """Sum the gradients over all replicas, and copy the buffers of the first one.
+
+        Blocks until all replicas have called it. Ranks that share several stages must call it in
+        the same order of stages.
+        """
+        parameters = self._parameters
+        if parameters:
+            has_grad = torch.tensor(
+                [parameter.grad is not None for parameter in parameters],
+                dtype=torch.uint8,
+                device=parameters[0].device,
+            )
+            grads = [self._dense(parameter) for parameter in parameters]
+            tables = [parameter for parameter in parameters if id(parameter) in self._sparse]
+            counts, sums = self._all_sum(has_grad, [*grads, *map(rows_of, tables)])
+            rows = dict(zip(map(id, tables), sums[len(parameters) :], strict=True))
+            self._set_grads(counts.tolist(), sums[: len(parameters)], rows)
+        self._share(Round.BUFFERS, self._buffers())
+
+    def _set_grads(self, counts: list[int], sums: list[Tensor], rows: Mapping[int, Tensor]) -> None:
+        """Set the gradients to sums over all replicas, plus those that `begin` has set aside.
+
+        Args:
+            counts: for each parameter the number of replicas that have a gradient.
+            sums: for each parameter the sum of the gradients.
+            rows: for sparse gradients, by the `id` of the parameter, see `rows_of`.
+        """
+        previous = self._previous or [None] * len(self._parameters)
+        for parameter, count, total, earlier in zip(
+            self._parameters, counts, sums, previous, strict=True
+        ):
+            # A parameter that no replica has a gradient of stays without one.
+            grad = total if count else None
+            if grad is not None and id(parameter) in rows:
+                grad = sparse_of(grad, rows[id(parameter)])
+            if earlier is not None:
+                grad = earlier if grad is None else earlier + grad
+            parameter.grad = grad
+        self._previous = None
+
+    def _dense(self, parameter: nn.Parameter) -> Tensor:
+        """Return a parameter's gradient as a dense tensor, zeros if it has none.
+
+        Raises:
+            SettingError: it is sparse, and no module of the stage declares sparse gradients.
+        """
+        grad = parameter.grad
+        if grad is None:
+            return torch.zeros_like(parameter)
+        if grad.layout is torch.strided:
+            return grad
+        if id(parameter) not in self._sparse:
+            raise SettingError(
+                f"a gradient of stage {self.stage.index}, of shape {tuple(grad.shape)}, is "
+                f"{grad.layout}, and copies of the stage can add up sparse gradients of "
+                "nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True) only. Make it dense, "
+                "or use a schedule with one copy of each stage, such as schedule='1f1b'"
+            )
+        return grad.to_dense()
+
+    def share_weights(self) -> None:
+        """Copy the first replica's parameters and buffers to all others."""
+        tensors = [
+            tensor
+            for module in self.stage.modules()
+            for tensor in module._parameters.values()
+            if tensor is not None
+        ]
+        self._share(Round.WEIGHTS, [*tensors, *self._buffers()])
+
+    def _buffers(self) -> list[Tensor]:
+        """Return the buffers of the stage."""
+        return [
+            buffer
+            for module in self.stage.modules()
+            for buffer in module._buffers.values()
+            if buffer is not None
+        ]
+
+    def _all_sum(self, flags: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Sum flags and tensors over the replicas, in the order of the ranks."""
+        if len(self.ranks) == 2:
+            return self._sum_of_two(flags, tensors)
+        columns = [part.tensor_split(len(self.ranks)) for part in flat(tensors)]
+        pieces = list(zip(*columns, strict=True))
+        received = self._exchange(Round.GRADIENTS, [[flags, *piece] for piece in pieces])
+        flags = _sum([row[0] for row in received])
+        grads = [row[1:] for row in received]
+        sums = [_sum(column) for column in zip(*grads, strict=True)]
+        received = self._exchange(Round.SUMS, [sums] * len(self.ranks))
+        totals = [torch.cat(column) for column in zip(*received, strict=True)]
+        return flags, unflat(totals, tensors)
+
+    def _sum_of_two(self, flags: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Sum flags and tensors over two replicas in one round."""
+        packed = Packed.of(tensors)
+        received = self._exchange(Round.GRADIENTS, [[flags, *packed.parts]] * 2)
+        position = self.ranks.index(self.rank)
+        local_parts, peer_parts = received[position], received[1 - position]
+        # In place unless the transport shares memory with the peer: allocating a tensor of that
+        # size takes as long as summing it.
+        sums = [
+            peer + local if self.transport.shares else peer.add_(local)
+            for local, peer in zip(local_parts, peer_parts, strict=True)
+        ]
+        return sums[0], packed.unpacked(sums[1:])
+
+    def _exchange(self, number: Round, rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Send `rows[n]` to the n-th replica, and receive one row from each.
+
+        Returns:
+            The rows in the order of the ranks; in the place of this rank its own.
+        """
+        message = Message(Kind.U, self.stage.index, number)
+        # With the count: the message has another form after parameters have been thawed.
+        signature = f"{number.name} {len(self._parameters)}"
+        others = [rank for rank in self.ranks if rank != self.rank]
+        arrivals = {rank: self.transport.post(rank, message, signature) for rank in others}
+        for rank, row in zip(self.ranks, rows, strict=True):
+            if rank != self.rank:
+                self.transport.send(rank, message, Payload.row(row), signature)
+        received: list[list[Tensor]] = []
+        for rank, row in zip(self.ranks, rows, strict=True):
+            payload = self.guard(rank, arrivals[rank].wait) if rank != self.rank else None
+            received.append(list(row) if payload is None else payload.tensors)
+        return received
+
+    def _share(self, number: Round, tensors: list[Tensor]) -> None:
+        """Copy the first replica's tensors to all others."""
+        if not tensors:
+            return
+        message = Message(Kind.U, self.stage.index, number)
+        first, *others = self.ranks
+        if self.rank == first:
+            # Flat copies, since the next batch may change the tensors before they have been sent.
+            parts = flat(tensors)
+            for rank in others:
+                self.transport.send(rank, message, Payload.row(parts), number.name)
+            return
+        payload = self.guard(first, self.transport.post(first, message, number.name).wait)
+        assert payload is not None
+        with torch.no_grad():
+            for tensor, value in zip(tensors, unflat(payload.tensors, tensors), strict=True):
+                tensor.copy_(value)
+
+
+@dataclass(frozen=True)
+class WaveMessages:
+    """Messages between replicas that do not synchronise at every U but once per wave.
+
+    Implements `penstock.optim.stage_weights.WaveExchange`.
+
+    Attributes:
+        replica: the replica of this rank.
+    """
+
+    replica: Copies
+
+    @property
+    def copies(self) -> int:
+        """The number of replicas, this one included."""
+        return len(self.replica.ranks)
+
+    def hand_on(self, wave: int, tensors: list[Tensor]) -> None:
+        """Send the tensors of a wave to the other replicas, without waiting.
+
+        The tensors must not be changed afterwards.
+        """
+        for rank in self._others:
+            payload = Payload.row(tensors)
+            send = partial(self.replica.transport.send, rank, self._message(wave), payload, "wave")
+            self.replica.guard(rank, send)
+
+    def take_in(self, wave: int) -> list[list[Tensor]]:
+        """Wait for the tensors that the other replicas have sent for a wave.
+
+        Returns:
+            The tensors of each other replica, in the order of the ranks.
+        """
+        arrivals = {
+            rank: self.replica.transport.post(rank, self._message(wave), "wave")
+            for rank in self._others
+        }
+        payloads = [self.replica.guard(rank, arrival.wait) for rank, arrival in arrivals.items()]
+        return [list(payload.tensors) for payload in payloads if payload is not None]
+
+    @property
+    def _others(self) -> list[int]:
+        """The ranks of the other replicas."""
+        return [rank for rank in self.replica.ranks if rank != self.replica.rank]
+
+    def _message(self, wave: int) -> Message:
+        """Return the message of a wave."""
+        number = _FIRST_WAVE_NUMBER + wave % _WAVE_NUMBERS
+        return Message(Kind.U, self.replica.stage.index, number)
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    """Add tensors up from left to right, on the device of the first partial sum."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term.to(total.device)
+    return total
+
+
+def rows_of(parameter: nn.Parameter) -> Tensor:
+    """Mark the rows of an embedding that its gradient has, even those with zeros.
+
+    Returns:
+        One float per row, 1 for a row of the gradient and 0 for the others.
+    """
+    rows = torch.zeros(parameter.shape[0], dtype=torch.float32, device=parameter.device)
+    grad = parameter.grad
+    if grad is None:
+        return rows
+    if grad.layout is torch.strided:
+        return rows + 1
+    rows[grad.coalesce().indices()[0]] = 1
+    return rows
+
+
+def sparse_of(dense: Tensor, rows: Tensor) -> Tensor:
+    """Return the sparse gradient with the marked rows of a dense one.
+
+    An optimizer for sparse gradients steps exactly these rows.
+    """
+    indices = rows.nonzero().reshape(1, -1)
+    return torch.sparse_coo_tensor(
+        indices, dense[indices[0]], dense.shape, is_coalesced=True, check_invariants=False
+    )

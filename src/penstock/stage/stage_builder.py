@@ -1,0 +1,236 @@
+"""How a model is trained, and the making of the stages of a rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from penstock.modules.module_state import made_tensors
+from penstock.modules.state_names import parameters_of
+from penstock.optim.factory import OptimizerFactory
+from penstock.optim.groups import Groups
+from penstock.optim.update import Update
+from penstock.ranks.run_config import Setting
+from penstock.ranks.tied_weights import Shared, tensors_of
+from penstock.ranks.world import World
+from penstock.schedule.op import Kind
+from penstock.stage.foreign_parameters import ModelParameters, Reach
+from penstock.stage.replica_check import ReplicatedStage, stage_class
+from penstock.stage.stage import Loss, Stage, StageLayer
+from penstock.stage.training_options import Options
+from penstock.tracing.materialise import materialise
+from penstock.tracing.traced_chain import TracedChain
+from penstock.values.classes import remember_code
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained.
+
+    Attributes:
+        loss: the loss function.
+        optimizer: makes the optimizer of a stage from its parameters; None without updates.
+        seed: seed of initial weights and of random numbers in layers.
+        options: further options.
+    """
+
+    loss: Loss
+    optimizer: OptimizerFactory | None
+    seed: int
+    options: Options = field(default_factory=Options)
+
+
+@dataclass
+class StageBuilder:
+    """Makes the stages of the local ranks.
+
+    Attributes:
+        traced: the model.
+        setting: what is run.
+        world: all ranks.
+        training: how the model is trained.
+        shared: tensors that several stages use.
+        make: makes the optimizer of a stage, with the parameter groups of the options.
+    """
+
+    traced: TracedChain
+    setting: Setting
+    world: World
+    training: Training
+    shared: tuple[Shared, ...]
+
+    def __post_init__(self) -> None:
+        schedule = self.setting.schedule
+        self._bounds = self.traced.description.stage_bounds(self.setting.lengths)
+        groups_of = self.training.options.parameter_groups
+        self._groups = (
+            None if groups_of is None else Groups.of(groups_of, _named_parameters(self.traced))
+        )
+        self.make = self.training.optimizer
+        if self.make is not None and self._groups is not None:
+            self.make = self._groups.factory(self.make)
+        # The rank whose tensor is the original, by name of a shared tensor. The original of any
+        # other tensor is on the first rank of its stage.
+        self._home = {entry.name: entry.home for entry in self.shared}
+        self._first_rank = [ranks[0] for ranks in schedule.ranks_of_stage]
+        self._model = ModelParameters.of(self.traced)
+        if len(self.world.local_ranks) < self.world.size:  # classes cross between processes by name
+            parts = (part for module in self.traced.modules for part in module.modules())
+            remember_code([*parts, self.training.loss])
+
+    def build_stages(self, rank: int) -> tuple[dict[int, Stage], list[tuple[Shared, Tensor]]]:
+        """Return the stages of a rank, by index, and the shared tensors that it has."""
+        indices = self.setting.schedule.stages_of_rank[rank]
+        layers = [layer for index in indices for layer in range(*self._bounds[index])]
+        modules = dict(zip(layers, self._modules(rank, indices, layers), strict=True))
+        tensors = tensors_of(
+            self.traced, ((self.traced.layers[i].name, modules[i]) for i in layers)
+        )
+        shared_here = [(entry, tensors[entry.name]) for entry in self.shared if rank in entry.ranks]
+        stages = {index: self._build_stage(rank, index, modules, shared_here) for index in indices}
+        return stages, shared_here
+
+    def _modules(self, rank: int, indices: Sequence[int], layers: Sequence[int]) -> list[nn.Module]:
+        """Return the modules of a rank's layers, on its device.
+
+        Args:
+            rank: the rank.
+            indices: its stages.
+            layers: the layers of these stages.
+        """
+        device = self.world.device(rank)
+        modules = materialise(self.traced, layers, device, self.training.seed)
+        layout = self.training.options.memory_format
+        if layout is not None:
+            modules = [module.to(memory_format=layout) for module in modules]  # type: ignore[call-overload]
+        return (
+            modules
+            if len(self.world.local_ranks) == 1
+            else self._copy_modules(rank, indices, dict(zip(layers, modules, strict=True)))
+        )
+
+    def _copy_modules(
+        self, rank: int, indices: Sequence[int], modules: Mapping[int, nn.Module]
+    ) -> list[nn.Module]:
+        """Copy the modules that a rank must not share with other ranks of the same process.
+
+        The user's modules serve the first replica of a stage and the home of tied weights. A rank
+        gets a copy of a module that has a tensor whose original is on another rank; tensors whose
+        original is on this rank are not copied.
+
+        Args:
+            rank: the rank.
+            indices: its stages.
+            modules: by layer, the user's modules of these stages.
+        """
+        copied_layers: list[int] = []
+        # The memo of deepcopy: tensors in it are not copied.
+        memo = made_tensors(modules.values())
+        for index in indices:
+            for layer in range(*self._bounds[index]):
+                named = tensors_of(self.traced, [(self.traced.layers[layer].name, modules[layer])])
+                originals = [
+                    tensor
+                    for name, tensor in named.items()
+                    if self._home.get(name, self._first_rank[index]) == rank
+                ]
+                memo.update((id(tensor), tensor) for tensor in originals)
+                if self._first_rank[index] != rank or len(originals) < len(named):
+                    copied_layers.append(layer)
+        copies = copy.deepcopy(nn.ModuleList([modules[layer] for layer in copied_layers]), memo)
+        return list({**modules, **dict(zip(copied_layers, copies, strict=True))}.values())
+
+    def _build_stage(
+        self,
+        rank: int,
+        index: int,
+        modules: Mapping[int, nn.Module],
+        shared_here: Sequence[tuple[Shared, Tensor]],
+    ) -> Stage:
+        """Make one stage of a rank.
+
+        Args:
+            rank: the rank.
+            index: the stage.
+            modules: by layer, the modules of the rank.
+            shared_here: shared tensors that the rank has.
+        """
+        traced, setting, training = self.traced, self.setting, self.training
+        first, end = self._bounds[index]
+        layers = [StageLayer(i, traced.layers[i].name, modules[i]) for i in range(first, end)]
+        names = parameter_names(traced, layers)
+        if self._groups is not None:
+            self._groups.know(names)
+        borrowed = _borrowed_parameters(rank, index, shared_here)
+        update = Update.make(list(names), self.make, borrowed, f"stage {index}")
+        update.clip_value = training.options.clip_grad_value
+        evictions = (op for op in setting.schedule.programs[rank] if op.kind is Kind.E)
+        evicted = {op.micro_batch for op in evictions if op.stage == index}
+        device, last = self.world.device(rank), index == len(setting.lengths) - 1
+        entry = traced.entries.get(first) if index else None
+        make_stage = stage_class(layers, len(setting.schedule.ranks_of_stage[index]))
+        stage = make_stage(
+            index,
+            layers,
+            device,
+            update,
+            training.seed,
+            setting.recompute,
+            training.loss if last else None,
+            evicted,
+            entry=None if entry is None else entry.to(device),
+            exit=None if last else traced.exits.get(end - 1),
+            autocast=training.options.autocast,
+            recomputed=setting.recomputed,
+            segment_starts=setting.segment_starts,
+            compile=training.options.compiled,
+            offload=training.options.offload,
+            reach=Reach(index, names, self._model),
+            loss_options=training.options.loss_division,
+        )
+        if isinstance(stage, ReplicatedStage):
+            stage.schedule_name = setting.schedule.name
+        return stage
+
+
+def _borrowed_parameters(
+    rank: int, index: int, shared_here: Sequence[tuple[Shared, Tensor]]
+) -> list[nn.Parameter]:
+    """Return the shared parameters of a rank that the optimizer of another stage updates.
+
+    Args:
+        rank: the rank.
+        index: the stage for which they are borrowed.
+        shared_here: shared tensors of the rank.
+    """
+    return [
+        tensor
+        for entry, tensor in shared_here
+        if (entry.home, entry.stages[0]) != (rank, index) and isinstance(tensor, nn.Parameter)
+    ]
+
+
+def parameter_names(traced: TracedChain, layers: Sequence[StageLayer]) -> dict[nn.Parameter, str]:
+    """Return the names in the chain of the parameters of some layers, in order of first use."""
+    names: dict[nn.Parameter, str] = {}
+    for layer in layers:
+        for name, parameter in parameters_of(layer.name, layer.module):
+            names.setdefault(parameter, traced.aliases.get(name, name))
+    return names
+
+
+def _named_parameters(traced: TracedChain) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of the whole model, each once.
+
+    Parameters of layers that are not materialised yet are on the meta device.
+    """
+    yielded: set[str] = set()
+    for layer, module in zip(traced.layers, traced.modules, strict=True):
+        for alias, parameter in parameters_of(layer.name, module):
+            name = traced.aliases.get(alias, alias)
+            if name not in yielded:
+                yielded.add(name)
+                yield name, parameter

@@ -1,0 +1,240 @@
+"""Run the layers of a stage, with random streams, slice state, recompute and compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.batches.batch import Batch
+from penstock.batches.device_batch import INPUTS, device_batch
+from penstock.grad.offload import offloading
+from penstock.grad.recompute import Recomputing
+from penstock.modules.randomness import has_dropout, may_draw
+from penstock.stage.slice_state import Past
+from penstock.stage.stage_random import Place, StageDraws
+from penstock.tracing.slices import has_past
+from penstock.values.structure import map_tensors
+
+
+@dataclass(frozen=True)
+class StageLayer:
+    """A layer of a stage: its index in the whole chain, its name and its module."""
+
+    index: int
+    name: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One layer, or neighbouring layers that are compiled as one function.
+
+    Attributes:
+        index: index of the (first) layer in the chain.
+        name: name of the layer, or names joined by " + ".
+        module: the layer, or a sequence of them.
+        call: its forward.
+        slice_state: whether it passes state from one slice of a sequence to the next.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    call: Callable[[Any], Any]
+    slice_state: bool = False
+
+
+@dataclass
+class StageLayers:
+    """The layers of a stage, and how to run them.
+
+    Attributes:
+        layers: the layers in order.
+        device: where they compute.
+        seed: seed of the random numbers, which depend on it, the step, the layer and the
+            micro-batch, but not on the rank that runs a layer.
+        entry: if given, computes the input of the first layer from the received value and the
+            micro-batch's inputs.
+        exit: if given, computes the value to send from the output of the last layer.
+        recomputed: indices of layers that are recomputed for their backward. Consecutive ones form
+            one segment.
+        segment_starts: indices of recomputed layers that start a new segment nevertheless.
+        compile: options of `torch.compile`, which compiles neighbouring layers as one function;
+            None does not compile.
+        offload: keep tensors saved for the backward in host memory, if the device is not the CPU.
+    """
+
+    layers: Sequence[StageLayer]
+    device: torch.device
+    seed: int
+    entry: nn.Module | None = None
+    exit: Callable[[Any], Any] | None = None
+    recomputed: frozenset[int] = frozenset()
+    segment_starts: frozenset[int] = frozenset()
+    compile: Mapping[str, Any] | None = None
+    offload: bool = False
+    _parts: list[_Part] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        parts = [
+            _Part(
+                layer.index,
+                layer.name,
+                layer.module,
+                layer.module,
+                has_past(layer.module),
+            )
+            for layer in self.layers
+        ]
+        if self.compile is not None:
+            parts = list(self._compile_parts(parts, self.compile))
+        self._parts = parts
+        self._calls = [part.call for part in self._parts]
+        layer_names = {layer.name for layer in self.layers}
+        joined = {part.index: part.name for part in self._parts if part.name not in layer_names}
+        self.draws = StageDraws(
+            self._parts, self.device, self.seed, joined, compiled=self.compile is not None
+        )
+        # Without these, the layers can be called one after another with nothing in between.
+        self._layers_only = not (self.entry or self.exit or self.recomputed or self.offload)
+        self._recomputing = Recomputing(self._parts, self.recomputed, self.segment_starts)
+
+    def renew(self) -> None:
+        """Compile and inspect the layers again, after the code of a traced model has changed."""
+        if self.compile is not None:
+            torch.compiler.reset()
+        self.__post_init__()
+
+    def allow_other_weights(self) -> None:
+        """See `Stage.allow_other_weights`."""
+        self._recomputing.allow_other_weights()
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yield all modules, those of `entry` included."""
+        if self.entry is not None:
+            yield from self.entry.modules()
+        for layer in self.layers:
+            yield from layer.module.modules()
+
+    def run(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+        """Run the layers.
+
+        Args:
+            batch: the batch.
+            micro_batch: number of the micro-batch or slice.
+            value: the input of the stage.
+            past: state of earlier slices of the same sequences; the layers' state is added to it.
+
+        Returns:
+            The output of the stage.
+        """
+        if not self.draws.begin(batch) and self._layers_only and not batch.cuts_tokens:
+            for call in self._calls:
+                value = call(value)
+            return value
+        if self.offload and torch.is_grad_enabled():
+            with offloading(self.weights()):
+                return self._run_with_boundaries(batch, micro_batch, value, past)
+        return self._run_with_boundaries(batch, micro_batch, value, past)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Set all modules to evaluation mode inside; restore the mode of each module afterwards."""
+        modes = [(module, module.training) for module in self.modules()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def weights(self) -> frozenset[int]:
+        """Return the start addresses of the storages of parameters and buffers."""
+        tensors = (
+            tensor
+            for module in self.modules()
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+        )
+        return frozenset(
+            tensor.untyped_storage().data_ptr()
+            for tensor in tensors
+            if tensor is not None and tensor.layout is torch.strided
+        )
+
+    def _run_with_boundaries(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+        """Run the layers between `entry` and `exit`. Arguments as for `run`."""
+        if self.entry is not None:
+            value = self.entry(value, self._inputs(batch, micro_batch))
+        if not self.draws.needed and not batch.cuts_tokens and not self.recomputed:
+            for call in self._calls:
+                value = call(value)
+        else:
+            value = self._run_parts(batch, micro_batch, value, past)
+        return value if self.exit is None else self.exit(value)
+
+    def _run_parts(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+        """Run the layers with random streams, slice state and recompute. Arguments as for `run`."""
+        draws, place = self.draws, Place(batch, micro_batch)
+        forward = True
+
+        def call(part: _Part, value: Any) -> Any:
+            run = part.call
+            if part.slice_state and batch.cuts_tokens:
+                run = partial(past.run, part.index, part.name, part.module)
+            method = draws.call if forward else draws.call_again
+            return method(part, place, run, value)
+
+        with draws.running():
+            if self.recomputed and torch.is_grad_enabled():
+                value = self._recomputing.run(value, call)
+                forward = False  # calls from now on come from the backward
+                return value
+            for part in self._parts:
+                value = call(part, value)
+            return value
+
+    def _inputs(self, batch: Batch, micro_batch: int) -> Any:
+        """Return the inputs of a micro-batch on this device."""
+        if self.device.type != "cpu":
+            return device_batch(batch, self.device).part(INPUTS, micro_batch)
+        return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[micro_batch])
+
+    def _compile_parts(self, parts: Sequence[_Part], options: Mapping[str, Any]) -> Iterator[_Part]:
+        """Compile the layers; neighbours become one function if that is possible.
+
+        A layer is compiled by itself if it may draw random numbers or passes on slice state. With
+        recompute, all are.
+        """
+        group: list[_Part] = []
+        for part in parts:
+            separate = (
+                may_draw(part.module)
+                or has_dropout(part.module)
+                or part.slice_state
+                or bool(self.recomputed)
+            )
+            if not separate:
+                group.append(part)
+                continue
+            if group:
+                yield _compile_group(group, options)
+                group = []
+            yield replace(part, call=torch.compile(part.module, **options))
+        if group:
+            yield _compile_group(group, options)
+
+
+def _compile_group(group: Sequence[_Part], options: Mapping[str, Any]) -> _Part:
+    """Compile neighbouring layers as one function."""
+    if len(group) == 1:
+        return replace(group[0], call=torch.compile(group[0].module, **options))
+    whole = nn.Sequential(*(part.module for part in group))
+    name = " + ".join(part.name for part in group)
+    return _Part(group[0].index, name, whole, torch.compile(whole, **options))

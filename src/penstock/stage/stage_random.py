@@ -1,0 +1,386 @@
+"""Seed the random numbers of a stage: which layers draw, and from which generators.
+
+This is determined again for every batch, because models change while they are trained.
+
+Random streams depend on seed, step, layer and micro-batch. Torch's generators are seeded for every
+layer that may draw. Python's `random` and `numpy.random` are seeded for layers whose code mentions
+them or that were observed to draw from them. A backward holds the generators exclusively if it was
+observed to draw: `torch.utils.checkpoint` inside a layer runs the layer's forward again in the
+backward, and sets and restores torch's random state meanwhile, which other threads must not see.
+
+The batches number 1, 2, 4, 8 and so on are observed. The count starts again when settings of the
+layers change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.batches.batch import Batch
+from penstock.errors import RunError
+from penstock.grad.attributes import Attributes
+from penstock.modules.host_random import (
+    equal_states,
+    host_state,
+    mentions_host_generators,
+)
+from penstock.modules.random_ops import RandomOpDetector
+from penstock.modules.randomness import (
+    draw_settings,
+    drawing,
+    may_draw,
+    runs_user_code,
+    seed_generators,
+    stream_seed,
+)
+
+#: Last component of a stream's seed in evaluation and in a backward; a training forward has none.
+_EVALUATION, _BACKWARD = 1, 2
+
+
+class Part(Protocol):
+    """A layer, or several layers that run as one function."""
+
+    @property
+    def index(self) -> int:
+        """Index in the chain; of several layers, that of the first."""
+
+    @property
+    def name(self) -> str:
+        """Name in the chain."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+
+
+class Place(NamedTuple):
+    """A micro-batch of a batch, by number."""
+
+    batch: Batch
+    micro_batch: int
+
+
+class _PartRandomness:
+    """What is known about the random numbers of one part.
+
+    Args:
+        part: the part.
+        mentions_host: whether its code mentions the generators of `random` or `numpy.random`.
+
+    Attributes:
+        index: of the part.
+        may_draw: whether its forward may draw in training.
+        user_code: whether it runs code outside of torch.
+        torch: by training mode, whether it has drawn from torch's generators.
+        host: by training mode, whether it draws from `random` or `numpy.random`.
+    """
+
+    def __init__(self, part: Part, mentions_host: bool) -> None:
+        self.index = part.index
+        self.may_draw = may_draw(part.module)
+        self.user_code = runs_user_code(part.module)
+        self.torch = {True: False, False: False}
+        self.host = {True: mentions_host, False: mentions_host}
+
+
+class StageDraws:
+    """The random numbers of a stage.
+
+    Args:
+        parts: the layers of the stage.
+        device: where they compute.
+        seed: seed of the pipeline.
+        joined: by index, the name of layers that are compiled as one function and therefore cannot
+            be seeded one by one.
+        compiled: whether the layers are compiled; dispatch modes must not be entered around them.
+
+    Attributes:
+        needed: whether the present forward needs the generators.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        device: torch.device,
+        seed: int,
+        joined: Mapping[int, str],
+        *,
+        compiled: bool = False,
+    ) -> None:
+        self._parts, self._device, self._seed = list(parts), device, seed
+        self._joined, self._compiled = joined, compiled
+        self._batch: Callable[[], Batch | None] = _no_batch
+        self._evaluation = (-1, 0)
+        self._mentions_by_types: dict[frozenset[type], bool] = {}
+        self._randomness: dict[int, _PartRandomness] = {}
+        self._rates: list[float] = []
+        self._inspect_layers()
+        # Of this batch: numbers of forwards and backwards still to be observed; and of the present
+        # forward, whether it is observed and whether it uses the host's generators.
+        self._forwards_to_observe = self._backwards_to_observe = 0
+        self._observing = self._host = self.needed = False
+        # Of all backwards: whether any ran random ops, and whether any changed the states of the
+        # generators.
+        self._backward_draws = self._backward_changes_states = False
+        # Of the present backward: the part that it has reached, whether the states of the
+        # generators changed, and these states when they were last seeded.
+        self._part_in_backward: int | None = None
+        self._states_changed = False
+        self._seeded_states: tuple[Tensor, Any] | None = None
+
+    @property
+    def watches_backward(self) -> bool:
+        """Whether backwards must be run inside `backward`."""
+        return self._backwards_to_observe > 0 or self._backward_draws
+
+    def begin(self, batch: Batch) -> bool:
+        """Begin a forward of a micro-batch of `batch`; return whether it needs the generators."""
+        if self._batch() is not batch:
+            self._batch = weakref.ref(batch)
+            self._begin_batch(batch)
+            self._plan_forward(batch.training)
+        elif self._observing:
+            self._plan_forward(batch.training)
+        return self.needed
+
+    def _begin_batch(self, batch: Batch) -> None:
+        """Inspect the layers if they have changed; decide which passes of the batch to observe."""
+        rates = self._possible_rates()
+        if draw_settings(self._modules) != self._settings:
+            self._inspect_layers()
+        elif rates != self._rates:
+            self._rates = rates
+            self._counts = {True: 0, False: 0}
+        training = batch.training
+        if not training:
+            step, number = self._evaluation
+            self._evaluation = batch.step, number + 1 if step == batch.step else 0
+        count = self._counts[training] = self._counts[training] + 1
+        # All micro-batches of the first batch are observed, then one of batches 2, 4, 8 and so on.
+        micro_batches = len(batch.inputs) if count == 1 else int(count & (count - 1) == 0)
+        self._forwards_to_observe = micro_batches if self._runs_user_code else 0
+        if training:
+            self._backwards_to_observe = 0 if self._compiled else self._forwards_to_observe
+
+    def _plan_forward(self, training: bool) -> None:
+        """Decide whether to observe the next forward, and which generators it needs."""
+        self._observing = self._forwards_to_observe > 0
+        self._forwards_to_observe -= self._observing
+        self._host = self.needed = self._observing
+        if self._observing:
+            return
+        for part in self._randomness.values():
+            host = part.host[training]
+            self._host |= host
+            self.needed |= part.may_draw if training else part.torch[False] or host
+
+    def _inspect_layers(self) -> None:
+        """Read the settings of all modules. Parts that have drawn are assumed to draw again.
+
+        Raises:
+            RunError: layers that are compiled as one function may draw now.
+        """
+        self._modules = [module for part in self._parts for module in part.module.modules()]
+        self._settings = draw_settings(self._modules)
+        before, self._randomness = self._randomness, {}
+        for part in self._parts:
+            randomness = _PartRandomness(part, self._mentions_host(part.module))
+            self._randomness[part.index] = randomness
+            if part.index in before:
+                randomness.torch = before[part.index].torch
+                for training, drew in before[part.index].host.items():
+                    randomness.host[training] |= drew
+            if randomness.may_draw and part.index in self._joined:
+                raise RunError(
+                    f"layers {self._joined[part.index]} are compiled as one function, because none "
+                    "of them could draw random numbers when the pipeline was made; now one may. "
+                    "Set hooks, dropout and forwards before the Pipeline is made"
+                )
+        user_modules = [
+            part.module for part in self._parts if self._randomness[part.index].user_code
+        ]
+        self._runs_user_code = bool(user_modules)
+        self._attributes = Attributes(user_modules, complete=True)
+        self._rates = self._possible_rates()
+        self._counts = {True: 0, False: 0}
+
+    def _mentions_host(self, module: nn.Module) -> bool:
+        """Return whether the module's code mentions `random` or `numpy.random`.
+
+        The code is read once per set of classes, unless the module has code outside its class.
+        """
+        if not runs_user_code(module):
+            return False
+        parts = list(module.modules())
+        if any(
+            part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)
+            for part in parts
+        ):
+            return mentions_host_generators(module)
+        types = frozenset(map(type, parts))
+        if types not in self._mentions_by_types:
+            self._mentions_by_types[types] = mentions_host_generators(module)
+        return self._mentions_by_types[types]
+
+    def _possible_rates(self) -> list[float]:
+        """Return all float attributes of user code: any of them may be a dropout rate."""
+        rows = self._attributes.contents()
+        return [value for row in rows for value in row if type(value) is float]
+
+    # -- forward
+
+    def running(self) -> AbstractContextManager[None]:
+        """Enclose the forward of all parts on a micro-batch, after `begin`."""
+        return drawing(self._device, host=self._host) if self.needed else nullcontext()
+
+    def call(self, part: Part, place: Place, run: Callable[[Any], Any], value: Any) -> Any:
+        """Run a part on a value with its random stream. Called inside `running`.
+
+        Args:
+            part: the part.
+            place: the micro-batch.
+            run: the forward of the part.
+            value: its input.
+        """
+        randomness = self._randomness[part.index]
+        training = place.batch.training
+        observing = self._observing and randomness.user_code
+        draws = (
+            randomness.may_draw if training else randomness.torch[False] or randomness.host[False]
+        )
+        if not observing and not draws:
+            return run(value)
+        components = [self._seed, place.batch.step, part.index, place.micro_batch]
+        if not training:
+            components += [_EVALUATION, self._evaluation[1]]
+        host = observing or randomness.host[training]
+        seed_generators(self._device, stream_seed(*components), host=host)
+        if not randomness.user_code:
+            return run(value)
+        torch_before = torch.get_rng_state()
+        host_before = host_state() if observing else None
+        output = run(value)
+        if not torch.equal(torch_before, torch.get_rng_state()):
+            self._record_draw(randomness, training)
+        if host_before is not None and not equal_states(host_before, host_state()):
+            randomness.host[training] = True
+        backward_may_draw = self._backwards_to_observe or self._backward_changes_states
+        if training and backward_may_draw and torch.is_grad_enabled():
+            self._seed_at_backward(part, place, value, output)
+        return output
+
+    def call_again(self, part: Part, place: Place, run: Callable[[Any], Any], value: Any) -> Any:
+        """Run a recomputed part a second time, in a backward. Arguments as for `call`."""
+        randomness = self._randomness[part.index]
+        if not randomness.may_draw:
+            return run(value)
+        host = randomness.host[True]
+        with drawing(self._device, host=host):
+            seed = stream_seed(self._seed, place.batch.step, part.index, place.micro_batch)
+            seed_generators(self._device, seed, host=host)
+            return run(value)
+
+    def _record_draw(self, randomness: _PartRandomness, training: bool) -> None:
+        """Record that a part has drawn from torch's generators.
+
+        The first time, its backwards are observed too: they may draw as well.
+        """
+        if training and not randomness.torch[True] and not self._compiled:
+            batch = self._batch()
+            self._backwards_to_observe = 1 if batch is None else len(batch.inputs)
+        randomness.torch[training] = True
+        if training and self._compiled:
+            self._backward_draws = True
+
+    # -- backward
+
+    def _seed_at_backward(self, part: Part, place: Place, value: Any, output: Any) -> None:
+        """Register hooks that seed the generators when the backward reaches the part.
+
+        Args:
+            part: the part.
+            place: the micro-batch.
+            value: the input of the part.
+            output: its output.
+        """
+        seed = stream_seed(self._seed, place.batch.step, part.index, place.micro_batch, _BACKWARD)
+
+        def seed_once(_: Tensor) -> None:
+            if self._part_in_backward not in (None, part.index):
+                self._part_in_backward = part.index
+                self._seed_backward(seed)
+
+        # Tensors that the part passes through unchanged belong to the part that computed them.
+        passed_through = set(map(id, pytree.tree_leaves(value)))
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and not leaf.is_leaf and id(leaf) not in passed_through:
+                leaf.register_hook(seed_once)  # type: ignore[no-untyped-call]
+
+    def _seed_backward(self, seed: int) -> None:
+        self._compare_states()
+        seed_generators(self._device, seed, host=True)
+        self._seeded_states = torch.get_rng_state(), host_state()
+
+    def _compare_states(self) -> None:
+        """Record whether random numbers were drawn since the generators were last seeded."""
+        if self._seeded_states is not None:
+            torch_seeded, host_seeded = self._seeded_states
+            same = torch.equal(torch_seeded, torch.get_rng_state()) and equal_states(
+                host_seeded, host_state()
+            )
+            self._states_changed |= not same
+
+    @contextmanager
+    def backward(self, place: Place, *, weights_only: bool = False) -> Iterator[None]:
+        """Enclose a backward, if `watches_backward`.
+
+        Args:
+            place: the micro-batch.
+            weights_only: this is the second part of a backward that is split into two (I and W
+                ops), in which some code of the layers runs a second time.
+
+        Raises:
+            RunError: a layer has drawn, and `weights_only`.
+        """
+        observing = self._backwards_to_observe > 0
+        self._backwards_to_observe -= observing
+        host = observing or self._backward_changes_states
+        seed = stream_seed(self._seed, place.batch.step, -1, place.micro_batch, _BACKWARD)
+        self._seeded_states = None
+        with drawing(self._device, host=host):
+            if host:
+                self._states_changed = False
+                self._seed_backward(seed)
+                self._part_in_backward = None if weights_only else -1
+            detector = RandomOpDetector()
+            try:
+                with detector if observing else nullcontext():
+                    yield
+            finally:
+                self._part_in_backward = None
+            if host:
+                self._compare_states()
+        changed = host and self._states_changed
+        self._backward_draws |= detector.detected or changed
+        self._backward_changes_states |= changed
+        if changed and weights_only:
+            names = ", ".join(part.name for part in self._parts)
+            raise RunError(
+                f"a layer among {names} draws random numbers in its backward (in an autograd "
+                "function or a hook), and the schedule splits backwards into two parts, in both of "
+                "which it would draw: use a schedule without W ops, such as 1f1b, or draw the "
+                "numbers in the forward"
+            )
+
+
+def _no_batch() -> Batch | None:
+    """Return None, in place of a weak reference to a batch."""
+    return None

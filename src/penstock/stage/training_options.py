@@ -1,0 +1,230 @@
+"""Options of training: mixed precision, clipping, accumulation, compiled stages and others."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from penstock.errors import SettingError
+from penstock.losses.joint import check_joint
+from penstock.losses.stage_loss import LossOptions
+from penstock.modules.deferred_batch_norm import convert
+from penstock.optim.groups import GroupsOf
+from penstock.schedule.op import Schedule
+from penstock.tracing.traced_chain import TracedChain
+from penstock.transport.compressed import check_code
+
+_UNREDUCED = (
+    "the loss has reduction='none', which gives one number for each sample; it must give one "
+    "number: reduction='mean' or 'sum'"
+)
+_AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
+_MEMORY_FORMATS = (
+    None,
+    torch.channels_last,
+    torch.channels_last_3d,
+    torch.contiguous_format,
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Optional arguments of `Pipeline`, which documents them."""
+
+    clip_grad_norm: float | None = None
+    autocast: torch.dtype | None = None
+    scaler: object = None
+    parameter_groups: GroupsOf | None = None
+    accumulate: int = 1
+    compile: bool | Mapping[str, Any] | None = None
+    memory_format: torch.memory_format | None = None
+    deferred_batch_norm: bool = False
+    offload: bool = False
+    boundary: str | None = None
+    clip_norm_type: float = 2.0
+    clip_grad_value: float | None = None
+    loss_division: LossOptions = field(default_factory=LossOptions)
+
+    @property
+    def compiled(self) -> Mapping[str, Any] | None:
+        """Options of `torch.compile`; None without compilation."""
+        if isinstance(self.compile, Mapping):
+            return self.compile
+        return {} if self.compile else None
+
+    def check(self, schedule: Schedule, loss: object, *, steps: bool) -> None:
+        """Reject options that are invalid, alone or with the schedule.
+
+        Args:
+            schedule: the schedule of the run.
+            loss: the loss function.
+            steps: whether there is an optimizer.
+
+        Raises:
+            SettingError: an option is invalid; the message says which and why.
+        """
+        self._check_loss(schedule, loss)
+        self._check_clipping()
+        if self.autocast is not None and self.autocast not in _AUTOCAST_DTYPES:
+            raise SettingError(
+                f"autocast is torch.bfloat16 or torch.float16, not {self.autocast!r}"
+            )
+        check_accumulate(self.accumulate, schedule)
+        if self.boundary is not None:
+            check_code(self.boundary)
+        if self.memory_format not in _MEMORY_FORMATS:
+            raise SettingError(
+                "memory_format is torch.channels_last or torch.channels_last_3d, not "
+                f"{self.memory_format!r}"
+            )
+        self._check_update_options(schedule, steps=steps)
+
+    def _check_update_options(self, schedule: Schedule, *, steps: bool) -> None:
+        """Reject options of the update that need another schedule or an optimizer."""
+        global_options = [
+            ("clip_grad_norm", self.clip_grad_norm is not None),
+            ("clip_grad_value", self.clip_grad_value is not None),
+            ("scaler", bool(self.scaler)),
+        ]
+        update_options = [name for name, is_set in global_options if is_set]
+        if update_options and not schedule.synchronous:
+            raise SettingError(
+                f"{' and '.join(update_options)}: {schedule.name} is asynchronous, its stages "
+                "update at different times, so that the gradients of all stages never exist at the "
+                "same time. Use a synchronous schedule; for mixed precision, torch.bfloat16 needs "
+                "no scaler"
+            )
+        if self.deferred_batch_norm and not schedule.synchronous:
+            raise SettingError(
+                f"deferred_batch_norm: {schedule.name} is asynchronous and begins a batch before "
+                "the previous one has ended, so that statistics would mix samples of several "
+                "batches. Use a synchronous schedule"
+            )
+        if self.parameter_groups:
+            update_options.append("parameter_groups")
+        if self.accumulate > 1:
+            update_options.append("accumulate")
+        if update_options and not steps:
+            raise SettingError(
+                f"{update_options[0]} is an option of the update, and this pipeline has no "
+                "optimizer: pass one as optimizer="
+            )
+
+    def _check_clipping(self) -> None:
+        """Reject invalid options of gradient clipping."""
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise SettingError(
+                "clip_grad_norm is the maximum norm of the gradients, above 0, not "
+                f"{self.clip_grad_norm}"
+            )
+        if self.clip_grad_value is not None and not self.clip_grad_value > 0:
+            raise SettingError(
+                "clip_grad_value is the largest absolute value that a gradient may have, above 0, "
+                f"not {self.clip_grad_value}"
+            )
+        self._check_norm_type()
+        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
+            raise SettingError(
+                f"clip_grad_norm={self.clip_grad_norm} and clip_grad_value={self.clip_grad_value}: "
+                "give one of them, because the result would depend on their order"
+            )
+
+    def _check_norm_type(self) -> None:
+        """Reject an invalid order of the gradient norm."""
+        if not isinstance(self.clip_norm_type, (int, float)) or math.isnan(self.clip_norm_type):
+            raise SettingError(
+                "clip_norm_type is the order of the norm, a number such as 2.0, 1.0 or "
+                f'float("inf"), not {self.clip_norm_type!r}'
+            )
+        if self.clip_norm_type != 2.0 and self.clip_grad_norm is None:
+            raise SettingError(
+                f"clip_norm_type={self.clip_norm_type} is an option of clip_grad_norm=, which is "
+                "not given"
+            )
+
+    def _check_loss(self, schedule: Schedule, loss: object) -> None:
+        """Reject an unreduced loss, and invalid options of its division over micro-batches."""
+        if not callable(loss):
+            raise SettingError(f"loss must be a function of output and target, not {loss!r}")
+        while isinstance(loss, partial):
+            if loss.keywords.get("reduction") == "none":
+                raise SettingError(_UNREDUCED)
+            loss = loss.func
+        if getattr(loss, "reduction", "mean") == "none":
+            raise SettingError(_UNREDUCED)
+        weight, on = self.loss_division.loss_weight, self.loss_division.loss_on
+        if weight is not None and not callable(weight):
+            raise SettingError(
+                "loss_weight must be a function from the targets of a micro-batch to its weight, "
+                f"such as lambda target: (target != -100).sum(), not {weight!r}"
+            )
+        if on not in ("micro_batch", "batch"):
+            raise SettingError(f"loss_on must be 'micro_batch' or 'batch', not {on!r}")
+        if on == "batch":
+            if weight is not None:
+                raise SettingError(
+                    "loss_on='batch' computes the loss once, so that loss_weight has no effect: "
+                    "give one of them"
+                )
+            check_joint(schedule)
+
+    def converted(self, traced: TracedChain, micro_batches: int) -> TracedChain:
+        """Return the chain with deferred batch norms, if the option is set.
+
+        Args:
+            traced: the model.
+            micro_batches: number of micro-batches of a batch.
+        """
+        if not self.deferred_batch_norm:
+            return traced
+        return replace(
+            traced, modules=tuple(convert(module, micro_batches) for module in traced.modules)
+        )
+
+    def check_compiler(self, device: torch.device) -> None:
+        """Raise if stages are to be compiled and there is no C++ compiler.
+
+        Torch would raise in the middle of the first batch.
+
+        Raises:
+            SettingError: there is no compiler.
+        """
+        options = self.compiled
+        if (
+            options is None
+            or options.get("backend", "inductor") != "inductor"
+            or device.type != "cpu"
+        ):
+            return
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None and shutil.which("clang++") is None:
+            raise SettingError(
+                "compile: torch.compile generates C++ for a stage on a CPU, and there is no "
+                f"compiler {compiler!r} here. Install one, or name it in CXX; "
+                "compile={'backend': 'aot_eager'} needs none, and is not faster"
+            )
+
+
+def check_accumulate(count: object, schedule: Schedule) -> None:
+    """Reject an invalid number of batches per optimizer step.
+
+    Raises:
+        SettingError: it is not a positive integer; or it is above 1, and the schedule is
+            asynchronous.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise SettingError(
+            f"accumulate is a number of batches for each step, 1 or more, not {count!r}"
+        )
+    if count > 1 and not schedule.synchronous:
+        raise SettingError(
+            f"accumulate={count}: {schedule.name} is asynchronous and updates after every batch, "
+            "while later ones are in flight. Use larger batches of more micro-batches instead"
+        )

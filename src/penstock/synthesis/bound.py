@@ -1,0 +1,316 @@
+"""Lower bounds on the makespan of all programs of a problem.
+
+Every op gets a *head*, the earliest time at which it can start, and a *tail*, the least time from
+its end to the end of the batch. Both follow from the ops that must come before and after it: those
+of its own micro-batch on its path up and back, and on its rank those of the micro-batches before;
+and where memory is tight, the backwards that must have freed memory for it. The bound of one rank,
+whose ops do not start before their heads and are each followed by their tail, is Jackson's
+preemptive schedule (Carlier 1982): the op with the longest tail always goes first, and is preempted
+by an op with a longer tail.
+
+Micro-batches of a route may be assumed to be in order (see `arrays`). With memory for k of them on
+a copy of a stage:
+
+    before F n    F 0..n-1, I 0..n-k, W 0..n-k              after F n    F n+1.., I n.., W n.., U
+    before I n    F 0..n,   I 0..n-1, W 0..n-k              after I n    F n+k.., I n+1.., W n.., U
+
+and the ops of other stages on the same rank for the same micro-batches on their path. A whole B
+counts as I and W, each at its cheapest: links are free at all times except when they carry messages
+of the same kind and boundary.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.synthesis.problem import Problem
+
+#: An op: its head, its seconds, its tail.
+Job = tuple[float, float, float]
+
+
+def lower_bound(problem: Problem) -> float:
+    """Return the lower bound in seconds; with two routes, the least over all numbers of
+    micro-batches on each.
+    """
+    m = problem.micro_batches
+    if len(problem.routes) == 1:
+        return seconds_of(problem, (m,))
+    splits = sorted((_busiest(problem, (n, m - n)), n) for n in range(1, m))
+    least = math.inf
+    for busiest, n in splits:
+        if busiest >= least:
+            break
+        least = min(least, seconds_of(problem, (n, m - n)))
+    return least
+
+
+def _busiest(problem: Problem, counts: tuple[int, ...]) -> float:
+    """Return the work of the busiest rank in seconds, with `counts` micro-batches on each route."""
+    c, stages = problem.costs, problem.stages
+    busiest = 0.0
+    for copies in problem.copies_of_rank:
+        work = 0.0
+        for copy in copies:
+            stage = copy % stages
+            work += counts[copy // stages] * (c.forward[stage] + c.least_backward[stage])
+        updates = sum(c.update[stage] for stage in {copy % stages for copy in copies})
+        busiest = max(busiest, work + updates)
+    return busiest
+
+
+def seconds_of(problem: Problem, counts: tuple[int, ...]) -> float:
+    """Return the lower bound with `counts` micro-batches on each route."""
+    routes = [RouteBounds(problem, counts, route) for route in range(len(counts))]
+    stages, least = problem.stages, _busiest(problem, counts)
+    update = problem.costs.update
+    for rank, copies in enumerate(problem.copies_of_rank):
+        jobs: list[Job] = []
+        for copy in copies:
+            jobs += routes[copy // stages].jobs(copy % stages)
+        for stage in {copy % stages for copy in copies}:
+            jobs.append((0.0, update[stage], 0.0))
+        memory_seconds = sum(
+            routes[copy // stages].memory_seconds(copy % stages) for copy in copies
+        )
+        first = min(float(routes[copy // stages].head_f[copy % stages, 0]) for copy in copies)
+        last = min(update[copy % stages] for copy in copies)
+        by_memory = first + memory_seconds / problem.limits[rank] + last
+        least = max(least, preemptive(jobs), by_memory)
+    return least
+
+
+class _Machine:
+    """One rank and ops that must all end before some moment: the earliest such moment over all
+    orders of the ops.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._release, self._seconds, self._load = np.zeros(most), np.zeros(most), np.zeros(most)
+        self._count = 0
+
+    def add(self, at: float, seconds: float) -> None:
+        """Add an op that cannot start before `at`."""
+        n = self._count
+        self._load[:n] += seconds * (self._release[:n] <= at)
+        self._load[n] = seconds + float(self._seconds[:n] @ (self._release[:n] >= at))
+        self._release[n], self._seconds[n] = at, seconds
+        self._count += 1
+
+    def end(self) -> float:
+        """Return the maximum over all moments of the moment plus the seconds of the ops that cannot
+        start earlier.
+        """
+        return float((self._release[: self._count] + self._load[: self._count]).max(initial=0.0))
+
+
+class RouteBounds:
+    """Heads and tails of one route, by stage and micro-batch.
+
+    Attributes:
+        count: micro-batches of the route.
+        stages: number of stages.
+        stage_ranks: the rank of every stage.
+        f, until_gradient, remaining, update: per stage, seconds of the forward, of the backward
+            until its gradient leaves, of the rest of the backward, and of the update.
+        up, down: per boundary, seconds of a message; 0 inside a rank.
+        memory: per stage, what a micro-batch holds.
+        room: per stage, the number of its micro-batches that fit alone.
+        same_rank: per stage, all stages on its rank.
+    """
+
+    def __init__(self, problem: Problem, counts: tuple[int, ...], route: int) -> None:
+        c, stage_ranks = problem.costs, problem.routes[route]
+        self.count, self.stages, self.stage_ranks = counts[route], problem.stages, stage_ranks
+        self.f, self.until_gradient, self.update = c.forward, c.until_gradient, c.update
+        self.memory = c.memory
+        self.remaining = tuple(
+            backward - first
+            for backward, first in zip(c.least_backward, c.until_gradient, strict=True)
+        )
+        crosses = [a != b for a, b in pairwise(stage_ranks)]
+        self.up = [seconds * far for seconds, far in zip(c.up, crosses, strict=True)]
+        self.down = [seconds * far for seconds, far in zip(c.down, crosses, strict=True)]
+        self.room = [
+            self._room(problem.limits[rank], c.memory[s]) for s, rank in enumerate(stage_ranks)
+        ]
+        self.same_rank = [_places(stage_ranks, rank) for rank in stage_ranks]
+        shape = self.stages, self.count
+        self.head_f, self.head_i, self.tail_f, self.tail_i = (np.zeros(shape) for _ in range(4))
+        self._fill_heads()
+        self._fill_tails()
+
+    def _room(self, limit: float, memory: float) -> int:
+        """Return the number of micro-batches of one stage that fit a limit alone."""
+        if memory == 0 or limit / memory >= self.count:
+            return self.count
+        return int(limit / memory * (1 + 1e-12))
+
+    def jobs(self, s: int) -> Iterable[Job]:
+        """Yield the ops of a stage. The part of a backward after its input gradient counts as W."""
+        for n in range(self.count):
+            gradient_s = self.until_gradient[s]
+            yield float(self.head_f[s, n]), self.f[s], float(self.tail_f[s, n])
+            yield float(self.head_i[s, n]), gradient_s, float(self.tail_i[s, n])
+            yield float(self.head_i[s, n]) + gradient_s, self.remaining[s], self.update[s]
+
+    def memory_seconds(self, s: int) -> float:
+        """Return a lower bound of memory times seconds that the stage's micro-batches hold: each on
+        its path from this stage to the last and back.
+        """
+        above = (
+            sum(self.f[s + 1 :])
+            + sum(self.until_gradient[s + 1 :])
+            + sum(self.up[s:])
+            + sum(self.down[s:])
+        )
+        at_stage = self.f[s] + above + self.until_gradient[s] + self.remaining[s]
+        return self.memory[s] * self.count * at_stage
+
+    def _machines(self) -> list[_Machine]:
+        """Return an empty machine per stage, with space for all ops of its rank."""
+        machines = []
+        for s in range(self.stages):
+            machines.append(
+                _Machine(4 * self.count * len(self.same_rank[s]) + len(self.same_rank[s]))
+            )
+        return machines
+
+    def _fill_heads(self) -> None:
+        """Compute all heads, micro-batch by micro-batch: forwards up, then backwards down."""
+        before_f, before_i = self._machines(), self._machines()
+        head_f, head_i = self.head_f, self.head_i
+        arrived_f, arrived_i = [0.0] * self.stages, [0.0] * self.stages
+        for n in range(self.count):
+            for s in range(self.stages):
+                self._before_f(before_f[s], s, n)
+                head_f[s, n] = before_f[s].end()
+                if s:
+                    arrived_f[s] = (
+                        max(arrived_f[s], head_f[s - 1, n] + self.f[s - 1]) + self.up[s - 1]
+                    )
+                    head_f[s, n] = max(head_f[s, n], arrived_f[s])
+            for s in reversed(range(self.stages)):
+                self._before_i(before_i[s], s, n)
+                head_i[s, n] = max(before_i[s].end(), head_f[s, n] + self.f[s])
+                if s + 1 < self.stages:
+                    arrived_i[s] = (
+                        max(arrived_i[s], head_i[s + 1, n] + self.until_gradient[s + 1])
+                        + self.down[s]
+                    )
+                    head_i[s, n] = max(head_i[s, n], arrived_i[s])
+
+    def _before_f(self, machine: _Machine, s: int, n: int) -> None:
+        """Add what F n of stage s waits for on its rank in addition to what F n - 1 waits for."""
+        for q in self.same_rank[s]:
+            if q < s:
+                machine.add(self.head_f[q, n], self.f[q])
+        if n:
+            machine.add(self.head_f[s, n - 1], self.f[s])
+        if n >= self.room[s]:
+            self._add_backward(machine, s, n - self.room[s])
+
+    def _before_i(self, machine: _Machine, s: int, n: int) -> None:
+        """Add what I n of stage s waits for on its rank in addition to what I n - 1 waits for."""
+        for q in self.same_rank[s]:
+            machine.add(self.head_f[q, n], self.f[q])
+            if q > s:
+                machine.add(self.head_i[q, n], self.until_gradient[q])
+        if n:
+            machine.add(self.head_i[s, n - 1], self.until_gradient[s])
+        if n >= self.room[s]:
+            done = n - self.room[s]
+            machine.add(self.head_i[s, done] + self.until_gradient[s], self.remaining[s])
+
+    def _add_backward(self, machine: _Machine, s: int, n: int) -> None:
+        """Add backward n of stage s."""
+        machine.add(self.head_i[s, n], self.until_gradient[s])
+        machine.add(self.head_i[s, n] + self.until_gradient[s], self.remaining[s])
+
+    def _fill_tails(self) -> None:
+        """Compute all tails, in reverse: last micro-batch first."""
+        after_f, after_i = self._machines(), self._machines()
+        tail_f, tail_i = self.tail_f, self.tail_i
+        sent_f, sent_i = [0.0] * self.stages, [0.0] * self.stages
+        for s in range(self.stages):
+            for q in self.same_rank[s]:
+                after_f[s].add(0.0, self.update[q])
+                if q <= s:
+                    after_i[s].add(0.0, self.update[q])
+        for n in reversed(range(self.count)):
+            for s in range(self.stages):
+                self._after_i(after_i[s], s, n)
+                tail_i[s, n] = after_i[s].end()
+                if s:
+                    sent_i[s] = (
+                        max(sent_i[s], self.until_gradient[s - 1] + tail_i[s - 1, n])
+                        + self.down[s - 1]
+                    )
+                    tail_i[s, n] = max(tail_i[s, n], sent_i[s])
+            for s in reversed(range(self.stages)):
+                self._after_f(after_f[s], s, n)
+                tail_f[s, n] = max(after_f[s].end(), self.until_gradient[s] + tail_i[s, n])
+                if s + 1 < self.stages:
+                    sent_f[s] = max(sent_f[s], self.f[s + 1] + tail_f[s + 1, n]) + self.up[s]
+                    tail_f[s, n] = max(tail_f[s, n], sent_f[s])
+
+    def _after_i(self, machine: _Machine, s: int, n: int) -> None:
+        """Add what follows I n of stage s on its rank in addition to what follows I n + 1. In
+        reversed time tails are heads.
+        """
+        for q in self.same_rank[s]:
+            if q < s:
+                machine.add(self.tail_i[q, n], self.until_gradient[q])
+            if q <= s:
+                machine.add(self.update[q], self.remaining[q])
+        if n + 1 < self.count:
+            machine.add(self.tail_i[s, n + 1], self.until_gradient[s])
+        if n + self.room[s] < self.count:
+            machine.add(self.tail_f[s, n + self.room[s]], self.f[s])
+
+    def _after_f(self, machine: _Machine, s: int, n: int) -> None:
+        """Add what follows F n of stage s on its rank in addition to what follows F n + 1."""
+        for q in self.same_rank[s]:
+            machine.add(self.tail_i[q, n], self.until_gradient[q])
+            machine.add(self.update[q], self.remaining[q])
+            if q > s:
+                machine.add(self.tail_f[q, n], self.f[q])
+        if n + 1 < self.count:
+            machine.add(self.tail_f[s, n + 1], self.f[s])
+
+
+def _places(values: Sequence[int], value: int) -> list[int]:
+    """Return the indices at which a value occurs."""
+    return [place for place, item in enumerate(values) if item == value]
+
+
+def preemptive(jobs: Iterable[Job]) -> float:
+    """Return the least seconds of one preemptive machine with heads and tails: Jackson's rule.
+
+
+    >>> preemptive([(0, 3, 5), (1, 2, 9), (4, 1, 0)])
+    12
+    """
+    waiting = sorted((job for job in jobs if job[1] > 0), reverse=True)
+    ready: list[tuple[float, float]] = []
+    now = most = 0.0
+    while waiting or ready:
+        if not ready:
+            now = max(now, waiting[-1][0])
+        while waiting and waiting[-1][0] <= now:
+            _, seconds, tail = waiting.pop()
+            heapq.heappush(ready, (-tail, seconds))
+        tail, seconds = heapq.heappop(ready)
+        pause = waiting[-1][0] if waiting else math.inf
+        if now + seconds <= pause:
+            now += seconds
+            most = max(most, now - tail)
+        else:
+            heapq.heappush(ready, (tail, seconds - (pause - now)))
+            now = pause
+    return most

@@ -1,0 +1,147 @@
+"""Kernel: start times of the ops of encoded programs. The rules are those of `simulate`."""
+
+from __future__ import annotations
+
+from penstock.synthesis.arrays import HOLD, UP, UPDATE, Encoding, Spec, Workspace
+from penstock.synthesis.numba_compile import compiled
+
+
+@compiled
+def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
+    """Return the seconds until the last op ends, updates included; -1 if the programs deadlock.
+
+    Ranks run their programs in turn, each as far as possible; a message queues its receiver again.
+    So every op is considered once, and once more for each message that it waits for.
+    """
+    reset(spec, work)
+    codes, lengths, copies, cost = encoding.codes, encoding.lengths, spec.copies, spec.cost
+    start, cause, arrive, maker, done = work.start, work.cause, work.arrive, work.maker, work.done
+    link, busy, turn, clock = work.link, work.busy, work.turn, work.free
+    ranks, length = codes.shape
+    gaps = spec.copies_of.shape[1] > 1 and len(spec.counts) == 1
+    for rank in range(ranks):
+        turn[rank, 1], turn[rank, 2] = rank, 1
+    first, waiting, left = 0, ranks, 0
+    while waiting:
+        rank = turn[first, 1]
+        first = (first + 1) % ranks
+        waiting -= 1
+        turn[rank, 2] = 0
+        place, free = turn[rank, 0], clock[rank]
+        while place < lengths[rank]:
+            copy, kind = codes[rank, place] >> 2, codes[rank, place] & 3
+            way = 0 if kind == 0 else 1
+            op = rank * length + place
+            begin, why, k = free, op - 1 if place else -1, done[copy, way]
+            if kind != 2:
+                arrived = arrive[way, copy, k]
+                if arrived < 0.0:
+                    break
+                done[copy, way] = k + 1
+                if arrived > free:
+                    if gaps:
+                        _update_in_gap(spec, work, rank, arrived)
+                    begin, why = arrived, maker[way, copy, k]
+            start[rank, place], cause[rank, place] = begin, why
+            free = clock[rank] = begin + cost[copy, kind]
+            place += 1
+            if kind >= 2:
+                done[copy, 2] += 1
+            taker = copies[copy, 1 + way] if kind != 2 else -1
+            if taker < 0:
+                continue
+            target, end = copies[taker, 0], free
+            if target != rank:
+                if link[rank, target] > end:
+                    end, op = link[rank, target], busy[rank, target]
+                end += cost[copy, UP + way]
+                link[rank, target], busy[rank, target] = end, op
+                if turn[target, 2] == 0:
+                    turn[target, 2] = 1
+                    turn[(first + waiting) % ranks, 1] = target
+                    waiting += 1
+            arrive[way, taker, k], maker[way, taker, k] = end, op
+        turn[rank, 0] = place
+    for rank in range(ranks):
+        left += lengths[rank] - turn[rank, 0]
+    return -1.0 if left else end_of_updates(spec, work)
+
+
+@compiled
+def reset(spec: Spec, work: Workspace) -> None:
+    """Reset a workspace to the state before the first op."""
+    for copy in range(len(spec.copies)):
+        for way in range(2):
+            # The first stage receives no activations, nor the last one gradients.
+            at = 0.0 if spec.copies[copy, 2 - way] < 0 else -1.0
+            for k in range(work.arrive.shape[2]):
+                work.arrive[way, copy, k], work.maker[way, copy, k] = at, -1
+        for column in range(4):
+            work.done[copy, column] = 0
+    for rank in range(len(work.free)):
+        work.free[rank] = 0.0
+        work.turn[rank, 0] = work.turn[rank, 2] = 0
+        for other in range(len(work.free)):
+            work.link[rank, other] = 0.0
+
+
+@compiled
+def _update_in_gap(spec: Spec, work: Workspace, rank: int, until: float) -> None:
+    """Run due updates in the idle time of `rank` before `until`, where they fit."""
+    for i in range(spec.copies_of.shape[1]):
+        copy = spec.copies_of[rank, i]
+        if copy >= 0 and work.done[copy, 2] == spec.counts[0] and work.done[copy, 3] == 0:
+            end = work.free[rank] + spec.cost[copy, UPDATE]
+            if end <= until:
+                work.free[rank] = end
+                work.done[copy, 3] = 1
+
+
+@compiled
+def end_of_updates(spec: Spec, work: Workspace) -> float:
+    """Return when the last rank has run its remaining updates. The updates of two copies of a stage
+    sync at the end.
+    """
+    last, ranks = 0.0, len(work.free)
+    for rank in range(ranks):
+        end, others = work.free[rank], 0
+        if len(spec.counts) > 1:
+            end = max(end, work.free[ranks - 1 - rank])
+            others = (
+                1 if 2 * rank == ranks - 1 else 0
+            )  # the middle rank has the same stage twice, and one update
+        for i in range(spec.copies_of.shape[1] - others):
+            copy = spec.copies_of[rank, i]
+            if copy >= 0 and work.done[copy, 3] == 0:
+                end += spec.cost[copy, UPDATE]
+        last = max(last, end)
+    return last
+
+
+@compiled
+def is_valid(spec: Spec, encoding: Encoding, work: Workspace, rank: int) -> bool:
+    """Return whether the codes of `rank` keep the order of ops within its copies and its memory
+    limit. Changes `work.done`.
+    """
+    done, cost, codes, limit = work.done, spec.cost, encoding.codes, spec.limit[rank]
+    for i in range(spec.copies_of.shape[1]):
+        copy = spec.copies_of[rank, i]
+        for column in range(3 if copy >= 0 else 0):
+            done[copy, column] = 0
+    held = 0.0
+    for place in range(encoding.lengths[rank]):
+        copy, kind = codes[rank, place] >> 2, codes[rank, place] & 3
+        if kind == 0:
+            done[copy, 0] += 1
+            held += cost[copy, HOLD]
+            if held > limit:
+                return False
+            continue
+        if done[copy, 2 if kind == 2 else 1] >= done[copy, 1 if kind == 2 else 0]:
+            return False
+        if kind != 2:
+            done[copy, 1] += 1
+        if kind >= 2:
+            done[copy, 2] += 1
+            held -= cost[copy, HOLD]
+    return True

@@ -1,0 +1,312 @@
+"""Synthesise the shortest program for given costs: bounds, the zoo, the search, and on request a
+proof.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from penstock.errors import ScheduleError
+from penstock.schedule.op import Kind, Schedule
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+from penstock.synthesis.bound import lower_bound
+from penstock.synthesis.problem import (
+    PLACEMENTS,
+    Constraints,
+    Limit,
+    Problem,
+    StageCosts,
+    problem_for,
+)
+from penstock.synthesis.updates import with_early_updates
+from penstock.synthesis.zoo import candidates
+
+#: A schedule within this relative distance of its lower bound counts as optimal: seconds that are
+#: no whole ticks, and the rounding of sums, leave this much open.
+PROVED = 1e-6
+
+#: Share of the budget for the search if the rest is for the proof.
+BEFORE_PROOF = 0.3
+
+#: The kinds of ops that the search makes programs of.
+_SEARCHED_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of the search; `synthesised` documents them."""
+
+    memory_limit: Limit = None
+    placement: str = "linear"
+    ranks: int | None = None
+    split: bool = True
+    exact: bool = False
+    budget_s: float = 5.0
+    max_rounds: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (
+            isinstance(self.budget_s, bool)
+            or not isinstance(self.budget_s, (int, float))
+            or not self.budget_s >= 0
+        ):
+            raise ScheduleError(
+                f"synthesised takes a budget_s of 0 seconds or more, not {self.budget_s!r}"
+            )
+        for name in ("max_rounds", "seed"):
+            number = getattr(self, name)
+            if number is not None and (
+                isinstance(number, bool) or not isinstance(number, int) or number < 0
+            ):
+                raise ScheduleError(f"synthesised takes a {name} of 0 or more, not {number!r}")
+        if self.placement not in (*PLACEMENTS, "any"):
+            raise ScheduleError(
+                f"synthesised knows no placement {self.placement!r}: take one of "
+                f"{', '.join(PLACEMENTS)}, any"
+            )
+
+    def constraints(self, placement: str) -> Constraints:
+        """Return the constraints of the search with one placement."""
+        return Constraints(placement, self.memory_limit, self.ranks, self.split)
+
+
+@dataclass(frozen=True)
+class Synthesis:
+    """Result of the search.
+
+    Attributes:
+        schedule: the shortest schedule.
+        makespan: its simulated seconds.
+        lower_bound: lower bound in seconds of all schedules with this placement and limit.
+        gap: makespan / lower_bound - 1.
+        proved: whether the schedule is optimal, to a part in a million.
+        placement: its placement, which tells the best one if "any" was requested.
+        zoo: name of the best schedule of the zoo that fits; None if none does.
+        zoo_makespan: its simulated seconds; None if there is none.
+        rounds: rounds of search.
+    """
+
+    schedule: Schedule
+    makespan: float
+    lower_bound: float
+    gap: float
+    proved: bool
+    placement: str
+    zoo: str | None
+    zoo_makespan: float | None
+    rounds: int
+
+    def facts(self) -> tuple[tuple[str, object], ...]:
+        """Return what the schedule carries in its `options`."""
+        names = ("placement", "makespan", "lower_bound", "gap", "proved", "zoo", "zoo_makespan")
+        return tuple((name, getattr(self, name)) for name in names)
+
+
+def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = None) -> Synthesis:
+    """Search for the shortest schedule; `synthesised` documents the method and the settings.
+
+    Args:
+        costs: costs with an entry for every stage in `forward`.
+        micro_batches: at least 1.
+        settings: settings of the search.
+
+    Raises:
+        ScheduleError: nothing fits, or the placement does not allow these numbers of stages, ranks
+            and micro-batches.
+        SettingError: the costs do not fit together, or a limit is a text that is no amount of
+            bytes.
+        MissingExtra: `exact` without OR-Tools.
+    """
+    settings = settings or Settings()
+    start_s = time.monotonic()
+    if settings.exact:
+        from penstock.synthesis.exact import load
+
+        load()
+    if not isinstance(costs.forward, tuple):
+        raise ScheduleError(
+            "the costs do not tell the number of stages: give forward as one number per stage"
+        )
+    table = StageCosts.of(costs, len(costs.forward))
+    if settings.budget_s and settings.max_rounds != 0:
+        _compile()
+    # Compilation counts, but leaves at least a quarter of the budget.
+    end_s = max(start_s + settings.budget_s, time.monotonic() + settings.budget_s / 4)
+    problems = _problems(table, micro_batches, settings)
+    tasks = [_Task(problem, costs, settings) for problem in problems]
+    _run_all(tasks, settings, end_s)
+    return _result(tasks)
+
+
+def _run_all(tasks: Sequence[_Task], settings: Settings, end_s: float) -> None:
+    """Run the tasks of all placements until `end_s`, the most promising first. Each gets an equal
+    share of the remaining time; tasks that cannot win any more get none.
+    """
+    for i, task in enumerate(sorted(tasks, key=lambda task: task.least)):
+        if i and task.least >= min(other.makespan for other in tasks):
+            continue
+        share_s = max(0.0, end_s - time.monotonic()) / (len(tasks) - i)
+        task_end_s = time.monotonic() + share_s
+        proof_s = (1 - BEFORE_PROOF) * share_s * settings.exact
+        task.run(task_end_s - proof_s)
+        if settings.exact and not task.proved:
+            task.prove(task_end_s)
+
+
+def _result(tasks: Sequence[_Task]) -> Synthesis:
+    """Return the best schedule of all placements, which carries its facts in its options."""
+    best = min(tasks, key=lambda task: task.makespan)
+    # The rounding of sums may put a bound above the makespan.
+    least = min(best.makespan, *(task.least for task in tasks))
+    result = Synthesis(
+        schedule=best.schedule,
+        makespan=best.makespan,
+        lower_bound=least,
+        gap=best.makespan / least - 1 if least else 0.0,
+        proved=best.makespan <= least * (1 + PROVED),
+        placement=best.problem.placement,
+        zoo=best.zoo,
+        zoo_makespan=best.zoo_makespan if best.zoo else None,
+        rounds=sum(task.rounds for task in tasks),
+    )
+    schedule = replace(result.schedule, name="synthesised", options=result.facts())
+    return replace(result, schedule=schedule)
+
+
+def _compile() -> None:
+    """Compile the kernels, which takes some seconds once on a machine, by a small search that runs
+    all of them.
+    """
+    costs = Costs(
+        forward=[1, 1.2, 1, 0.8],
+        input_grad=[1, 1.3, 1, 0.9],
+        weight_grad=[0.8, 1, 0.7, 0.6],
+        transfer=0.5,
+    )
+    settings = Settings(memory_limit=4, max_rounds=2)
+    problem = problem_for(StageCosts.of(costs, 4), 8, settings.constraints("linear"))
+    _Task(problem, costs, settings).run(math.inf)
+
+
+def _problems(costs: StageCosts, micro_batches: int, settings: Settings) -> list[Problem]:
+    """Return the problem of the requested placement, or of all placements that are possible.
+
+    Raises:
+        ScheduleError: none is possible.
+    """
+    if settings.placement != "any":
+        constraints = settings.constraints(settings.placement)
+        return [problem_for(costs, micro_batches, constraints)]
+    problems, reasons = [], []
+    for placement in PLACEMENTS:
+        try:
+            problems.append(problem_for(costs, micro_batches, settings.constraints(placement)))
+        except ScheduleError as error:
+            reasons.append(str(error))
+    if not problems:
+        raise ScheduleError("\n  ".join(["no placement is possible:", *reasons]))
+    return problems
+
+
+class _Task:
+    """The search of one placement.
+
+    Attributes:
+        problem: the problem.
+        costs: the costs that schedules are simulated with.
+        settings: settings of the search.
+        least: lower bound of the makespan.
+        schedule: the best schedule so far.
+        makespan: its simulated seconds.
+        zoo: name of the best schedule of the zoo, if one fits.
+        zoo_makespan: its simulated seconds.
+        rounds: rounds of search.
+        starts: schedules of the zoo to start from.
+    """
+
+    def __init__(self, problem: Problem, costs: Costs, settings: Settings) -> None:
+        self.problem, self.costs, self.settings = problem, costs, settings
+        self.least = lower_bound(problem)
+        self.schedule, self.makespan = Schedule(()), math.inf
+        self.zoo: str | None = None
+        self.zoo_makespan = math.inf
+        self.rounds = 0
+        self.starts = [*candidates(problem)]
+        for candidate in self.starts:
+            seconds = self.offer(candidate)
+            if seconds < self.zoo_makespan:
+                self.zoo, self.zoo_makespan = candidate.name, seconds
+        self._relax_bound()
+
+    @property
+    def proved(self) -> bool:
+        """Whether no shorter schedule is possible."""
+        return self.makespan <= self.least * (1 + PROVED)
+
+    def seconds(self, schedule: Schedule) -> float:
+        """Return the simulated makespan of a schedule."""
+        return simulate_schedule(schedule, self.costs).makespan
+
+    def offer(self, schedule: Schedule) -> float:
+        """Store the schedule if it is the shortest so far. Return its makespan."""
+        seconds = self.seconds(schedule)
+        if seconds < self.makespan or (
+            seconds == self.makespan and len(schedule.ops) < len(self.schedule.ops)
+        ):
+            self.schedule, self.makespan = schedule, seconds
+        return seconds
+
+    def run(self, until_s: float) -> None:
+        """Search until `until_s`, starting from the zoo's schedules."""
+        from penstock.synthesis.local import POOL, Search
+
+        search = Search(self.problem, self.least, self.settings.seed)
+        for candidate in self.starts:
+            search.start(candidate)
+        search.run(until_s, self.settings.max_rounds)
+        self.rounds = search.rounds
+        has_updates = any(self.problem.costs.update)
+        several = has_updates and max(map(len, self.problem.copies_of_rank)) > 1
+        for schedule in islice(search.schedules(), POOL if several else 1):
+            self.offer(with_early_updates(schedule, self.seconds) if several else schedule)
+        self._relax_bound()
+
+    def _is_searchable(self) -> bool:
+        """Return whether the best schedule consists of ops that the search makes programs of: no op
+        is part of a cheaper pair, and every activation stays on its rank.
+        """
+        paired = bool(self.schedule.pairs) and self.costs.pair is not None
+        return not paired and all(op.kind in _SEARCHED_KINDS for op in self.schedule.ops)
+
+    def _relax_bound(self) -> None:
+        """Lower the bound until it is valid for the best schedule, which may move activations to
+        other ranks, or have pairs that are cheaper than their ops.
+        """
+        if not self._is_searchable():
+            pair = self.costs.spread("pair", self.problem.stages)
+            costs = self.problem.costs if pair is None else self.problem.costs.with_pairs(pair)
+            free = replace(self.problem, costs=costs, limits=(math.inf,) * self.problem.ranks)
+            self.least = min(self.least, lower_bound(free))
+
+    def prove(self, until_s: float) -> None:
+        """Prove the optimum by CP-SAT until `until_s`, starting from the best schedule."""
+        from penstock.synthesis.exact import prove
+
+        if not self._is_searchable():
+            return
+        proof = prove(
+            self.problem,
+            replace(self.schedule, pairs=frozenset()),
+            self.makespan,
+            until_s,
+            self.settings.seed,
+        )
+        if proof.schedule is not None:
+            self.offer(proof.schedule)
+        self.least = max(self.least, min(proof.lower_bound, self.makespan))

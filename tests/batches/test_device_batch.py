@@ -1,0 +1,114 @@
+"""Copies of a batch on a device. The device is torch's meta device: shapes and strides, no GPU.
+
+tests/devices shows the same with numbers.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import penstock as ps
+from penstock.batches import device_batch as module
+from penstock.batches.batch import Batch, make_batch
+from penstock.batches.device_batch import INPUTS, TARGETS, device_batch
+
+META = torch.device("meta")
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """The tensors that were copied."""
+    sources = []
+    copy_to = module.copy_to
+
+    def counted(tensor, device):
+        sources.append(tensor)
+        return copy_to(tensor, device)
+
+    monkeypatch.setattr(module, "copy_to", counted)
+    return sources
+
+
+def forms(values):
+    """Shapes and strides of tensors."""
+    return [(value.shape, value.stride()) for value in values]
+
+
+def test_micro_batches_are_views_of_one_copy(copies):
+    """With the strides that they have on the host."""
+    x = torch.randn(7, 3, 4, 4).to(memory_format=torch.channels_last)
+    batch = make_batch(x, torch.arange(7), 3, step=0, training=True)
+    on_device = device_batch(batch, META)
+    inputs = [on_device.part(INPUTS, number) for number in batch.numbers]
+    targets = [on_device.part(TARGETS, number) for number in batch.numbers]
+    assert all(value.device == META for value in (*inputs, *targets))
+    assert forms(inputs) == forms(batch.inputs)
+    assert forms(targets) == forms(batch.targets)
+    assert [source.shape for source in copies] == [x.shape, (7,)]
+    assert on_device.whole(TARGETS).shape == (7,)
+    assert len(copies) == 2
+
+
+def test_slices_of_sequences_are_views_too(copies):
+    """A schedule that cuts sequences cuts the copy alike."""
+    schedule = ps.schedule("terapipe", stages=2, micro_batches=2, slices=3)
+    x = torch.arange(4 * 8).reshape(4, 8)
+    batch = make_batch(x, x, 2, step=0, training=True, slicing=schedule.slicing)
+    on_device = device_batch(batch, META)
+    inputs = [on_device.part(INPUTS, number) for number in batch.numbers]
+    assert forms(inputs) == forms(batch.inputs)
+    assert len(inputs) == 6
+    assert len(copies) == 1
+
+
+def test_nested_inputs_are_copied_tensor_by_tensor_when_they_are_asked_for(copies):
+    """A stage that takes one of several inputs does not pay for the others."""
+    x = {"image": torch.randn(4, 2), "mask": torch.ones(4, 1), "scale": 2.0}
+    batch = make_batch(x, torch.arange(4), 2, step=0, training=True)
+    on_device = device_batch(batch, META)
+    mask = on_device.view(INPUTS, 1, batch.inputs[1]["mask"])
+    assert (mask.device, mask.shape) == (META, (2, 1))
+    assert len(copies) == 1
+    part = on_device.part(INPUTS, 0)
+    assert (part["scale"], part["image"].shape, part["mask"].shape) == (2.0, (2, 2), (2, 1))
+    assert len(copies) == 2
+
+
+def test_a_batch_that_has_no_whole_is_copied_by_micro_batch(copies):
+    """Nothing else is there to copy."""
+    parts = [torch.randn(2, 3), torch.randn(1, 3)]
+    batch = Batch(0, parts, None, [2 / 3, 1 / 3], "s", training=True)
+    on_device = device_batch(batch, META)
+    assert [on_device.part(INPUTS, number).shape for number in batch.numbers] == [(2, 3), (1, 3)]
+    assert len(copies) == 2
+
+
+def test_tensors_that_are_on_the_device_stay_there(copies):
+    """A loader may have moved them."""
+    x = torch.randn(4, 3, device="meta")
+    batch = make_batch(x, torch.arange(4), 2, step=0, training=True)
+    part = device_batch(batch, META).part(INPUTS, 1)
+    assert part.shape == (2, 3)
+    assert copies == []
+
+
+def test_stages_on_several_threads_share_one_copy(copies):
+    """Two ranks of a bidirectional schedule begin with the same batch at the same time."""
+    batch = make_batch(torch.randn(64, 3), torch.arange(64), 32, step=0, training=True)
+    with ThreadPoolExecutor(8) as pool:
+        parts = list(
+            pool.map(lambda number: device_batch(batch, META).part(INPUTS, number), range(32))
+        )
+    assert all(part.shape == (2, 3) for part in parts)
+    assert len(copies) == 1
+
+
+def test_a_view_may_become_the_leaf_of_a_graph_without_the_others():
+    """Each caller gets a tensor of its own."""
+    batch = make_batch(torch.randn(4, 3), torch.arange(4), 2, step=0, training=True)
+    on_device = device_batch(batch, META)
+    on_device.part(INPUTS, 0).requires_grad_()
+    assert not on_device.part(INPUTS, 0).requires_grad

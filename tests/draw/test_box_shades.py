@@ -1,0 +1,78 @@
+"""What the two shades of a colour tell: stages, ways, or the batches of a stream."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from penstock.draw.box_shades import Shades
+from penstock.draw.draw import draw, unit_timeline
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Op
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "size", "meaning"),
+    [
+        ("pipedream", 3, 2, "shades: batches in turn"),
+        ("avgpipe", 2, 3, "shades: batches in turn"),
+        ("hetpipe", 2, 2, "shades: batches in turn"),
+        ("pipedream", 3, 1, ""),
+        ("1f1b", 3, 4, ""),
+        ("gpipe", 1, 4, ""),
+        ("wpipe", 4, 2, "shades: a rank's stages in turn"),
+        ("interleaved", 4, 4, "shades: a rank's stages in turn"),
+        ("chimera", 4, 4, "shades: the ways down and up the ranks"),
+    ],
+)
+def test_the_legend_says_what_shades_mean(name, stages, size, meaning):
+    """Stages first, where a rank has several; batches where they are more than their numbers; and
+    else there is one shade.
+    """
+    made = schedule(name, stages, size)
+    assert Shades.of(unit_timeline(made)).meaning == meaning
+    for form in ("svg", "html"):
+        assert re.findall("shades: [^<]*", draw(made, format=form).replace("&#x27;", "'")) == [
+            meaning
+        ] * bool(meaning) * (2 if form == "html" else 1)
+
+
+@pytest.mark.parametrize(
+    "source", [unit_timeline, lambda made: simulate_schedule(made, Costs(transfer=0.1))]
+)
+def test_every_other_batch_of_a_stream_has_the_second_shade(source):
+    """By the U that takes its gradient: so too where copies have batches in turn, each shaded in
+    its own.
+    """
+    shades = Shades.of(source(schedule("pipedream", 2, 2, batches=4)))
+    assert [shades.odd(0, Op.parse(f"0F{n}")) for n in range(8)] == [False, False, True, True] * 2
+    assert [shades.odd(1, Op.parse(f"1B{n}")) for n in range(8)] == [False, False, True, True] * 2
+    assert not shades.odd(0, Op.parse("0U2"))
+    shades = Shades.of(source(schedule("hetpipe", 1, 2, batches=8)))
+    assert [shades.odd(1, Op.parse(f"0F{n}")) for n in (2, 3, 6, 7, 10, 11)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_boxes_of_the_second_shade_are_filled_with_it():
+    """What the figure is read by."""
+    drawn = draw(schedule("pipedream", 1, 2, batches=2), format="svg")
+    boxes = re.findall(r'<rect class="([FB]2?)"[^>]*><title>0([FB]\d)', drawn)
+    assert boxes == [
+        ("F", "F0"),
+        ("B", "B0"),
+        ("F", "F1"),
+        ("B", "B1"),
+        ("F2", "F2"),
+        ("B2", "B2"),
+        ("F2", "F3"),
+        ("B2", "B3"),
+    ]

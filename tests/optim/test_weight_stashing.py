@@ -1,0 +1,436 @@
+"""Weight stashing: backwards read their version of the weights, whatever has been updated since."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import RunError
+from penstock.weights.rule_types import Reads
+
+
+class Tied(nn.Module):
+    """One weight in two places, a frozen parameter, one used by odd micro-batches only, and an
+    unused one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 6)
+        self.back = nn.Linear(6, 6)
+        self.back.weight = self.enter.weight
+        self.scale = nn.Parameter(torch.full((6,), 0.5), requires_grad=False)
+        self.sometimes = nn.Parameter(torch.ones(6))
+        self.never = nn.Parameter(torch.ones(3))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.back(torch.tanh(self.enter(x) * self.scale))
+        return x * self.sometimes if self.calls % 2 else x
+
+
+class Recurrent(nn.Module):
+    """A GRU whose parameters are contiguous, as cuDNN requires."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 5, num_layers=2, batch_first=True)
+        parameters = list(self.gru.parameters())
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        first = 0
+        for parameter in parameters:
+            parameter.data = flat[first : first + parameter.numel()].view_as(parameter)
+            first += parameter.numel()
+
+    def forward(self, x):
+        return self.gru(x)[0]
+
+
+class Bilinear(nn.Module):
+    """A product of two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (
+            nn.Parameter(torch.randn(6, 3) / 3),
+            nn.Parameter(torch.randn(3, 6) / 3),
+        )
+
+    def forward(self, x):
+        return x @ (self.one @ self.two)
+
+
+def images(number):
+    """Return a micro-batch of images."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(3, 2, 8, 8, generator=generator), torch.randn(3, 4, generator=generator)
+
+
+def tokens(number):
+    """Return a micro-batch of tokens."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(11, (3, 5), generator=generator), torch.randn(3, 5, 6, generator=generator)
+
+
+def rows(number):
+    """Return a micro-batch of vectors."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(4, 6, generator=generator), torch.randn(4, 6, generator=generator)
+
+
+def sequences(number):
+    """Return a micro-batch of sequences."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(3, 6, 4, generator=generator), torch.randn(3, 6, 5, generator=generator)
+
+
+MODULES = {
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(4, 4, 3, bias=False),
+            nn.GroupNorm(2, 4),
+            nn.Flatten(),
+            nn.Linear(16, 4),
+        ),
+        images,
+    ),
+    "attention": (
+        lambda: nn.Sequential(
+            nn.Embedding(11, 6),
+            nn.TransformerEncoderLayer(6, 2, 12, dropout=0, batch_first=True),
+            nn.LayerNorm(6),
+            nn.Linear(6, 6),
+        ),
+        tokens,
+    ),
+    "tied, frozen, unused": (Tied, rows),
+    "recurrent": (Recurrent, sequences),
+    "weight norm": (
+        lambda: nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), nn.PReLU(), Bilinear()
+        ),
+        rows,
+    ),
+}
+FACTORIES = {
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "momentum, foreach": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True),
+    "adam, one by one": lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=False),
+    "adamw, fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+    "groups": lambda ps: torch.optim.Adam(
+        [{"params": ps[::2], "lr": 0.03}, {"params": ps[1::2], "weight_decay": 0.1}], lr=0.01
+    ),
+}
+
+
+def stashed(module, line, data, factory):
+    """Stash with copies of the whole module; return gradients by micro-batch, losses and newest
+    weights.
+    """
+    newest = copy.deepcopy(module)
+    optimizer = factory(list(newest.parameters()))
+    versions, graphs, losses, grads, latest = [copy.deepcopy(newest)], {}, [], {}, newest
+    for kind, number in line.ops:
+        if kind == "F":
+            reader = copy.deepcopy(versions[line.use(number).reads.forward])
+            for (
+                name,
+                buffer,
+            ) in latest.named_buffers():  # buffers are no weights: the latest are everybody's
+                reader.get_buffer(name).copy_(buffer)
+            reader.calls = getattr(latest, "calls", 0)
+            inputs, targets = data(number)
+            loss = nn.functional.mse_loss(reader(inputs), targets)
+            graphs[number], latest = (reader, loss), reader
+            losses.append(loss.detach())
+        elif kind == "B":
+            reader, loss = graphs.pop(number)
+            loss.backward()
+            grads[number] = [parameter.grad for parameter in reader.parameters()]
+            for parameter, grad in zip(newest.parameters(), grads[number], strict=True):
+                if grad is not None:
+                    parameter.grad = (
+                        grad.clone() if parameter.grad is None else parameter.grad + grad
+                    )
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+            versions.append(copy.deepcopy(newest))
+    return grads, losses, list(newest.parameters())
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_backward_gives_bit_for_bit_the_gradients_of_the_version_that_its_forward_read(
+    lab, name, factory
+):
+    """Updates come between a forward and its backward and must not affect graphs in flight, however
+    layers save weights.
+    """
+    make, data = MODULES[name]
+    torch.manual_seed(0)
+    module = make()
+    line = lab.line_of("stash", stage=1, stages=4, micro_batches=1, batches=7)
+    expected, expected_losses, expected_weights = stashed(module, line, data, FACTORIES[factory])
+    weights = lab.make(lab.site_of(module, line, "stash", FACTORIES[factory]))
+    actual = {}
+    losses = lab.play(module, weights, line.ops, data, nn.functional.mse_loss, actual.__setitem__)
+    assert all(map(torch.equal, losses, expected_losses))
+    for number, grads in expected.items():
+        for parameter, a, b in zip(module.parameters(), actual[number], grads, strict=True):
+            assert (a is None and b is None) if a is None or b is None else torch.equal(a, b), (
+                number,
+                parameter.shape,
+            )
+    weights.drain()
+    assert all(map(torch.equal, module.parameters(), expected_weights))
+    assert weights.peak_versions == 3
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd with decay", "momentum", "adam", "adamw"])
+@pytest.mark.parametrize("rule", ["stash", "vertical-sync", "double-buffer"])
+@pytest.mark.parametrize(
+    ("stage", "stages", "micro_batches"), [(0, 3, 1), (1, 4, 1), (0, 3, 2), (2, 3, 3), (0, 3, 4)]
+)
+def test_a_stream_does_what_the_published_equation_says(
+    lab, rule, optimizer, stage, stages, micro_batches
+):
+    """The reference has explicit versions, and optimizers as formulas."""
+    if rule == "double-buffer" and micro_batches < stages:
+        micro_batches = stages
+    line = lab.line_of(rule, stage, stages, micro_batches, batches=9)
+    factory, formula = lab.PAIRS[optimizer]
+    module = lab.mlp()
+    losses, newest = lab.literal(module, line, lab.vectors, lab.squares, formula())
+    weights = lab.make(lab.site_of(module, line, rule, factory))
+    assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
+    weights.drain()
+    assert lab.close(lab.values_of(module), newest)
+
+
+@pytest.mark.parametrize(("rule", "stages", "micro_batches", "version_count"), [
+    ("stash", 4, 1, [4, 3, 2, 1]), ("stash", 4, 3, [2, 2, 2, 1]), ("double-buffer", 4, 4, [2, 2, 2, 2]),
+    ("vertical-sync", 4, 1, [4, 4, 4, 4])])  # fmt: skip
+def test_as_many_versions_are_kept_as_are_read(lab, rule, stages, micro_batches, version_count):
+    """The paper's memory: p - s versions at stage s with a stash, two with a double buffer, and
+    none besides for the update.
+    """
+    counts, bytes_held = [], []
+    for stage in range(stages):
+        module = lab.mlp()
+        line = lab.line_of(rule, stage, stages, micro_batches, batches=12)
+        weights = lab.make(lab.site_of(module, line, rule, lab.PAIRS["momentum"][0]))
+        lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+        counts.append(weights.peak_versions)
+        bytes_held.append(
+            weights.held_bytes() / sum(parameter.nbytes for parameter in module.parameters())
+        )
+        weights.drain()
+        assert weights.versions == 1
+    assert counts == version_count
+    assert bytes_held == version_count
+
+
+def test_versions_share_what_no_update_has_touched(lab):
+    """An embedding that a batch does not use, or a frozen layer, is not copied."""
+    module = Tied()
+    frozen = nn.Sequential(module, nn.Linear(6, 6).requires_grad_(False))
+    line = lab.line_of("stash", stage=0, stages=4, micro_batches=1, batches=8)
+    weights = lab.make(lab.site_of(frozen, line, "stash", FACTORIES["momentum"]))
+    lab.play(frozen, weights, line.ops, rows, nn.functional.mse_loss)
+    trained = [module.enter.weight, module.enter.bias, module.back.bias]
+    assert weights.peak_versions == 4
+    most = (
+        sum(parameter.nbytes for parameter in trained) * 4
+        + module.sometimes.nbytes * 4
+        + module.never.nbytes
+    )
+    assert most - module.sometimes.nbytes * 2 <= weights.held_bytes() < most
+
+
+def test_a_stage_that_never_updates_holds_one_version(lab):
+    """Unchanged versions share their memory."""
+    module = lab.mlp()
+    line = lab.line_of("stash", stage=0, stages=4, micro_batches=1, batches=8)
+    weights = lab.make(lab.site_of(module, line, "stash", lab.PAIRS["adam"][0]))
+    before = [parameter.data_ptr() for parameter in module.parameters()]
+    for kind, number in line.ops:
+        {"F": weights.before_forward, "B": weights.before_backward, "U": weights.update}[kind](
+            number
+        )
+    assert (weights.versions, weights.peak_versions) == (1, 1)
+    assert weights.held_bytes() == sum(parameter.nbytes for parameter in module.parameters())
+    assert [parameter.data_ptr() for parameter in module.parameters()] == before
+
+
+def test_versions_keep_the_layout_that_recurrent_layers_want(lab):
+    """cuDNN requires contiguous weights; otherwise it copies them at every forward, and warns."""
+    module = Recurrent()
+    parameters = list(module.parameters())
+
+    def offsets():
+        assert len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == 1
+        return [parameter.storage_offset() for parameter in parameters]
+
+    before = offsets()
+    line = lab.line_of("stash", stage=0, stages=3, micro_batches=1, batches=5)
+    weights = lab.make(lab.site_of(module, line, "stash", FACTORIES["momentum"]))
+    places = set()
+    lab.play(module, weights, line.ops[:3], sequences, nn.functional.mse_loss)
+    for version in range(1, 4):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        weights.update(version)
+        assert offsets() == before
+        places.add(parameters[0].data_ptr())
+    assert len(places) == 3  # a forward to come may read any of them
+
+
+def test_strides_of_weights_stay(lab):
+    """Kernels are chosen by layout, and other kernels round differently."""
+    module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    strides = module.weight.stride()
+    line = lab.line_of("stash", stage=0, stages=2, micro_batches=1, batches=3)
+    weights = lab.make(lab.site_of(module, line, "stash", FACTORIES["momentum"]))
+    before = module.weight.data_ptr()
+    weights.before_forward(0)
+    weights.before_forward(1)
+    module.weight.grad = torch.ones_like(module.weight)
+    weights.update(1)
+    assert module.weight.data_ptr() != before
+    assert module.weight.stride() == strides
+
+
+def test_a_layer_may_move_its_weights_in_its_forward(lab):
+    """Models call `flatten_parameters` in their forward: the next update has to restore the
+    connection of version and parameter.
+    """
+
+    class Moving(nn.Linear):
+        def forward(self, x):
+            for parameter in self.parameters():
+                parameter.data = parameter.data.clone()
+            return super().forward(x)
+
+    line = lab.line_of("stash", stage=0, stages=2, micro_batches=1, batches=6)
+    torch.manual_seed(0)
+    moving, still = Moving(6, 6), nn.Linear(6, 6)
+    still.load_state_dict(moving.state_dict())
+    losses = []
+    for module in (moving, still):
+        weights = lab.make(lab.site_of(module, line, "stash", FACTORIES["momentum"]))
+        losses.append(lab.play(module, weights, line.ops, rows, nn.functional.mse_loss))
+        weights.drain()
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, moving.parameters(), still.parameters()))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda lab: (lab.mlp(), lab.vectors),
+        lambda lab: (MODULES["convolutions"][0]().double(), None),
+    ],
+    ids=["linear", "convolutions"],
+)
+def test_a_rule_whose_backward_reads_another_version_than_its_forward_finds_it_in_all_that_was_saved(
+    lab, make
+):
+    """A user's rule may limit the age of weights. Linear layers save a view of the weight,
+    convolutions the parameter itself.
+    """
+    module, data = make(lab)
+    data = data or (lambda n: tuple(tensor.double() for tensor in images(n)))
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.momentum = 0.0
+    line = lab.Line(
+        0, 4, 1, 9, lambda at: Reads(at.at_forward, max(at.at_forward, at.at_backward - 1))
+    )
+    losses, newest = lab.literal(module, line, data, lab.squares, lab.Sgd(0.02, 0.8))
+    weights = lab.make(lab.site_of(module, line, "capped", lab.PAIRS["momentum"][0]))
+    assert lab.close(lab.play(module, weights, line.ops, data, lab.squares), losses)
+    weights.drain()
+    assert lab.close(lab.values_of(module), newest)
+
+
+def test_a_backward_in_two_parts_finds_its_version_at_both(lab):
+    """W may come long after I, with forwards of other micro-batches between."""
+    module = nn.Linear(2, 2)
+    line = lab.line_of("stash", stage=0, stages=3, micro_batches=1, batches=5)
+    weights = lab.make(lab.site_of(module, line, "stash", FACTORIES["momentum"]))
+    weights_read = {}
+    for op, number in [
+        ("F", 0),
+        ("F", 1),
+        ("F", 2),
+        ("I", 0),
+        ("W", 0),
+        ("U", 1),
+        ("I", 1),
+        ("F", 3),
+        ("W", 1),
+        ("U", 2),
+        ("F", 4),
+    ]:
+        if op == "F":
+            weights.before_forward(number)
+            weights_read[number] = module.weight.detach().clone()
+        elif op == "U":
+            module.weight.grad = torch.ones(2, 2)
+            weights.update(number)
+        else:
+            weights.before_backward(number)
+            assert torch.equal(module.weight, weights_read[number])
+            if op == "W":
+                weights.finished(number)
+    assert not torch.equal(weights_read[3], weights_read[0])
+
+
+def test_a_version_that_was_let_go_or_not_made_yet_is_named_with_those_that_are_held(lab):
+    """Otherwise a program that does not follow the rule would train on wrong weights."""
+    module = nn.Linear(2, 2)
+    line = lab.line_of("stash", stage=0, stages=1, micro_batches=1, batches=5)
+    use = line.use(0)
+    line.use = lambda number: replace(use, reads=Reads(number // 2, number // 2), next_forward=2)
+    weights = lab.make(lab.site_of(module, line, "stash", FACTORIES["momentum"]))
+    with pytest.raises(
+        RunError,
+        match=r"stage 0: micro-batch 6 reads weight version 3, which does not exist yet; available are 0\. The pro",
+    ):
+        weights.before_forward(6)
+    weights.drain()
+    weights.before_forward(0)
+    weights.finished(0)
+    module.weight.grad = torch.ones(2, 2)
+    weights.update(1)
+    with pytest.raises(
+        RunError,
+        match=r"micro-batch 1 reads weight version 0, which was released, since no micro-batch in flight .*; available are 1\.",
+    ):
+        weights.before_forward(1)
+
+
+def test_a_drain_lets_go_whatever_was_in_flight(lab):
+    """After a failure within a stream, a run begins again."""
+    module = lab.mlp()
+    line = lab.line_of("stash", stage=0, stages=4, micro_batches=1, batches=8)
+    weights = lab.make(lab.site_of(module, line, "stash", lab.PAIRS["momentum"][0]))
+    lab.play(module, weights, line.ops[:11], lab.vectors, lab.squares)
+    assert weights.versions > 1
+    held = weights.held_bytes()
+    weights.drain()
+    assert weights.versions == 1
+    lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+    assert weights.held_bytes() <= max(
+        held, 4 * sum(parameter.nbytes for parameter in module.parameters())
+    )

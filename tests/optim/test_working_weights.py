@@ -1,0 +1,143 @@
+"""Working weights: the present contents of the parameters, and copies of others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.optim.update import Update
+from penstock.optim.working_weights import Working
+
+
+def made(value=1.0):
+    """Return a parameter with one element, and its working weights, whose newest version is called
+    0.
+    """
+    parameter = nn.Parameter(torch.tensor([value]))
+    return parameter, Working(Update([parameter], None), newest=0)
+
+
+def plus(amount, calls=None):
+    """Return a change that adds a number."""
+
+    def change(values):
+        if calls is not None:
+            calls.append(amount)
+        values[0].add_(amount)
+
+    return change
+
+
+def test_while_only_the_newest_is_shown_nothing_is_copied():
+    """A stage that neither predicts nor corrects has the memory of plain training."""
+    parameter, working = made()
+    for _ in range(3):
+        working.show(0)
+        working.begin_step()
+        parameter.data += 1
+        working.end_step(0)
+    working.restart(0)
+    assert (parameter.item(), working.held_bytes()) == (4, 4)
+
+
+def test_a_prediction_is_made_once_and_the_newest_comes_back():
+    """Contents that the parameters hold already are not computed again."""
+    parameter, working = made()
+    calls = []
+    for content in ("ahead", "ahead", 0, 0, "ahead"):
+        working.show(content, plus(10, calls))
+        assert parameter.item() == (1 if content == 0 else 11)
+    assert calls == [10, 10]
+    assert working.held_bytes() == 8
+
+
+def test_every_change_begins_at_the_newest_version():
+    """Changes do not accumulate."""
+    parameter, working = made()
+    working.show("one", plus(10))
+    working.show("two", plus(20))
+    assert parameter.item() == 21
+
+
+@pytest.mark.parametrize("soon", [True, False])
+def test_what_is_kept_can_be_had_after_an_update_as_it_was(soon):
+    """XPipe's later micro-batches read the first one's prediction, whose base version is no longer
+    available.
+    """
+    parameter, working = made()
+    working.show("ahead", plus(10))
+    working.keep("forward", "ahead", plus(10), soon=soon)
+    working.show(0)
+    assert working.held_bytes() == (12 if soon else 8)
+    working.begin_step()
+    parameter.data += 100
+    working.end_step(1)
+    assert working.held_bytes() == 12
+    assert working.has("ahead")
+    working.show("ahead", plus(-1))
+    assert parameter.item() == 11
+    working.keep("forward", None)
+    working.show(1)
+    assert parameter.item() == 101
+    assert not working.has("ahead")
+
+
+def test_what_is_kept_soon_is_not_made_again():
+    """A copy takes less time than computing Adam's direction."""
+    _, working = made()
+    for soon, expected_calls in ((True, 1), (False, 2)):
+        calls = []
+        working.show("ahead", plus(10, calls))
+        working.keep("forward", "ahead", plus(10, calls), soon=soon)
+        working.show(0)
+        working.show("ahead", plus(10, calls))
+        assert len(calls) == expected_calls
+        working.restart(0)
+
+
+def test_the_newest_version_can_be_kept_over_an_update_too():
+    """With distance 0 the prediction is the version itself."""
+    parameter, working = made()
+    working.show(0)
+    working.keep("forward", 0)
+    working.show("other", plus(5))
+    working.begin_step()
+    parameter.data += 100
+    working.end_step(1)
+    working.show(0)
+    assert parameter.item() == 1
+    working.show(1)
+    assert parameter.item() == 101
+
+
+def test_a_restart_shows_the_newest_and_forgets_what_was_kept():
+    """After a drain others may write into the parameters, and their values count."""
+    parameter, working = made()
+    working.show("ahead", plus(10))
+    working.keep("forward", "ahead")
+    working.restart(0)
+    assert parameter.item() == 1
+    parameter.data.fill_(7)
+    working.show("ahead", plus(10))
+    assert parameter.item() == 17
+    working.show(0)
+    assert parameter.item() == 7
+
+
+def test_changes_are_none_to_autograd():
+    """Graphs in flight are meant to read the changed values."""
+    parameter, working = made(2.0)
+    graph = parameter * parameter
+    working.show("ahead", plus(1))
+    graph.backward()
+    assert parameter.grad.item() == 6
+
+
+def test_a_parameter_that_a_layer_has_moved_is_followed():
+    """On a GPU, recurrent layers make their weights contiguous."""
+    parameter, working = made()
+    working.show("ahead", plus(10))
+    parameter.data = parameter.data.clone()
+    working.show(0)
+    assert parameter.item() == 1

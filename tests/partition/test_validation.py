@@ -1,0 +1,87 @@
+"""Validation of costs and option values."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from penstock.errors import PartitionError
+from penstock.partition.balanced import partition_balanced
+from penstock.partition.block import block_partition
+from penstock.partition.bottleneck import minimax
+from penstock.partition.validation import check_costs, check_number
+
+every_algorithm = pytest.mark.parametrize(
+    "algorithm", [partition_balanced, block_partition, minimax]
+)
+
+
+@every_algorithm
+@pytest.mark.parametrize("bad", [-1, math.nan, math.inf, -math.inf])
+def test_a_cost_that_is_no_cost_is_refused_with_its_place(algorithm, bad):
+    """One nan in a profile would otherwise make every cut equally good."""
+    with pytest.raises(
+        PartitionError, match=r"entry 1 is .*; costs must be finite and not negative"
+    ):
+        algorithm([1, bad, 2], 2)
+
+
+@every_algorithm
+def test_more_stages_than_costs_are_refused(algorithm):
+    """The plain algorithms are used without the catalogue too."""
+    with pytest.raises(PartitionError, match="cannot make 3 stages from 2 layers"):
+        algorithm([1, 2], 3)
+
+
+@every_algorithm
+def test_numpy_and_plain_costs_are_cut_alike(algorithm):
+    """Costs come out of arrays as often as out of lists."""
+    costs = [3, 1, 4, 1, 5, 9, 2, 6]
+    assert (
+        algorithm(costs, 3)
+        == algorithm(np.array(costs), 3)
+        == algorithm(tuple(map(float, costs)), np.int32(3))
+    )
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (["a"], "is not a list of numbers"),
+        ([[1, 2], [3, 4]], "must be a flat list with one number per entry, not of shape (2, 2)"),
+        ([[1], [3, 4]], "is not a list of numbers"),
+        (7, "must be a flat list with one number per entry, not of shape ()"),
+        ([1e308, 1e308], "the sum inf is above 1e+307"),
+        ([1, 2, 3], "has 3 entries, but 2 are needed"),
+        ([10**400, 1], "is not a list of numbers"),
+    ],
+)
+def test_what_is_no_list_of_costs_is_refused(costs, message):
+    """NumPy's own words for these name neither the option nor the remedy."""
+    with pytest.raises(PartitionError, match=f"transfer: .*{re.escape(message)}"):
+        check_costs(costs, "transfer", 2)
+
+
+@pytest.mark.parametrize("value", [1, 2.5, np.float32(0.5), np.int64(3)])
+def test_plain_numbers_pass_as_floats(value):
+    """NumPy's numbers are plain numbers too."""
+    assert check_number("x", value) == float(value)
+
+
+@pytest.mark.parametrize("value", ["1 GB/s", None, True, np.True_, -1, 0, math.nan, [1]])
+def test_what_is_no_number_above_zero_is_refused(value):
+    """Quantities with units are parsed at the command line, not here."""
+    with pytest.raises(PartitionError, match=r"speed is .*; it must be a plain number above 0"):
+        check_number("speed", value)
+
+
+def test_zero_passes_only_where_it_is_allowed():
+    """A latency may be nothing, a bandwidth may not."""
+    assert check_number("latency_s", 0, zero=True) == 0.0
+    with pytest.raises(
+        PartitionError, match=r"latency_s is -0.5; it must be a plain number 0 or more"
+    ):
+        check_number("latency_s", -0.5, zero=True)

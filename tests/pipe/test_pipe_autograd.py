@@ -1,0 +1,378 @@
+"""`Pipe` in somebody's autograd graph: gradients as the plain model has them, whatever is asked of
+the graph.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.modules.recomputing import is_checkpointing, is_recomputing
+from penstock.pipe.pipe import Pipe
+
+MODES = ("never", "except_last", "always")
+
+
+class Split(nn.Module):
+    """Two outputs of one input, one of them integers."""
+
+    def forward(self, x):
+        """Return them."""
+        return x.sin(), x.argmax(1)
+
+
+class Merge(nn.Module):
+    """Uses what is a float of its input."""
+
+    def forward(self, pair):
+        """Return two outputs, of which one has no gradient."""
+        return pair[0] * 2, (pair[0] + pair[1][:, None].float(), pair[1])
+
+
+def make_model() -> nn.Sequential:
+    """With a boundary of several tensors, and one layer whose activation works in place on what it
+    is given.
+    """
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), Split(), Merge())
+
+
+def make_pipe(mode: str, threads: bool | None = None, balance=(1, 2, 2)) -> Pipe:
+    """Three partitions, three micro-batches; with threads, without, or as it likes."""
+    pipe = Pipe(make_model(), balance, devices=3, chunks=3, checkpoint=mode)
+    with torch.no_grad():
+        pipe(torch.randn(7, 4))
+    for choice in pipe._engine.choices.values():
+        choice.forced = threads
+    return pipe
+
+
+def loss_of(output) -> torch.Tensor:
+    """One number from all that has a gradient."""
+    doubled, (sums, _) = output
+    return doubled.square().mean() + sums.exp().mean()
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_outputs_and_gradients_are_those_of_the_plain_model_and_add_up(mode, threads):
+    """Two batches before a step give the sum that one device gives."""
+    plain, pipe = make_model(), make_pipe(mode, threads)
+    for samples in (7, 3):
+        x = torch.randn(samples, 4)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expected, output = plain(a), pipe(b)
+        torch.testing.assert_close(output, expected)
+        assert not output[1][1].requires_grad
+        loss_of(expected).backward()
+        loss_of(output).backward()
+        torch.testing.assert_close(b.grad, a.grad)
+    torch.testing.assert_close(
+        [p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()]
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_output_that_nobody_uses_costs_no_gradient(mode):
+    """Autograd hands on nothing for it."""
+    plain, pipe, x = make_model(), make_pipe(mode), torch.randn(7, 4)
+    plain(x)[1][0].sum().backward()
+    pipe(x)[1][0].sum().backward()
+    torch.testing.assert_close(
+        [p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()]
+    )
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_two_forwards_before_their_backwards_keep_apart(threads):
+    """A siamese network calls its body twice, and one backward runs both nodes."""
+    plain, pipe = make_model(), make_pipe("except_last", threads)
+    x, y = torch.randn(7, 4), torch.randn(5, 4)
+    for model in (plain, pipe):
+        one, other = model(x), model(y)
+        (loss_of(one) * loss_of(other)).backward()
+    torch.testing.assert_close(
+        [p.grad for p in pipe.parameters()],
+        [p.grad for p in plain.parameters()],
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_autograd_grad_gives_gradients_of_weights_and_leaves_grad_alone(mode):
+    """The weights are inputs of the node, as they are of the plain model's graph."""
+    plain, pipe, x = make_model(), make_pipe(mode), torch.randn(7, 4)
+    expected = torch.autograd.grad(loss_of(plain(x)), list(plain.parameters()))
+    grads = torch.autograd.grad(loss_of(pipe(x)), list(pipe.parameters()))
+    torch.testing.assert_close(grads, expected)
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_backward_with_inputs_touches_no_other_weight():
+    """`backward(inputs=…)` fine-tunes a part."""
+    pipe = make_pipe("never")
+    loss_of(pipe(torch.randn(7, 4))).backward(inputs=[pipe[0].weight])
+    assert pipe[0].weight.grad is not None
+    assert pipe[2].weight.grad is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_on_weights_see_the_gradient_of_the_whole_batch_once(mode):
+    """One that scales would scale a sum of micro-batches' otherwise twice, or m times."""
+    plain, pipe, x = make_model(), make_pipe(mode), torch.randn(7, 4)
+    calls: list[str] = []
+    for model in (plain, pipe):
+        model[0].weight.register_hook(lambda grad: calls.append("before") or grad * 3)
+        model[0].weight.register_post_accumulate_grad_hook(lambda _: calls.append("after"))
+        loss_of(model(x)).backward()
+    assert calls == ["before", "after"] * 2
+    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
+    assert len(pipe[0].weight._backward_hooks) == 1
+
+
+def test_a_second_backward_through_the_same_forward_is_refused():
+    """What it kept is gone, and silence would mean gradients of nothing."""
+    loss = loss_of(make_pipe("never")(torch.randn(7, 4)))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward through a Pipe a second time"):
+        loss.backward()
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    """A gradient without a graph would let a penalty on it train nothing, as WGAN-GP's did; so for
+    linear losses, too.
+    """
+    pipe = make_pipe("never")
+    for loss in (loss_of, lambda output: output[0].sum()):
+        with pytest.raises(RuntimeError, match="create_graph=True asks for gradients of gradients"):
+            torch.autograd.grad(loss(pipe(torch.randn(7, 4))), [pipe[0].weight], create_graph=True)
+
+
+def test_a_gradient_penalty_through_a_pipe_is_refused():
+    """The gradient of WGAN-GP's critic by its input."""
+    pipe = make_pipe("except_last")
+    x = torch.randn(7, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="such as a gradient penalty, would train nothing"):
+        torch.autograd.grad(pipe(x)[0].sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_grad_and_frozen_models_keep_nothing(mode):
+    """Evaluation must cost no memory."""
+    pipe = make_pipe(mode)
+    with torch.no_grad():
+        assert not pipe(torch.randn(7, 4))[0].requires_grad
+    with torch.inference_mode():
+        assert pipe(torch.randn(7, 4))[0].is_inference()
+    assert not pipe.requires_grad_(requires_grad=False)(torch.randn(7, 4))[0].requires_grad
+
+
+@pytest.mark.parametrize("frozen", [[0], [2], [0, 2]])
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_layers_get_no_gradient_and_hand_it_on(mode, frozen):
+    """A frozen partition may be first, in the middle, or all there is."""
+    plain, pipe = make_model(), make_pipe(mode)
+    x = torch.randn(7, 4)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    for model, inputs in ((plain, a), (pipe, b)):
+        for place in frozen:
+            model[place].requires_grad_(requires_grad=False)
+        loss_of(model(inputs)).backward()
+    torch.testing.assert_close(b.grad, a.grad)
+    torch.testing.assert_close(
+        [p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()]
+    )
+
+
+def test_a_weight_changed_before_the_recompute_is_refused():
+    """The recompute would see other weights than the forward, and the gradient would be of neither."""
+    pipe = make_pipe("always")
+    loss = loss_of(pipe(torch.randn(7, 4)))
+    torch.optim.SGD(pipe.parameters(), lr=0.1)
+    with torch.no_grad():
+        pipe[0].weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="a parameter has been changed in place"):
+        loss.backward()
+    loss_of(pipe(torch.randn(7, 4))).backward()
+
+
+def test_the_recompute_is_in_the_mode_of_the_forward_and_sees_its_buffers():
+    """`eval()` before `backward()` must not change what was computed, nor batch norm count twice."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    plain.load_state_dict(model.state_dict())
+    pipe, x = Pipe(model, [2, 1], devices=2, chunks=2, checkpoint="always"), torch.randn(6, 4)
+    loss = pipe(x).square().sum()
+    pipe.eval()
+    loss.backward()
+    assert not any(part.training for part in pipe.modules())
+    torch.cat([plain(part) for part in x.chunk(2)]).square().sum().backward()
+    torch.testing.assert_close(
+        [p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()]
+    )
+    torch.testing.assert_close(pipe.sequential_state_dict(), plain.state_dict())
+
+
+class Telling(nn.Module):
+    """Notes in which pass it is."""
+
+    def __init__(self, notes: list[tuple[bool, bool]]) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def forward(self, x):
+        """Note it."""
+        self.notes.append((is_checkpointing(), is_recomputing()))
+        return x * 1
+
+
+def test_layers_can_tell_a_first_pass_from_a_second():
+    """Effects besides the output are to be had once."""
+    notes: list[tuple[bool, bool]] = []
+    pipe = Pipe(nn.Sequential(Telling(notes)), [1], devices=1, chunks=2)
+    pipe(torch.rand(2, requires_grad=True)).sum().backward()
+    assert notes == [(True, False), (False, False), (False, True)]
+
+
+def test_layers_that_recompute_by_themselves_do_so_inside():
+    """`torch.utils.checkpoint` runs a forward from a backward that runs in ours."""
+    notes: list[tuple[bool, bool]] = []
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(Telling(notes), nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = nn.Sequential(Again(), nn.Linear(4, 2))
+    x = torch.randn(6, 4)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    notes.clear()
+    pipe = Pipe(model, [1, 1], devices=2, chunks=2, checkpoint="never")
+    grads = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
+    torch.testing.assert_close(grads, expected)
+    assert notes == [(False, False)] * 2 + [(False, True)] * 2
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_mixed_precision_of_the_caller_holds_in_all_threads_and_in_the_recompute(mode, threads):
+    """Weights' copies made without a graph must not serve a micro-batch with one: gradients would
+    be lost.
+    """
+    torch.manual_seed(1)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(6, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch.cat([model(part) for part in x.chunk(3)])
+        expected_grads = torch.autograd.grad(
+            expected.float().square().sum(), list(model.parameters())
+        )
+    pipe = Pipe(model, [1, 2], devices=2, chunks=3, checkpoint=mode)
+    pipe(x)
+    for choice in pipe._engine.choices.values():
+        choice.forced = threads
+    with torch.autocast("cpu", torch.bfloat16):
+        output = pipe(x)
+    assert output.dtype is torch.bfloat16
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(output.float().square().sum(), list(model.parameters())),
+        expected_grads,
+        rtol=0.02,
+        atol=0.02,
+    )
+
+
+def test_one_gradient_for_two_weights_is_not_added_into_itself():
+    """Autograd may return one tensor for two weights that are added: sums need tensors of their
+    own.
+    """
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+
+        def forward(self, x):
+            return x.sum(0, keepdim=True) + (self.a + self.b)
+
+    pipe = Pipe(nn.Sequential(Both()), [1], devices=1, chunks=4, checkpoint="never")
+    pipe(torch.rand(4, 2)).sum().backward()
+    assert pipe[0].a.grad.tolist() == pipe[0].b.grad.tolist() == [4.0, 4.0]
+
+
+def test_sparse_gradients_add_up():
+    """Embeddings of large vocabularies have them."""
+    torch.manual_seed(1)
+    model, x = (
+        nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 2)),
+        torch.randint(0, 9, (8, 2)),
+    )
+    expected = torch.autograd.grad(model(x).square().sum(), [model[0].weight])[0]
+    pipe = Pipe(model, [1, 1], devices=2, chunks=4)
+    pipe(x).square().sum().backward()
+    assert model[0].weight.grad.is_sparse
+    torch.testing.assert_close(model[0].weight.grad.to_dense(), expected.to_dense())
+
+
+def test_a_forward_without_backward_and_one_with_leave_nothing_behind():
+    """Activations of a batch must go with its loss."""
+    references: list[weakref.ref] = []
+
+    class Making(nn.Module):
+        def forward(self, x):
+            value = x.exp()
+            references.append(weakref.ref(value))
+            return value.sin()
+
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), Making()), [1, 1], devices=2, chunks=2)
+    output = pipe(torch.rand(4, 2))
+    del output
+    pipe(torch.rand(4, 2)).sum().backward()
+    gc.collect()
+    assert references
+    assert not any(ref() is not None for ref in references)
+
+
+def test_a_tensor_that_is_no_parameter_has_its_gradient_too():
+    """A layer may use what it was never given as a parameter; its gradient must not be lost."""
+    scale = torch.ones(2, requires_grad=True)
+
+    class Scaling(nn.Module):
+        def forward(self, x):
+            return x * scale
+
+    Pipe(nn.Sequential(nn.Linear(2, 2), Scaling()), [1, 1], devices=2, chunks=2)(
+        torch.rand(4, 2)
+    ).sum().backward()
+    assert scale.grad is not None
+
+
+def test_a_backward_that_fails_leaves_grads_and_hooks_as_they_were():
+    """Sums of a part of the micro-batches are nothing that an optimizer should find."""
+    pipe = make_pipe("never")
+    pipe[0].weight.register_hook(lambda grad: grad)
+    loss_of(pipe(torch.randn(7, 4))).backward()
+    before = pipe[0].weight.grad
+    copy = before.clone()
+    output = pipe(torch.randn(7, 4))[0]
+
+    def fail(_):
+        raise ArithmeticError("told to")
+
+    pipe[2].register_full_backward_hook(lambda *_: fail(_))
+    loss = pipe(torch.randn(7, 4))[0].sum() + output.sum()
+    with pytest.raises(ArithmeticError, match="told to"):
+        loss.backward()
+    assert pipe[0].weight.grad is before
+    torch.testing.assert_close(before, copy)
+    assert len(pipe[0].weight._backward_hooks) == 1

@@ -1,0 +1,153 @@
+"""One profile for several kinds of devices."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.cluster.cluster import Cluster, Device, Link
+from penstock.errors import PlanError
+from penstock.profile.device_profiles import profiles_of, scale_profile
+from penstock.profile.profile import LayerProfile, Profile, Timing
+
+LINK = Link(0.0, 1e12)
+
+
+def timing(seconds: float) -> Timing:
+    """With a fixed cost and a spread."""
+    return Timing((1, 4), (1 + seconds, 1 + 4 * seconds), (0.5, 0.25))
+
+
+PROFILE = Profile(
+    tuple(
+        LayerProfile(f"l{i}", "L", *map(timing, (1.0, 2.0, 3.0, 4.0)), 1, 4, 1, 5.0, 6.0)
+        for i in range(2)
+    ),
+    "f",
+    7.0,
+    8,
+    update_s_per_byte=1e-9,
+    device="V",
+    update_fixed_s=1e-3,
+    accumulate_s_per_byte=1e-8,
+)
+
+
+def device(name: str, tera: float | None = None) -> Device:
+    """With a peak, or without."""
+    return Device(name, 10**9, flops=() if tera is None else (("float32", tera * 1e12),))
+
+
+def cluster(*devices: Device) -> Cluster:
+    """All in one node."""
+    return Cluster("mixed", devices, len(devices), LINK, LINK)
+
+
+def test_everything_takes_so_many_times_as_long_and_nothing_takes_more_bytes():
+    """Seconds are of the device, bytes of the model."""
+    slow = scale_profile(PROFILE, 3.0)
+    for original, other in zip(PROFILE, slow, strict=True):
+        for phase in ("forward", "backward", "input_grad", "weight_grad"):
+            for samples in (0.5, 1, 2, 4, 16):
+                assert other.seconds(phase, samples) == pytest.approx(
+                    3 * original.seconds(phase, samples)
+                )
+            assert getattr(other, phase).spread_s == (1.5, 0.75)
+        bare = {
+            "forward": original.forward,
+            "backward": original.backward,
+            "input_grad": original.input_grad,
+            "weight_grad": original.weight_grad,
+        }
+        assert replace(other, **bare) == original
+    seconds = ("update_s_per_byte", "update_fixed_s", "accumulate_s_per_byte")
+    for name in seconds:
+        assert getattr(slow, name) == pytest.approx(3 * getattr(PROFILE, name))
+    assert (
+        replace(slow, layers=PROFILE.layers, **{name: getattr(PROFILE, name) for name in seconds})
+        == PROFILE
+    )
+
+
+def test_a_pace_of_one_is_the_profile_itself():
+    """Ranks alike are found by their one object."""
+    assert scale_profile(PROFILE, 1) is PROFILE
+
+
+def test_devices_of_one_name_share_one_object():
+    """What is worked out for one is worked out for all."""
+    profiles = profiles_of(
+        PROFILE, cluster(device("V", 10), device("P", 5), device("V", 10), device("P", 5))
+    )
+    assert profiles[0] is profiles[2] is PROFILE
+    assert profiles[1] is profiles[3] is not PROFILE
+
+
+def test_of_one_profile_others_are_reckoned_by_their_peaks():
+    """Half the peak takes twice as long, wherever the profiled device stands; a profile that names
+    none is of rank 0's.
+    """
+    on = cluster(device("P", 5), device("V", 10))
+    slow, unscaled = profiles_of(PROFILE, on)
+    assert unscaled is PROFILE
+    assert slow.step_seconds(4) == pytest.approx(
+        [2 * seconds for seconds in PROFILE.step_seconds(4)]
+    )
+    nameless = replace(PROFILE, device="")
+    unscaled, fast = profiles_of(nameless, on)
+    assert unscaled is nameless
+    assert fast.step_seconds(4) == pytest.approx(
+        [seconds / 2 for seconds in PROFILE.step_seconds(4)]
+    )
+
+
+def test_a_profile_of_none_of_several_kinds_is_refused():
+    """A CPU's profile says nothing of which of two unlike hosts it was measured on."""
+    on = cluster(device("cpu-0", 5), device("cpu-1", 10))
+    with pytest.raises(
+        PlanError, match=r"kinds, cpu-0, cpu-1, and the profile is of cpu, .*'cpu-1': …"
+    ):
+        profiles_of(replace(PROFILE, device="cpu"), on)
+    assert len(profiles_of({"cpu-0": PROFILE, "cpu-1": PROFILE}, on)) == 2
+
+
+def test_one_kind_of_devices_needs_no_peak():
+    """A measured profile is all there is to know."""
+    assert profiles_of(PROFILE, cluster(device("x"), device("x"))) == (PROFILE, PROFILE)
+
+
+@pytest.mark.parametrize(
+    ("devices", "lacking"),
+    [((device("V", 10), device("x")), "x"), ((device("x"), device("P", 5)), "x")],
+)
+def test_a_device_whose_pace_nobody_knows_is_refused(devices, lacking):
+    """A guess would be a wrong plan."""
+    with pytest.raises(
+        PlanError,
+        match=f"the speed of {lacking} is unknown: give its flops in the cluster file, or one profile",
+    ):
+        profiles_of(replace(PROFILE, device=""), cluster(*devices))
+
+
+def test_profiles_are_found_by_the_name_of_the_device():
+    """Order and further profiles do not matter."""
+    other = replace(PROFILE, update_s_per_byte=2.0)
+    assert profiles_of(
+        {"P": other, "z": PROFILE, "V": PROFILE}, cluster(device("V"), device("P"))
+    ) == (PROFILE, other)
+
+
+@pytest.mark.parametrize(
+    ("profiles", "message"),
+    [
+        ({"V": PROFILE}, "there is no profile for P of mixed, only for V"),
+        ({}, "there is no profile for V of mixed, only for nothing"),
+        (
+            {"V": PROFILE, "P": replace(PROFILE, fingerprint="g")},
+            "of different models: V has fingerprint f, P has fingerprint g",
+        ),
+    ],
+)
+def test_profiles_that_do_not_cover_the_cluster_are_refused(profiles, message):
+    """With what is lacking."""
+    with pytest.raises(PlanError, match=message):
+        profiles_of(profiles, cluster(device("V", 10), device("P", 5)))

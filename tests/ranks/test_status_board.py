@@ -1,0 +1,88 @@
+"""The status board of threads, and that of processes in a store: statuses and the first failure."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from torch.distributed import HashStore
+
+from penstock.errors import RunError, StageFailed
+from penstock.ranks.status_board import SharedBoard, describe, reason_of
+from penstock.ranks.store_status_board import StoreBoard
+
+SOON_S = 60
+
+
+@pytest.fixture
+def boards():
+    """Yield two ranks' views of one board in a store, and an event for each that a failure sets."""
+    store = HashStore()
+    heard = [threading.Event(), threading.Event()]
+    created = [StoreBoard(store, rank, 2, heard[rank].set) for rank in range(2)]
+    yield created, heard
+    for board in created:
+        board.close()
+
+
+def test_the_first_reason_stays(boards):
+    """Later failures are mostly consequences of the first."""
+    shared = SharedBoard(2)
+    shared.for_rank(0).fail("the first")
+    shared.for_rank(1).fail("the second")
+    assert shared.for_rank(1).failure() == "the first"
+    (one, other), _ = boards
+    assert one.failure() is None
+    other.fail("the first")
+    one.fail("the second")
+    assert one.failure(SOON_S) == other.failure() == "the first"
+
+
+def test_a_failure_is_reported_to_all_ranks_without_polling(boards):
+    """A rank that computes, or waits inside a library, cannot poll."""
+    (one, _), heard = boards
+    one.fail("a reason")
+    assert all(event.wait(SOON_S) for event in heard)
+
+
+def test_statuses_of_other_ranks_have_their_age(boards):
+    """One line for each other rank."""
+    shared = SharedBoard(3)
+    shared.for_rank(2).doing("is at 2B7")
+    assert shared.for_rank(1).elsewhere() == [
+        "rank 0 has not begun since 0 s",
+        "rank 2 is at 2B7 since 0 s",
+    ]
+    assert shared.latest()[:2] == (2, "is at 2B7")
+    (one, other), _ = boards
+    other.doing("waits for 0F3")
+    published = threading.Event()
+    for _ in range(600):  # the watcher writes it down twice a second
+        if any("waits for 0F3" in line for line in one.elsewhere()):
+            published.set()
+            break
+        published.wait(0.05)
+    assert one.elsewhere()[0].startswith("rank 1 waits for 0F3 since ")
+    assert one.name(1).startswith("rank 1 (pid ")
+
+
+def test_a_new_run_starts_with_an_empty_board():
+    """Ranks that are threads can run again after a failure."""
+    shared = SharedBoard(2)
+    shared.for_rank(0).doing("is at 0F0")
+    shared.fail("a reason")
+    shared.reset()
+    assert shared.for_rank(0).failure() is None
+    assert shared.line(0) == "rank 0 has not begun since 0 s"
+
+
+def test_reasons_name_the_rank_whatever_the_error():
+    """Penstock's own errors name the rank themselves; an error without a message has its class."""
+    assert (
+        reason_of(StageFailed(1, 2, "2F0", 3, "x"), 1)
+        == "rank 1 (stage 2) failed in 2F0 of step 3: x"
+    )
+    assert reason_of(RunError("all said")) == "all said"
+    assert reason_of(KeyError("x"), 3) == "rank 3: KeyError: 'x'"
+    assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert describe(1, "is at 1F5", 41.6) == "rank 1 is at 1F5 since 42 s"

@@ -1,0 +1,50 @@
+"""Programs as steps of the interpreter."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+import penstock as ps
+from penstock.runtime.program_steps import steps_of
+from penstock.schedule.lower import Direction, Transfer, lower
+from penstock.schedule.op import Op
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "chimera", "bpipe"]),
+    st.sampled_from([2, 4]),
+    st.integers(0, 3),
+)
+def test_steps_have_every_action_once_and_in_order(name, stages, ahead):
+    """Receives of a step come before its op, sends after it."""
+    schedule = ps.schedule(name, stages=stages, micro_batches=2 * stages)
+    for program in lower(schedule, ahead).programs:
+        actions_of_steps = []
+        for step in steps_of(program, schedule.stages):
+            actions_of_steps += [
+                Transfer(Direction.RECV, message, peer) for peer, message in step.posts
+            ]
+            actions_of_steps += [step.op] if step.op is not None else []
+            actions_of_steps += [
+                Transfer(Direction.SEND, message, peer) for peer, message in step.sends
+            ]
+        assert actions_of_steps == list(program)
+
+
+def test_a_step_has_the_input_and_output_messages_of_its_op():
+    """They are computed once, so that the interpreter need not do it at every op."""
+    program = lower(ps.schedule("1f1b", stages=3, micro_batches=1)).programs[1]
+    (forward, backward, update) = [step for step in steps_of(program, 3) if step.op is not None]
+    assert (forward.text, forward.waits, forward.sends) == (
+        "is at 1F0",
+        "waits for 0F0",
+        ((2, forward.output_message),),
+    )
+    assert (backward.text, backward.waits, backward.output_message.kind.value) == (
+        "is at 1B0",
+        "waits for 2B0",
+        "B",
+    )
+    assert update.input_message is update.output_message is None
+    assert isinstance(update.op, Op)

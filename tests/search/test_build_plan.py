@@ -1,0 +1,117 @@
+"""What a plan tells besides what runs."""
+
+import pytest
+from tests.search.random_requests import FAST, SLOW
+
+from penstock.cluster.cluster import Cluster, Device, Link, cluster
+from penstock.search.best_plan import best_plan, plan_proposal
+from penstock.search.build_plan import ROWS, data_parallel_s, one_device_s
+from penstock.search.proposal import Proposal
+from penstock.search.request import PlanRequest
+
+LINK = Link(0.5, 1000.0)
+
+
+def on(*devices: Device) -> Cluster:
+    """One node."""
+    return Cluster("c", devices, len(devices), LINK, LINK)
+
+
+FOUR = on(*(Device("d", 10**9),) * 4)
+MIXED = on(Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW))
+
+
+def test_traffic_is_what_each_pair_of_ranks_sends_in_a_step(profile_of):
+    """16 samples of 10 bytes forward, as many of gradients back."""
+    found = plan_proposal(
+        PlanRequest(profile_of([1.0] * 4), FOUR, 16), Proposal((2, 1, 1), "1f1b", 4)
+    )
+    assert [(each.from_rank, each.to_rank, each.bytes) for each in found.predicted.traffic] == [
+        (0, 1, 160),
+        (1, 0, 160),
+        (1, 2, 160),
+        (2, 1, 160),
+    ]
+
+
+def test_traffic_of_a_stream_is_a_batch_s(profile_of):
+    """Not that of all batches that were simulated."""
+    found = plan_proposal(
+        PlanRequest(profile_of([1.0] * 4), FOUR, 4, asynchronous=True),
+        Proposal((2, 2), "pipedream", 1),
+    )
+    assert {(each.from_rank, each.to_rank): each.bytes for each in found.predicted.traffic} == {
+        (0, 1): 40,
+        (1, 0): 40,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"), [("gpipe", "never"), ("1f1b", "always"), ("1f1b", "never")]
+)
+def test_memory_parts_add_up_to_what_each_rank_holds(profile_of, name, recompute):
+    """By name, so that a reader knows what to save."""
+    found = plan_proposal(
+        PlanRequest(profile_of([1.0] * 4), FOUR, 16), Proposal((1, 3), name, 4, recompute=recompute)
+    ).predicted
+    assert len(found.memory_parts) == 2
+    for parts, peak in zip(found.memory_parts, found.peak_memory, strict=True):
+        assert sum(size for _, size in parts) == pytest.approx(peak, abs=1)
+        assert {"weights", "activations"} <= dict(parts).keys()
+
+
+def test_one_device_is_the_fastest_with_the_whole_batch_at_once_and_an_update(profile_of):
+    """What a speed-up is measured by."""
+    assert one_device_s(PlanRequest(profile_of([1.0, 2.0], fixed=0.5), FOUR, 8)) == pytest.approx(
+        8 * 9 + 4 * 0.5
+    )
+    profile = {"fast": profile_of([1.0]), "slow": profile_of([2.0])}
+    assert one_device_s(PlanRequest(profile, on(*MIXED.devices[::-1]), 8)) == pytest.approx(24)
+
+
+def test_data_parallelism_is_the_slowest_device_s_share_and_what_gradients_take(profile_of):
+    """Of 4 ranks: 6 messages of a quarter of 2,000 bytes each."""
+    assert data_parallel_s(PlanRequest(profile_of([1.0, 2.0]), FOUR, 8)) == pytest.approx(
+        2 * 9 + 6 * (0.5 + 0.5)
+    )
+    profile = {"fast": profile_of([1.0]), "slow": profile_of([2.0])}
+    assert data_parallel_s(PlanRequest(profile, MIXED, 8)) == pytest.approx(4 * 6 + 1.5)
+
+
+def test_there_is_no_data_parallelism_of_one_device_or_with_fewer_samples_than_devices(profile_of):
+    """Nobody would be served by a number."""
+    assert data_parallel_s(PlanRequest(profile_of([1.0]), cluster("local:1"), 8)) is None
+    assert data_parallel_s(PlanRequest(profile_of([1.0]), FOUR, 3)) is None
+
+
+def test_the_table_begins_with_the_plan_and_is_no_longer_than_a_screen(profile_of):
+    """All others once, best first."""
+    request = PlanRequest(profile_of([1.0] * 4), FOUR, 16)
+    proposals = [
+        Proposal(cut, name, 8)
+        for name in ("gpipe", "1f1b", "naive", "zb-h1")
+        for cut in ((4,), (2, 2), (2, 1, 1), (1,) * 4)
+    ]
+    found = best_plan(request, proposals)
+    assert len(found.candidates) == ROWS
+    first = found.candidates[0]
+    assert (first.schedule, first.lengths, first.step_s) == (
+        found.schedule_name,
+        found.lengths,
+        found.predicted.step_s,
+    )
+
+
+def test_devices_are_told_where_they_are_not_simply_the_first(profile_of):
+    """Empty means rank r on device r."""
+    request = PlanRequest(profile_of([1.0] * 4), FOUR, 16)
+    for devices, told in (
+        ((), ()),
+        ((0, 1), ()),
+        ((0, 1, 2, 3), ()),
+        ((2, 3), (2, 3)),
+        ((1, 0, 2), (1, 0)),
+    ):
+        found = plan_proposal(request, Proposal((2, 2), "1f1b", 4, devices=devices))
+        assert found.devices == told
+        found.check()

@@ -1,0 +1,279 @@
+"""Proposals placed out, weighed, and compared."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.search.random_requests import FAST, SLOW, clusters, cuts, links, profiles
+
+from penstock.cluster.cluster import Cluster, Device, Link, cluster
+from penstock.errors import PlanError, ScheduleError
+from penstock.search.evaluate import evaluate
+from penstock.search.instantiate import (
+    CLOSE,
+    best,
+    cached_schedule,
+    first_of_kind,
+    infeasible_error,
+    instantiate,
+    representative_pipeline,
+    with_request,
+)
+from penstock.search.proposal import Proposal
+from penstock.search.request import PlanRequest
+from penstock.simulate.simulate import RECOMPUTE
+from penstock.simulate.steady_state import steady
+
+LINK = Link(0.0, 1e12)
+
+
+def seconds(placed, recompute="never"):
+    """Of a step, or a batch of a stream."""
+    return steady(placed.schedule, placed.costs, recompute).seconds_per_batch
+
+
+def one_node(*devices: Device) -> Cluster:
+    """All joined by free links."""
+    return Cluster("c", devices, len(devices), LINK, LINK)
+
+
+NAMES = ("1f1b", "gpipe", "zb-h1", "naive", "interleaved")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.data(),
+    profiles(4, 6),
+    links(),
+    st.sampled_from(NAMES),
+    st.integers(1, 3),
+    st.integers(2, 3),
+    st.integers(1, 20),
+)
+def test_of_pipelines_alike_one_takes_as_long_as_all(
+    data, profile, link, name, ranks, pipelines, batch
+):
+    """So that one of a hundred is simulated, not all. Memory too, where all micro-batches are
+    alike.
+    """
+    micro_batches = data.draw(st.integers(1, batch))
+    per_rank = 2 if name == "interleaved" else 1
+    if ranks * per_rank > len(profile):
+        return
+    options = (("chunks", 2),) if name == "interleaved" else ()
+    request = PlanRequest(profile, Cluster("c", (Device("d", 10**12),) * 6, 1, link, link), batch)
+    lengths = data.draw(cuts(len(profile), ranks * per_rank))
+    proposal = Proposal(lengths, name, micro_batches, (("replicas", pipelines), *options))
+    try:
+        whole = instantiate(request, proposal)
+    except (PlanError, ScheduleError):
+        return
+    one = representative_pipeline(request, proposal)
+    if micro_batches < pipelines:
+        assert one is None
+        return
+    assert (one.pipelines, one.schedule.ranks * pipelines) == (pipelines, whole.schedule.ranks)
+    for recompute in ("never", "always"):
+        assert seconds(one, recompute) == pytest.approx(seconds(whole, recompute))
+    assert seconds(one, "except_last") <= seconds(whole, "except_last") * (1 + 1e-9), (
+        "the last of all is in one pipeline"
+    )
+    if batch % micro_batches == 0:
+        assert evaluate(one)[-1].memory == evaluate(whole)[-1].memory[: one.schedule.ranks]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.data(),
+    profiles(2, 5),
+    clusters(6, memory=(10**12,)),
+    st.sampled_from(NAMES[:4]),
+    st.integers(2, 16),
+)
+def test_one_pipeline_never_takes_longer_than_all(data, profile, on, name, micro_batches):
+    """Whatever the devices and links of the others: what is skipped because of it could not win."""
+    pipelines = data.draw(st.integers(2, 3))
+    ranks = data.draw(st.integers(1, min(3, len(profile))))
+    devices = tuple(data.draw(st.permutations(range(on.ranks))))[: pipelines * ranks]
+    proposal = Proposal(
+        data.draw(cuts(len(profile), ranks)),
+        name,
+        micro_batches,
+        (("replicas", pipelines),),
+        devices=devices,
+    )
+    request = PlanRequest(profile, on, 16)
+    try:
+        whole = instantiate(request, proposal)
+    except (PlanError, ScheduleError):
+        return
+    one = representative_pipeline(request, proposal)
+    assert one is None or seconds(one) <= seconds(whole) * (1 + 1e-9)
+
+
+def test_there_is_a_pilot_of_several_whole_pipelines_only(profile_of):
+    """Of one, of ranks per stage and of streams there is nothing smaller that takes as long."""
+    request = PlanRequest(profile_of([1.0] * 4), cluster("4xV100-10GbE"), 8)
+    for options in ((), (("replicas", (2, 1)),), (("replicas", 1),)):
+        assert representative_pipeline(request, Proposal((2, 2), "1f1b", 4, options)) is None
+    assert (
+        representative_pipeline(request, Proposal((2, 2), "chimera", 4, (("replicas", 2),))) is None
+    )
+    with pytest.raises(PlanError, match="1f1b needs 6 ranks, and there are 4"):
+        representative_pipeline(request, Proposal((2, 1, 1), "1f1b", 4, (("replicas", 2),)))
+
+
+def test_a_proposal_stands_on_the_devices_that_it_names(profile_of):
+    """Stage 0 on the slow device, or on the quick one: the first case takes longer."""
+    on = one_node(Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW))
+    request = PlanRequest(profile_of([2.0, 1.0]), on, 8)
+    found = {}
+    for devices in ((), (0, 1), (1, 0)):
+        placed = instantiate(request, Proposal((1, 1), "1f1b", 8, devices=devices))
+        found[devices] = placed.costs.forward
+    assert found == {(): (2, 1.5), (0, 1): (2, 1.5), (1, 0): (3, 1)}
+
+
+@pytest.mark.parametrize(
+    ("proposal", "message"),
+    [
+        (Proposal((2, 2), "1f1b", 9), "9 micro-batches are more than the 8 samples of the batch"),
+        (Proposal((1, 1, 2), "1f1b", 4), "1f1b in 3 stages needs 3 ranks, 2xV100-10GbE has 2"),
+        (
+            Proposal((2, 2), "1f1b", 4, devices=(1,)),
+            "1f1b needs 2 ranks, and 1 devices are proposed for it",
+        ),
+        (
+            Proposal((2, 2), "interleaved", 4, (("chunks", 2),)),
+            "interleaved puts all 2 stages on one rank, where one stage would do",
+        ),
+    ],
+)
+def test_what_cannot_stand_there_is_refused_with_the_numbers(profile_of, proposal, message):
+    """A planner's proposal is checked like anybody's."""
+    with pytest.raises(PlanError, match=message):
+        instantiate(PlanRequest(profile_of([1.0] * 4), cluster("2xV100-10GbE"), 8), proposal)
+
+
+def test_the_same_way_on_another_cluster_is_the_same_schedule_with_other_costs(profile_of):
+    """That is how remedies are worked out; its result is what laying it out anew gives."""
+    request = PlanRequest(profile_of([1.0, 2.0], output=1e6), cluster("2xV100-1GbE"), 8)
+    proposal = Proposal((1, 1), "1f1b", 4, devices=(1, 0))
+    placed = instantiate(request, proposal)
+    other = replace(request, cluster=cluster("2xV100-10GbE"))
+    again = with_request(placed, other)
+    assert again.schedule is placed.schedule
+    assert again == instantiate(other, proposal)
+    assert seconds(again) < seconds(placed)
+
+
+def test_as_little_is_recomputed_as_fits_or_what_was_asked(profile_of):
+    """The request's word counts before the proposal's."""
+    profile = profile_of([1.0] * 4, parameters=100)
+    proposal = Proposal((2, 2), "gpipe", 8)
+
+    def tried(limit, recompute="auto", own="auto"):
+        request = PlanRequest(
+            profile,
+            one_node(*(Device("d", 10**9),) * 2),
+            16,
+            memory_limit=limit,
+            recompute=recompute,
+        )
+        found = evaluate(instantiate(request, replace(proposal, recompute=own)))
+        return [(each.recompute, bool(each.memory_shortfall)) for each in found]
+
+    assert tried(10**6) == [("never", False)]
+    assert tried(2000)[0] == ("never", True)
+    assert tried(2000)[-1][1] is False
+    assert sorted(tried(100)) == sorted((recompute, True) for recompute in RECOMPUTE)
+    assert tried(10**6, own="always") == [("always", False)]
+    assert tried(10**6, recompute="except_last", own="always") == [("except_last", False)]
+
+
+def test_the_fullest_rank_is_the_one_with_the_least_room_for_what_it_holds(profile_of):
+    """Not the one that holds most: memories differ."""
+    on = one_node(Device("big", 10**6, flops=FAST), Device("small", 500, flops=FAST))
+    (found,) = evaluate(
+        instantiate(
+            PlanRequest(profile_of([1.0, 1.0], parameters=[1000, 100]), on, 1, recompute="never"),
+            Proposal((1, 1), "gpipe", 1),
+        )
+    )
+    assert found.memory == (3100, 400)
+    assert not found.memory_shortfall
+    on = replace(on, devices=(on.devices[0], Device("small", 300, flops=FAST)))
+    (found,) = evaluate(
+        instantiate(
+            PlanRequest(profile_of([1.0, 1.0], parameters=[1000, 100]), on, 1, recompute="never"),
+            Proposal((1, 1), "gpipe", 1),
+        )
+    )
+    assert found.memory_shortfall == "needs 400 B, has 300 B on rank 1"
+    assert found.memory_ratio == 400 / 300
+    assert found.step_s == 0, "what does not fit is not simulated"
+
+
+@pytest.fixture
+def ways(profile_of):
+    """Evaluated ways on free links, by name and micro-batches."""
+    request = PlanRequest(profile_of([1.0] * 4), one_node(*(Device("d", 10**9),) * 4), 8)
+    names = [("gpipe", 8), ("1f1b", 8), ("1f1b", 4), ("gpipe", 4)]
+    return {
+        (name, m): evaluate(instantiate(request, Proposal((1,) * 4, name, m)))[-1]
+        for name, m in names
+    }
+
+
+def test_the_best_is_the_fastest_and_of_equals_the_leanest(ways):
+    """1F1B and GPipe take the same; 1F1B holds less."""
+    assert best(ways.values()) is ways["1f1b", 8]
+    assert best([ways["gpipe", 8], ways["gpipe", 4]]) is ways["gpipe", 8]
+
+
+def test_times_count_as_equal_only_within_a_thousandth(ways):
+    """Memory is no reason to be slower than that."""
+    lean, quick = ways["1f1b", 8], ways["gpipe", 8]
+    for factor, chosen in ((1 + CLOSE / 2, lean), (1 + 2 * CLOSE, quick)):
+        slower = replace(
+            lean, steady_state=replace(lean.steady_state, seconds_per_batch=quick.step_s * factor)
+        )
+        assert (best([slower, quick]) is quick) == (chosen is quick)
+
+
+def test_a_table_has_the_first_of_each_kind_and_copies_count_as_they_are(ways, profile_of):
+    """Two pipelines and one pipeline of which each stage has two ranks are told apart from one of
+    one.
+    """
+    assert first_of_kind(ways.values()) == [ways["gpipe", 8], ways["1f1b", 8]]
+    request = PlanRequest(profile_of([1.0] * 4), one_node(*(Device("d", 10**9),) * 4), 8)
+    for replicas, copies in ((2, 2), ((2, 1), (2, 1)), ((2, 2), 2), (1, 1)):
+        proposal = Proposal((2, 2), "1f1b", 4, (("replicas", replicas),))
+        assert evaluate(instantiate(request, proposal))[-1].candidate.replicas == copies
+        assert proposal.replicas == replicas
+    one = evaluate(
+        representative_pipeline(request, Proposal((2, 2), "1f1b", 4, (("replicas", 2),)))
+    )[-1]
+    assert one.kind == ("1f1b", 2, 2)
+    assert one.candidate.micro_batches == 4
+
+
+def test_a_schedule_is_made_once_for_a_search_that_asks_several_times():
+    """Long programs take longer to make than to simulate."""
+    assert cached_schedule("1f1b", 4, 8, ()) is cached_schedule("1f1b", 4, 8, ())
+
+
+def test_nothing_fits_names_the_nearest_and_what_was_refused_only_where_nothing_was_made(
+    profile_of,
+):
+    """Both lists at once would hide the reason."""
+    request = PlanRequest(profile_of([1.0] * 4), one_node(*(Device("d", 100),) * 2), 8)
+    misfits = evaluate(instantiate(request, Proposal((2, 2), "gpipe", 8)))
+    text = str(infeasible_error(request, misfits, ["never mind"]))
+    assert "nothing fits the memory of c at batch 8" in text
+    assert "never mind" not in text
+    assert (
+        str(infeasible_error(request, [], ["first", "second"]))
+        == "no schedule can be made for these numbers\n  first\n  second"
+    )

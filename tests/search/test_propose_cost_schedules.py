@@ -1,0 +1,85 @@
+"""Programs made to measure for what a search has found."""
+
+import pytest
+
+from penstock.cluster.cluster import cluster
+from penstock.search.evaluate import evaluate
+from penstock.search.instantiate import instantiate
+from penstock.search.plan_search import PlanSearch
+from penstock.search.proposal import Proposal
+from penstock.search.propose_cost_schedules import SEARCHED_FROM_S, cost_schedules
+from penstock.search.request import PlanRequest
+
+
+def proposals(profile_of, *ways, memory_limit=None, **options):
+    """What is proposed for these ways on four devices."""
+    request = PlanRequest(
+        profile_of([1.0, 2.0, 1.0, 1.0]),
+        cluster("4xV100-NVLink"),
+        8,
+        memory_limit=memory_limit,
+        **options,
+    )
+    found = [evaluate(instantiate(request, way))[-1] for way in ways]
+    return list(cost_schedules(request, found)), request
+
+
+PLAIN = Proposal((2, 2), "1f1b", 4)
+
+
+def test_the_same_cut_gets_programs_of_its_own(profile_of):
+    """On the same devices, with the same recomputation; and they can be made."""
+    found, request = proposals(
+        profile_of, PLAIN, Proposal((1, 3), "gpipe", 8, devices=(3, 1), recompute="always")
+    )
+    assert [
+        (each.schedule, each.lengths, each.micro_batches, each.devices, each.recompute)
+        for each in found
+    ] == [
+        ("zb-auto", (2, 2), 4, (), "never"),
+        ("zb-1p", (2, 2), 4, (), "never"),
+        ("zb-auto", (1, 3), 8, (3, 1), "always"),
+        ("zb-1p", (1, 3), 8, (3, 1), "always"),
+    ]
+    hunt = PlanSearch(request)
+    assert all(hunt.evaluate(each, force=True) for each in found)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        Proposal((4,), "1f1b", 4),
+        Proposal((2, 2), "1f1b", 4, (("replicas", 2),)),
+        Proposal((1,) * 4, "interleaved", 4, (("chunks", 2),)),
+        Proposal((2, 2), "autopipe", 4, (("sliced", 1),)),
+        Proposal((2, 2), "chimera", 4),
+    ],
+    ids=["one stage", "copies", "several stages on a rank", "slices", "both directions"],
+)
+def test_other_ways_get_none(profile_of, way):
+    """The makers take one stage on every rank."""
+    assert proposals(profile_of, way)[0] == []
+
+
+def test_named_schedules_and_weights_are_left_at_that(profile_of):
+    """A flush by name is what they are made for."""
+    assert proposals(profile_of, PLAIN, schedules=("1f1b",))[0] == []
+    assert proposals(profile_of, PLAIN, weights="flush")[0]
+
+
+def test_with_time_enough_the_order_of_the_best_is_searched_within_its_memory(profile_of):
+    """Room for activations is what weights leave; where something is recomputed, nobody knows it."""
+    found, _ = proposals(
+        profile_of,
+        PLAIN,
+        Proposal((1, 3), "1f1b", 4),
+        memory_limit=30_000,
+        budget_s=SEARCHED_FROM_S,
+    )
+    (searched,) = (each for each in found if each.schedule == "synthesised")
+    assert searched.lengths == (2, 2)
+    assert dict(searched.options)["memory_limit"] == (30_000 - 6000,) * 2
+    again, _ = proposals(
+        profile_of, Proposal((2, 2), "1f1b", 4, recompute="always"), budget_s=SEARCHED_FROM_S
+    )
+    assert {each.schedule for each in again} == {"zb-auto", "zb-1p"}

@@ -1,0 +1,205 @@
+"""What is tried, and the bounds that spare trying."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.search.random_requests import clusters, cuts, profiles, unlike
+
+from penstock.cluster.cluster import Cluster, Device, Link, cluster
+from penstock.errors import PlanError, ScheduleError
+from penstock.schedule.catalogue import schedule, schedules
+from penstock.schedule.op import Schedule
+from penstock.search.cuts import cut
+from penstock.search.instantiate import instantiate
+from penstock.search.proposal import Proposal
+from penstock.search.request import PlanRequest
+from penstock.search.search_space import SearchSpace, schedule_bound_s
+from penstock.search.shapes import shapes
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+from penstock.simulate.steady_state import steady
+
+
+def ways(request):
+    """All of a request."""
+    return SearchSpace(request, shapes(request)).configurations
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.sampled_from(list(schedules())), st.integers(1, 4), st.integers(1, 8))
+def test_no_step_is_shorter_than_its_lower_bound(data, name, stages, micro_batches):
+    """A bound that is too high would skip the winner. Of streams, that of a batch in the steady
+    state.
+    """
+    try:
+        made = schedule(name, stages, micro_batches)
+    except ScheduleError:
+        return
+    row = st.lists(st.floats(0, 10), min_size=stages, max_size=stages)
+    costs = Costs(*(data.draw(row) for _ in range(4)))
+    assert schedule_bound_s(made, costs) <= steady(made, costs).seconds_per_batch * (1 + 1e-9)
+
+
+def test_the_bound_of_a_stream_is_the_work_of_its_busiest_rank():
+    """Nobody fills or drains it: 2 (1 + 3) on stage 1. Of two virtual workers each has every other
+    batch.
+    """
+    costs = Costs([1, 1], [2, 3], [1, 1], [1, 2])
+    assert schedule_bound_s(schedule("pipedream", 2, 2), costs) == 8
+    assert schedule_bound_s(schedule("hetpipe", 2, 2), costs) == 4
+
+
+def test_the_bound_is_sharp_for_equal_stages():
+    """(m + p - 1)(f + b): so sharp that most ways need no simulation."""
+    costs = Costs(*([value] * 3 for value in (1.0, 2.0, 2.0, 0.0)))
+    assert (
+        schedule_bound_s(schedule("gpipe", 3, 4), costs)
+        == 18
+        == simulate_schedule(schedule("gpipe", 3, 4), costs).makespan
+    )
+
+
+def test_the_bound_of_split_backwards_lets_the_weights_part_run_beside_the_drain():
+    """W after the last I delays nobody: adding the drain to it would be too much."""
+    made = Schedule.parse("rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1I0 1W0 1U1")
+    costs = Costs([1, 1], [2, 2], [1, 1], [5, 5])
+    assert schedule_bound_s(made, costs) == 8 == simulate_schedule(made, costs).makespan
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.floats(1e-3, 1), min_size=2, max_size=5), st.integers(1, 3), st.integers(1, 9))
+def test_no_way_is_shorter_than_the_bound_from_its_numbers_alone(profile_of, seconds, ranks, batch):
+    """The first sieve knows only the schedule's name and the sums."""
+    request = PlanRequest(profile_of(seconds), cluster(ranks), batch, asynchronous=True)
+    for way in ways(request):
+        lengths = cut(
+            request.on(way.shape.first),
+            [s % way.shape.ranks for s in range(way.stages)],
+            way.micro_batches,
+            "time",
+        )
+        try:
+            placed = instantiate(
+                request,
+                Proposal(
+                    lengths,
+                    way.schedule,
+                    way.micro_batches,
+                    way.all_options,
+                    devices=way.shape.devices,
+                ),
+            )
+        except (ScheduleError, PlanError):
+            continue
+        assert way.bound_s <= steady(placed.schedule, placed.costs).seconds_per_batch * (1 + 1e-9)
+
+
+def test_the_best_estimates_come_first(profile_of):
+    """A search that is stopped has then seen the promising ones."""
+    listed = ways(PlanRequest(profile_of([1.0] * 4), cluster(4), 16, ("gpipe",), max_replicas=1))
+    assert (listed[0].stages, listed[0].micro_batches) == (4, 16)
+    assert [way.estimate_s for way in listed] == sorted(way.estimate_s for way in listed)
+    assert all(way.bound_s <= way.estimate_s * (1 + 1e-9) for way in listed)
+
+
+def test_given_numbers_are_the_only_ones(profile_of):
+    """The planner fills in what was left open, and nothing else."""
+    listed = ways(
+        PlanRequest(
+            profile_of([1.0] * 4),
+            cluster(4),
+            16,
+            ("gpipe", "1f1b"),
+            stages=3,
+            micro_batches=5,
+            max_replicas=1,
+        )
+    )
+    assert [(way.schedule, way.stages, way.micro_batches) for way in listed] == [
+        ("1f1b", 3, 5),
+        ("gpipe", 3, 5),
+    ]
+
+
+def test_no_more_stages_than_layers_and_no_more_micro_batches_than_samples(profile_of):
+    """Either would be empty."""
+    listed = ways(PlanRequest(profile_of([1.0] * 2), cluster(4), 3, ("gpipe",)))
+    assert {way.stages for way in listed} == {1, 2}
+    assert {way.micro_batches for way in listed} == {1, 2, 3}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data(), profiles(2, 6, simple=False), clusters(4), st.integers(1, 17), st.booleans())
+def test_no_cut_of_a_way_is_faster_than_its_bound(data, profile, on, batch, asynchronous):
+    """Whatever is faster at which layer, on which device, split or whole."""
+    given = data.draw(unlike(profile)) if len(on.kinds) > 1 else profile
+    request = PlanRequest(given, on, batch, asynchronous=asynchronous)
+    space = SearchSpace(request, shapes(request))
+    for way in data.draw(st.lists(st.sampled_from(space.configurations), max_size=6)):
+        lengths = data.draw(cuts(len(profile), way.stages))
+        proposal = Proposal(
+            lengths, way.schedule, way.micro_batches, way.all_options, devices=way.shape.devices
+        )
+        try:
+            placed = instantiate(request, proposal)
+        except (ScheduleError, PlanError):
+            continue
+        taken = steady(placed.schedule, placed.costs).seconds_per_batch
+        assert max(way.bound_s, space.least_s) <= taken * (1 + 1e-9)
+        assert schedule_bound_s(placed.schedule, placed.costs) <= taken * (1 + 1e-9)
+
+
+def test_devices_that_are_each_faster_at_some_layers_are_bound_by_the_faster_of_each(profile_of):
+    """1 s a layer where each stands on its own device, 10 on the other: the sums alone would say
+    11.
+    """
+    given = {"a": profile_of([1.0, 10.0]), "b": profile_of([10.0, 1.0])}
+    link = Link(0.0, 1e12)
+    on = Cluster("c", (Device("a", 10**9), Device("b", 10**9)), 2, link, link)
+    request = PlanRequest(given, on, 16, ("gpipe",), max_replicas=1)
+    (way,) = (
+        way for way in ways(request) if way.micro_batches == 16 and way.shape.devices == (0, 1)
+    )
+    placed = instantiate(request, Proposal((1, 1), "gpipe", 16))
+    assert (
+        way.bound_s
+        <= steady(placed.schedule, placed.costs).seconds_per_batch
+        == pytest.approx(17 * 3)
+    )
+
+
+def test_the_bound_of_even_stages_is_sharp(profile_of):
+    """Otherwise nothing would be pruned: 4 stages of 3 s and 16 micro-batches take 57; shares of
+    the work that no layers allow, 51.1.
+    """
+    (way,) = (
+        way
+        for way in ways(
+            PlanRequest(
+                profile_of([1.0] * 4),
+                cluster(4),
+                16,
+                ("gpipe",),
+                stages=4,
+                micro_batches=16,
+                max_replicas=1,
+            )
+        )
+    )
+    assert way.bound_s == pytest.approx(51.1, abs=0.1)
+    assert way.estimate_s == pytest.approx(57)
+
+
+def test_the_leading_schedules_are_1f1b_and_pipedream_where_they_are_weighed(profile_of):
+    """A first look with one of each kind; else with the best estimate's."""
+    profile = profile_of([1.0] * 4)
+
+    def leading(**options):
+        request = PlanRequest(profile, cluster(4), 16, **options)
+        return SearchSpace(request, shapes(request)).leading
+
+    assert leading() == {"1f1b"}
+    assert leading(asynchronous=True) == {"1f1b", "pipedream"}
+    assert leading(schedules=("gpipe",)) == {"gpipe"}

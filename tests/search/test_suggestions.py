@@ -1,0 +1,164 @@
+"""What would help, each change made by hand."""
+
+from dataclasses import replace
+
+import pytest
+from tests.search.random_requests import FAST, SLOW
+
+from penstock.cluster.cluster import Cluster, Device, Link
+from penstock.profile.device_profiles import scale_profile
+from penstock.search.best_plan import plan_proposal
+from penstock.search.catalogue import plan
+from penstock.search.evaluate import evaluate
+from penstock.search.instantiate import instantiate
+from penstock.search.proposal import Proposal
+from penstock.search.request import PlanRequest
+from penstock.search.suggestions import MOST, WORTH, suggestions
+from penstock.simulate.plan_costs import simulate_plan
+
+INSIDE, BETWEEN = Link(1e-2, 1e3), Link(5e-2, 3e2)
+TWO_NODES = Cluster("c", (Device("d", 10**9, flops=FAST),) * 4, 2, INSIDE, BETWEEN)
+
+
+def told(request, proposal):
+    """The changes for one way, and that way."""
+    chosen = evaluate(instantiate(request, proposal))[-1]
+    return {each.change: each.step_s for each in suggestions(request, chosen)}, chosen
+
+
+def by_hand(request, proposal, profiles=None, cluster=None, batch=None):
+    """Its step with other profiles or another cluster, by way of a plan and its simulation."""
+    profiles, cluster = profiles or request.profiles, cluster or request.cluster
+    found = plan_proposal(
+        replace(request, profiles=profiles, cluster=cluster, batch=batch or request.batch), proposal
+    )
+    return simulate_plan(found, profiles, cluster).makespan
+
+
+def test_each_told_change_gives_the_step_that_it_says(profile_of):
+    """Sensitivity is simulated, never estimated."""
+    request = PlanRequest(
+        profile_of([1.0, 3.0, 1.0, 1.0], output=300.0), TWO_NODES, 8, recompute="never"
+    )
+    proposal = Proposal((1, 1, 2), "1f1b", 4, recompute="never")
+    found, chosen = told(request, proposal)
+    wide = replace(INSIDE, bandwidth_bytes_per_s=2e3), replace(BETWEEN, bandwidth_bytes_per_s=6e2)
+    expected = {
+        "twice the bandwidth inside a node": by_hand(
+            request, proposal, cluster=replace(TWO_NODES, inside=wide[0])
+        ),
+        "twice the bandwidth between nodes": by_hand(
+            request, proposal, cluster=replace(TWO_NODES, between=wide[1])
+        ),
+        "no latency inside a node": by_hand(
+            request, proposal, cluster=replace(TWO_NODES, inside=replace(INSIDE, latency_s=0.0))
+        ),
+        "no latency between nodes": by_hand(
+            request, proposal, cluster=replace(TWO_NODES, between=replace(BETWEEN, latency_s=0.0))
+        ),
+        "devices twice as fast": by_hand(
+            request, proposal, profiles=scale_profile(request.profile, 0.5)
+        ),
+        "twice the batch (time for as many samples)": by_hand(
+            request, replace(proposal, micro_batches=8), batch=16
+        )
+        / 2,
+    }
+    for change, seconds in found.items():
+        if change in expected:
+            assert seconds == pytest.approx(expected[change]), change
+    best = sorted(seconds for seconds in expected.values() if seconds < chosen.step_s * (1 - WORTH))
+    assert {"devices twice as fast", "twice the bandwidth between nodes"} <= found.keys()
+    assert list(found.values()) == sorted(found.values())
+    assert len(found) <= MOST
+    assert len(found) == MOST or len(found) >= len(best), (
+        "nothing that is worth it is left out but for want of room"
+    )
+
+
+def test_the_busiest_rank_s_device_is_the_one_that_is_made_faster(profile_of):
+    """Where the plan stands on other devices than the first, its own numbering is told, and the
+    right device is changed.
+    """
+    fast = tuple(Device("d", 10**9, flops=FAST) for _ in range(3))
+    on = Cluster("c", fast, 3, Link(0.0, 1e12), Link(0.0, 1e12))
+    request = PlanRequest(profile_of([1.0, 9.0]), on, 8)
+    found, _ = told(request, Proposal((1, 1), "1f1b", 8, devices=(0, 2)))
+    own = profile_of([1.0, 9.0])
+    devices = (fast[0], fast[1], Device("quick", 10**9))
+    expected = by_hand(
+        request,
+        Proposal((1, 1), "1f1b", 8, devices=(0, 2)),
+        {"d": own, "quick": scale_profile(own, 0.5)},
+        replace(on, devices=devices),
+    )
+    assert found["the device of rank 1 twice as fast"] == pytest.approx(expected)
+
+
+def test_on_mixed_devices_all_get_twice_as_fast(profile_of):
+    """Each by its own pace."""
+    on = Cluster(
+        "c",
+        (Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW)),
+        2,
+        Link(0.0, 1e12),
+        Link(0.0, 1e12),
+    )
+    found, chosen = told(PlanRequest(profile_of([1.0, 1.0]), on, 8), Proposal((1, 1), "1f1b", 8))
+    assert found["devices twice as fast"] == pytest.approx(chosen.step_s / 2)
+
+
+def test_memory_for_all_activations_is_told_where_something_is_recomputed(profile_of):
+    """What a larger memory would bring, without cutting anew."""
+    request = PlanRequest(profile_of([1.0] * 4), TWO_NODES, 8)
+    again, chosen = told(request, Proposal((2, 2), "1f1b", 4, recompute="always"))
+    without, plain = told(request, Proposal((2, 2), "1f1b", 4, recompute="never"))
+    change = "memory for all activations, so that nothing is recomputed"
+    assert again[change] == pytest.approx(plain.step_s)
+    assert again[change] < chosen.step_s
+    assert change not in without
+
+
+def test_links_that_do_not_exist_are_not_told(profile_of):
+    """One node has none between, and nodes of one device none inside."""
+    link = Link(1e-2, 1e2)
+    for per_node, absent in ((2, "between nodes"), (1, "inside a node")):
+        on = Cluster("c", (Device("d", 10**9),) * 2, per_node, link, link)
+        found, _ = told(PlanRequest(profile_of([1.0] * 4), on, 8), Proposal((2, 2), "1f1b", 4))
+        assert found
+        assert not any(absent in change for change in found)
+
+
+def test_one_rank_more_is_planned_anew_with_the_same_schedule(profile_of):
+    """No slower than what the planner finds there, and found by it."""
+    link = Link(0.0, 1e12)
+    two, three = (Cluster("c", (Device("d", 10**9),) * ranks, 4, link, link) for ranks in (2, 3))
+    profile = profile_of([1.0] * 6)
+    request = PlanRequest(profile, two, 12, ("1f1b",), max_replicas=1, budget_s=1000)
+    found, _ = told(request, Proposal((3, 3), "1f1b", 8))
+    better = plan(
+        profile, three, 12, schedules="1f1b", max_replicas=1, budget_s=1000
+    ).predicted.step_s
+    assert better * (1 - 1e-9) <= found["one rank more (with 1f1b)"] <= better * 1.1
+
+
+def test_what_does_not_help_by_half_a_percent_is_not_told(profile_of):
+    """A list of all that changes nothing helps nobody."""
+    on = Cluster("c", (Device("d", 10**9),) * 2, 2, Link(1e-9, 1e15), Link(0.0, 1e15))
+    found, chosen = told(
+        PlanRequest(profile_of([1.0] * 4), on, 8, stages=2), Proposal((2, 2), "1f1b", 8)
+    )
+    assert not any("bandwidth" in change or "latency" in change for change in found)
+    assert all(seconds < chosen.step_s * (1 - WORTH) for seconds in found.values())
+
+
+def test_a_plan_carries_its_remedies_best_first(profile_of):
+    """And prints them."""
+    found = plan(profile_of([1.0, 3.0, 1.0, 1.0], output=300.0), TWO_NODES, 8, budget_s=1000)
+    assert found.remedies
+    steps = [each.step_s for each in found.remedies]
+    assert steps == sorted(steps)
+    assert all(step < found.predicted.step_s for step in steps)
+    text = str(found)
+    assert "suggestions:" in text
+    assert all(each.change in text for each in found.remedies)

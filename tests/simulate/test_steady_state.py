@@ -1,0 +1,173 @@
+"""The time of a stream's batch between filling and draining."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import schedule, schedules
+from penstock.schedule.op import Kind, Schedule
+from penstock.schedule.period import prolonged
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+from penstock.simulate.steady_state import steady
+
+STREAMS = [name for name, facts in schedules().items() if not facts.synchronous]
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches"), [(1, 1), (2, 1), (4, 1), (3, 2), (4, 8), (8, 3)]
+)
+def test_equal_stages_on_free_links_take_their_own_work_and_an_update(stages, micro_batches):
+    """m (f + b) + u: the bubble is gone, which is what it is all for."""
+    case_schedule = schedule("pipedream", stages, micro_batches)
+    steady_state = steady(case_schedule, Costs(forward=1, backward=2, update=0.5))
+    assert steady_state.seconds_per_batch == micro_batches * 3 + 0.5
+    assert steady_state.bubble_ratio == pytest.approx(0)
+
+
+def test_the_slowest_stage_is_the_pace():
+    """Stage 1 works 2 + 3 seconds for each of 2 micro-batches, and 1 to update; the others wait for
+    it.
+    """
+    steady_state = steady(
+        schedule("pipedream", 3, 2), Costs(forward=[1, 2, 1], backward=[2, 3, 2], update=[0, 1, 0])
+    )
+    assert steady_state.seconds_per_batch == 11
+    assert steady_state.bubble_ratio == pytest.approx(1 - (6 + 11 + 6) / 33)
+
+
+@pytest.mark.parametrize(
+    ("stages", "hop", "expected"),
+    [(2, 0.5, 3.5), (2, 1.25, 4.25), (4, 0.5, 3.75), (8, 0.5, 3.875), (40, 0.5, 3.975)],
+)
+def test_hops_slow_it_down_by_a_round_trip_shared_among_those_in_flight(stages, hop, expected):
+    """p micro-batches go round in p (f + b) + 2 (p - 1) c seconds; in which order they come, only a
+    whole pattern shows.
+    """
+    steady_state = steady(
+        schedule("pipedream", stages, 1), Costs(forward=1, backward=2, transfer=hop)
+    )
+    assert steady_state.seconds_per_batch == pytest.approx(expected, rel=1e-12)
+
+
+def test_more_forwards_ahead_hide_hops():
+    """K = 2 (p - s) - 1, as eager 1F1B has it."""
+    eager = schedule("pipedream", 3, 1, warm_up=(5, 3, 1))
+    assert steady(eager, Costs(forward=1, backward=2, transfer=0.5)).seconds_per_batch == 3
+
+
+def test_recompute_and_sends_that_stop_the_rank_count():
+    """As they do for a single batch."""
+    case_schedule = schedule("pipedream", 2, 1)
+    assert steady(case_schedule, Costs(forward=1, backward=2), "always").seconds_per_batch == 4
+    assert (
+        steady(
+            case_schedule, Costs(forward=1, backward=2, transfer=0.5), overlap=False
+        ).seconds_per_batch
+        > 3.5 - 1e-9
+    )
+
+
+def test_a_synchronous_schedule_takes_its_makespan():
+    """From flush to flush, so that both kinds can be held against each other."""
+    case_schedule, costs = schedule("1f1b", 4, 8), Costs(forward=1, backward=2)
+    steady_state, timeline = steady(case_schedule, costs), simulate_schedule(case_schedule, costs)
+    assert (steady_state.seconds_per_batch, steady_state.bubble_ratio, steady_state.batches) == (
+        33,
+        timeline.bubble_ratio,
+        1,
+    )
+    assert steady_state.timeline.events == timeline.events
+
+
+def test_two_virtual_workers_do_two_batches_at_once():
+    """HetPipe's pipelines stand side by side."""
+    steady_state = steady(schedule("hetpipe", 2, 1), Costs(forward=1, backward=2))
+    assert steady_state.seconds_per_batch == 1.5
+    assert steady_state.bubble_ratio == pytest.approx(0)
+
+
+def test_the_timeline_has_whole_batches_and_nothing_else():
+    """What bounds the pace is read off it: work and messages of as many batches as were counted."""
+    steady_state = steady(
+        schedule("pipedream", 4, 2), Costs(forward=1, backward=2, transfer=0.5, update=0.25)
+    )
+    ops = [event.op for event in steady_state.timeline.compute]
+    for stage in range(4):
+        for kind, per_batch in ((Kind.F, 2), (Kind.B, 2), (Kind.U, 1)):
+            assert (
+                sum(op.kind is kind and op.stage == stage for op in ops)
+                == per_batch * steady_state.batches
+            )
+    sent = [event for event in steady_state.timeline.events if event.to_rank is not None]
+    assert len(sent) == 2 * 3 * 2 * steady_state.batches
+    assert min(event.start for event in steady_state.timeline.events) == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data(), st.sampled_from(STREAMS), st.integers(1, 4), st.integers(1, 8))
+def test_it_is_what_a_long_stream_takes(data, name, stages, micro_batches):
+    """However stages and hops differ: the long way round, by batches that lie far apart, says the
+    same.
+    """
+    try:
+        case_schedule = schedule(name, stages, micro_batches)
+    except ScheduleError:
+        return
+    seconds = st.lists(st.integers(1, 8), min_size=stages, max_size=stages)
+    hops = st.lists(st.integers(0, 6), min_size=stages - 1, max_size=stages - 1)
+    costs = Costs(
+        forward=data.draw(seconds),
+        backward=data.draw(seconds),
+        update=data.draw(seconds),
+        transfer=data.draw(hops),
+    )
+    steady_state = steady(case_schedule, costs)
+    first, last = 60, 60 + 2 * 3 * 4 * 5 * 7
+    ends = {}
+    for event in simulate_schedule(prolonged(case_schedule, last + 40), costs).compute:
+        if event.op.kind is Kind.B and event.op.stage == 0:
+            ends[event.op.micro_batch] = event.end
+    whole = ends[last * micro_batches] - ends[first * micro_batches]
+    assert steady_state.seconds_per_batch == pytest.approx(whole / (last - first), rel=1e-6)
+
+
+def test_stages_that_are_nearly_equal_are_held_to_the_slowest():
+    """It would take thousands of batches until the last queue is full."""
+    steady_state = steady(
+        schedule("pipedream", 8, 1), Costs(forward=[1, 1, 1, 1, 1, 1, 1, 1.0001], backward=2)
+    )
+    assert steady_state.seconds_per_batch == pytest.approx(3.0001, rel=1e-9)
+
+
+def test_costs_of_given_micro_batches_are_taken_as_far_as_they_go():
+    """There are no more of them, so no more batches can be simulated."""
+    case_schedule = schedule("pipedream", 2, 1, batches=24)
+    steady_state = steady(case_schedule, Costs(forward=[[1, 2] * 12, [1] * 24], backward=2))
+    assert steady_state.seconds_per_batch == pytest.approx(3.5)
+    short = steady(
+        schedule("pipedream", 2, 1, batches=6), Costs(forward=[[1] * 6, [1] * 6], backward=2)
+    )
+    assert 3 <= short.seconds_per_batch <= 4
+
+
+def test_a_stream_that_does_not_repeat_itself_has_no_steady_state():
+    """The message says what to give instead."""
+    case_schedule = schedule("pipedream", 2, 1)
+    short = Schedule(
+        prolonged(case_schedule, 1).programs,
+        "short",
+        synchronous=False,
+        stream=prolonged(case_schedule, 1).stream,
+    )
+    with pytest.raises(
+        ScheduleError, match="short does not repeat itself from batch to batch within its 1 batches"
+    ):
+        steady(short, Costs())
+
+
+def test_nothing_takes_no_time():
+    """No division by zero."""
+    steady_state = steady(schedule("pipedream", 2, 1), Costs(forward=0))
+    assert (steady_state.seconds_per_batch, steady_state.bubble_ratio) == (0, 0)

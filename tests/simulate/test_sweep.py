@@ -1,0 +1,149 @@
+"""Many cost vectors at once give the same results as one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.simulate.slow import rich_schedules
+from tests.simulate.test_everything import rich_costs
+
+from penstock.errors import SettingError
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Schedule
+from penstock.simulate import sweep as many
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+from penstock.simulate.sweep import simulate_many
+
+FIGURES = ("makespan", "busy", "bubble_ratio", "span_bubble_ratio", "peak_memory")
+
+
+@st.composite
+def cases(draw):
+    """A schedule with a few costs of different forms."""
+    case_schedule = draw(rich_schedules())
+    costs = draw(
+        st.lists(
+            rich_costs(case_schedule) | st.builds(Costs, forward=st.floats(0, 9)),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    return (
+        case_schedule,
+        costs,
+        draw(st.booleans()),
+        draw(st.sampled_from(["never", "except_last", "always"])),
+    )
+
+
+@pytest.mark.parametrize("in_lanes", [False, True])
+def test_many_at_once_say_what_each_says_alone(in_lanes, monkeypatch):
+    """Whatever their forms, and whether the lanes are used or not: a planner must not decide
+    otherwise for being fast.
+    """
+    monkeypatch.setattr(many, "WORTH_LOADING", 0 if in_lanes else 10**9)
+
+    @given(cases())
+    @settings(deadline=None, max_examples=60)
+    def check(case):
+        case_schedule, costs, overlap, recompute = case
+        outcomes = simulate_many(case_schedule, costs, overlap=overlap, recompute=recompute)
+        lines = [
+            simulate_schedule(case_schedule, vector, overlap=overlap, recompute=recompute)
+            for vector in costs
+        ]
+        for name in FIGURES:
+            expected = [getattr(line, name) for line in lines]
+            if name == "peak_memory" and None in expected:
+                assert outcomes.peak_memory is None
+            else:
+                assert getattr(outcomes, name) == pytest.approx(np.array(expected), abs=1e-9)
+
+    check()
+
+
+@pytest.mark.parametrize("count", [1, 7, 64, 130])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "dualpipe-v"])
+def test_arrays_and_lists_of_costs_agree_to_the_bit(name, count):
+    """Arrays skip the making of a thousand Costs; the numbers are the same, also where the last
+    chunk is not full.
+    """
+    case_schedule = schedule(name, 4, 8)
+    rng = np.random.default_rng(count)
+    forward, hop = (
+        rng.random((count, case_schedule.stages)),
+        rng.random((count, case_schedule.stages - 1, 8)),
+    )
+    arrays = simulate_many(
+        case_schedule,
+        {"forward": forward, "backward": 2.0, "transfer": hop, "update": rng.random(count) * 0},
+    )
+    lists = simulate_many(
+        case_schedule,
+        [Costs(forward=f, backward=2.0, transfer=h) for f, h in zip(forward, hop, strict=True)],
+    )
+    for figure in FIGURES[:4]:
+        assert np.array_equal(getattr(arrays, figure), getattr(lists, figure))
+    alone = [
+        simulate_schedule(case_schedule, Costs(forward=f, backward=2.0, transfer=h)).makespan
+        for f, h in zip(forward, hop, strict=True)
+    ]
+    assert arrays.makespan.tolist() == alone
+    assert arrays.peak_memory is None
+
+
+def test_memory_of_many_follows_each_vector_s_bytes():
+    """Twice the bytes, twice the peak; boundary buffers depend on the times and are counted like a
+    timeline's.
+    """
+    case_schedule = schedule("1f1b", 3, 6)
+    sizes = np.array([[1.0, 2, 3], [2, 4, 6]]) * 100
+    plain = simulate_many(case_schedule, {"activation_bytes": sizes})
+    assert plain.peak_memory.tolist() == [[300, 400, 300], [600, 800, 600]]
+    crossing = simulate_many(
+        case_schedule, {"activation_bytes": sizes, "boundary_bytes": 10.0, "transfer": [0.5, 1.0]}
+    )
+    alone = [
+        simulate_schedule(
+            case_schedule, Costs(activation_bytes=row, boundary_bytes=10, transfer=hop)
+        )
+        for row, hop in zip(sizes, (0.5, 1), strict=True)
+    ]
+    assert crossing.peak_memory.tolist() == [list(line.peak_memory) for line in alone]
+    assert (crossing.peak_memory > plain.peak_memory).all()
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ([], "simulate_many needs at least one Costs"),
+        ({"forwards": [1]}, "there is no 'forwards'; there are forward, backward"),
+        (
+            {"forward": [[1, 2]]},
+            r"forward has shape \(1, 2\); it must be \(vectors\), \(vectors, 3\) or \(vectors, 3, 4\)",
+        ),
+        (
+            {"forward": [1, 2], "backward": [1, 2, 3]},
+            "backward has 3 vectors, the fields before it have 2",
+        ),
+        (
+            {"forward": [1, -2.0]},
+            "forward has .*-2.0.*; seconds and bytes must be finite and not negative",
+        ),
+        ({"links": "slow"}, "links are one of duplex, half-duplex, shared, not 'slow'"),
+        ({"transfer": [1], "latency": [1]}, "transfer and latency or bandwidth both set"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused_by_name(costs, message):
+    """Broadcasting would take many a wrong shape without a word."""
+    with pytest.raises(SettingError, match=message):
+        simulate_many(schedule("1f1b", 3, 4), costs)
+
+
+def test_a_schedule_without_ops_has_outcomes_of_0():
+    """Empty in, empty out."""
+    outcomes = simulate_many(Schedule(()), [Costs(), Costs()])
+    assert outcomes.makespan.tolist() == outcomes.bubble_ratio.tolist() == [0, 0]

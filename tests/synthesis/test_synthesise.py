@@ -1,0 +1,279 @@
+"""The search against the zoo, against its own bound, and against optima that an independent model
+proves.
+"""
+
+import math
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.synthesis.reference import optimum
+from tests.synthesis.requests import best_of_zoo, held, problem_of, problems
+
+from penstock.errors import MissingExtra, ScheduleError, SettingError
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Kind
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+from penstock.synthesis import exact
+from penstock.synthesis.bound import lower_bound, preemptive
+from penstock.synthesis.problem import Constraints
+from penstock.synthesis.synthesise import Settings, synthesise
+from penstock.verify.verify import verify
+
+QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+UNEVEN = Costs(
+    forward=(3.0, 5.0, 2.0, 4.0),
+    input_grad=(2.0, 6.0, 3.0, 4.0),
+    weight_grad=(3.0, 4.0, 1.0, 5.0),
+    transfer=0.5,
+)
+
+
+def settings_of(room, **more):
+    """Settings that ask for that room."""
+    return Settings(placement=room.placement, memory_limit=room.memory_limit, budget_s=1000, **more)
+
+
+@settings(max_examples=25, **QUIET)
+@given(problems(stages=(2, 4, 6, 8), micro_batches=8, whole=False))
+def test_what_is_found_is_sound_and_within_the_limit_and_no_longer_than_the_zoo(request_):
+    """The promise of the search, on costs that nobody chose; halves that cost more than the whole,
+    and updates, included.
+    """
+    costs, m, room = request_
+    found = synthesise(costs, m, settings_of(room, max_rounds=2))
+    verify(found.schedule)
+    assert found.makespan == simulate_schedule(found.schedule, costs).makespan
+    assert room.memory_limit is None or max(held(found.schedule, costs)) <= room.memory_limit
+    zoo = best_of_zoo(costs, m, problem_of(costs, m, room).routes, room.memory_limit)
+    assert found.makespan <= min(zoo.values(), default=math.inf)
+    assert found.lower_bound <= found.makespan
+    assert found.gap == pytest.approx(
+        found.makespan / found.lower_bound - 1 if found.lower_bound else 0.0
+    )
+
+
+@settings(max_examples=10, **QUIET)
+@given(problems(micro_batches=3))
+def test_bound_search_and_proof_agree_with_an_independent_optimum(request_):
+    """No bound above it, no schedule below it, and the proof right on it: the model of the test
+    shares no code with ours.
+    """
+    costs, m, room = request_
+    problem = problem_of(costs, m, room)
+    least = optimum(problem)
+    assert lower_bound(problem) <= least + 1e-9
+    found = synthesise(costs, m, settings_of(room, max_rounds=3, exact=True))
+    verify(found.schedule)
+    assert found.proved
+    assert found.makespan == pytest.approx(least, abs=1e-6)
+    assert synthesise(costs, m, settings_of(room, max_rounds=3)).makespan >= least - 1e-9
+
+
+@pytest.mark.parametrize("limit", [None, 4, 2])
+def test_four_stages_and_six_micro_batches_are_proved_within_the_default_budget(limit):
+    """The size up to which researchers are promised a proof."""
+    found = synthesise(UNEVEN, 6, Settings(exact=True, memory_limit=limit))
+    assert found.proved
+    assert found.gap <= 1e-6
+
+
+def test_annealing_reaches_the_optimum_of_small_problems():
+    """Without OR-Tools the search has to find by itself what the proof finds."""
+    for limit in (4, 3, 2):
+        proved = synthesise(UNEVEN, 6, Settings(exact=True, memory_limit=limit))
+        assert (
+            synthesise(
+                UNEVEN, 6, Settings(memory_limit=limit, budget_s=1000, max_rounds=12)
+            ).makespan
+            == proved.makespan
+        )
+
+
+def test_same_seed_and_rounds_give_the_same_schedule():
+    """Where the clock does not decide, nothing but the seed does."""
+    wish = Settings(memory_limit=3, budget_s=1000, max_rounds=3, seed=7)
+    assert synthesise(UNEVEN, 8, wish).schedule == synthesise(UNEVEN, 8, wish).schedule
+
+
+def test_a_budget_of_nothing_still_gives_a_schedule():
+    """A search that is stopped at once has the zoo, or the first rule that works where nothing of
+    the zoo fits.
+    """
+    assert verify(synthesise(UNEVEN, 6, Settings(budget_s=0)).schedule)
+    tight = synthesise(UNEVEN, 6, Settings(budget_s=0, memory_limit=2, placement="v"))
+    assert max(verify(tight.schedule).peak_on_rank) <= 2
+    assert tight.zoo is None
+
+
+def test_any_placement_is_the_best_of_all_that_fit():
+    """`any` must not lose to a placement asked for by name; here two stages to a rank cannot pay."""
+    each = {
+        name: synthesise(UNEVEN, 6, Settings(placement=name, budget_s=1000, max_rounds=1))
+        for name in ("linear", "v", "interleaved", "bidirectional")
+    }
+    found = synthesise(UNEVEN, 6, Settings(placement="any", budget_s=1000, max_rounds=1))
+    assert found.makespan == min(each.values(), key=lambda one: one.makespan).makespan
+    assert found.lower_bound <= min(one.makespan for one in each.values())
+
+
+def test_any_placement_with_half_the_ranks_leaves_out_those_that_need_all():
+    """`ranks` is how many devices there are."""
+    found = synthesise(UNEVEN, 6, Settings(placement="any", ranks=2, budget_s=1000, max_rounds=0))
+    assert found.schedule.ranks == 2
+    assert found.placement in {"v", "interleaved"}
+
+
+def test_backwards_stay_whole_where_halves_are_not_wanted():
+    """Some layers cannot split their backward."""
+    found = synthesise(UNEVEN, 6, Settings(split=False, budget_s=1000, max_rounds=2))
+    assert not found.schedule.splits_backward
+    assert found.makespan <= simulate_schedule(schedule("1f1b", 4, 6), UNEVEN).makespan
+
+
+def test_halves_are_joined_where_that_costs_nothing():
+    """Real halves cost a little more than the whole: on one rank, where nobody waits, none is left."""
+    found = synthesise(
+        Costs(forward=(1.0,), backward=(2.0,)), 4, Settings(budget_s=1000, max_rounds=1)
+    )
+    assert not any(op.kind in (Kind.I, Kind.W) for op in found.schedule.ops)
+
+
+def test_whole_backwards_are_chosen_where_halves_cost_more():
+    """A split costs I + W, so where these are twice the whole only a few are worth it."""
+    costs = Costs(
+        forward=(1.0,) * 4, backward=(2.0,) * 4, input_grad=(1.5,) * 4, weight_grad=(2.0,) * 4
+    )
+    found = synthesise(costs, 8, Settings(budget_s=1000, max_rounds=6))
+    assert found.makespan <= simulate_schedule(schedule("1f1b", 4, 8), costs).makespan
+    assert sum(op.kind is Kind.B for op in found.schedule.ops) > 16
+
+
+def test_limits_may_differ_by_rank_and_count_bytes():
+    """The first rank of 1F1B holds most; where it is the one with least memory, others have to wait
+    for it.
+    """
+    costs = Costs(forward=(1.0, 1.0, 1.0), activation_bytes=(2**20, 2**21, 2**20))
+    found = synthesise(
+        costs, 6, Settings(memory_limit=("2 MiB", "4 MiB", 2**21), budget_s=1000, max_rounds=1)
+    )
+    assert [
+        peak <= limit
+        for peak, limit in zip(held(found.schedule, costs), (2**21, 2**22, 2**21), strict=True)
+    ] == [True] * 3
+
+
+def test_latency_and_bandwidth_are_transfers_as_simulate_has_them():
+    """The kernels' seconds must be the simulator's, or bounds and programs are for other links."""
+    costs = Costs(forward=(1.0, 2.0, 1.0), latency=0.25, bandwidth=4.0, boundary_bytes=2.0)
+    found = synthesise(costs, 4, Settings(exact=True))
+    plain = synthesise(Costs(forward=(1.0, 2.0, 1.0), transfer=0.75), 4, Settings(exact=True))
+    assert found.proved
+    assert found.makespan == plain.makespan
+
+
+def test_links_that_are_shared_leave_the_zoo_unbeaten_and_the_bound_valid():
+    """The search counts on links of their own; what it finds is compared as the costs have it."""
+    costs = Costs(forward=(1.0, 2.0, 1.0, 2.0), transfer=1.0, links="shared")
+    found = synthesise(costs, 6, Settings(budget_s=1000, max_rounds=1))
+    zoo = best_of_zoo(costs, 6, ((0, 1, 2, 3),), None)
+    assert found.lower_bound <= found.makespan <= min(zoo.values())
+
+
+def test_a_limit_below_one_micro_batch_is_refused_with_what_is_needed():
+    """No program exists: the message has the rank, what it needs and what it has."""
+    with pytest.raises(
+        ScheduleError,
+        match=r"rank 1 \(stages 1, 2\) needs 2 micro-batches .* has 1; raise its limit to 2",
+    ):
+        synthesise(UNEVEN, 4, Settings(memory_limit=(2, 1), placement="v"))
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"placement": "circle"}, "no placement 'circle': take one of linear"),
+        ({"placement": "v", "ranks": 3}, "placement 'v' of 4 stages has 2 ranks, not 3"),
+        ({"placement": "interleaved", "ranks": 3}, "which 3 ranks cannot hold"),
+        ({"ranks": 0}, "at least 1 of ranks and got 0"),
+        ({"memory_limit": 0}, "memory_limit is above 0, not 0"),
+        ({"memory_limit": (1, 2)}, "memory_limit has 2 entries, but there are 4 ranks"),
+        ({"memory_limit": "2 GiB"}, "the costs carry no activation_bytes"),
+        ({"budget_s": -1}, "budget_s of 0 seconds or more, not -1"),
+        ({"max_rounds": -1}, "max_rounds of 0 or more, not -1"),
+        ({"seed": 0.5}, "seed of 0 or more, not 0.5"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wish, message):
+    """Each message says what is taken instead."""
+    with pytest.raises(ScheduleError, match=message):
+        synthesise(UNEVEN, 4, Settings(**wish))
+
+
+def test_shapes_that_a_placement_cannot_have_are_refused():
+    """What needs two stages on a rank, or two ways, says so."""
+    three = Costs(forward=(1.0,) * 3)
+    with pytest.raises(ScheduleError, match="takes an even number of stages, not 3"):
+        synthesise(three, 4, Settings(placement="v"))
+    with pytest.raises(ScheduleError, match="it takes 2 or more, not 1"):
+        synthesise(three, 1, Settings(placement="bidirectional"))
+    with pytest.raises(ScheduleError, match="needs 2 stages or more"):
+        synthesise(Costs(forward=(1.0,)), 2, Settings(placement="bidirectional"))
+    with pytest.raises(ScheduleError, match="no placement is possible"):
+        synthesise(three, 4, Settings(placement="any", memory_limit=0.5))
+    with pytest.raises(ScheduleError, match="do not tell the number of stages"):
+        synthesise(Costs(), 4)
+    with pytest.raises(SettingError, match="differs by micro-batch"):
+        synthesise(Costs(forward=((1.0, 2.0), (1.0, 2.0))), 2)
+
+
+def test_a_proof_without_or_tools_names_the_extra(monkeypatch):
+    """OR-Tools is optional; whoever asks for a proof learns how to get it."""
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(
+        MissingExtra,
+        match=r"exact=True needs ortools; install it with: pip install 'penstock\[search\]'",
+    ):
+        synthesise(UNEVEN, 4, Settings(exact=True))
+
+
+def test_a_proof_that_runs_out_of_time_says_so():
+    """The bound is still one, and the best program found is returned."""
+    problem = problem_of(UNEVEN, 6, Constraints("linear", 2))
+    start = schedule("naive", 4, 6)
+    proof = exact.prove(problem, start, simulate_schedule(start, UNEVEN).makespan, until_s=0.0)
+    assert proof.schedule is None
+    assert proof.lower_bound == pytest.approx(lower_bound(problem), rel=1e-6)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(0, 9)), min_size=1, max_size=5
+    )
+)
+def test_preemptive_bound_is_that_of_the_fullest_subset(jobs):
+    """Carlier's formula: over all subsets, least head + work + least tail."""
+    subsets = [
+        [job for i, job in enumerate(jobs) if mask >> i & 1 and job[1]]
+        for mask in range(1, 2 ** len(jobs))
+    ]
+    found = [
+        min(h for h, _, _ in some) + sum(p for _, p, _ in some) + min(t for *_, t in some)
+        for some in subsets
+        if some
+    ]
+    assert preemptive(jobs) == max(found, default=0)
+
+
+def test_the_bound_is_one_for_a_zoo_schedule_that_hands_activations_to_partners():
+    """`bpipe` holds less than any other in its time: where it wins, limits bind it less, and the
+    bound must not call that wrong.
+    """
+    costs = Costs(
+        forward=(1.0,) * 8, backward=(2.0,) * 8, input_grad=(2.0,) * 8, weight_grad=(2.0,) * 8
+    )
+    found = synthesise(costs, 16, Settings(memory_limit=5, budget_s=1000, max_rounds=0))
+    bpipe = simulate_schedule(schedule("bpipe", 8, 16), costs).makespan
+    assert found.lower_bound <= found.makespan <= bpipe

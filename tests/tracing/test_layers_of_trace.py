@@ -1,0 +1,507 @@
+"""Models with arbitrary forwards, compared with plain training of the unmodified model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import ChainError
+from penstock.modules.randomness import may_draw
+from penstock.modules.state_names import state_of
+from penstock.runtime.pipeline import Pipeline
+from penstock.tracing.capture import call
+from penstock.tracing.traced_chain import chain
+
+
+class Block(nn.Module):
+    """A residual block that adds in place, as torchvision's does."""
+
+    def __init__(self, channels, width, stride=1):
+        super().__init__()
+        self.conv1, self.bn1 = (
+            nn.Conv2d(channels, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        same = stride == 1 and channels == width
+        self.down = (
+            None
+            if same
+            else nn.Sequential(
+                nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
+        )
+
+    def forward(self, x):
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += x if self.down is None else self.down(x)
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    """Blocks in a list, pooled, flattened, classified."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.blocks = (
+            nn.Conv2d(3, 4, 3, 1, 1),
+            nn.ModuleList([Block(4, 4), Block(4, 8, 2)]),
+        )
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.fc(torch.flatten(functional.adaptive_avg_pool2d(x, 1), 1))
+
+
+class UNet(nn.Module):
+    """Skips in a Python list, and a branch on shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.downs = nn.ModuleList([nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)])
+        self.middle = nn.Conv2d(8, 16, 3, padding=1)
+        self.ups = nn.ModuleList([nn.ConvTranspose2d(16, 8, 2, 2), nn.ConvTranspose2d(8, 4, 2, 2)])
+        self.joins = nn.ModuleList([nn.Conv2d(16, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)])
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        skips = []
+        for down in self.downs:
+            x = functional.relu(down(x))
+            skips.append(x)
+            x = functional.max_pool2d(x, 2)
+        x = functional.relu(self.middle(x))
+        for up, join in zip(self.ups, self.joins, strict=True):
+            x, skip = up(x), skips.pop()
+            if x.shape != skip.shape:
+                x = functional.interpolate(x, size=skip.shape[2:])
+            x = functional.relu(join(torch.cat([skip, x], 1)))
+        return self.head(x)
+
+
+class Translator(nn.Module):
+    """Two inputs, an optional mask, a number, a flag, tied weights, and a dict with tuples as
+    output.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.encoder, self.decoder = nn.GRU(8, 8, batch_first=True), nn.GRU(8, 8, batch_first=True)
+        self.attention, self.out = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 11)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, source, target, mask=None, scale=1.0, *, whole=False):
+        memory, state = self.encoder(self.embedding(source))
+        inner, _ = self.decoder(self.embedding(target), state)
+        read, weights = self.attention(inner, memory, memory, key_padding_mask=mask)
+        outputs = {"logits": self.out(inner + read * scale), "kind": "translation", "none": None}
+        return {**outputs, "inside": (weights, [state])} if whole else outputs
+
+
+class Statistics(nn.Module):
+    """Buffers changed in place and replaced, parameters of its own, a tensor that many layers use,
+    and a detached one.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(8, 6)
+        self.branches = nn.ModuleList(
+            [nn.ModuleList([nn.Linear(6, 6), nn.LayerNorm(6)]) for _ in range(3)]
+        )
+        self.gates = nn.ParameterList([nn.Parameter(torch.full((6,), 1.0 + i)) for i in range(3)])
+        self.heads = nn.ModuleDict({"a": nn.Linear(6, 3), "b": nn.Linear(6, 2)})
+        self.unused = nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("scratch", torch.ones(3), persistent=False)
+        self.table = torch.arange(6.0)
+
+    def forward(self, x):
+        inner = first = self.stem(x)
+        for (linear, norm), gate in zip(self.branches, self.gates, strict=True):
+            inner = norm(functional.gelu(linear(inner))) * gate + first + self.table
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * inner.detach().mean(0)
+            with torch.no_grad():
+                self.steps += 1
+        return {
+            "a": self.heads["a"](inner),
+            "b": self.heads["b"](inner.data * 2 + first),
+            "samples": x.shape[0],
+        }
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are recomputed, in both of torch's ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)])
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        for reentrant, block in zip((False, True), self.blocks[1:], strict=True):
+            x = x + (checkpoint(block, x, use_reentrant=reentrant) if self.training else block(x))
+        return self.head(x)
+
+
+class Doubled(torch.autograd.Function):
+    """Rounds, and doubles the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+class Rounded(nn.Module):
+    """An autograd.Function, and parts without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.frozen(x)
+        return self.second(Doubled.apply(self.first(x) * 3, 2.0))
+
+
+class Shared(nn.Module):
+    """One module called three times, a view changed in place, and a tensor changed before a cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.cell, self.last = nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        inner = self.first(x)
+        for _ in range(2):
+            inner = torch.tanh(self.cell(inner))
+        inner = inner * 1.5
+        part = inner[:, :2]
+        more = self.cell(self.first(x))
+        part.mul_(2)
+        return self.last(inner + more), part
+
+
+class Transformer(nn.Module):
+    """torch's own, with a causal mask of the target's length."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.body = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, source, target):
+        mask = nn.Transformer.generate_square_subsequent_mask(target.size(1))
+        return self.out(
+            self.body(
+                self.embedding(source) * math.sqrt(8),
+                self.embedding(target),
+                tgt_mask=mask,
+                tgt_is_causal=True,
+            )
+        )
+
+
+@dataclass
+class Result:
+    """An output that torch does not flatten."""
+
+    scores: torch.Tensor
+    parts: list
+    kind: str = "result"
+
+
+class Returning(nn.Module):
+    """Returns a dataclass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        inner = self.first(x)
+        return Result(self.second(inner), [inner, None])
+
+
+def tokens(samples, length):
+    return torch.randint(0, 11, (samples, length))
+
+
+def keywords(samples, length):
+    """Return inputs of the translator by name, with a mask for the last token."""
+    mask = torch.arange(length).expand(samples, length) == length - 1
+    return {
+        "source": tokens(samples, length),
+        "target": tokens(samples, length - 1),
+        "mask": mask,
+        "scale": 0.5,
+        "whole": True,
+    }
+
+
+MODELS = {
+    "resnet": (ResNet, lambda samples, _: torch.randn(samples, 3, 8, 8)),
+    "unet": (UNet, lambda samples, _: torch.randn(samples, 3, 8, 8)),
+    "translator by keywords": (Translator, keywords),
+    "statistics": (Statistics, lambda samples, _: torch.randn(samples, 8)),
+    "checkpointed": (Checkpointed, lambda samples, _: torch.randn(samples, 8)),
+    "rounded": (Rounded, lambda samples, _: torch.randn(samples, 8)),
+    "shared": (Shared, lambda samples, _: torch.randn(samples, 8)),
+    "transformer": (
+        Transformer,
+        lambda samples, length: (tokens(samples, length), tokens(samples, length - 1)),
+    ),
+    "returning": (Returning, lambda samples, _: torch.randn(samples, 8)),
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def tensors(value):
+    """The tensors in a value."""
+    value = [value.scores, value.parts] if isinstance(value, Result) else value
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def made(name):
+    """Return a model, a copy of it, and a function that creates its inputs."""
+    torch.manual_seed(0)
+    kind, inputs = MODELS[name]
+    model = kind()
+    return model, copy.deepcopy(model), inputs
+
+
+def cut_everywhere(traced, inputs):
+    """Return the output of a chain whose layers are all on different ranks."""
+    value = inputs
+    for index, module in enumerate(traced.modules):
+        value = module(value)
+        if index in traced.exits:
+            crossing = traced.exits[index](value)
+            assert all(
+                isinstance(leaf, (torch.Tensor, int)) for leaf in pytree.tree_leaves(crossing)
+            )
+            value = traced.entries[index + 1](crossing, inputs)
+    return value
+
+
+def loss(output, _target):
+    """Return a loss to which all outputs contribute."""
+    return sum((tensor.float() ** 2).mean() for tensor in tensors(output))
+
+
+@every_model
+def test_a_traced_chain_gives_the_models_outputs_gradients_buffers_and_state(name):
+    """With all possible cuts, other batch sizes and lengths than the example's, in training and in
+    evaluation.
+    """
+    model, plain, inputs = made(name)
+    traced = chain(model, inputs(3, 6))
+    held = {}
+    for layer, module in zip(traced.layers, traced.modules, strict=True):
+        held |= state_of(layer.name, module)
+    assert {key: value.data_ptr() for key, value in held.items()} == {
+        key: value.data_ptr() for key, value in model.state_dict().items()
+    }
+    for samples, length, training in ((5, 6, True), (1, 6, True), (2, 4, False)):
+        batch = inputs(samples, length)
+        for module in (plain, *traced.modules):
+            module.train(training)
+        expected, output = call(plain, copy.deepcopy(batch)), cut_everywhere(traced, batch)
+        assert type(output) is type(expected)
+        assert pytree.tree_structure(output) == pytree.tree_structure(expected)
+        for one, other in zip(tensors(output), tensors(expected), strict=True):
+            torch.testing.assert_close(one, other)
+        loss(expected, None).backward()
+        loss(output, None).backward()
+        for (key, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None), key
+            if one.grad is not None:
+                torch.testing.assert_close(one.grad, other.grad, msg=key)
+        for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["unet", "resnet", "rounded", "statistics"])
+def test_a_pipeline_of_three_stages_trains_a_traced_model_as_plain_training_does(name):
+    """Long skips, tied weights, masks and statistics across real boundaries; the user's own model
+    is trained.
+    """
+    model, plain, inputs = made(name)
+    traced = chain(model, inputs(4, 6))
+    third = len(traced) // 3
+    pipe = Pipeline(
+        traced,
+        loss=loss,
+        balance=[third, third, len(traced) - 2 * third],
+        schedule="1f1b",
+        micro_batches=2,
+        executor="threads",
+    )
+    batch = inputs(4, 6)
+    batch_loss = pipe.train_batch(batch, torch.zeros(4))
+    total = 0.0
+    for first in (0, 2):
+        part = pytree.tree_map(
+            lambda leaf: leaf[first : first + 2] if isinstance(leaf, torch.Tensor) else leaf,  # noqa: B023
+            batch,
+        )
+        part_loss = loss(call(plain, part), None) / 2
+        part_loss.backward()
+        total += float(part_loss.detach())
+    assert float(batch_loss) == pytest.approx(total)
+    for (key, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), key
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, msg=key)
+    state = pipe.state_dict()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(state[key], value)
+
+
+def test_layers_are_the_modules_with_weights_in_the_order_of_running_under_their_own_names():
+    """The finest chain: the ops around a module belong to its layer, and ops without weights are no
+    layer.
+    """
+    model, _, inputs = made("unet")
+    traced = chain(model, inputs(2, 0))
+    assert [layer.name for layer in traced] == [
+        "downs.0",
+        "downs.1",
+        "middle",
+        "ups.0",
+        "joins.0",
+        "ups.1",
+        "joins.1",
+        "head",
+    ]
+    assert [layer.kind for layer in traced][2:4] == ["Conv2d", "ConvTranspose2d"]
+    assert traced[0].parameters == ("downs.0.weight", "downs.0.bias")
+    assert traced.modules[0].extra_repr() == "layer 0 of UNet"
+
+
+def test_what_a_skip_carries_crosses_only_the_boundaries_between_its_ends():
+    """The planner counts the bytes that cross each boundary."""
+    model, _, inputs = made("unet")
+    batch = inputs(2, 0)
+    traced = chain(model, batch)
+    value, counts = batch, []
+    for index, module in enumerate(traced.modules[:-1]):
+        value = module(value)
+        counts.append(len(traced.exits[index](value)))
+    assert counts == [1, 2, 3, 2, 2, 1, 1]
+
+
+class Late(nn.Module):
+    """Inputs, and values computed from them, that the first layers do not use; and a head tied to
+    the embedding.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.inner, self.head = (
+            nn.Embedding(11, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 11, bias=False),
+        )
+        self.head.weight = self.embedding.weight
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+
+    def forward(self, source, labels):
+        places = torch.arange(source.shape[1])[:, None] * self.angles
+        table = torch.cat([places.sin(), places.cos()], dim=-1)
+        mask = (source > 3)[..., None]
+        inner = self.inner(self.embedding(source))
+        logits = self.head((inner + table).masked_fill(mask, 0.0))
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def test_inputs_used_late_and_what_is_made_of_inputs_alone_never_cross():
+    """Every rank has the batch, so masks, tables and labels are recomputed where they are used."""
+    model, batch = Late(), (tokens(2, 6), tokens(2, 6))
+    traced = chain(model, batch)
+    value = batch
+    for index, module in enumerate(traced.modules[:-1]):
+        value = module(value)
+        crossing = traced.exits[index](value)
+        assert [tuple(tensor.shape) for tensor in crossing.values()] == [(2, 6, 8)]
+        value = traced.entries[index + 1](crossing, batch)
+    torch.testing.assert_close(traced.modules[-1](value), model(*batch))
+
+
+def test_a_weight_used_in_two_places_is_tied_under_the_first_of_its_names():
+    """The planner must know that two layers share it, and checkpoints have both names."""
+    traced = chain(Late(), (tokens(2, 6), tokens(2, 6)))
+    assert traced.aliases["head.weight"] == traced.aliases["embedding.weight"] == "embedding.weight"
+    assert [traced[index].name for index in traced.description.tied["embedding.weight"]] == [
+        "embedding",
+        "head",
+    ]
+
+
+def test_a_layer_says_whether_it_draws_random_numbers_and_drops_by_the_seed():
+    """Only layers that are known to draw get a seed from seed, step, layer and micro-batch."""
+    torch.manual_seed(0)
+    model = Returning()
+    model.second = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 2))
+    traced = chain(model, torch.randn(4, 8))
+    assert [may_draw(module) for module in traced.modules] == [False, True, False]
+    outputs = []
+    for balance in ([1, 2], [2, 1]):
+        model.zero_grad()
+        pipe = Pipeline(
+            traced,
+            loss=loss,
+            balance=balance,
+            schedule="gpipe",
+            micro_batches=2,
+            executor="threads",
+            seed=3,
+        )
+        pipe.train_batch(torch.ones(4, 8), torch.zeros(4))
+        outputs.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
+
+
+def test_a_model_without_an_example_is_told_how_to_give_one():
+    """The message has the line to write."""
+    with pytest.raises(
+        ChainError,
+        match=r"UNet is not an nn\.Sequential.*ps\.chain\(model, example\).*ps\.chain\(\[model\.stem",
+    ):
+        chain(UNet())
+
+
+def test_hooks_on_a_modules_backward_are_refused():
+    """A trace has no backward of modules, so the hook would never run."""
+    model = UNet()
+    model.middle.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ChainError, match=r"middle has hooks on its backward"):
+        chain(model, torch.randn(2, 3, 8, 8))
+
+
+def test_a_sequential_is_taken_as_it_is_with_an_example_or_without():
+    """Its layers are the user's own modules."""
+    whole = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert chain(whole, torch.randn(2, 2)).modules == tuple(whole)

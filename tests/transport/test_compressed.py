@@ -1,0 +1,99 @@
+"""Boundaries in fewer bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import SettingError
+from penstock.schedule.lower import Message
+from penstock.schedule.op import Kind
+from penstock.transport.compressed import CodedTransport, compress, decompress, dequantize, quantize
+from penstock.transport.in_process import Exchange, MemoryTransport
+from penstock.transport.payload import Payload
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 9), min_size=0, max_size=3), st.floats(-30, 30), st.integers(0, 9))
+def test_eight_bits_are_off_by_at_most_half_a_step_of_the_rows_scale(shape, magnitude, seed):
+    """A step is the row's largest number over 127."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2.0**magnitude
+    back = dequantize(quantize(x, "int8"), x.dtype, x.shape)
+    rows = x if x.dim() else x.reshape(1)
+    step = (rows.abs().amax(-1, keepdim=True) / 127).expand_as(rows).reshape(x.shape)
+    assert back.shape == x.shape
+    assert bool(((back - x).abs() <= step * 0.501).all())
+
+
+def test_bfloat16_is_what_torch_makes_of_it():
+    """Nothing of our own."""
+    x = torch.randn(7, 300)
+    assert torch.equal(dequantize(quantize(x, "bfloat16"), x.dtype, x.shape), x.bfloat16().float())
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_overflow_is_still_seen_on_the_other_side(bad):
+    """A scaler that skips the step must hear of it."""
+    x = torch.ones(4, 100)
+    x[2, 5] = bad
+    back = dequantize(quantize(x, "int8"), x.dtype, x.shape)
+    assert not back[2].isfinite().all()
+    assert back[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("code", ["bfloat16", "int8"])
+def test_everything_else_arrives_as_it_was(code):
+    """Masks, numbers, small tensors, constants, and the nesting."""
+    value = {
+        "x": torch.randn(4, 100),
+        "mask": torch.rand(4, 100) > 0.5,
+        "ids": torch.arange(999),
+        "few": torch.randn(3),
+        "depth": 2,
+        "none": None,
+    }
+    value["x"].requires_grad_(True)
+    back = decompress(compress(Payload.of(value), code))
+    assert back.wants_grad == Payload.of(value).wants_grad
+    received = back.value()
+    for name in ("mask", "ids", "few"):
+        assert torch.equal(received[name], value[name])
+    assert (received["depth"], received["none"]) == (2, None)
+    torch.testing.assert_close(received["x"], value["x"].detach(), rtol=0.02, atol=0.03)
+
+
+def test_what_a_gradient_has_lost_comes_with_the_next():
+    """So the sum over micro-batches is off by what one message has lost, and not by as much for
+    each.
+    """
+    exchange = Exchange()
+    ends = [CodedTransport(MemoryTransport(rank, exchange, 5.0), "int8") for rank in (0, 1)]
+    grads = [torch.randn(8, 64, generator=torch.Generator().manual_seed(n)) for n in range(50)]
+    total = torch.zeros(8, 64)
+    plain = torch.zeros(8, 64)
+    for number, grad in enumerate(grads):
+        message = Message(Kind.B, 1, number)
+        ends[1].send(0, message, Payload.flat([grad]), "form")
+        total += ends[0].post(1, message, "form").wait().tensors[0]
+        plain += dequantize(quantize(grad, "int8"), grad.dtype, grad.shape)
+    expected = torch.stack(grads).sum(0)
+    step = float(max(grad.abs().max() for grad in grads)) / 127
+    assert float((total - expected).abs().max()) <= step
+    assert float((plain - expected).abs().mean()) > 2 * float((total - expected).abs().mean())
+
+
+def test_what_copies_exchange_is_not_touched():
+    """Weights and their gradients stay exact."""
+    exchange = Exchange()
+    ends = [CodedTransport(MemoryTransport(rank, exchange, 5.0), "int8") for rank in (0, 1)]
+    x = torch.randn(5, 500)
+    ends[0].send(1, Message(Kind.U, 0, 0), Payload.of(x), "form")
+    assert torch.equal(ends[1].post(0, Message(Kind.U, 0, 0), "form").wait().tensors[0], x)
+
+
+def test_an_unknown_code_is_refused():
+    """By name."""
+    with pytest.raises(SettingError, match="choose one of bfloat16, int8, or None"):
+        quantize(torch.ones(2), "fp4")

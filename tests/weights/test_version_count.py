@@ -1,0 +1,67 @@
+"""count_versions: the weight versions that a rank keeps, op by op."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.schedule.op import Schedule
+from penstock.schedule.period import with_batches
+from penstock.weights.catalogue import WeightRule, weight_rule
+from penstock.weights.rule_types import Reads
+from penstock.weights.version_count import count_versions
+from penstock.weights.version_trace import trace_versions
+
+
+def held(text, rule, size=1, pipelines=1):
+    """Versions per stage, and the findings, of one program."""
+    rows = [list(with_batches(program, size)) for program in Schedule.parse(text).programs]
+    trace = trace_versions(rows, 1, pipelines)
+    reads = [{number: rule.reads(trace.place(0, number)) for number in trace.stages[0]}]
+    return count_versions(rows, trace, reads, rule, pipelines)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "versions"),
+    [
+        ("0F0 0B0 0U1 0F1 0B1 0U2", "stash", 1),  # nothing is in flight at an update
+        ("0F0 0F1 0B0 0U1 0B1 0U2", "stash", 2),  # 1 has read version 0 and needs it still
+        ("0F0 0F1 0F2 0B0 0U1 0B1 0U2 0B2 0U3", "stash", 2),  # 1 and 2 share version 0
+        ("0F0 0F1 0B0 0U1 0F2 0B1 0U2 0B2 0U3", "stash", 2),  # 0 goes when 1 has come back
+        ("0F0 0F1 0B0 0U1 0F2 0B1 0U2 0B2 0U3", "none", 1),
+        (
+            "0F0 0B0 0U1 0F1 0B1 0U2 0F2 0B2 0U3",
+            "double-buffer",
+            2,
+        ),  # the next F reads the version before the newest
+    ],
+)
+def test_a_version_is_kept_while_something_in_flight_or_to_come_reads_it(text, rule, versions):
+    """Counted by hand."""
+    assert held(text, weight_rule(rule)) == ([versions], [])
+
+
+def test_every_copy_of_the_weights_counts():
+    """Two copies of the weights are on the rank."""
+    assert held("0F0 0F1 0B0 0U1 0B1 0U2", weight_rule("avgpipe"), pipelines=2) == ([2], [])
+    assert held("0F0 0F1 0B0 0U1 0B1 0U2", weight_rule("none"), pipelines=3) == ([3], [])
+
+
+def test_a_split_backward_holds_its_version_until_w():
+    """Its weight gradient is still to be taken from what the forward has saved."""
+    assert held("0F0 0I0 0F1 0I1 0W0 0U1 0W1 0U2", weight_rule("stash"))[0] == [2]
+
+
+def test_what_lacks_is_found_with_the_op_that_reads_it():
+    """One finding for each, at the F if it is gone by then, at the B if it is not there yet."""
+    rule = WeightRule(
+        "mine",
+        lambda p: Reads(p.at_forward + (p.batch == 1), p.at_forward),
+        synchronous=False,
+        source="a test",
+    )
+    _, findings = held("0F0 0B0 0U1 0F1 0B1 0U2", rule)
+    assert [(f.rule, f.op, f.rank) for f in findings] == [("weights", "0F1", 0)]
+    assert (
+        "mine: 0F1 on rank 0 reads version 2 of stage 0, where the newest is 1"
+        in findings[0].message
+    )
