@@ -80,7 +80,7 @@ class SavedForward:
 
 
 @dataclass(slots=True)
-class PlainForward:
+class FastForward:
     """The same on the fast path: one tensor comes in, one goes out, and nothing else is asked for."""
 
     leaf: Tensor | None

@@ -1,4 +1,4 @@
-"""A stage on its rank: layers, what they keep between a forward and its backward, and their update."""
+"""A stage on its rank: its layers, what they save from a forward to its backward, and their update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.stage.activation_meter import ActivationMeter
 from penstock.stage.boundary_checks import InPlace, check_devices, check_same_flags
 from penstock.stage.eviction import Saved
 from penstock.stage.foreign_parameters import Reach
-from penstock.stage.saved_forward import InputGrads, PlainForward, SavedForward
+from penstock.stage.saved_forward import FastForward, InputGrads, SavedForward
 from penstock.stage.second_forward import SecondForwards
 from penstock.stage.slice_state import Past, Pasts, tensors_of
 from penstock.stage.stage_layers import StageLayer, StageLayers
@@ -40,19 +40,22 @@ _SIDE = "penstock.side_loss"
 #: Forms of micro-batches that are remembered.
 _MOST_FORMS = 4096
 
-_NOTHING = Payload("*", (), ())
-_NO_PAST = Past(keeps=False)
-_AS_IT_IS = nullcontext()
+_NO_GRADS = Payload("*", (), ())
+_NO_SLICE_STATE = Past(keeps=False)
+_NO_CONTEXT = nullcontext()
 
 
 @dataclass
 class Stage:
-    """Runs ops of one stage. Knows nothing of schedules, ranks or links.
+    """Runs the ops of one stage, whatever the schedule, the rank and the links.
 
-    `evicted`: micro-batches that `evict` will be asked for. `held`: what counts what is kept, for
-    all stages of a rank. `entry`, `exit`, `recomputed`, `segment_starts`, `compile`, `offload`: see
-    `StageLayers`. `autocast`: the dtype of mixed precision. `loss_scale`: what gradients are
-    multiplied by, and the loss that is reported is not. `reach`: what graphs may lead to.
+    Attributes:
+        evicted: micro-batches that `evict` will be called for.
+        held: the activation meter of the rank, shared by its stages.
+        entry, exit, recomputed, segment_starts, compile, offload: see `StageLayers`.
+        autocast: dtype of mixed precision.
+        loss_scale: factor of the gradients; the reported loss is without it.
+        reach: checks that gradients lead to parameters of this stage only.
     """
 
     index: int
@@ -74,7 +77,7 @@ class Stage:
     offload: bool = False
     reach: Reach | None = None
     loss_options: LossOptions = field(default_factory=LossOptions)
-    _kept: dict[_Key, SavedForward | PlainForward] = field(default_factory=dict)
+    _saved: dict[_Key, SavedForward | FastForward] = field(default_factory=dict)
     _pending: dict[_Key, tuple[PendingWeights, int]] = field(default_factory=dict)
     _pasts: Pasts = field(default_factory=Pasts)
 
@@ -98,11 +101,10 @@ class Stage:
             [] if self.entry is None else [self.entry],
             f"stage {self.index}, {where}",
         )
-        # Forms of micro-batches that the short way is known to do for, and the bytes that they
-        # keep.
-        self._plain: dict[str, int] = {}
-        # Forms of micro-batches whose gradients are laid out like the inputs that they are of.
-        self._alike: set[str] = set()
+        # Forms of micro-batches that take the fast path, and the bytes that each saves.
+        self._fast_path_bytes: dict[str, int] = {}
+        # Forms of micro-batches whose input gradients have the memory layout of the inputs.
+        self._same_layouts: set[str] = set()
         self._compares = True
         self._on_host = self.device.type == "cpu"
         self._starts = Starts()
@@ -112,7 +114,7 @@ class Stage:
             self._losses = StageLoss(self.loss, self.device, self.loss_options, self.seed, modules)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All parameters and buffers; one that two modules share comes twice."""
+        """Yield all parameters and buffers; one that two modules share is yielded twice."""
         for module in self.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
@@ -123,26 +125,26 @@ class Stage:
         return self._running.modules()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Layers in evaluation mode; afterwards every module is in the mode it was in."""
+        """Run layers in evaluation mode; restore the mode of every module afterwards."""
         return self._running.evaluating()
 
     def allow_other_weights(self) -> None:
-        """Do not compare second forwards with first ones.
+        """Do not compare recomputed forwards with the first ones.
 
         The weight rules of asynchronous schedules may let a backward read newer weights than its
-        forward has read; what runs again then makes other values, as their papers have it.
+        forward has read. Recomputed values then differ, as in their papers.
         """
         self._compares = False
         self._running.allow_other_weights()
 
     def renew(self) -> None:
-        """Learn anew what the layers do: those of a traced model have other code."""
+        """Forget what was observed of the layers, because a traced model has been traced again."""
         self._running.renew()
         if not self._compares:
             self._running.allow_other_weights()
         self._in_place = InPlace()
-        self._plain.clear()
-        self._alike.clear()
+        self._fast_path_bytes.clear()
+        self._same_layouts.clear()
 
     def forward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload | None:
         """F: run the layers on one micro-batch.
@@ -155,52 +157,52 @@ class Stage:
         Returns:
             What the next stage takes; None on the last.
         """
-        size = self._plain.get(batch.forms[micro_batch])
+        size = self._fast_path_bytes.get(batch.forms[micro_batch])
         if size is not None and (arrived is None or arrived.structure == ""):
-            return self._forward_plainly(batch, micro_batch, arrived, size)
+            return self._fast_forward(batch, micro_batch, arrived, size)
         inputs = self._leaves(batch, micro_batch, arrived)
-        again = batch.training and recomputes(self.recompute, *batch.place(micro_batch))
-        first = self._again.first() if again else None
-        after = batch.next_slice(micro_batch)
-        past = Past(self._pasts.waiting.pop(micro_batch, {}), keeps=after is not None)
-        keeps = batch.training and not again
+        recomputed = batch.training and recomputes(self.recompute, *batch.place(micro_batch))
+        first = self._again.first() if recomputed else None
+        next_slice = batch.next_slice(micro_batch)
+        past = Past(self._pasts.waiting.pop(micro_batch, {}), keeps=next_slice is not None)
+        keeps = batch.training and not recomputed
         saved = Saved(self._running.weights()) if keeps and micro_batch in self.evicted else None
         # With a graph also where it is run again: which outputs want a gradient is known from that
         # alone, and kernels are chosen by it.
         with (
-            self._looking(batch, micro_batch, inputs, keeps),
+            self._measuring(batch, micro_batch, inputs, keeps),
             torch.set_grad_enabled(batch.training),
             saved.saving() if saved else nullcontext(),
         ):
-            result, own, loss = self._run(batch, micro_batch, inputs, past)
-        made = [] if result is None else result.tensors
-        left = [] if after is None else tensors_of(past.outgoing)
+            result, loss_roots, loss = self._run(batch, micro_batch, inputs, past)
+        outputs = [] if result is None else result.tensors
+        carried = [] if next_slice is None else tensors_of(past.outgoing)
         if first is not None and self._compares:
-            first.note([*made, *own, *left])
-        flags = tuple([tensor.requires_grad for tensor in (*made, *left)])
-        roots = [tensor for tensor in made if tensor.requires_grad] + own
-        roots += [tensor for tensor in left if tensor.requires_grad]
-        if after is not None:
-            self._pasts.store(after, past.outgoing, flags[len(made) :])
-        if again and result is not None:
-            result = result.with_tensors([tensor.detach() for tensor in made])
+            first.note([*outputs, *loss_roots, *carried])
+        flags = tuple([tensor.requires_grad for tensor in (*outputs, *carried)])
+        roots = [tensor for tensor in outputs if tensor.requires_grad] + loss_roots
+        roots += [tensor for tensor in carried if tensor.requires_grad]
+        if next_slice is not None:
+            self._pasts.store(next_slice, past.outgoing, flags[len(outputs) :])
+        if recomputed and result is not None:
+            result = result.with_tensors([tensor.detach() for tensor in outputs])
         if batch.training:
-            size = inputs.nbytes if again else self.held.size(self._form(batch, micro_batch))
-            self._kept[batch.step, micro_batch] = SavedForward(
+            size = inputs.nbytes if recomputed else self.held.size(self._form(batch, micro_batch))
+            self._saved[batch.step, micro_batch] = SavedForward(
                 inputs,
                 past.incoming,
-                None if again else roots,
-                len(own),
+                None if recomputed else roots,
+                len(loss_roots),
                 first,
                 saved,
                 size,
                 flags,
-                None if again else loss,
+                None if recomputed else loss,
                 self._input_grads(inputs),
             )
             self.held.take(size)
-            if not (again or saved or own[1:] or batch.outputs):
-                self._learn(batch, micro_batch, inputs, result, size=size)
+            if not (recomputed or saved or loss_roots[1:] or batch.outputs):
+                self._enable_fast_path(batch, micro_batch, inputs, result, size=size)
         return result
 
     def _leaves(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
@@ -211,40 +213,41 @@ class Stage:
         else:
             leaves = device_batch(batch, self.device).views(micro_batch, source.tensors)
         if arrived is not None and batch.training:
-            for leaf, wanted in zip(leaves, source.wants_grad, strict=True):
-                leaf.requires_grad_(wanted)
+            for leaf, requires_grad in zip(leaves, source.wants_grad, strict=True):
+                leaf.requires_grad_(requires_grad)
         return source.with_tensors(leaves)
 
     def _input_grads(self, inputs: Payload) -> InputGrads | None:
         leaves = [leaf for leaf in inputs.tensors if leaf.requires_grad]
         return InputGrads.of(leaves) if leaves else None
 
-    def _learn(
+    def _enable_fast_path(
         self, batch: Batch, micro_batch: int, inputs: Payload, result: Payload | None, *, size: int
     ) -> None:
-        """Let the next micro-batches of this form go the short way, if it would do."""
+        """Let the next micro-batches of this form take the fast path, if it is sufficient."""
         one_out = self.loss is not None if result is None else result.structure == ""
-        known = self._in_place.excluded(training=True) and self.held.settled(
+        settled = self._in_place.excluded(training=True) and self.held.settled(
             self._form(batch, micro_batch)
         )
         form = batch.forms[micro_batch]
         # The fast path takes the gradient of its input from `leaf.grad`, see `InputGrads`.
-        alike = form in self._alike or not any(inputs.wants_grad)
+        alike = form in self._same_layouts or not any(inputs.wants_grad)
         if (
-            known
+            settled
             and alike
             and one_out
             and inputs.structure == ""
             and not batch.cuts_tokens
             and not batch.keeps_outputs
         ):
-            self._plain[form] = size
+            self._fast_path_bytes[form] = size
 
-    def _forward_plainly(
+    def _fast_forward(
         self, batch: Batch, micro_batch: int, arrived: Payload | None, size: int
     ) -> Payload | None:
-        """F where one tensor comes and one goes. The form, which has the mode in it, says that it
-        is so.
+        """Run F on the fast path: one input tensor, one output tensor.
+
+        The form of the micro-batch, of which the mode is a part, tells that this is sufficient.
         """
         leaf = None
         value = batch.inputs[micro_batch] if arrived is None else arrived.leaves[0].detach()
@@ -254,12 +257,15 @@ class Stage:
             value = value.to(self.device)
         if arrived is not None and arrived.wants_grad[0]:
             leaf = value.requires_grad_(True)
-        given = value
+        stage_input = value
         sides: list[Tensor] = []
         outer = collect_side_losses(sides)
         try:
-            with _AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad(), self._mixed():
-                value = self._running.run(batch, micro_batch, value, _NO_PAST)
+            with (
+                _NO_CONTEXT if torch.is_grad_enabled() else torch.enable_grad(),
+                self._autocast_context(),
+            ):
+                value = self._running.run(batch, micro_batch, value, _NO_SLICE_STATE)
                 if self._losses is not None:
                     output, value = value, self._losses.of(batch, micro_batch, value, sides)
                     if self.reach is not None and self.reach.step != batch.step:
@@ -269,115 +275,122 @@ class Stage:
         root = value if value.requires_grad else None
         self.held.take(size)
         if sides:
-            return self._with_sides(batch, micro_batch, (given, leaf, root, value), sides, size)
-        self._kept[batch.step, micro_batch] = PlainForward(leaf, root, size)
+            return self._leave_fast_path(
+                batch, micro_batch, (stage_input, leaf, root, value), sides, size
+            )
+        self._saved[batch.step, micro_batch] = FastForward(leaf, root, size)
         return None if self.loss is not None else Payload("", (value,), (root is not None,))
 
-    def _with_sides(
+    def _leave_fast_path(
         self,
         batch: Batch,
         micro_batch: int,
-        made: tuple[Tensor, Tensor | None, Tensor | None, Tensor],
+        graph: tuple[Tensor, Tensor | None, Tensor | None, Tensor],
         sides: list[Tensor],
         size: int,
     ) -> Payload | None:
-        """What `_forward_plainly` has made where a layer turns out to have side losses, though
-        micro-batches before had none.
-        """
-        del self._plain[batch.forms[micro_batch]]
-        given, leaf, root, value = made
-        own = [side for side in sides if side.requires_grad]
+        """Save a forward of the fast path in which a layer had a side loss for the first time."""
+        del self._fast_path_bytes[batch.forms[micro_batch]]
+        stage_input, leaf, root, value = graph
+        side_roots = [side for side in sides if side.requires_grad]
         roots = [] if root is None else [root]
         result = Payload.of({_SIDE: total(sides), "value": value}) if self.loss is None else None
-        inputs = Payload("", (given,), (leaf is not None,))
-        count = len(own) + (len(roots) if self.loss is not None else 0)
-        self._kept[batch.step, micro_batch] = SavedForward(
-            inputs, {}, [*roots, *own], count, None, None, size, (), root
+        inputs = Payload("", (stage_input,), (leaf is not None,))
+        count = len(side_roots) + (len(roots) if self.loss is not None else 0)
+        self._saved[batch.step, micro_batch] = SavedForward(
+            inputs, {}, [*roots, *side_roots], count, None, None, size, (), root
         )
         return result
 
     def backward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
-        """B: gradients of weights and inputs. Takes the gradients of what `forward` returned,
-        returns those of what it took.
+        """Run B: gradients of weights and inputs.
+
+        Args:
+            batch: the batch.
+            micro_batch: number of the micro-batch or slice.
+            arrived: gradients of what `forward` returned; None on the last stage.
+
+        Returns:
+            Gradients of what `forward` took.
         """
-        kept = self._kept[batch.step, micro_batch]
-        if type(kept) is PlainForward:
-            del self._kept[batch.step, micro_batch]
-            return self._backward_plainly(batch, micro_batch, arrived, kept)
+        saved = self._saved[batch.step, micro_batch]
+        if type(saved) is FastForward:
+            del self._saved[batch.step, micro_batch]
+            return self._fast_backward(batch, micro_batch, arrived, saved)
         leaves, past, roots, grads, size = self._roots(batch, micro_batch, arrived)
         live = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
         if live:
-            with self._drawing(batch, micro_batch):
+            with self._seeded_backward(batch, micro_batch):
                 torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
         self._pasts.store_grads(micro_batch, [leaf.grad for leaf in past])
         self.held.give(size)
-        assert isinstance(kept, SavedForward)
-        if kept.input_grads is None:
+        assert isinstance(saved, SavedForward)
+        if saved.input_grads is None:
             return Payload.flat([leaf.grad for leaf in leaves])
-        input_grads, alike = kept.input_grads.take(leaves)
+        input_grads, alike = saved.input_grads.take(leaves)
         if alike:
-            if len(self._alike) >= _MOST_FORMS:
-                self._alike.clear()
-            self._alike.add(batch.forms[micro_batch])
+            if len(self._same_layouts) >= _MOST_FORMS:
+                self._same_layouts.clear()
+            self._same_layouts.add(batch.forms[micro_batch])
         return Payload.flat(input_grads)
 
-    def _backward_plainly(
-        self, batch: Batch, micro_batch: int, arrived: Payload | None, kept: PlainForward
+    def _fast_backward(
+        self, batch: Batch, micro_batch: int, arrived: Payload | None, saved: FastForward
     ) -> Payload:
-        root, leaf = kept.root, kept.leaf
+        root, leaf = saved.root, saved.leaf
         if root is not None:
             grad = (
-                self._started(batch, micro_batch, root)
+                self._first_grad(batch, micro_batch, root)
                 if arrived is None
                 else moved(arrived.leaves[0], self.device)
             )
             if grad is not None and self._running.draws.watches_backward:
-                with self._drawing(batch, micro_batch):
+                with self._seeded_backward(batch, micro_batch):
                     whole_grad(root, grad)
             elif grad is not None:
                 whole_grad(root, grad)
-        self.held.give(kept.size)
+        self.held.give(saved.size)
         if leaf is None:
-            return _NOTHING
+            return _NO_GRADS
         return Payload.flat([leaf.grad])
 
     def input_grad(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
-        """I: gradients of the inputs only; W has to follow."""
+        """Run I: gradients of the inputs only; W has to follow."""
         leaves, past, roots, grads, size = self._roots(batch, micro_batch, arrived)
-        with self._drawing(batch, micro_batch):
-            found, pending = input_grad(roots, grads, [*leaves, *past])
+        with self._seeded_backward(batch, micro_batch):
+            grads_of_inputs, pending = input_grad(roots, grads, [*leaves, *past])
         self._pending[batch.step, micro_batch] = pending, size
-        self._pasts.store_grads(micro_batch, found[len(leaves) :])
-        return Payload.flat(found[: len(leaves)])
+        self._pasts.store_grads(micro_batch, grads_of_inputs[len(leaves) :])
+        return Payload.flat(grads_of_inputs[: len(leaves)])
 
     def weight_grad(self, batch: Batch, micro_batch: int) -> None:
-        """W: gradients of the weights, from what I left."""
+        """Run W: gradients of the weights, from what I has saved."""
         pending, size = self._pending.pop((batch.step, micro_batch))
-        with self._drawing(batch, micro_batch, weights_only=True):
+        with self._seeded_backward(batch, micro_batch, weights_only=True):
             weight_grad(pending)
         self.held.give(size)
 
     def evict(self, batch: Batch, micro_batch: int) -> Payload:
-        """E: give what the forward has saved away. What will be recomputed has saved nothing."""
-        kept = self._kept[batch.step, micro_batch]
-        assert isinstance(kept, SavedForward)  # what may be evicted never goes the short way
-        self.held.give(kept.size)
-        saved = kept.saved
+        """Run E: return what the forward has saved; nothing if it will be recomputed."""
+        forward = self._saved[batch.step, micro_batch]
+        assert isinstance(forward, SavedForward)  # what may be evicted never takes the fast path
+        self.held.give(forward.size)
+        saved = forward.saved
         content = torch.empty(0, dtype=torch.uint8) if saved is None else saved.take_out()
         return Payload.of(content, (False,))
 
     def load(self, batch: Batch, micro_batch: int, arrived: Payload) -> None:
-        """L: take it back."""
-        kept = self._kept[batch.step, micro_batch]
-        assert isinstance(kept, SavedForward)
-        self.held.take(kept.size)
-        saved = kept.saved
+        """Run L: take back what `evict` has returned."""
+        forward = self._saved[batch.step, micro_batch]
+        assert isinstance(forward, SavedForward)
+        self.held.take(forward.size)
+        saved = forward.saved
         if saved is not None:
             saved.put_back(arrived.tensors[0])
 
     def forget(self) -> None:
-        """Drop what unfinished batches have kept."""
-        self._kept.clear()
+        """Drop what unfinished batches have saved."""
+        self._saved.clear()
         self.held.begin()
         self._pending.clear()
         self._pasts.clear()
@@ -385,66 +398,74 @@ class Stage:
     def _run(
         self, batch: Batch, micro_batch: int, inputs: Payload, past: Past
     ) -> tuple[Payload | None, list[Tensor], Tensor | None]:
-        """What the layers make for the next stage, and what starts a gradient of its own: the loss,
-        on the last stage, and side losses.
+        """Run the layers.
+
+        Returns:
+            The output for the next stage, None on the last; the losses at which the backward
+            starts on this stage, which are side losses and on the last stage the loss; the loss.
         """
         watch = self._in_place.watch(inputs, training=batch.training)
         value = watch.given.value()
-        before: Tensor | None = None
+        earlier_side: Tensor | None = None
         if type(value) is dict and _SIDE in value:
-            before, value = value[_SIDE], value["value"]
+            earlier_side, value = value[_SIDE], value["value"]
         result: Payload | None = None
         loss: Tensor | None = None
-        own: list[Tensor] = []
-        with self._mixed(), collecting_side_losses() as sides:
+        loss_roots: list[Tensor] = []
+        with self._autocast_context(), collecting_side_losses() as sides:
             value = self._running.run(batch, micro_batch, value, past)
             past.check_unchanged()
             watch.check()
             if self.reach is not None and batch.training:
                 self.reach.check_output(self._form(batch, micro_batch), value)
-            told = sides if before is None else [before.to(self.device), *sides]
-            own = [side for side in sides if side.requires_grad] if batch.training else []
+            all_sides = sides if earlier_side is None else [earlier_side.to(self.device), *sides]
+            loss_roots = [side for side in sides if side.requires_grad] if batch.training else []
             if self._losses is None:
-                result = Payload.of({_SIDE: total(told), "value": value} if told else value)
+                result = Payload.of(
+                    {_SIDE: total(all_sides), "value": value} if all_sides else value
+                )
                 check_devices(result, self.device)
             else:
-                loss = self._losses.of(batch, micro_batch, value, told)
+                loss = self._losses.of(batch, micro_batch, value, all_sides)
                 if self.reach is not None:
                     self.reach.check_loss(batch, loss, value)
                 if isinstance(loss, Tensor) and loss.requires_grad:
-                    own.append(loss)
-        return result, own, loss
+                    loss_roots.append(loss)
+        return result, loss_roots, loss
 
-    def _drawing(
+    def _seeded_backward(
         self, batch: Batch, micro_batch: int, *, weights_only: bool = False
     ) -> AbstractContextManager[None]:
-        """Around a backward: the random generators, if layers draw there."""
+        """Return a context that seeds the random generators for a backward, if layers draw in it."""
         draws = self._running.draws
         if not draws.watches_backward:
-            return _AS_IT_IS
+            return _NO_CONTEXT
         return draws.backward(Place(batch, micro_batch), weights_only=weights_only)
 
-    def _started(self, batch: Batch, micro_batch: int, root: Tensor, side: bool = False) -> Tensor:
-        """The gradient that the loss begins with, its weight in the batch, or a side loss, the
-        micro-batch's share; scaled.
+    def _first_grad(
+        self, batch: Batch, micro_batch: int, root: Tensor, side: bool = False
+    ) -> Tensor:
+        """Return the gradient at which the backward of a loss starts: its weight in the loss of the
+        batch, or for a side loss the micro-batch's share; times the loss scale.
         """
         weights = batch.shares if side or batch.loss_weights is None else batch.loss_weights
         return self._starts.of(weights[micro_batch] * self.loss_scale, root)
 
-    def _mixed(self) -> AbstractContextManager[None]:
+    def _autocast_context(self) -> AbstractContextManager[None]:
         if self.autocast is None:
-            return _AS_IT_IS
+            return _NO_CONTEXT
         return torch.autocast(self.device.type, dtype=self.autocast)
 
     def _form(self, batch: Batch, micro_batch: int) -> str:
         """A name that graphs of the same shapes share."""
         return f"{self.index}/{batch.forms[micro_batch]}"
 
-    def _looking(
+    def _measuring(
         self, batch: Batch, micro_batch: int, inputs: Payload, keeps: bool
     ) -> AbstractContextManager[None]:
-        """Let what is held of a new form be counted. What can be evicted is held by something else;
-        it counts as much.
+        """Return a context that measures what a forward of a new form saves.
+
+        Evicted micro-batches save through other hooks, and count as much.
         """
         if not keeps:
             return nullcontext()
@@ -458,36 +479,37 @@ class Stage:
     def _roots(
         self, batch: Batch, micro_batch: int, arrived: Payload | None
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor | None], int]:
-        """Leaves that want gradients, among the inputs and in the past that was found; the graph's
-        roots, and their gradients; and how many bytes it holds.
+        """Return what a backward needs; recompute the graph if it was not saved.
 
-        Recomputes the graph if needed.
+        Returns:
+            Leaves that require gradients, of the inputs and of the slices before; the roots of the
+            graph, and their gradients; and the bytes that the graph holds.
         """
-        kept = self._kept.pop((batch.step, micro_batch))
-        if isinstance(kept, PlainForward):
-            here = [] if kept.leaf is None else [kept.leaf]
-            if (root := kept.root) is None:
-                return here, [], [], [], kept.size
+        saved = self._saved.pop((batch.step, micro_batch))
+        if isinstance(saved, FastForward):
+            leaves_of_input = [] if saved.leaf is None else [saved.leaf]
+            if (root := saved.root) is None:
+                return leaves_of_input, [], [], [], saved.size
             start = (
-                self._started(batch, micro_batch, root)
+                self._first_grad(batch, micro_batch, root)
                 if arrived is None
                 else moved(arrived.leaves[0], self.device)
             )
-            return here, [], [root], [start], kept.size
-        leaves = [leaf for leaf in kept.inputs.tensors if leaf.requires_grad]
-        past_leaves = [leaf for leaf in tensors_of(kept.found) if leaf.requires_grad]
+            return leaves_of_input, [], [root], [start], saved.size
+        leaves = [leaf for leaf in saved.inputs.tensors if leaf.requires_grad]
+        past_leaves = [leaf for leaf in tensors_of(saved.found) if leaf.requires_grad]
         grads: list[Tensor | None] = (
             [] if arrived is None else [moved(leaf, self.device) for leaf in arrived.leaves]
         )
-        after = batch.next_slice(micro_batch)
-        grads_of_past = self._pasts.pop_grads(after)
-        roots = kept.roots
+        next_slice = batch.next_slice(micro_batch)
+        grads_of_past = self._pasts.pop_grads(next_slice)
+        roots = saved.roots
         if roots is None:
-            roots = self._run_again(batch, micro_batch, kept)
-        first = len(roots) - len(grads_of_past) - kept.own
+            roots = self._recompute_forward(batch, micro_batch, saved)
+        first = len(roots) - len(grads_of_past) - saved.own
         grads += [
-            self._started(batch, micro_batch, root, root is not kept.loss)
-            for root in roots[first : first + kept.own]
+            self._first_grad(batch, micro_batch, root, root is not saved.loss)
+            for root in roots[first : first + saved.own]
         ]
         pairs = [
             (root, grad)
@@ -499,27 +521,29 @@ class Stage:
             past_leaves,
             [root for root, _ in pairs],
             [grad for _, grad in pairs],
-            kept.size,
+            saved.size,
         )
 
-    def _run_again(self, batch: Batch, micro_batch: int, kept: SavedForward) -> list[Tensor]:
-        """Run a forward again for its backward; returns the roots of its graph.
+    def _recompute_forward(
+        self, batch: Batch, micro_batch: int, saved: SavedForward
+    ) -> list[Tensor]:
+        """Recompute a forward for its backward. Returns the roots of its graph.
 
         Raises:
-            RunError: it did something else than the first.
+            RunError: it differs from the first.
         """
-        after = batch.next_slice(micro_batch)
-        past = Past(kept.found, keeps=after is not None)
-        looking = self._looking(batch, micro_batch, kept.inputs, keeps=True)
-        assert kept.first is not None
-        with looking, torch.enable_grad(), self._again.seeing(kept.first):
-            result, own, loss = self._run(batch, micro_batch, kept.inputs, past)
+        next_slice = batch.next_slice(micro_batch)
+        past = Past(saved.found, keeps=next_slice is not None)
+        looking = self._measuring(batch, micro_batch, saved.inputs, keeps=True)
+        assert saved.first is not None
+        with looking, torch.enable_grad(), self._again.seeing(saved.first):
+            result, loss_roots, loss = self._run(batch, micro_batch, saved.inputs, past)
         full = self.held.size(self._form(batch, micro_batch))
-        self.held.take(full - kept.size)
+        self.held.take(full - saved.size)
         outputs = [] if result is None else result.tensors
-        left = [] if after is None else tensors_of(past.outgoing)
-        self._again.check(kept.first, [*outputs, *own, *left], micro_batch)
-        check_same_flags(kept.flags, [*outputs, *left], f"stage {self.index}")
-        kept.size, kept.own, kept.loss = full, len(own), loss
-        roots = [tensor for tensor in outputs if tensor.requires_grad] + own
-        return roots + [tensor for tensor in left if tensor.requires_grad]
+        carried = [] if next_slice is None else tensors_of(past.outgoing)
+        self._again.check(saved.first, [*outputs, *loss_roots, *carried], micro_batch)
+        check_same_flags(saved.flags, [*outputs, *carried], f"stage {self.index}")
+        saved.size, saved.own, saved.loss = full, len(loss_roots), loss
+        roots = [tensor for tensor in outputs if tensor.requires_grad] + loss_roots
+        return roots + [tensor for tensor in carried if tensor.requires_grad]
