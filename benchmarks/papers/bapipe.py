@@ -19,8 +19,8 @@ from penstock.cluster.machines import Cluster
 from penstock.cluster.presets import Presets
 from penstock.measure.work_counter import count
 from penstock.profile.counts import ModelCounts
-from penstock.profile.fpga import fits_on_chip, fpga, streamed_hop_seconds
-from penstock.simulate.plan_costs import meeting_seconds
+from penstock.profile.fpga import fits_on_chip, fpga, streamed_transfer_seconds
+from penstock.simulate.plan_costs import all_reduce_seconds
 from penstock.zoo.catalogue import model
 
 GPUS = ("BaPipe-4xV100", "BaPipe-8xV100")
@@ -88,7 +88,7 @@ def board_plain_s(name: str, cluster: Cluster, share: int, at_once: int) -> floa
         parts * sum(board_profile(name, kind, at_once, on_chip=False).step_seconds(at_once))
         for kind in cluster.kinds
     )
-    return slowest + meeting_seconds(
+    return slowest + all_reduce_seconds(
         range(cluster.ranks), _weight_bytes(name, 0, len(counted(name))), cluster
     )
 
@@ -169,7 +169,7 @@ def board_pipeline(name: str, cluster: Cluster, batch: int) -> tuple[float, str]
         rate = cluster.between.bandwidth_bytes_per_s
         whole = [cluster.between.latency_s + count / rate for count in out]
         streamed = [
-            cluster.between.latency_s + streamed_hop_seconds(count, rate, row[0])
+            cluster.between.latency_s + streamed_transfer_seconds(count, rate, row[0])
             for count, row in zip(out, rows, strict=False)
         ]
         step, still = (

@@ -18,7 +18,7 @@ from penstock.profile.profile import LayerProfile, Timing
 from penstock.search.best_plan import plan_proposal
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.simulate.plan_costs import meeting_seconds
+from penstock.simulate.plan_costs import all_reduce_seconds
 from penstock.zoo.catalogue import model
 
 DATA = Path(__file__).parent / "data"
@@ -116,7 +116,7 @@ def data_parallel_s(
         return (
             now
             + sum(backward)
-            + meeting_seconds(
+            + all_reduce_seconds(
                 ranks, sum(layer_costs.parameter_bytes for layer_costs in profile), cluster
             )
         )
@@ -125,7 +125,7 @@ def data_parallel_s(
         now += backward[index]
         bucket += profile.layers[index].parameter_bytes
         if bucket >= BUCKET_BYTES or index == 0:
-            network = max(network, now) + meeting_seconds(ranks, bucket, cluster)
+            network = max(network, now) + all_reduce_seconds(ranks, bucket, cluster)
             bucket = 0.0
     return max(now, network)
 

@@ -23,7 +23,7 @@ from side_by_side import Row, Section
 import penstock as ps
 from penstock.cluster.machines import Cluster
 from penstock.search.proposal import Proposal
-from penstock.simulate.plan_costs import costs_of_plan, meeting_seconds
+from penstock.simulate.plan_costs import all_reduce_seconds, costs_of_plan
 from penstock.simulate.steady_state import steady
 
 #: Samples of a minibatch, which one device takes whole; from memory.
@@ -101,7 +101,7 @@ def speed_up(case: Case, share: float = 1.0) -> float:
     sync_seconds = []
     for (start, stop), ranks in zip(plan.bounds, _devices(plan), strict=True):
         nbytes = sum(layer.parameter_bytes for layer in profiled.layers[start:stop])
-        sync_seconds.append(meeting_seconds(ranks, nbytes, slow))
+        sync_seconds.append(all_reduce_seconds(ranks, nbytes, slow))
     per_batch = max(
         steady(
             plan.schedule, replace(costs, update=0.0), recompute=plan.recompute

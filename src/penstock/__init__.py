@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from penstock.notebook import Shown
+from penstock.notebook import NotebookPicture
 
 if TYPE_CHECKING:
     from penstock.cluster.cluster import cluster as cluster
@@ -107,7 +107,7 @@ def _draw_svg(value: object) -> str | None:
 
 
 # Set here because every import of a module of the package runs this file first.
-Shown.drawn_by = staticmethod(_draw_svg)
+NotebookPicture.svg_drawer = staticmethod(_draw_svg)
 
 
 def __getattr__(name: str) -> object:

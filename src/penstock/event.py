@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from penstock.notebook import Shown
+from penstock.notebook import NotebookPicture
 from penstock.schedule.arrays import Array, OpArrays, runs
 from penstock.schedule.graph import EventRow
-from penstock.schedule.op import HANDING, Kind, Op
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
 from penstock.schedule.slicing import Slicing
 
 
@@ -165,7 +165,7 @@ class EventArrays:
     @cached_property
     def span_bubble_ratio(self) -> float:
         """See `Timeline.span_bubble_ratio`."""
-        compute = np.flatnonzero(~self.ops.of_kind(Kind.U, *HANDING))
+        compute = np.flatnonzero(~self.ops.of_kind(Kind.U, *ACTIVATION_MOVES))
         rank_starts = runs(self.ops.rank[compute])
         if not len(rank_starts):
             return 0.0
@@ -190,7 +190,7 @@ def _no_peak_memory() -> None:
 
 
 @dataclass(frozen=True)
-class Timeline(Shown):
+class Timeline(NotebookPicture):
     """The events of one step, ordered by start. Times are in seconds from the first event.
 
     Attributes:

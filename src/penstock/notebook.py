@@ -1,7 +1,7 @@
 """Display values as SVG in Jupyter notebooks.
 
 Layering: the packages of the values (`event`, `schedule`) must not import `penstock.draw`, which
-imports them. So `penstock/__init__.py`, which may import both, sets `Shown.drawn_by`, and imports
+imports them. So `penstock/__init__.py`, which may import both, sets `NotebookPicture.svg_drawer`, and imports
 `penstock.draw` when the first picture is drawn.
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 
-class Shown:
+class NotebookPicture:
     """Base class of values with a picture.
 
     Jupyter calls `_repr_svg_`, and displays the value's `repr` if that returns None.
     """
 
-    drawn_by: ClassVar[Callable[[Any], str | None]] = staticmethod(lambda _: None)
+    svg_drawer: ClassVar[Callable[[Any], str | None]] = staticmethod(lambda _: None)
 
     def _repr_svg_(self) -> str | None:
         """Return the picture as SVG; None if there is none, or it would be too large."""
-        return type(self).drawn_by(self)
+        return type(self).svg_drawer(self)

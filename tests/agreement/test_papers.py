@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.cluster.device import Link
 from penstock.schedule.op import Kind
-from penstock.simulate.plan_costs import meeting_seconds
+from penstock.simulate.plan_costs import all_reduce_seconds
 
 PAPERS = Path(__file__).parents[2] / "benchmarks" / "papers"
 MODULES = (
@@ -203,7 +203,7 @@ def test_overlapped_data_parallelism_lies_between_its_parts_and_their_sum(
     cluster = ps.cluster("DAPPLE-B").on(range(16))
     cluster = type(whole)("c", cluster.devices, 1, whole.inside, Link(0.0, bandwidth))
     compute = sum(profile.step_seconds(samples))
-    network = meeting_seconds(range(16), sum(each.parameter_bytes for each in profile), cluster)
+    network = all_reduce_seconds(range(16), sum(each.parameter_bytes for each in profile), cluster)
     overlapped = papers.common.data_parallel_s(profile, cluster, samples)
     bare = papers.common.data_parallel_s(profile, cluster, samples, overlap=False)
     assert max(compute, network) * (1 - 1e-9) <= overlapped <= bare * (1 + 1e-9)

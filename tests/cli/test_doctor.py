@@ -30,7 +30,7 @@ def test_doctor_fails_when_two_processes_cannot_talk(penstock, monkeypatch):
     def broken() -> None:
         raise RunError("rank 1 was killed")
 
-    monkeypatch.setattr(link, "link_here", broken)
+    monkeypatch.setattr(link, "measure_local_link", broken)
     ran = penstock("doctor")
     assert ran.status == 1
     assert "do not talk: rank 1 was killed" in ran.out

@@ -16,13 +16,13 @@ def measured(monkeypatch):
     """
     from penstock.cluster.device import Device
     from penstock.cluster.machines import Cluster
-    from penstock.measure.cluster import ClusterFound, PairFound, RankFound
+    from penstock.measure.cluster import ClusterMeasurement, PairMeasurement, RankMeasurement
     from penstock.measure.fit import fit
     from penstock.measure.messages import SIZES, Times
     from penstock.ranks import launch
 
     times = tuple(1e-4 + size / 1e9 for size in SIZES)
-    pair = PairFound(0, 1, Times(SIZES, times, times, 1.9), fit(SIZES, times))
+    pair = PairMeasurement(0, 1, Times(SIZES, times, times, 1.9), fit(SIZES, times))
     link = pair.fit.link(shared=True)
     device = Device(
         "cpu", 2**30, "cpu", (("float32", 5e10), ("bfloat16", 1e11)), 1e10, 2e-6, together=1.5
@@ -30,8 +30,8 @@ def measured(monkeypatch):
     busy = tuple(
         (name, 1.5) for name in ("matmul float32", "matmul bfloat16", "conv", "memory", "ops")
     )
-    ranks = tuple(RankFound(rank, "here", device, busy) for rank in range(2))
-    found = ClusterFound(
+    ranks = tuple(RankMeasurement(rank, "here", device, busy) for rank in range(2))
+    found = ClusterMeasurement(
         Cluster("local:2", (device,) * 2, 2, link, link, source="measured by a test"),
         ranks,
         (pair,),

@@ -203,7 +203,7 @@ def test_a_stage_that_hands_on_what_it_was_given_hands_on_its_gradient(recompute
     check_exact(model, recompute=recompute, split=split, stages=6)
 
 
-class InPlace(nn.Module):
+class InPlaceChanges(nn.Module):
     """Works on what it is given, and has no flag that says so."""
 
     def forward(self, x):
@@ -212,8 +212,10 @@ class InPlace(nn.Module):
 
 IN_PLACE = {
     "with a flag": lambda: nn.ReLU(inplace=True),
-    "without a flag": InPlace,
-    "behind a view": lambda: nn.Sequential(nn.Flatten(0), InPlace(), nn.Unflatten(0, (-1, 16))),
+    "without a flag": InPlaceChanges,
+    "behind a view": lambda: nn.Sequential(
+        nn.Flatten(0), InPlaceChanges(), nn.Unflatten(0, (-1, 16))
+    ),
     "as a function": lambda: Function(functional.relu_),
 }
 

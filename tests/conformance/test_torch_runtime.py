@@ -17,7 +17,7 @@ import penstock as ps
 from penstock.errors import ScheduleError
 from penstock.ranks.launch import launch
 from penstock.schedule.csv import from_csv, to_csv
-from penstock.schedule.csv_export import why_not
+from penstock.schedule.csv_export import unsupported_reason
 from penstock.schedule.op import Schedule
 
 MICRO_BATCHES = 8
@@ -146,7 +146,7 @@ def test_every_schedule_of_the_catalogue_is_played_or_refused_by_name():
         reasons = []
         for stages in (2, 4, 8) if name not in played else ():
             with contextlib.suppress(ScheduleError):
-                reasons.append(why_not(ps.schedule(name, stages, MICRO_BATCHES)))
+                reasons.append(unsupported_reason(ps.schedule(name, stages, MICRO_BATCHES)))
         assert name in played or reasons, (
             f"{name} takes none of these sizes: give it one that four ranks can play"
         )

@@ -225,7 +225,7 @@ FAILURES = [(0, "F", 1), (1, "F", 3), (0, "B", 2), (1, "B", 2)]
 
 def disturb(pipe: Any, kind: str, call: int, action: Callable[[], object]) -> None:
     """Let the ops of a kind in this rank do something else first, at one call of them."""
-    (stage,) = pipe._made.stages
+    (stage,) = pipe._assembly.stages
     owner = stage.update if kind == "U" else stage
     name = {"F": "forward", "B": "backward", "U": "step"}[kind]
     run, calls = getattr(owner, name), itertools.count(1)

@@ -36,10 +36,10 @@ class Alone:
 
     copies = 1
 
-    def hand_on(self, wave, tensors):
+    def send_wave(self, wave, tensors):
         """Send to no replica."""
 
-    def take_in(self, wave):
+    def receive_wave(self, wave):
         """Receive from no replica."""
         return []
 

@@ -19,13 +19,13 @@ class Exchange:
         self.mine, self.queues, self.copies = mine, queues, len(queues)
         self.log = []
 
-    def hand_on(self, wave, tensors):
+    def send_wave(self, wave, tensors):
         self.log.append(wave)
         for other, row in enumerate(self.queues):
             if other != self.mine:
                 row[self.mine].put((wave, [tensor.clone() for tensor in tensors]))
 
-    def take_in(self, wave):
+    def receive_wave(self, wave):
         others = [
             self.queues[self.mine][other].get(timeout=20)
             for other in range(self.copies)
@@ -99,7 +99,7 @@ class Literal:
         """Return what its own updates have changed since the wave began."""
         return [new - old for new, old in zip(self.newest, self.start, strict=True)]
 
-    def take_in(self, learnt):
+    def receive_wave(self, learnt):
         """Add the changes of others in a wave."""
         self.taken += 1
         for change in learnt:
@@ -119,11 +119,13 @@ def reference(waves, copies):
         handed.append([copy.learnt() for copy in copies])
         for n, copy in enumerate(copies):
             if not copy.ended and wave >= waves.distance:
-                copy.take_in([u for o, u in enumerate(handed[wave - waves.distance]) if o != n])
+                copy.receive_wave(
+                    [u for o, u in enumerate(handed[wave - waves.distance]) if o != n]
+                )
             copy.start = copy.newest
     for n, copy in enumerate(copies):
         for wave in range(copy.taken, len(handed)):
-            copy.take_in([u for o, u in enumerate(handed[wave]) if o != n])
+            copy.receive_wave([u for o, u in enumerate(handed[wave]) if o != n])
 
 
 def lines_of(lab, stage, stages, batches):

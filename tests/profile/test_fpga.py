@@ -15,7 +15,7 @@ from penstock.profile.fpga import (
     fits_on_chip,
     fpga,
     off_chip_seconds,
-    streamed_hop_seconds,
+    streamed_transfer_seconds,
 )
 
 BOARD = Device(
@@ -115,8 +115,8 @@ def test_dsps_and_clock_make_the_peak():
 
 def test_a_stream_waits_for_a_link_only_where_the_link_is_the_slower():
     """Its output leaves while it is computed."""
-    assert streamed_hop_seconds(100, 50, 3.0) == 0
-    assert streamed_hop_seconds(100, 20, 3.0) == 2
+    assert streamed_transfer_seconds(100, 50, 3.0) == 0
+    assert streamed_transfer_seconds(100, 20, 3.0) == 2
 
 
 def test_a_board_without_bandwidth_is_refused():

@@ -10,7 +10,7 @@ from penstock.ranks.checksum import (
     WHOLE_BYTES,
     batch_checksum,
     checksum,
-    in_words,
+    format_numbers,
     whole_checksum,
 )
 
@@ -90,4 +90,4 @@ def test_numbers_of_a_batch_are_shown_in_its_own_type():
     _, glimpses = batch_checksum(
         [torch.tensor([0.5, -2.0]).bfloat16(), torch.arange(9), torch.ones(0, 3)], 0
     )
-    assert [in_words(glimpse) for glimpse in glimpses] == ["0.5, -2", "0, 1, 2, 3", "none"]
+    assert [format_numbers(glimpse) for glimpse in glimpses] == ["0.5, -2", "0, 1, 2, 3", "none"]

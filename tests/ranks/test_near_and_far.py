@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.transport.hybrid import RoutedTransport
+from penstock.transport.hybrid import HybridTransport
 from penstock.transport.same_host import SameHostTransport
 
 
@@ -54,7 +54,7 @@ def test_the_way_that_messages_go_changes_nothing(schedule, balance):
     near = ps.launch(trained, 3, (), schedule, balance, threads=1)
     mixed = ps.launch(trained, 3, (2,), schedule, balance, threads=1)
     assert [way for _, way, _ in near] == ["SameHostTransport"] * 3
-    assert [way for _, way, _ in mixed] == [RoutedTransport.__name__] * 2 + ["DistributedTransport"]
+    assert [way for _, way, _ in mixed] == [HybridTransport.__name__] * 2 + ["DistributedTransport"]
     assert near[0][0] == mixed[0][0]
     assert near[0][2] == mixed[0][2]
     assert len({tuple(losses) for losses, _, _ in (*near, *mixed)}) == 1

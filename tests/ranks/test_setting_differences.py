@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.ranks.run_config import Overrides, setting_of
+from penstock.ranks.run_config import Overrides, make_run_config
 from penstock.ranks.setting_differences import Description, differences, message_of, shortened
 from penstock.runtime.run_description import describe, describe_run
 from penstock.stage.stage_builder import Training
@@ -40,7 +40,7 @@ def model(seed=0, width=8, drop=0.1, dtype=torch.float32):
 def description(network=None, loss=nn.functional.mse_loss, seed=0, options=None, **words):
     """Describe the run of a rank with these settings."""
     traced = chain(model() if network is None else network)
-    setting = setting_of(
+    setting = make_run_config(
         traced, None, Overrides(**{"balance": [2, 3], "micro_batches": 2, **words})
     )
     return describe_run(traced, setting, Training(loss, sgd, seed, options or Options()))

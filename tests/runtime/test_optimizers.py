@@ -703,8 +703,8 @@ def test_two_schedulers_on_a_rank_without_parameters_share_a_learning_rate():
     """
     network = nn.Sequential(nn.Linear(6, 4), nn.Tanh()).double()
     pipe = pipeline(network, balance=[1, 1])
-    first = pipe._made.optimizers()
-    assert pipe._made.optimizers()[0] is first[0]
+    first = pipe._assembly.optimizers()
+    assert pipe._assembly.optimizers()[0] is first[0]
     alone = ps.Pipeline(
         nn.Sequential(nn.Tanh(), nn.ReLU()),
         loss=lambda o, t: o.mean(),

@@ -73,7 +73,7 @@ def test_a_stream_never_holds_more_marks_or_batches_than_it_needs():
         (stream,) = [pipe._stream]
         held.append(
             (
-                max(len(interpreter.marks) for interpreter in pipe._made.interpreters.values()),
+                max(len(interpreter.marks) for interpreter in pipe._assembly.interpreters.values()),
                 len(stream._under_way._batches),
             )
         )
@@ -133,7 +133,7 @@ def test_versions_are_counted_and_their_bytes_are_in_the_peak_memory(weights, ve
 
 def _saved(pipe, stage):
     """Return the bytes of activations that one micro-batch holds on a stage."""
-    return pipe._made.interpreters[stage].activation_meter.peak
+    return pipe._assembly.interpreters[stage].activation_meter.peak
 
 
 def test_an_op_that_fails_in_mid_stream_is_named_and_ends_the_stream():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.streams import Stream, Waves
-from penstock.schedule.updates import met_by
+from penstock.schedule.updates import awaited_update
 
 
 class _Builder:
@@ -143,7 +143,7 @@ class _StreamBuilder(_Builder):
                 if self.finished(stage, batch)
             ]
             for rank, update in (place for place in due if place not in self.updated):
-                awaited = met_by(update, self.stream)
+                awaited = awaited_update(update, self.stream)
                 if awaited == update and all((host, update) in due for host in hosts):
                     updates.append((update, hosts))
                 elif awaited is None or (

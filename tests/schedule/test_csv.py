@@ -12,7 +12,7 @@ from tests.schedule.custom_schedules import custom_schedules
 from penstock.errors import FileError, ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.csv import from_csv, read_csv, to_csv
-from penstock.schedule.csv_export import why_not
+from penstock.schedule.csv_export import unsupported_reason
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.slicing import Slicing
 from penstock.verify.verify import verify
@@ -37,7 +37,7 @@ def test_a_family_comes_back_from_csv_as_it_was(name):
 @settings(deadline=None, max_examples=80)
 def test_any_schedule_that_torch_can_say_comes_back_sound_from_csv(schedule):
     """Ranks without ops, several stages on a rank and split backwards all have to survive."""
-    if why_not(schedule) is not None:
+    if unsupported_reason(schedule) is not None:
         with pytest.raises(
             ScheduleError,
             match=r"stage \d has copies on ranks .* on one rank|torch stores losses in the order",
@@ -57,7 +57,7 @@ def test_torch_reads_our_cells_as_we_mean_them(schedule):
         _Action,
     )  # here: planning's other tests need no torch
 
-    if why_not(schedule) is not None:
+    if unsupported_reason(schedule) is not None:
         return
     rows = [
         [_Action.from_str(cell) for cell in row]

@@ -18,7 +18,7 @@ from tests.schedule.custom_schedules import custom_schedules
 from penstock.errors import FileError, ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.csv import from_csv, load_csv, parse_csv, read_csv, to_csv
-from penstock.schedule.csv_export import why_not
+from penstock.schedule.csv_export import unsupported_reason
 from penstock.schedule.lower import Direction, Message, lower
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.verify.lowered import verify_lowered
@@ -33,7 +33,7 @@ def sayable(name):
             candidates.append(schedule(name, stages, micro_batches))
         except ScheduleError:
             continue
-    return [candidate for candidate in candidates if why_not(candidate) is None]
+    return [candidate for candidate in candidates if unsupported_reason(candidate) is None]
 
 
 NAMES = [name for name, facts in schedules().items() if facts.synchronous and not facts.needs_costs]
@@ -75,7 +75,7 @@ def test_any_two_ranks_have_their_messages_in_one_order_and_need_no_buffer(name)
 @settings(deadline=None, max_examples=80)
 def test_the_same_holds_for_schedules_that_nobody_named(schedule):
     """Whatever the order of the ops and the placement."""
-    if why_not(schedule) is not None:
+    if unsupported_reason(schedule) is not None:
         return
     if not all(schedule.stages_of_rank):
         with pytest.raises(
@@ -196,7 +196,7 @@ def test_a_file_whose_cells_were_moved_is_sound_or_refused_and_if_sound_it_finis
     """Played cell by cell with channels that keep their order: what passes must end, with every
     op's own message.
     """
-    if why_not(schedule) is not None or not all(schedule.stages_of_rank):
+    if unsupported_reason(schedule) is not None or not all(schedule.stages_of_rank):
         return
     rows = [row.split(",") for row in to_csv(schedule, communication=True).splitlines()]
     for _ in range(rng.randint(1, 3)):

@@ -11,7 +11,7 @@ from penstock.schedule.catalogue import FAMILIES, schedule
 from penstock.schedule.increments import Portions
 from penstock.schedule.lower import Direction, Transfer, lower
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.period import prolonged
+from penstock.schedule.period import with_batch_count
 from penstock.schedule.streams import Stream
 
 STREAMS = [name for name, entry in FAMILIES.entries().items() if not entry.facts["synchronous"]]
@@ -53,7 +53,7 @@ def test_portions_make_up_the_lowered_programs_of_any_number_of_batches(schedule
     """The run does not know how many come; whatever comes, every op runs once, in its place, with
     its transfers.
     """
-    whole = prolonged(schedule, batches)
+    whole = with_batch_count(schedule, batches)
     for rank, row in enumerate(played(Portions(schedule, ahead=2), schedule.ranks, batches)):
         assert tuple(action for action in row if isinstance(action, Op)) == whole.programs[rank]
         assert sorted(map(str, row)) == sorted(map(str, lower(whole, ahead=2).programs[rank]))
@@ -100,12 +100,14 @@ def test_a_batch_is_done_when_no_rank_has_an_op_of_it_left(schedule, batch):
         for action in portions.increment(rank, t)
     }
     done = portions.completed_batches(batch)
-    whole = prolonged(schedule, batch + 2)
+    whole = with_batch_count(schedule, batch + 2)
     shorter = (
-        [set(row) for row in prolonged(whole, done).programs] if done else [set()] * schedule.ranks
+        [set(row) for row in with_batch_count(whole, done).programs]
+        if done
+        else [set()] * schedule.ranks
     )
     assert all((rank, op) in ran for rank, row in enumerate(shorter) for op in row)
-    longer = [set(row) for row in prolonged(whole, done + 1).programs]
+    longer = [set(row) for row in with_batch_count(whole, done + 1).programs]
     assert any((rank, op) not in ran for rank, row in enumerate(longer) for op in row)
 
 

@@ -14,7 +14,7 @@ from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.graph import build_graph
 from penstock.schedule.lower import lower
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.period import prolonged
+from penstock.schedule.period import with_batch_count
 from penstock.verify.verify import verify
 
 OPS = st.builds(Op, st.sampled_from(list(Kind)), st.integers(0, 10**9), st.integers(0, 10**9))
@@ -164,7 +164,7 @@ def test_every_prefix_of_every_schedule_is_sound(name):
         for micro_batches in (1, 2, 4, 8, 12):
             family_schedule = _made(name, stages, micro_batches)
             if family_schedule is not None and family_schedule.stream is not None:
-                family_schedule = replace(prolonged(family_schedule, 1), stream=None)
+                family_schedule = replace(with_batch_count(family_schedule, 1), stream=None)
             for count in (
                 {1, micro_batches // 2, micro_batches - 1, micro_batches} - {0}
                 if family_schedule

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.period import period_of, prolonged, with_batches
+from penstock.schedule.period import period_of, with_batch_count, with_batches
 from penstock.schedule.slicing import Slicing
 from penstock.schedule.streams import Stream
 from penstock.verify.verify import verify
@@ -47,7 +47,7 @@ def test_any_number_of_batches_is_made_of_as_many_as_there_are_if_nothing_is_sai
         for size in range(1, 5 if options else 9):
             stream = made_with(name, stages, size, **options)
             for batches in {2, stream.batches - 1, stream.batches + 3} if stream else ():
-                other = prolonged(stream, batches)
+                other = with_batch_count(stream, batches)
                 assert (
                     other.programs
                     == schedule(name, stages, size, batches=batches, **options).programs
@@ -74,10 +74,10 @@ def test_fewer_and_more_batches_come_to_the_same_from_any_that_are_enough(
     if stream is None:
         return
     longer = schedule(name, stages, size, batches=stream.batches + more, **options)
-    other = prolonged(longer, batches)
+    other = with_batch_count(longer, batches)
     assert other == schedule(name, stages, size, batches=batches, **options)
     if batches >= stream.batches:
-        assert prolonged(other, longer.batches) == longer
+        assert with_batch_count(other, longer.batches) == longer
     assert longer.micro_batches == other.micro_batches == size
 
 
@@ -161,9 +161,9 @@ def test_hand_written_streams_are_found_to_repeat(head, loop, twice):
     schedule = Schedule(rows, "mine", synchronous=False, stream=Stream(batches))
     period = period_of(schedule)
     assert (schedule.micro_batches, period.batches) == (size, max(versions.values()))
-    assert prolonged(prolonged(schedule, 30), batches) == schedule
-    assert prolonged(schedule, 30).slices == 30 * size
-    verify(prolonged(schedule, 29))
+    assert with_batch_count(with_batch_count(schedule, 30), batches) == schedule
+    assert with_batch_count(schedule, 30).slices == 30 * size
+    verify(with_batch_count(schedule, 29))
 
 
 def test_what_repeats_only_once_is_not_known_to_repeat():
@@ -174,7 +174,7 @@ def test_what_repeats_only_once_is_not_known_to_repeat():
         "continued: give programs of more batches, in which the same order of ops occurs twice",
     ):
         period_of(schedule("pipedream", 4, 1, batches=4))
-    assert prolonged(schedule("pipedream", 4, 1, batches=4), 2) == schedule(
+    assert with_batch_count(schedule("pipedream", 4, 1, batches=4), 2) == schedule(
         "pipedream", 4, 1, batches=2
     )
 
@@ -207,8 +207,8 @@ def test_only_streams_of_plain_ops_go_on():
         ScheduleError,
         match="1f1b is not a stream: its programs are those of one batch, after which they end",
     ):
-        prolonged(schedule("1f1b", 2, 2), 2)
-    assert prolonged(schedule("1f1b", 2, 2), 1) == schedule("1f1b", 2, 2)
+        with_batch_count(schedule("1f1b", 2, 2), 2)
+    assert with_batch_count(schedule("1f1b", 2, 2), 1) == schedule("1f1b", 2, 2)
     pipedream = schedule("pipedream", 1, 1)
     for other in (
         replace(pipedream, pairs=frozenset({(Op.parse("0F1"), Op.parse("0B0"))})),
@@ -218,12 +218,12 @@ def test_only_streams_of_plain_ops_go_on():
             ScheduleError,
             match="pipedream pairs ops or cuts micro-batches into slices: only a stream of plain ops can be continued",
         ):
-            prolonged(other, 2)
+            with_batch_count(other, 2)
 
 
 def test_options_say_the_number_of_batches_that_there_are():
     """Name, numbers and options make the same schedule again."""
-    longer = prolonged(schedule("pipedream", 2, 1, batches=9), 30)
+    longer = with_batch_count(schedule("pipedream", 2, 1, batches=9), 30)
     assert dict(longer.options) == {"batches": 30}
     assert (
         schedule(longer.name, longer.stages, longer.micro_batches, **dict(longer.options)) == longer
@@ -232,6 +232,6 @@ def test_options_say_the_number_of_batches_that_there_are():
 
 def test_thousands_of_batches_are_made_and_known_again():
     """Once per op and no more: a quadratic search would take minutes here."""
-    longer = prolonged(schedule("2bw", 4, 4), 3000)
+    longer = with_batch_count(schedule("2bw", 4, 4), 3000)
     assert len(longer.ops) == 3000 * 4 * 9
     assert period_of(replace(longer)).batches == 1

@@ -10,7 +10,7 @@ from tests.schedule.families.laws import played
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
-from penstock.schedule.op import HANDING, Kind, Op, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.replicas import pipelines, round_robin, start_up
 from penstock.verify.verify import verify
 
@@ -107,7 +107,7 @@ def test_slices_pairs_and_evictions_are_renumbered():
     assert str(paired) == "rank 0 | 0F0 0F2&0B0 0F4&0B2 0B4 0U1\nrank 1 | 0F1 0F3&0B1 0B3 0U1"
     handed = schedule("bpipe", 4, 8, replicas=2)
     evicted = {
-        rank: [str(op) for op in program if op.kind in HANDING]
+        rank: [str(op) for op in program if op.kind in ACTIVATION_MOVES]
         for rank, program in enumerate(handed.programs)
     }
     assert {rank: words for rank, words in evicted.items() if words} == {

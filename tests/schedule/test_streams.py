@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.schedule.op import Op
 from penstock.schedule.streams import Stream, Waves
-from penstock.schedule.updates import met_by
+from penstock.schedule.updates import awaited_update
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, "2", True, None])
@@ -53,11 +53,11 @@ def test_without_waves_every_update_meets_that_of_the_other_copies():
     """
     update = Op.parse("3U4")
     assert (
-        met_by(update, None)
-        == met_by(update, Stream(9))
-        == met_by(update, Stream(9, waves=Waves(2)))
+        awaited_update(update, None)
+        == awaited_update(update, Stream(9))
+        == awaited_update(update, Stream(9, waves=Waves(2)))
         == update
     )
-    assert met_by(update, Stream(9, waves=Waves(3))) is None
-    assert met_by(update, Stream(9, waves=Waves(2, 1))) == Op.parse("3U2")
-    assert met_by(update, Stream(9, waves=Waves(2, 2))) is None
+    assert awaited_update(update, Stream(9, waves=Waves(3))) is None
+    assert awaited_update(update, Stream(9, waves=Waves(2, 1))) == Op.parse("3U2")
+    assert awaited_update(update, Stream(9, waves=Waves(2, 2))) is None

@@ -11,7 +11,7 @@ from tests.schedule.custom_schedules import custom_schedules
 
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.updates import with_updates, with_updates_of_batches
+from penstock.schedule.updates import with_batch_updates, with_updates
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
@@ -76,7 +76,7 @@ def test_in_a_stream_every_batch_has_its_update_right_after_its_last_gradient(
     rng.shuffle(order)
     ops = [Op(Kind.F, stage, n) for stage in rows for n in rows[stage]]
     ops += [Op(Kind.B, stage, rows[stage].pop(0)) for stage in order]
-    program = with_updates_of_batches(ops, size)
+    program = with_batch_updates(ops, size)
     assert [op for op in program if op.kind is not Kind.U] == ops
     for stage in range(stages):
         updates = [
@@ -94,7 +94,7 @@ def test_in_a_stream_a_split_backward_ends_with_its_weights_part():
     """I passes a gradient on and makes none."""
     (ops,) = Schedule.parse("0F0 0F1 0I0 0I1 0W0 0W1 0F2 0I2 0W2 0F3 0B3").programs
     assert (
-        " ".join(map(str, with_updates_of_batches(ops, 2)))
+        " ".join(map(str, with_batch_updates(ops, 2)))
         == "0F0 0F1 0I0 0I1 0W0 0W1 0U1 0F2 0I2 0W2 0F3 0B3 0U2"
     )
 
@@ -102,4 +102,4 @@ def test_in_a_stream_a_split_backward_ends_with_its_weights_part():
 def test_in_a_stream_a_copy_updates_as_often_as_it_has_batches():
     """Batches 1 and 3 of four: its own versions 1 and 2."""
     (ops,) = Schedule.parse("0F1 0F3 0B1 0B3").programs
-    assert " ".join(map(str, with_updates_of_batches(ops, 1))) == "0F1 0F3 0B1 0U1 0B3 0U2"
+    assert " ".join(map(str, with_batch_updates(ops, 1))) == "0F1 0F3 0B1 0U1 0B3 0U2"

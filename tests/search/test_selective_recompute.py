@@ -100,7 +100,7 @@ def test_no_other_layers_would_do_for_less(data, ranks, name, micro_batches, sha
         fitting = []
         for each in choices(start, start + length):
             selection = Selection.of_segments(each, [start])
-            if needs(placed.with_selection(selection))[rank] < room:
+            if needs(placed.with_selective_recompute(selection))[rank] < room:
                 fitting.append(sum(forward[layer] for layer in selection.recomputed))
         taken = sum(
             forward[layer]

@@ -13,7 +13,7 @@ from penstock.search.evaluate import evaluate
 from penstock.search.instantiate import instantiate
 from penstock.search.request import PlanRequest
 from penstock.search.uneven_replication import uneven
-from penstock.simulate.plan_costs import meeting_seconds
+from penstock.simulate.plan_costs import all_reduce_seconds
 
 
 def on(ranks: int, link: Link = Link(0.0, 1e12)) -> Cluster:
@@ -62,7 +62,7 @@ def test_the_slowest_stage_is_the_fastest_possible(profile, ranks, link, stages)
                 if start == 0
                 else link.transfer_seconds(2 * profile.layers[start - 1].output_bytes_per_sample)
             )
-            met = meeting_seconds(
+            met = all_reduce_seconds(
                 range(count), sum(layer.parameter_bytes for layer in own), request.cluster
             )
             work = sum(layer.seconds("forward", 2) + layer.seconds("backward", 2) for layer in own)

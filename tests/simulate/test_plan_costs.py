@@ -12,8 +12,8 @@ from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
 from penstock.simulate.plan_costs import (
+    all_reduce_seconds,
     costs_of_plan,
-    meeting_seconds,
     place_costs,
     simulate_plan,
     slice_costs,
@@ -169,16 +169,16 @@ def test_copies_of_a_whole_model_meet_over_the_link_between_nodes():
     """Of four ranks on two nodes: three rounds and three, a quarter of the gradients each, over the
     slower link.
     """
-    assert meeting_seconds((0, 1), 4000, FOUR) == LINK.transfer_seconds(4000)
-    assert meeting_seconds((0, 2), 4000, FOUR) == SLOW.transfer_seconds(4000)
-    assert meeting_seconds(range(4), 4000, FOUR) == 6 * SLOW.transfer_seconds(1000)
-    assert meeting_seconds((2,), 4000, FOUR) == 0
+    assert all_reduce_seconds((0, 1), 4000, FOUR) == LINK.transfer_seconds(4000)
+    assert all_reduce_seconds((0, 2), 4000, FOUR) == SLOW.transfer_seconds(4000)
+    assert all_reduce_seconds(range(4), 4000, FOUR) == 6 * SLOW.transfer_seconds(1000)
+    assert all_reduce_seconds((2,), 4000, FOUR) == 0
 
 
 def test_copies_on_one_node_share_its_link_to_the_others_where_that_is_shared():
     """Both of a node send through it."""
     shared = replace(FOUR, between=replace(SLOW, shared=True))
-    assert meeting_seconds(range(4), 4000, shared) == 6 * SLOW.transfer_seconds(2000)
+    assert all_reduce_seconds(range(4), 4000, shared) == 6 * SLOW.transfer_seconds(2000)
 
 
 def test_copies_take_time_to_add_up_their_gradients():
@@ -202,10 +202,12 @@ def test_copies_take_time_to_add_up_their_gradients():
 def test_copies_on_cpus_send_take_and_add_by_the_same_cores():
     """97 ms where the link's own time was 28 to 60."""
     two = (Device("d", 10**9, "cpu"),) * 2
-    assert meeting_seconds((0, 1), 1000.0, Cluster("slow", two, 2, LINK, LINK)) == 0.5 + 1.4
+    assert all_reduce_seconds((0, 1), 1000.0, Cluster("slow", two, 2, LINK, LINK)) == 0.5 + 1.4
     fast = Link(0.0, 1e12)
-    assert meeting_seconds((0, 1), 1e9, Cluster("fast", two, 2, fast, fast)) == pytest.approx(0.7)
-    assert meeting_seconds((0, 1), 1000.0, FOUR) == 0.5 + 1.0
+    assert all_reduce_seconds((0, 1), 1e9, Cluster("fast", two, 2, fast, fast)) == pytest.approx(
+        0.7
+    )
+    assert all_reduce_seconds((0, 1), 1000.0, FOUR) == 0.5 + 1.0
 
 
 def test_copies_that_meet_once_in_a_wave_take_their_share_of_that_at_every_update():

@@ -16,7 +16,7 @@ from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import schedule_costs
-from penstock.simulate.selective_recompute import LayerBytes, with_selection
+from penstock.simulate.selective_recompute import LayerBytes, with_selective_recompute
 from penstock.simulate.simulate import peak_memory, simulate_schedule
 from penstock.simulate.sweep import simulate_many
 from penstock.weights.catalogue import weight_rule
@@ -164,7 +164,7 @@ def test_all_layers_of_a_stage_together_are_as_always(data, name, micro_batches)
         (Selection(tuple(range(len(rows)))), "always"),
         (Selection(), "never"),
     ):
-        selected = with_selection(
+        selected = with_selective_recompute(
             costs,
             case_schedule,
             [profile] * case_schedule.ranks,
@@ -185,5 +185,7 @@ def test_devices_that_differ_run_layers_again_at_their_own_pace():
     fast = profile_of([(1, 1, 1)] * 2)
     slow = replace(fast, layers=tuple(replace(layer, forward=timing(0.0, 10.0)) for layer in fast))
     case_schedule = schedule("1f1b", 1, 4, replicas=2)
-    selected = with_selection(Costs(), case_schedule, [fast, slow], (2,), 1.0, Selection((1,)))
+    selected = with_selective_recompute(
+        Costs(), case_schedule, [fast, slow], (2,), 1.0, Selection((1,))
+    )
     assert selected.again == ((2.0, 10.0, 2.0, 10.0),)

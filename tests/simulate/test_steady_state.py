@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import Kind, Schedule
-from penstock.schedule.period import prolonged
+from penstock.schedule.period import with_batch_count
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.steady_state import steady
@@ -126,7 +126,7 @@ def test_it_is_what_a_long_stream_takes(data, name, stages, micro_batches):
     steady_state = steady(case_schedule, costs)
     first, last = 60, 60 + 2 * 3 * 4 * 5 * 7
     ends = {}
-    for event in simulate_schedule(prolonged(case_schedule, last + 40), costs).compute:
+    for event in simulate_schedule(with_batch_count(case_schedule, last + 40), costs).compute:
         if event.op.kind is Kind.B and event.op.stage == 0:
             ends[event.op.micro_batch] = event.end
     whole = ends[last * micro_batches] - ends[first * micro_batches]
@@ -156,10 +156,10 @@ def test_a_stream_that_does_not_repeat_itself_has_no_steady_state():
     """The message says what to give instead."""
     case_schedule = schedule("pipedream", 2, 1)
     short = Schedule(
-        prolonged(case_schedule, 1).programs,
+        with_batch_count(case_schedule, 1).programs,
         "short",
         synchronous=False,
-        stream=prolonged(case_schedule, 1).stream,
+        stream=with_batch_count(case_schedule, 1).stream,
     )
     with pytest.raises(
         ScheduleError, match="short does not repeat itself from batch to batch within its 1 batches"

@@ -8,7 +8,7 @@ from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import peak_memory, simulate_schedule
 from penstock.simulate.sweep import simulate_many
-from penstock.simulate.weight_versions import versions_held, with_versions
+from penstock.simulate.weight_versions import versions_per_stage, with_versions
 from penstock.weights.catalogue import weight_rule
 
 BYTES = Costs(
@@ -32,7 +32,7 @@ def test_every_version_that_stash_keeps_is_counted():
 def test_a_synchronous_schedule_keeps_one():
     """As ever."""
     case_schedule = schedule("1f1b", 3, 3)
-    assert versions_held(case_schedule) == (1, 1, 1)
+    assert versions_per_stage(case_schedule) == (1, 1, 1)
     assert with_versions(BYTES, case_schedule, weight_rule("flush")) is BYTES
     assert peak_memory(case_schedule, BYTES) == (103, 102, 101)
 
@@ -49,7 +49,7 @@ def test_versions_that_are_given_are_believed():
 def test_another_rule_keeps_others(rule, held):
     """Vertical sync p on every stage; PipeMare one, its corrections and a working copy."""
     case_schedule = schedule("pipedream", 3, 1)
-    assert versions_held(case_schedule, weight_rule(rule)) == held
+    assert versions_per_stage(case_schedule, weight_rule(rule)) == held
     memory = simulate_schedule(
         case_schedule, with_versions(BYTES, case_schedule, weight_rule(rule))
     ).peak_memory
@@ -58,7 +58,7 @@ def test_another_rule_keeps_others(rule, held):
 
 def test_a_stretch_that_is_too_short_to_be_full_is_held_for_the_whole_stream():
     """Else a plan would promise memory that a run of more batches does not keep to."""
-    assert versions_held(schedule("pipedream", 8, 1, batches=12)) == (8, 7, 6, 5, 4, 3, 2, 1)
+    assert versions_per_stage(schedule("pipedream", 8, 1, batches=12)) == (8, 7, 6, 5, 4, 3, 2, 1)
 
 
 def test_copies_of_the_weights_that_take_turns_have_an_optimizer_state_each():
@@ -90,5 +90,5 @@ def test_many_costs_at_once_count_the_same():
 def test_an_asynchronous_schedule_of_one_s_own_without_a_stream_is_left_alone():
     """Nothing is known of how it goes on."""
     case_schedule = Schedule.parse("0F0 0B0 0U1 0F1 0B1 0U2", synchronous=False)
-    assert versions_held(case_schedule) == (1,)
+    assert versions_per_stage(case_schedule) == (1,)
     assert simulate_schedule(case_schedule, BYTES).peak_memory == (101,)

@@ -17,7 +17,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import StageFailed
 from penstock.schedule.slicing import Slicing
-from penstock.stage.slice_state import Past, Pasts, tensors_of
+from penstock.stage.slice_state import SliceState, SliceStates, tensors_of
 
 SLICING = Slicing("tokens", ((0.5, 0.25, 0.25), (0.5, 0.25, 0.25)))
 LENGTHS = [4, 2, 2]
@@ -214,14 +214,14 @@ def test_invalid_states_are_refused(name, recompute):
 
 def test_the_last_slices_state_is_not_stored():
     """It is the largest of all: keys and values of the whole sequence."""
-    past = Past(keeps=False)
+    past = SliceState(keeps=False)
     past.run(0, "a", Keeps(lambda value, _: (value, value + 1)), torch.ones(2))
     assert past.outgoing == {}
 
 
 def test_gradients_of_incoming_state_go_back_by_slice():
     """Slice 2's gradients are for slice 1; a slice without incoming state has none."""
-    pasts = Pasts()
+    pasts = SliceStates()
     pasts.store(2, {0: (torch.ones(2), 7), 3: torch.arange(2)}, [True, False])
     state = pasts.waiting.pop(2)
     assert state[0][1] == 7

@@ -7,7 +7,7 @@ import torch
 
 from penstock.errors import SettingError, UnknownName
 from penstock.training.config import TrainConfig
-from penstock.training.task import accuracy, fitting_data, make_task
+from penstock.training.task import accuracy, default_data, make_task
 
 
 def test_a_vgg_gets_the_classes_and_the_form_of_the_data():
@@ -54,13 +54,13 @@ def test_a_gnmt_gets_pairs_of_sequences_and_their_vocabulary():
 )
 def test_every_task_has_data_at_hand(model, data):
     """To profile a model one need not know its data."""
-    assert fitting_data(model) == data
+    assert default_data(model) == data
 
 
 def test_data_at_hand_for_an_unknown_model_is_refused_with_what_there_is():
     """A typo should cost one look here too."""
     with pytest.raises(UnknownName, match="Did you mean 'gnmt'"):
-        fitting_data("gmt")
+        default_data("gmt")
 
 
 @pytest.mark.parametrize(

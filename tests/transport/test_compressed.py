@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from penstock.errors import SettingError
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
-from penstock.transport.compressed import CodedTransport, compress, decompress, dequantize, quantize
+from penstock.transport.compressed import (
+    CompressedTransport,
+    compress,
+    decompress,
+    dequantize,
+    quantize,
+)
 from penstock.transport.in_process import Exchange, MemoryTransport
 from penstock.transport.payload import Payload
 
@@ -69,7 +75,7 @@ def test_what_a_gradient_has_lost_comes_with_the_next():
     each.
     """
     exchange = Exchange()
-    ends = [CodedTransport(MemoryTransport(rank, exchange, 5.0), "int8") for rank in (0, 1)]
+    ends = [CompressedTransport(MemoryTransport(rank, exchange, 5.0), "int8") for rank in (0, 1)]
     grads = [torch.randn(8, 64, generator=torch.Generator().manual_seed(n)) for n in range(50)]
     total = torch.zeros(8, 64)
     plain = torch.zeros(8, 64)
@@ -87,7 +93,7 @@ def test_what_a_gradient_has_lost_comes_with_the_next():
 def test_what_copies_exchange_is_not_touched():
     """Weights and their gradients stay exact."""
     exchange = Exchange()
-    ends = [CodedTransport(MemoryTransport(rank, exchange, 5.0), "int8") for rank in (0, 1)]
+    ends = [CompressedTransport(MemoryTransport(rank, exchange, 5.0), "int8") for rank in (0, 1)]
     x = torch.randn(5, 500)
     ends[0].send(1, Message(Kind.U, 0, 0), Payload.of(x), "form")
     assert torch.equal(ends[1].post(0, Message(Kind.U, 0, 0), "form").wait().tensors[0], x)

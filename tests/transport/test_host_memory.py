@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from penstock.transport import host_memory
-from penstock.transport.host_memory import give_back_freed_memory, keep_freed_memory
+from penstock.transport.host_memory import disable_memory_trimming, trim_memory
 
 #: Page faults of taking and leaving the same 64 MiB ten times over.
 PROGRAM = """
@@ -43,11 +43,11 @@ def test_what_is_freed_is_not_fetched_from_the_system_again():
 def test_what_the_environment_says_of_memory_stands(name, monkeypatch):
     """Who sets it knows his program."""
     monkeypatch.setenv(name, "1")
-    assert not keep_freed_memory()
+    assert not disable_memory_trimming()
 
 
 def test_other_systems_are_left_alone(monkeypatch):
     """They have no mallopt."""
     monkeypatch.setattr(host_memory.sys, "platform", "darwin")
-    assert not keep_freed_memory()
-    give_back_freed_memory()
+    assert not disable_memory_trimming()
+    trim_memory()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.op import HANDING, Kind, Op, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.slicing import Slicing
 from penstock.verify.verify import verify
 
@@ -214,7 +214,7 @@ def test_any_eviction_or_load_that_is_taken_out_is_missed(rng):
             (rank, i)
             for rank, row in enumerate(bpipe.programs)
             for i, op in enumerate(row)
-            if op.kind in HANDING
+            if op.kind in ACTIVATION_MOVES
         ]
     )
     programs = list(bpipe.programs)

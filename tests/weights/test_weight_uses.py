@@ -9,7 +9,7 @@ from tests.weights import slow
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
-from penstock.schedule.period import period_of, prolonged
+from penstock.schedule.period import period_of, with_batch_count
 from penstock.schedule.streams import Stream
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import WeightRule, weight_rule
@@ -42,7 +42,7 @@ def test_uses_for_ever_are_those_of_a_long_program(name, stages, micro_batches, 
     family_schedule = schedule(name, stages, micro_batches, **options)
     rule = rule_of(family_schedule) if weights is None else weight_rule(weights)
     weight_uses = uses(family_schedule, rule)
-    long = prolonged(family_schedule, family_schedule.batches + 5)
+    long = with_batch_count(family_schedule, family_schedule.batches + 5)
     places = slow.places(long)
     for (stage, number), place in places.items():
         use = weight_uses.at(stage, number)
@@ -81,7 +81,7 @@ def test_staleness_and_versions_are_those_of_a_long_program_however_short_the_gi
         uses(family_schedule, rule).batches * micro_batches,
         readings(family_schedule, rule),
     )
-    long = prolonged(family_schedule, 2 * family_schedule.batches)
+    long = with_batch_count(family_schedule, 2 * family_schedule.batches)
     reads = {key: rule.reads(place) for key, place in slow.places(long).items()}
     assert weight_readings.versions == (
         (1,) * stages if rule.one_version else slow.kept(long, reads)

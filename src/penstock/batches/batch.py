@@ -339,7 +339,7 @@ def _slice_tokens(micro_batches: list[Any], lengths: list[list[int]]) -> list[An
     ]
 
 
-def pair_of(item: Any) -> tuple[Any, Any]:
+def parse_pair(item: Any) -> tuple[Any, Any]:
     """Return inputs and targets of an item of a data loader.
 
     Raises:

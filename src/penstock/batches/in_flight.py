@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.batches.batch import Batch
 
 
-class UnderWay:
+class BatchesInFlight:
     """The batches in flight; a stream has several.
 
     Batch t has the numbers from t * size on. A batch may have fewer micro-batches than `size`; its
@@ -20,7 +20,7 @@ class UnderWay:
         self._batches: dict[int, Batch] = {}
 
     @staticmethod
-    def alone(batch: Batch) -> UnderWay:
+    def alone(batch: Batch) -> BatchesInFlight:
         """Return the container for a single batch."""
         return _SingleBatch(batch)
 
@@ -47,7 +47,7 @@ class UnderWay:
         return (batch, number_in_batch) if number_in_batch < len(batch.inputs) else None
 
 
-class _SingleBatch(UnderWay):
+class _SingleBatch(BatchesInFlight):
     """A single batch. Its entries are precomputed: every op looks them up several times."""
 
     def __init__(self, batch: Batch) -> None:
@@ -56,5 +56,5 @@ class _SingleBatch(UnderWay):
         self._entries = [(batch, number) for number in range(len(batch.inputs))]
 
     def find(self, number: int) -> tuple[Batch, int] | None:
-        """See `UnderWay.find`."""
+        """See `BatchesInFlight.find`."""
         return self._entries[number] if number < len(self._entries) else None

@@ -69,7 +69,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Versioned:
+class VersionedStage:
     """A stage of this process with its weight rule, which may keep further weight versions.
 
     Attributes:
@@ -140,7 +140,7 @@ def save(
     world: World,
     placed: Placed,
     progress: Progress,
-    versioned: Sequence[Versioned] = (),
+    versioned: Sequence[VersionedStage] = (),
     options: CheckpointOptions = CheckpointOptions(),
 ) -> None:
     """Write a checkpoint; every rank writes its own stages.
@@ -192,7 +192,7 @@ class _Writer:
     folder: Path
     placed: Placed
     progress: Progress
-    versioned: Sequence[Versioned]
+    versioned: Sequence[VersionedStage]
     options: CheckpointOptions
     identity: str
 
@@ -280,7 +280,7 @@ class _Writer:
             )
         return contents
 
-    def _versions_of(self, rank: int) -> dict[tuple[int, int], Versioned]:
+    def _versions_of(self, rank: int) -> dict[tuple[int, int], VersionedStage]:
         """Return a rank's stages with their weight rules, by stage and copy."""
         return {
             (version.stage.index, version.copy): version
@@ -317,7 +317,7 @@ class _Writer:
         )
 
 
-def _optimizer_state(stage: Stage, version: Versioned | None) -> _FileContent:
+def _optimizer_state(stage: Stage, version: VersionedStage | None) -> _FileContent:
     """Return tensors and plain state of a stage's optimizer and, if any, of its weight rule."""
     if stage.update.optimizer is not None:
         check_optimizer(stage.update.optimizer)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from penstock.checkpoint import checkpoint_fit as fit
-from penstock.checkpoint.checkpoint import CheckpointOptions, Progress, Versioned
+from penstock.checkpoint.checkpoint import CheckpointOptions, Progress, VersionedStage
 from penstock.checkpoint.checkpoint_files import (
     Checkpoint,
     Header,
@@ -40,9 +40,9 @@ def load(
     folder: Path,
     world: World,
     placed: Placed,
-    versioned: Sequence[Versioned],
+    versioned: Sequence[VersionedStage],
     options: CheckpointOptions,
-    begin_anew: Callable[[], Sequence[Versioned]] | None = None,
+    begin_anew: Callable[[], Sequence[VersionedStage]] | None = None,
 ) -> Progress:
     """Load a checkpoint into the stages of this process; gradients are dropped.
 
@@ -157,7 +157,7 @@ class _Content:
 
 
 def _read(
-    folder: Path, placed: Placed, versioned: Sequence[Versioned], options: CheckpointOptions
+    folder: Path, placed: Placed, versioned: Sequence[VersionedStage], options: CheckpointOptions
 ) -> _Content:
     """Read what this process needs of a checkpoint, and check that it fits the pipeline.
 
@@ -280,7 +280,7 @@ def _apply(
     content: _Content,
     placed: Placed,
     options: CheckpointOptions,
-    begin_anew: Callable[[], Sequence[Versioned]] | None,
+    begin_anew: Callable[[], Sequence[VersionedStage]] | None,
 ) -> None:
     """Copy a checked checkpoint into the stages, optimizers and weight rules of this process."""
     if begin_anew is not None:

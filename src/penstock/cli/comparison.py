@@ -122,7 +122,7 @@ def _simulate_figures(facts: ScheduleFacts, schedule: Schedule) -> ScheduleFigur
     from penstock.simulate.costs import Costs
     from penstock.simulate.simulate import simulate_schedule
     from penstock.simulate.steady_state import steady
-    from penstock.simulate.weight_versions import versions_held
+    from penstock.simulate.weight_versions import versions_per_stage
     from penstock.verify.verify import verify
 
     verify(schedule)
@@ -133,7 +133,7 @@ def _simulate_figures(facts: ScheduleFacts, schedule: Schedule) -> ScheduleFigur
     span_bubble_ratio = timeline.span_bubble_ratio
     if schedule.stream:
         span_bubble_ratio = steady_state.bubble_ratio
-    versions = versions_held(schedule)
+    versions = versions_per_stage(schedule)
     weight_copies = sum(versions[stage] for stages in schedule.stages_of_rank for stage in stages)
     return ScheduleFigures(
         name=facts.name,

@@ -27,13 +27,13 @@ def doctor(json: Json = False) -> None:
     Example: penstock doctor
     """
     from penstock.measure.card_check import TorchDriver, check_cards
-    from penstock.ranks.local_link import link_here
+    from penstock.ranks.local_link import measure_local_link
 
     report = check_cards(TorchDriver())
     facts = machine_facts(report)
     sound = report.sound
     try:
-        facts["two processes"] = f"talk: {link_here()}"
+        facts["two processes"] = f"talk: {measure_local_link()}"
     except PenstockError as error:
         facts["two processes"] = f"do not talk: {error}"
         sound = False

@@ -176,9 +176,9 @@ def with_batches(schedule: Schedule, batches: int | None) -> Schedule:
         )
     if batches < 1:
         raise SettingError(f"--batches {batches}: must be at least 1")
-    from penstock.schedule.period import prolonged
+    from penstock.schedule.period import with_batch_count
 
-    return prolonged(schedule, batches)
+    return with_batch_count(schedule, batches)
 
 
 def schedule_summary(schedule: Schedule, after_name: str) -> str:

@@ -14,7 +14,7 @@ from penstock.errors import SettingError
 if TYPE_CHECKING:
     from penstock.plan.plan import Plan
     from penstock.profile.device_profiles import Profiles
-    from penstock.search.compare import Compared
+    from penstock.search.compare import PlannerResult
 
 
 def plan(
@@ -98,7 +98,7 @@ def plan(
         "budget_s": budget,
     }
     samples = profile_batch if batch is None else batch
-    comparison: tuple[Compared, ...] = ()
+    comparison: tuple[PlannerResult, ...] = ()
     if compare:
         comparison = run_all_planners(costs, target, samples, **constraints)
         best = _best_plan(comparison)
@@ -146,7 +146,7 @@ def _load_profiles(paths: list[Path]) -> tuple[Profiles, int]:
     return dict(zip(devices, profiles, strict=True)), batch
 
 
-def _best_plan(comparison: tuple[Compared, ...]) -> Plan:
+def _best_plan(comparison: tuple[PlannerResult, ...]) -> Plan:
     """Return the plan of the first, fastest planner.
 
     Raises:
@@ -162,7 +162,7 @@ def _best_plan(comparison: tuple[Compared, ...]) -> Plan:
     return best.plan
 
 
-def _comparison_table(comparison: tuple[Compared, ...]) -> str:
+def _comparison_table(comparison: tuple[PlannerResult, ...]) -> str:
     """Write the table of `--compare`, a row per planner."""
     from penstock.units import format_seconds
 

@@ -84,13 +84,13 @@ def profile(
         profile_cluster(context, cluster, threads, repeats, out, json=json)
         return
     from penstock.training.config import TrainConfig
-    from penstock.training.task import fitting_data
+    from penstock.training.task import default_data
 
     sample_counts = None if sizes is None else _parse_sizes(sizes)
     config = TrainConfig(
         model=model,
         model_options=named_values("model-option", model_option),
-        data=data or fitting_data(model),
+        data=data or default_data(model),
         image=image,
         channels=channels,
         tokens=tokens,

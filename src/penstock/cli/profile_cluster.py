@@ -19,7 +19,7 @@ from penstock.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.measure.cluster import ClusterFound, Progress
+    from penstock.measure.cluster import ClusterMeasurement, Progress
 
 #: Flags of `penstock profile` that a cluster's measurement uses; the others are about a model.
 _CLUSTER_FLAGS = {"cluster", "threads", "repeats", "out", "json"}
@@ -148,7 +148,7 @@ def _process_count(spec: str) -> int | None:
     return count
 
 
-def _measure(spec: str, repeats: int, threads: int) -> ClusterFound:
+def _measure(spec: str, repeats: int, threads: int) -> ClusterMeasurement:
     """Measure the cluster together with the other ranks; every rank runs this."""
     import torch
     import torch.distributed as dist
@@ -200,7 +200,7 @@ def _stderr_console() -> Console:
     return Console(stderr=True)
 
 
-def _print_measurement(measurement: ClusterFound) -> None:
+def _print_measurement(measurement: ClusterMeasurement) -> None:
     """Print the cluster and the tables of its devices and links."""
     print(measurement.cluster)
     print(f"  {measurement.cluster.source}\n")
@@ -211,7 +211,7 @@ def _print_measurement(measurement: ClusterFound) -> None:
         print(f"several pairs at once take {measurement.at_once:.2f} times as long as one")
 
 
-def _device_table(measurement: ClusterFound) -> str:
+def _device_table(measurement: ClusterMeasurement) -> str:
     """Write the devices' figures: spread over ranks, and slowdown while all ranks compute."""
     devices = [rank.device for rank in measurement.ranks]
 
@@ -245,7 +245,7 @@ def _device_table(measurement: ClusterFound) -> str:
     )
 
 
-def _link_table(measurement: ClusterFound) -> str:
+def _link_table(measurement: ClusterMeasurement) -> str:
     """Write message times and the fitted link of each pair of ranks."""
     sizes = measurement.pairs[0].times.sizes
     columns = [index for index, size in enumerate(sizes) if size in _PRINTED_SIZES]

@@ -54,9 +54,9 @@ def compare_with_one_device(
     from penstock.plan.plan import Plan
     from penstock.training.config import load
     from penstock.training.self_check import SelfCheck
-    from penstock.training.task import fitting_data
+    from penstock.training.task import default_data
 
-    config = load(None, {**settings, "data": fitting_data(settings["model"])})
+    config = load(None, {**settings, "data": default_data(settings["model"])})
     keywords = {name: value for name, value in pipeline_options.items() if value is not None}
     self_check = SelfCheck(config, schedule, None if plan is None else Plan.load(plan), keywords)
     differences = self_check.run(threads=check.threads)

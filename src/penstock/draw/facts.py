@@ -10,7 +10,7 @@ import numpy as np
 from penstock.draw.memory import told
 from penstock.draw.scale import Clock, number
 from penstock.event import Timeline
-from penstock.schedule.op import HANDING, Kind, Op
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
 from penstock.units import format_bytes
 
 KIND_NAMES = {
@@ -68,7 +68,7 @@ def stages_of_rank(panel: Timeline) -> list[list[int]]:
     of them.
     """
     ops = panel.log.ops
-    own = ~ops.of_kind(*HANDING)
+    own = ~ops.of_kind(*ACTIVATION_MOVES)
     count = max(ops.stages, 1)
     held: list[list[int]] = [[] for _ in range(panel.ranks)]
     for place in np.unique(ops.rank[own].astype(np.int64) * count + ops.stage[own]).tolist():

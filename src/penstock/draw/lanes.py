@@ -21,7 +21,7 @@ from penstock.draw.palette import DARK, FILLS, fill_class
 from penstock.draw.stage_order import Ways
 from penstock.draw.text_size import text_width
 from penstock.event import Event, MemoryCurve, Timeline
-from penstock.schedule.op import HANDING, Kind
+from penstock.schedule.op import ACTIVATION_MOVES, Kind
 from penstock.units import format_bytes
 
 GAP, WIDE_GAP, LANE, TALL_LANE, PAIR_LANE, LOW_LANE, STRIP = 6.0, 18.0, 28.0, 36.0, 40.0, 10.0, 26.0
@@ -272,7 +272,9 @@ class _Lanes:
 
 
 def _way(event: Event) -> str:
-    return "pass" if event.op.kind in HANDING else "on" if event.op.kind is Kind.F else "back"
+    return (
+        "pass" if event.op.kind in ACTIVATION_MOVES else "on" if event.op.kind is Kind.F else "back"
+    )
 
 
 class _Number(NamedTuple):

@@ -16,7 +16,7 @@ from penstock.draw.lanes import draw_lanes
 from penstock.draw.page import LABEL, SMALL, TITLE, Page
 from penstock.draw.stage_order import Ways
 from penstock.event import Timeline
-from penstock.schedule.op import HANDING, Kind
+from penstock.schedule.op import ACTIVATION_MOVES, Kind
 
 
 def svg(panels: Sequence[Timeline], note: str = "", words: bool = True) -> str:
@@ -76,7 +76,7 @@ def _legend(page: Page, panels: Sequence[Timeline]) -> None:
         )
     if not page.summed:
         sent = {
-            "F" if e.op.kind is Kind.F else "E" if e.op.kind in HANDING else "B"
+            "F" if e.op.kind is Kind.F else "E" if e.op.kind in ACTIVATION_MOVES else "B"
             for panel in panels
             for e in panel.events
             if e.to_rank is not None and e.end > e.start

@@ -15,7 +15,7 @@ from penstock.draw.palette import FILLS, ON_DARK, inks
 from penstock.draw.scale import Clock, horizon
 from penstock.draw.stage_order import Ways
 from penstock.event import Event, MemoryCurve, Timeline
-from penstock.schedule.op import HANDING, Kind
+from penstock.schedule.op import ACTIVATION_MOVES, Kind
 
 #: More ops than this would make a page of tens of megabytes: it then has the still figure, with
 #: columns in place of boxes.
@@ -170,7 +170,7 @@ def _sent(panel: Timeline, transfers: Sequence[Event]) -> dict[str, object]:
         "to": [event.to_rank for event in transfers],
         "o": [op_name(panel, event.op) for event in transfers],
         "w": "".join(
-            "p" if event.op.kind in HANDING else "f" if event.op.kind is Kind.F else "b"
+            "p" if event.op.kind in ACTIVATION_MOVES else "f" if event.op.kind is Kind.F else "b"
             for event in transfers
         ),
         "b": [event.bytes for event in transfers],

@@ -15,7 +15,7 @@ from penstock.export.pipelines import (
 )
 from penstock.plan.plan import Plan
 from penstock.schedule.csv import to_csv
-from penstock.schedule.csv_export import why_not
+from penstock.schedule.csv_export import unsupported_reason
 
 #: Name of the schedule's file in a folder.
 SCHEDULE = "schedule.csv"
@@ -47,7 +47,7 @@ def torch(plan: Plan) -> Exported:
     """
     pipelines = pipelines_of(plan)
     reasons = [] if pipelines is not None else [why_not_pipelines(plan)]
-    if pipelines is not None and (reason := why_not(pipelines.schedule)) is not None:
+    if pipelines is not None and (reason := unsupported_reason(pipelines.schedule)) is not None:
         reasons.append(reason)
     if (uneven := uneven_batch(plan)) is not None:
         reasons.append(uneven)

@@ -16,7 +16,7 @@ from penstock.export.pipelines import (
     why_not_pipelines,
 )
 from penstock.plan.plan import Plan
-from penstock.schedule.csv_export import why_not
+from penstock.schedule.csv_export import unsupported_reason
 
 #: Torch's names of the schedules that it implements, by Penstock's names.
 TORCH_SCHEDULES = {
@@ -94,6 +94,6 @@ def _schedule_reasons(plan: Plan, pipelines: Pipelines) -> list[str]:
             f"{plan.schedule_name} has stages {placement} on its ranks, "
             f"but torchtitan has stage k on rank k mod {len(pipelines.placement)}"
         )
-    if (reason := why_not(pipelines.schedule)) is not None:
+    if (reason := unsupported_reason(pipelines.schedule)) is not None:
         reasons.append(reason)
     return reasons

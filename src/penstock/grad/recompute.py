@@ -125,7 +125,7 @@ class Recomputing(Generic[L]):
             next_layer = end
         self._parts += self._layers[next_layer:]
 
-    def allow_other_weights(self) -> None:
+    def allow_weight_changes(self) -> None:
         """Do not compare second forwards with first ones, since they may read other weights."""
         for part in self._parts:
             if isinstance(part, _Segment):

@@ -90,7 +90,7 @@ def unpack_checked(saved: SavedVersion) -> Tensor:
 
 
 @contextmanager
-def looking_at_saved(look: Callable[[Tensor], object]) -> Iterator[None]:
+def observing_saved_tensors(look: Callable[[Tensor], object]) -> Iterator[None]:
     """Call `look` for every tensor that autograd saves in this context.
 
     In-place changes of saved tensors raise an error, as they do without the hook.

@@ -49,7 +49,7 @@ _TRAINING_LOADS: Final = ("matmul float32", "conv")
 
 
 @dataclass(frozen=True)
-class RankFound:
+class RankMeasurement:
     """Measurement of one rank's device.
 
     Attributes:
@@ -65,7 +65,7 @@ class RankFound:
 
 
 @dataclass(frozen=True)
-class PairFound:
+class PairMeasurement:
     """Measurement of the link between two ranks, with the fitted latency and bandwidth."""
 
     a: int
@@ -75,7 +75,7 @@ class PairFound:
 
 
 @dataclass(frozen=True)
-class ClusterFound:
+class ClusterMeasurement:
     """The measurements of a cluster, and the cluster to use for planning.
 
     Attributes:
@@ -87,8 +87,8 @@ class ClusterFound:
     """
 
     cluster: Cluster
-    ranks: tuple[RankFound, ...]
-    pairs: tuple[PairFound, ...]
+    ranks: tuple[RankMeasurement, ...]
+    pairs: tuple[PairMeasurement, ...]
     at_once: float
 
 
@@ -99,7 +99,7 @@ def measure_cluster(
     repeats: int = 5,
     seconds: float = 0.6,
     progress: Progress | None = None,
-) -> ClusterFound:
+) -> ClusterMeasurement:
     """Measure compute, memory and links of the ranks of torch's process group.
 
     Every rank calls it and gets the same. Messages are in GPU memory if every rank has its own GPU
@@ -134,10 +134,12 @@ def measure_cluster(
     at_once = time_pairs_at_once(_neighbour(hosts), wires, repeats)
     steps.next("")
     cluster = _cluster(name, ranks, measured_pairs, at_once, speeds)
-    return ClusterFound(cluster, tuple(ranks), tuple(measured_pairs), at_once)
+    return ClusterMeasurement(cluster, tuple(ranks), tuple(measured_pairs), at_once)
 
 
-def _measure_pair(pair: tuple[int, int], wires: Wires, repeats: int, steps: _Steps) -> PairFound:
+def _measure_pair(
+    pair: tuple[int, int], wires: Wires, repeats: int, steps: _Steps
+) -> PairMeasurement:
     """Measure the link between two ranks; all ranks call it and get the same."""
     a, b = pair
     steps.next(f"link {a}-{b}")
@@ -146,7 +148,7 @@ def _measure_pair(pair: tuple[int, int], wires: Wires, repeats: int, steps: _Ste
         times = time_messages(a + b - dist.get_rank(), wires, repeats)
     wires.barrier()
     times = broadcast(times, Times, a)
-    return PairFound(a, b, times, fit(times.sizes, times.fresh_s))
+    return PairMeasurement(a, b, times, fit(times.sizes, times.fresh_s))
 
 
 @dataclass
@@ -215,7 +217,7 @@ def _neighbour(hosts: Sequence[str]) -> int | None:
 
 def _measure_ranks(
     loads: dict[str, Load], placement: _Placement, seconds: float, wires: Wires, steps: _Steps
-) -> list[RankFound]:
+) -> list[RankMeasurement]:
     """Run every load on every rank: first one rank of each host after the other, then on all.
 
     In rounds, so that a temporary disturbance of a host is not taken for a difference.
@@ -239,11 +241,13 @@ def _measure_ranks(
             alone[name] = min(undisturbed_s, alone.get(name, undisturbed_s))
         busy[name] = _short(statistics.median(ratios))
     measured = _device(loads, alone, busy, device, placement.sharing)
-    return all_gather(RankFound(rank, hosts[rank], measured, tuple(busy.items())), RankFound)
+    return all_gather(
+        RankMeasurement(rank, hosts[rank], measured, tuple(busy.items())), RankMeasurement
+    )
 
 
 def _host_speeds(
-    ranks: Sequence[RankFound],
+    ranks: Sequence[RankMeasurement],
     load: Load,
     hosts: Sequence[str],
     device: torch.device,
@@ -341,8 +345,8 @@ def _short_seconds(value: float) -> float:
 
 def _cluster(
     name: str,
-    ranks: Sequence[RankFound],
-    pairs: Sequence[PairFound],
+    ranks: Sequence[RankMeasurement],
+    pairs: Sequence[PairMeasurement],
     at_once: float,
     speeds: Mapping[str, float],
 ) -> Cluster:
@@ -350,8 +354,8 @@ def _cluster(
     hosts = list(dict.fromkeys(rank.host for rank in ranks))
     node_of = tuple(hosts.index(rank.host) for rank in ranks)
     devices = _host_devices(hosts, ranks, speeds)
-    internal_pairs: dict[int, list[PairFound]] = {}
-    network_pairs: list[PairFound] = []
+    internal_pairs: dict[int, list[PairMeasurement]] = {}
+    network_pairs: list[PairMeasurement] = []
     for pair in pairs:
         node = node_of[pair.a]
         is_internal = node_of[pair.b] == node
@@ -372,7 +376,7 @@ def _cluster(
 
 
 def _host_devices(
-    hosts: Sequence[str], ranks: Sequence[RankFound], speeds: Mapping[str, float]
+    hosts: Sequence[str], ranks: Sequence[RankMeasurement], speeds: Mapping[str, float]
 ) -> list[Device]:
     """Return the median device of every host, named by its kind."""
     medians = []
@@ -382,7 +386,7 @@ def _host_devices(
 
 
 def _internal_links(
-    internal_pairs: Mapping[int, Sequence[PairFound]], at_once: float
+    internal_pairs: Mapping[int, Sequence[PairMeasurement]], at_once: float
 ) -> tuple[tuple[int, Link], ...]:
     """Return the node and the link of every node with several ranks, by node."""
     links = [(node, _link(internal_pairs[node], at_once)) for node in sorted(internal_pairs)]
@@ -410,7 +414,7 @@ def _median_device(devices: Sequence[Device]) -> Device:
     )
 
 
-def _link(pairs: Sequence[PairFound], at_once: float) -> Link | None:
+def _link(pairs: Sequence[PairMeasurement], at_once: float) -> Link | None:
     """Return the fit to the medians of all these pairs; None if there are none.
 
     Args:

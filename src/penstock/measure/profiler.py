@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import SettingError
-from penstock.grad.saved_version import looking_at_saved
+from penstock.grad.saved_version import observing_saved_tensors
 from penstock.measure.concurrent import ConcurrentRanks
 from penstock.measure.device_kinds import RankSpeed, find_unlike_pair, unlike_devices_error
 from penstock.measure.replicable import moving_layers, with_single_copy_reasons
@@ -30,7 +30,7 @@ from penstock.profile.profile import LayerProfile, Phase, Profile, Timing
 from penstock.tracing.materialise import materialise
 from penstock.tracing.traced_chain import TracedChain, chain
 from penstock.transport.device_discovery import assign_device, local_device
-from penstock.transport.host_memory import give_back_freed_memory, keep_freed_memory
+from penstock.transport.host_memory import disable_memory_trimming, trim_memory
 
 Progress = Callable[[int, int, str], None]
 
@@ -106,12 +106,12 @@ def profile(
     modules = _copies(traced, target)
     if loss is not None:
         modules[-1] = WithLoss(modules[-1], loss, targets)
-    keep_freed_memory()
+    disable_memory_trimming()
     with _threads(threads), torch.enable_grad(), drawing(target):
         benchmark = _ChainBenchmark(traced, modules, target, company, progress)
         measured = benchmark.profile(example, batch, measured_sizes, repeats)
     del modules, benchmark  # so that their memory can be given back
-    give_back_freed_memory()
+    trim_memory()
     return company.gather(measured, Profile)[0]
 
 
@@ -368,7 +368,7 @@ def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[in
             counted_at[storage.data_ptr()] = layer
             counts[layer] += storage.nbytes()
 
-    with looking_at_saved(add):
+    with observing_saved_tensors(add):
         for index, module in enumerate(modules):
             layer = index
             inputs.append(_tensors(value))

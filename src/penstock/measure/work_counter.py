@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import SettingError
-from penstock.grad.saved_version import looking_at_saved
+from penstock.grad.saved_version import observing_saved_tensors
 from penstock.grad.split import input_grad, weight_grad
 from penstock.measure.op_work import OpWork, op_work
 from penstock.measure.timed_passes import Loss, WithLoss, bytes_of, named_failure
@@ -331,7 +331,7 @@ def _activation_bytes(
             counted_at[storage._cdata] = layer
             counts[layer] += storage.nbytes()
 
-    with looking_at_saved(add):
+    with observing_saved_tensors(add):
         for index, module in enumerate(modules):
             keys.append((signatures[index], _signature(value)))
             if len(keys) > 2 and keys[-1] == keys[-2] == keys[-3]:

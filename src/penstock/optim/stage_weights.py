@@ -93,13 +93,13 @@ class WaveExchange(Protocol):
         """Number of replicas, including this one."""
         ...
 
-    def hand_on(self, wave: int, tensors: list[Tensor]) -> None:
+    def send_wave(self, wave: int, tensors: list[Tensor]) -> None:
         """Send this replica's tensors of a wave to the other replicas.
 
         The tensors may be shared with them; they must not be changed afterwards.
         """
 
-    def take_in(self, wave: int) -> list[list[Tensor]]:
+    def receive_wave(self, wave: int) -> list[list[Tensor]]:
         """Wait for the tensors that the other replicas sent for a wave.
 
         Returns:

@@ -109,7 +109,7 @@ class WaveWeights(StageWeights):
         else:
             changes = list(map(torch.zeros_like, newest))
         flag = torch.tensor([float(last)], device=newest[0].device)
-        self._exchange.hand_on(self._sent, [*changes, flag])
+        self._exchange.send_wave(self._sent, [*changes, flag])
         self._sent += 1
         self._updates = 0
 
@@ -119,7 +119,7 @@ class WaveWeights(StageWeights):
         Returns:
             Whether all of them were marked as the last.
         """
-        arrived = self._exchange.take_in(self._received)
+        arrived = self._exchange.receive_wave(self._received)
         self._received += 1
         newest = self._versions.unshared_newest()
         for *changes, _ in arrived:

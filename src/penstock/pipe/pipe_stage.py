@@ -20,7 +20,7 @@ from penstock.modules.side_loss import collecting_side_losses
 from penstock.modules.skippable import Skip, Skippable, Waiting, waiting_skips
 from penstock.pipe.pipe_random import ForwardSeed, PartitionRandomness, SeededOps
 from penstock.pipe.pipe_value import BoundaryValue, Grads, boundary_values
-from penstock.stage.boundary_checks import check_same_flags, check_shared, versions_of
+from penstock.stage.boundary_checks import check_same_requires_grad, check_shared, versions_of
 from penstock.stage.second_forward import FirstForward, SecondForwards
 from penstock.values.storage import copy_of
 
@@ -229,7 +229,7 @@ class PipeStage:
         self._second_forwards.check(saved.first_forward, leaves, micro_batch)
         saved.first_forward = None
         tensors = [tensor for value in saved.roots for tensor in value.tensors]
-        check_same_flags(saved.requires_grad, tensors, "a partition of a Pipe")
+        check_same_requires_grad(saved.requires_grad, tensors, "a partition of a Pipe")
         first_count = len(run.side_losses.get(micro_batch, ()))
         if len(saved.side_losses) != first_count:
             raise RunError(

@@ -171,7 +171,9 @@ def off_chip_seconds(
     )
 
 
-def streamed_hop_seconds(count: float, bandwidth_bytes_per_s: float, compute_s: float) -> float:
+def streamed_transfer_seconds(
+    count: float, bandwidth_bytes_per_s: float, compute_s: float
+) -> float:
     """Return the seconds that a transfer adds to a stage that streams its output while it computes.
 
     0 unless the link is slower than the computation.

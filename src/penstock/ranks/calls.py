@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from penstock.batches.batch import Batch
 from penstock.errors import DeadlineExceeded, RanksDiffer, SettingError
-from penstock.ranks.checksum import Glimpse, batch_checksum, in_words, whole_checksum
+from penstock.ranks.checksum import Glimpse, batch_checksum, format_numbers, whole_checksum
 from penstock.ranks.setting_differences import ranks_in_words
 from penstock.ranks.settings_exchange import missing_keys
 from penstock.ranks.store_status_board import StoreBoard
@@ -111,7 +111,7 @@ class Call(NamedTuple):
 
     def row(self) -> list[Any]:
         """What other ranks are told."""
-        numbers = "; ".join(map(in_words, self.values[:_VALUES_IN_MESSAGE]))
+        numbers = "; ".join(map(format_numbers, self.values[:_VALUES_IN_MESSAGE]))
         return [self.number, self.check, self.name, self.form, numbers]
 
 

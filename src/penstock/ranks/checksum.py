@@ -88,7 +88,7 @@ def whole_checksum(tensors: Iterable[Tensor]) -> int:
     return crc
 
 
-def in_words(glimpse: Glimpse) -> str:
+def format_numbers(glimpse: Glimpse) -> str:
     """Format the first numbers of a glimpse for a message."""
     dtype, content = glimpse
     if len(content) < dtype.itemsize:

@@ -179,9 +179,9 @@ def main(control: socket.socket, launcher_pid: int) -> int:
     launcher = os.pidfd_open(launcher_pid)
     if os.getppid() != launcher_pid:
         return 1
-    from penstock.transport.host_memory import keep_freed_memory
+    from penstock.transport.host_memory import disable_memory_trimming
 
-    keep_freed_memory()
+    disable_memory_trimming()
     import torch
 
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from penstock.ranks.launch import launch
 from penstock.ranks.process_world import join
 
 
-def link_here() -> Link:
+def measure_local_link() -> Link:
     """Start two ranks and measure latency and bandwidth of messages between them.
 
     Raises:

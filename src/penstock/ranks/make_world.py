@@ -11,7 +11,7 @@ import torch
 from penstock.errors import PlanError, SettingError
 from penstock.model.chain import Chain
 from penstock.ranks.process_world import DistributedWorld, join, started
-from penstock.ranks.run_config import Setting
+from penstock.ranks.run_config import RunConfig
 from penstock.ranks.thread_world import ThreadWorld
 from penstock.ranks.tied_weights import shared_tensors
 from penstock.ranks.world import World
@@ -51,7 +51,7 @@ def in_threads(schedule: Schedule, place: Place) -> bool:
     return place.executor == "threads" or single_rank
 
 
-def world_of(setting: Setting, description: Chain, place: Place) -> World:
+def world_of(setting: RunConfig, description: Chain, place: Place) -> World:
     """Return the ranks to run on.
 
     Args:
@@ -87,7 +87,7 @@ def world_of(setting: Setting, description: Chain, place: Place) -> World:
     return DistributedWorld(place.device, place.deadline_s, links, sync_links)
 
 
-def _check_devices(setting: Setting) -> None:
+def _check_devices(setting: RunConfig) -> None:
     """Reject a plan whose devices are not 0 to n - 1 of its cluster.
 
     A run assigns rank r to device r, so its ranks would not be on the devices of the plan.

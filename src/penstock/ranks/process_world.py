@@ -26,8 +26,8 @@ from penstock.schedule.op import Kind
 from penstock.transport.communicators import LinkKey, communicator_keys, make_communicators
 from penstock.transport.device_discovery import assign_device
 from penstock.transport.distributed import (
-    MOST_UNDER_WAY,
-    TOLD_TAG,
+    LOSS_TAG,
+    MAX_IN_FLIGHT,
     DistributedTransport,
     Wire,
     is_lost,
@@ -254,7 +254,7 @@ class DistributedWorld:
                 self._near.send(peer, _TELL_MESSAGE, Payload("", (numbers,), (False,)), "")
             elif peer != self._rank:
                 self._start_send(numbers, peer)
-        while len(self._pending_tells) > MOST_UNDER_WAY * self.size:
+        while len(self._pending_tells) > MAX_IN_FLIGHT * self.size:
             self._wire.wait(self._pending_tells.popleft()[0])
 
     def _start_send(self, numbers: Tensor, peer: int) -> None:
@@ -264,7 +264,7 @@ class DistributedWorld:
             TransportLost: the links are closed.
         """
         try:
-            work = dist.isend(numbers, peer, group=self._wire.shared, tag=TOLD_TAG)
+            work = dist.isend(numbers, peer, group=self._wire.shared, tag=LOSS_TAG)
         except RuntimeError as error:
             if not self._wire.lost and not is_lost(error):
                 raise
@@ -279,7 +279,7 @@ class DistributedWorld:
             return lambda: self.run(lambda _: self._wait_for_arrival(arrival, source))[self._rank]
         numbers = torch.empty(count, dtype=torch.float64)
         work = self.run(
-            lambda _: dist.irecv(numbers, source, group=self._wire.shared, tag=TOLD_TAG)
+            lambda _: dist.irecv(numbers, source, group=self._wire.shared, tag=LOSS_TAG)
         )[self._rank]
 
         def wait_for_numbers() -> Tensor:

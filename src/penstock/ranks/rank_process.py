@@ -31,9 +31,9 @@ def end_with_parent(parent: int) -> None:
 def main(job: Path, result: Path) -> int:
     """Run the job and write its value or its error to a file. Returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher receives Ctrl-C and ends all ranks
-    from penstock.transport.host_memory import keep_freed_memory
+    from penstock.transport.host_memory import disable_memory_trimming
 
-    keep_freed_memory()
+    disable_memory_trimming()
     import cloudpickle
     import torch
 

@@ -10,7 +10,7 @@ import torch
 from penstock.errors import PlanError, ScheduleError, SettingError
 from penstock.plan.plan import Plan
 from penstock.schedule.catalogue import schedule as make_schedule
-from penstock.schedule.op import HANDING, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Schedule
 from penstock.simulate.simulate import recomputes
 from penstock.tracing.traced_chain import TracedChain
 from penstock.verify.verify import verify
@@ -18,7 +18,7 @@ from penstock.weights.compatibility import rule_of, schedule_for
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunConfig:
     """The configuration of a run.
 
     Attributes:
@@ -43,7 +43,7 @@ class Setting:
     devices: tuple[int, ...] = ()
 
     @classmethod
-    def of_plan(cls, plan: Plan, traced: TracedChain) -> Setting:
+    def of_plan(cls, plan: Plan, traced: TracedChain) -> RunConfig:
         """Return the configuration of a plan.
 
         Rank r of the run is the r-th of the plan's devices in ascending order, and runs the program
@@ -99,7 +99,7 @@ class Overrides:
     weights_options: Mapping[str, float] | None = None
 
 
-def setting_of(traced: TracedChain, plan: Plan | None, overrides: Overrides) -> Setting:
+def make_run_config(traced: TracedChain, plan: Plan | None, overrides: Overrides) -> RunConfig:
     """Return the configuration of a plan or of the arguments that replace one.
 
     The default schedule is that of the weight rule; the default weight rule that of the schedule.
@@ -119,7 +119,7 @@ def setting_of(traced: TracedChain, plan: Plan | None, overrides: Overrides) -> 
             raise SettingError(
                 f"the plan already says {', '.join(duplicates)}: give a plan, or these, not both"
             )
-        return Setting.of_plan(plan, traced)
+        return RunConfig.of_plan(plan, traced)
     if overrides.balance is None:
         raise SettingError(
             "a Pipeline needs a plan (ps.plan), or balance=[layers of each stage, …]"
@@ -131,7 +131,7 @@ def setting_of(traced: TracedChain, plan: Plan | None, overrides: Overrides) -> 
         weights = "flush" if schedule.stream is None else schedule.stream.weights
     recompute, recomputed = _parse_recompute(traced, overrides.recompute)
     options = dict(overrides.weights_options or {})
-    return Setting(lengths, schedule, recompute, weights, options, recomputed)
+    return RunConfig(lengths, schedule, recompute, weights, options, recomputed)
 
 
 def _make_schedule(overrides: Overrides, stages: int) -> Schedule:
@@ -183,7 +183,7 @@ def _parse_recompute(
     return "selective", layers
 
 
-def check(setting: Setting) -> None:
+def check(setting: RunConfig) -> None:
     """Reject a configuration that cannot run, before ranks are started.
 
     Raises:
@@ -221,7 +221,7 @@ def _check_stream(schedule: Schedule) -> None:
     Raises:
         ScheduleError: the schedule has one of them.
     """
-    moves_activations = any(op.kind in HANDING for op in schedule.ops)
+    moves_activations = any(op.kind in ACTIVATION_MOVES for op in schedule.ops)
     if schedule.slicing is not None or moves_activations:
         raise ScheduleError(
             f"{schedule.name} slices micro-batches or moves activations to other ranks, which "

@@ -10,25 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.checkpoint.checkpoint import Versioned
+from penstock.checkpoint.checkpoint import VersionedStage
 from penstock.errors import SettingError
 from penstock.optim.catalogue import stage_weights
 from penstock.optim.factory import OptimizerFactory, check_alike, group_numbers
 from penstock.optim.schedulers import stand_in
 from penstock.optim.stage_weights import Site, StageWeights
 from penstock.ranks.clock import clock_for
-from penstock.ranks.run_config import Setting
+from penstock.ranks.run_config import RunConfig
 from penstock.ranks.tied_weights import Shared, Tied, shared_tensors
 from penstock.ranks.world import World
 from penstock.runtime.interpreter import Interpreter
 from penstock.schedule.op import Schedule
-from penstock.stage.replicas import Copies, WaveMessages
+from penstock.stage.replicas import Copies, WaveReplicaExchange
 from penstock.stage.stage import Stage
 from penstock.stage.stage_builder import StageBuilder, Training, parameter_names
 from penstock.stage.stage_state import Placed
 from penstock.tracing.meta_layers import without_others
 from penstock.tracing.traced_chain import TracedChain
-from penstock.transport.compressed import CodedTransport
+from penstock.transport.compressed import CompressedTransport
 from penstock.transport.payload import TensorForm
 from penstock.weights.compatibility import rule_of
 from penstock.weights.weight_uses import Uses, uses
@@ -52,7 +52,7 @@ class Assembly:
 
     traced: TracedChain
     world: World
-    setting: Setting
+    setting: RunConfig
     interpreters: Mapping[int, Interpreter] = field(default_factory=dict)
     wave_replicas: Mapping[int, Mapping[int, Copies]] = field(default_factory=dict)
     shared: tuple[Shared, ...] = ()
@@ -154,13 +154,13 @@ class Assembly:
         """Return the names in the chain of all parameters of a stage."""
         return parameter_names(self.traced, stage.layers)
 
-    def let_read(self) -> list[Versioned]:
+    def attach_weight_rules(self) -> list[VersionedStage]:
         """Attach a weight rule to every stage of a stream, starting from the present parameters."""
         setting = self.setting
         rule = rule_of(setting.schedule, setting.weights, setting.weights_options)
         version_uses = uses(setting.schedule, rule)
         for stage in self.stages:
-            stage.allow_other_weights()
+            stage.allow_weight_changes()
         for rank, interpreter in self.interpreters.items():
             interpreter.weights = {
                 index: self._stage_weights(version_uses, stage, self.wave_replicas[rank].get(index))
@@ -185,11 +185,11 @@ class Assembly:
         maximum = torch.stack([row for (row,) in gathered.values()]).amax(0) if gathered else None
         return tuple(int(count) for count in world.broadcast(maximum, 0, form))
 
-    def versioned(self) -> list[Versioned]:
+    def versioned(self) -> list[VersionedStage]:
         """Return the local stages of a stream with their weight rules."""
         holders = self.setting.schedule.ranks_of_stage
         return [
-            Versioned(
+            VersionedStage(
                 rank,
                 stage,
                 interpreter.weights[index],
@@ -223,13 +223,13 @@ class Assembly:
                 version_uses.staleness(stage.index),
                 stream.pipelines,
                 stream.waves,
-                None if copies is None else WaveMessages(copies),
+                None if copies is None else WaveReplicaExchange(copies),
                 len(setting.lengths),
             )
         )
 
 
-def assemble(traced: TracedChain, setting: Setting, world: World, training: Training) -> Assembly:
+def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Training) -> Assembly:
     """Make the stages of the local ranks.
 
     Raises:
@@ -263,7 +263,7 @@ def assemble(traced: TracedChain, setting: Setting, world: World, training: Trai
 
 
 def _make_interpreter(
-    rank: int, stages: Mapping[int, Stage], world: World, boundary: str | None, setting: Setting
+    rank: int, stages: Mapping[int, Stage], world: World, boundary: str | None, setting: RunConfig
 ) -> Interpreter:
     """Make the interpreter of a rank.
 
@@ -279,7 +279,7 @@ def _make_interpreter(
         rank,
         stages,
         len(setting.lengths),
-        transport if boundary is None else CodedTransport(transport, boundary),
+        transport if boundary is None else CompressedTransport(transport, boundary),
         world.board(rank),
         clock_for(world.device(rank)),
     )

@@ -24,7 +24,7 @@ from penstock.transport.payload import Payload
 
 
 @dataclass
-class Together:
+class GlobalStep:
     """The global step of the ranks of this process.
 
     Attributes:

@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.errors import RunError
 from penstock.event import Timeline
-from penstock.ranks.run_config import Setting
+from penstock.ranks.run_config import RunConfig
 from penstock.ranks.world import World
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.measured_timeline import measured
@@ -20,9 +20,9 @@ from penstock.runtime.streaming import Streaming
 class Inspection:
     """Mixin of `Pipeline`: timeline, weight versions and parameters."""
 
-    setting: Setting
+    setting: RunConfig
     _world: World
-    _made: Assembly
+    _assembly: Assembly
     _player: Player
     _stream: Streaming | None
 
@@ -44,7 +44,7 @@ class Inspection:
         )
         if not any(rows.values()):
             raise RunError("there is no timeline yet: train a batch first")
-        timeline = measured(self._world, self.setting.schedule, self._made.interpreters, rows)
+        timeline = measured(self._world, self.setting.schedule, self._assembly.interpreters, rows)
         if played is None:
             return timeline
         return replace(
@@ -56,16 +56,16 @@ class Inspection:
         """By stage, the peak number of its weight versions on any rank so far."""
         if self._stream is None:
             return (1,) * len(self.setting.lengths)
-        return self._made.versions_kept()
+        return self._assembly.versions_kept()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the local stages with their names in the model.
 
         A parameter that several stages use is yielded only at its home stage.
         """
-        for stage in self._made.stages:
+        for stage in self._assembly.stages:
             borrowed = set(map(id, stage.update.borrowed))
-            for parameter, name in self._made.names(stage).items():
+            for parameter, name in self._assembly.names(stage).items():
                 if id(parameter) not in borrowed:
                     yield name, parameter
 

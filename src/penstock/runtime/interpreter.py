@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from penstock.batches.batch import Batch
-from penstock.batches.in_flight import UnderWay
+from penstock.batches.in_flight import BatchesInFlight
 from penstock.errors import DeadlineExceeded, PeerFailed, RunError, StageFailed
 from penstock.optim.stage_weights import StageWeights
 from penstock.ranks.clock import Clock, Mark
 from penstock.ranks.status_board import Board
 from penstock.runtime.program_steps import Step, steps_of
 from penstock.schedule.lower import Action, Message
-from penstock.schedule.op import HANDING, Kind, Op
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
 from penstock.stage.activation_meter import ActivationMeter, optimizer_bytes
 from penstock.stage.replicas import Copies
 from penstock.stage.stage import Stage
@@ -97,7 +97,7 @@ class Interpreter:
             if len(self._programs) > _MAX_PROGRAMS:
                 self._programs.clear()
             cached = self._programs[id(program)] = program, steps_of(program, self.stage_count)
-        self._run(cached[1], UnderWay.alone(batch))
+        self._run(cached[1], BatchesInFlight.alone(batch))
         self.finish()
 
     def begin(self) -> None:
@@ -107,7 +107,7 @@ class Interpreter:
         self.clock.begin()
         self.activation_meter.begin()
 
-    def go_on(self, actions: Sequence[Action], batches: UnderWay) -> None:
+    def run_actions(self, actions: Sequence[Action], batches: BatchesInFlight) -> None:
         """Run the next part of the program of a stream. Raises as `play`.
 
         Args:
@@ -117,7 +117,7 @@ class Interpreter:
         self.clock.begin()
         self._run(steps_of(actions, self.stage_count), batches)
 
-    def _run(self, steps: Sequence[Step], batches: UnderWay) -> None:
+    def _run(self, steps: Sequence[Step], batches: BatchesInFlight) -> None:
         step: Step | None = None
         try:
             for step in steps:
@@ -192,7 +192,7 @@ class Interpreter:
             for start, end in map(self.marks.__getitem__, ops)
         ]
 
-    def _step(self, step: Step, batches: UnderWay) -> None:
+    def _step(self, step: Step, batches: BatchesInFlight) -> None:
         """Run one op with its receives and sends; note in `_waits_for` what they wait for."""
         for peer, message in step.posts:
             if (entry := batches.find(message.micro_batch)) is not None:
@@ -238,7 +238,7 @@ class Interpreter:
         if (local_value := self._values.pop(message, None)) is not None:
             return local_value
         arrival = self._arrivals.pop(message, None)
-        if arrival is None and step.kind in HANDING:
+        if arrival is None and step.kind in ACTIVATION_MOVES:
             # This rank is the sender of the evict or load op, see `_move_activations`.
             return None
         assert arrival is not None
@@ -282,7 +282,7 @@ class Interpreter:
             number: its number in the batch.
             arrived: its input from another stage or rank.
         """
-        if op.kind in HANDING:
+        if op.kind in ACTIVATION_MOVES:
             return self._move_activations(op, batch, number, arrived)
         stage, weights = self.stages[op.stage], self._weights(op.stage)
         if op.kind is Kind.F:

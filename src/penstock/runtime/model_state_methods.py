@@ -120,7 +120,7 @@ def _differing_names(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) 
 class ModelState:
     """The methods of `Pipeline` that return or copy the whole model's state."""
 
-    _made: Assembly
+    _assembly: Assembly
     _world: World
     _guard: Guard | None
 
@@ -140,7 +140,7 @@ class ModelState:
             Tensors on the CPU by the model's own names.
         """
         self._enter("model_state")
-        return whole_state(self._world, self._made.placed)
+        return whole_state(self._world, self._assembly.placed)
 
     def load_into(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Copy the whole model's state into a model of this process. Call it on all ranks.
@@ -157,7 +157,7 @@ class ModelState:
             SettingError: the model is on the meta device, or its names or shapes differ.
         """
         self._enter("load_into")
-        values = whole_state(self._world, self._made.placed)
+        values = whole_state(self._world, self._assembly.placed)
         guards = guards_of([model] if isinstance(model, nn.Module) else model)
         were_stale = [guard.stale for guard in guards]
         # Before the copy: `fill` reads the model's state_dict, which a stale guard refuses.
@@ -195,7 +195,7 @@ class ModelState:
             SettingError: `decay` is not between 0 and 1.
         """
         self._world.calls.enter("ema")
-        return create_average(self, self._made, decay, avg_fn, use_buffers=use_buffers)
+        return create_average(self, self._assembly, decay, avg_fn, use_buffers=use_buffers)
 
     def _mark_stale(self) -> None:
         """Note that other ranks have trained their layers of the user's model."""

@@ -12,15 +12,15 @@ from typing import Any
 from penstock.optim.param_groups import ParameterGroup, parameter_groups_of, set_learning_rates
 from penstock.runtime import torch_optimizer_state as plain_state
 from penstock.runtime.assembly import Assembly
-from penstock.runtime.global_step import Together
+from penstock.runtime.global_step import GlobalStep
 from penstock.runtime.streaming import Streaming
 
 
 class Optimizing:
     """The methods of `Pipeline` that concern optimizers."""
 
-    _made: Assembly
-    _together: Together
+    _assembly: Assembly
+    _together: GlobalStep
     _stream: Streaming | None
 
     @property
@@ -54,7 +54,7 @@ class Optimizing:
             SettingError: there is no optimizer, or the stages' optimizers have different numbers of
                 groups.
         """
-        return parameter_groups_of(self._made.optimizers())
+        return parameter_groups_of(self._assembly.optimizers())
 
     @property
     def learning_rates(self) -> list[float]:
@@ -86,7 +86,7 @@ class Optimizing:
                 weight rule keeps several optimizers for a stage.
         """
         self._settle()
-        return plain_state.collect(self._made)
+        return plain_state.collect(self._assembly)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the optimizer state from plain PyTorch's form. Call it on all ranks.
@@ -101,9 +101,9 @@ class Optimizing:
         """
         if self._stream is not None:
             self._stream.begin_anew()
-        plain_state.restore(self._made, state)
+        plain_state.restore(self._assembly, state)
         if self._stream is not None:
-            self._made.let_read()
+            self._assembly.attach_weight_rules()
 
     def _settle(self) -> None:
         """Finish all batches in flight of an asynchronous schedule."""

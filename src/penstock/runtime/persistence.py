@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.checkpoint import checkpoint, checkpoint_load
-from penstock.checkpoint.checkpoint import CheckpointOptions, Progress, Versioned, parse_skip
+from penstock.checkpoint.checkpoint import CheckpointOptions, Progress, VersionedStage, parse_skip
 from penstock.checkpoint.checkpoint_files import RuleFacts
 from penstock.checkpoint.checkpoint_fit import saved_kind
 from penstock.errors import SettingError
 from penstock.optim.schedulers import SchedulerFactory, Schedulers
 from penstock.runtime.assembly import Assembly
-from penstock.runtime.global_step import Together
+from penstock.runtime.global_step import GlobalStep
 from penstock.runtime.streaming import Streaming
 
 
@@ -30,7 +30,7 @@ class Persistence:
     """
 
     assembly: Assembly
-    together: Together
+    together: GlobalStep
     stream: Streaming | None = None
     schedulers: list[Schedulers] = field(default_factory=list)
     progress: Progress = field(default_factory=lambda: Progress(0))
@@ -134,11 +134,11 @@ class Persistence:
             scheduler.load_json(text)
         return self.progress.step
 
-    def _begin_anew(self) -> Sequence[Versioned]:
+    def _begin_anew(self) -> Sequence[VersionedStage]:
         """Empty the stream, and initialise the weight rules from the current parameters."""
         assert self.stream is not None
         self.stream.begin_anew()
-        return self.assembly.let_read()
+        return self.assembly.attach_weight_rules()
 
     def _rule(self) -> RuleFacts | None:
         """Describe the weight rule of an asynchronous schedule; None for other schedules."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.batches.batch import Batch, make_batch, pair_of
+from penstock.batches.batch import Batch, make_batch, parse_pair
 from penstock.errors import SettingError
 from penstock.losses.parameters import check_training
 from penstock.losses.stage_loss import LossOptions
@@ -21,10 +21,10 @@ from penstock.plan.plan import Plan
 from penstock.ranks.calls import END_OF_TRAIN
 from penstock.ranks.make_world import Place, world_of
 from penstock.ranks.results import mean_loss, outputs
-from penstock.ranks.run_config import Overrides, check, setting_of
+from penstock.ranks.run_config import Overrides, check, make_run_config
 from penstock.ranks.settings_exchange import report_failures
 from penstock.runtime.assembly import assemble
-from penstock.runtime.global_step import Together
+from penstock.runtime.global_step import GlobalStep
 from penstock.runtime.graph_preparation import Preparation
 from penstock.runtime.inspection import Inspection
 from penstock.runtime.model_state_methods import ModelState, guard_for
@@ -32,8 +32,12 @@ from penstock.runtime.one_device_comparison import Comparison, compare
 from penstock.runtime.optimizer_memory import check_optimizer_memory
 from penstock.runtime.optimizer_methods import Optimizing
 from penstock.runtime.persistence import Persistence
-from penstock.runtime.player import Mode, Player, stream_portions
-from penstock.runtime.settings_check import compare_optimizers, compare_settings, meeting_of
+from penstock.runtime.player import Mode, Player, stream_increments
+from penstock.runtime.settings_check import (
+    compare_optimizers,
+    compare_settings,
+    next_settings_exchange,
+)
 from penstock.runtime.streaming import Streaming
 from penstock.runtime.trainability import Trainability
 from penstock.schedule.op import Schedule
@@ -145,7 +149,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
     ) -> None:
         traced = model if isinstance(model, TracedChain) else chain(model)
         overrides = Overrides(balance, schedule, micro_batches, recompute, weights, weights_options)
-        self.setting = setting_of(traced, plan, overrides)
+        self.setting = make_run_config(traced, plan, overrides)
         options = Options(
             clip_grad_norm,
             autocast,
@@ -171,29 +175,31 @@ class Pipeline(Optimizing, ModelState, Inspection):
         scaling = LossScaler.of(scaler)
         place = Place(executor, None if device is None else torch.device(device), deadline_s)
         self._training = Training(loss, optimizer, seed, options)
-        self._meeting = meeting = meeting_of(self.setting, place)
+        self._meeting = meeting = next_settings_exchange(self.setting, place)
         compare_settings(meeting, self.chain, self.setting, self._training, check_data=check_data)
         self._world = world_of(self.setting, self.chain.description, place)
         options.check_compiler(self._world.device(self._world.local_ranks[0]))
         self._step = self._accumulated = 0
         self._accumulate = accumulate
-        self._made = assemble(self.chain, self.setting, self._world, self._training)
-        compare_optimizers(meeting, self._made)
-        self._guard = guard_for(self.chain, self._made)
-        whole_chain, self.chain = self.chain, self._made.traced
+        self._assembly = assemble(self.chain, self.setting, self._world, self._training)
+        compare_optimizers(meeting, self._assembly)
+        self._guard = guard_for(self.chain, self._assembly)
+        whole_chain, self.chain = self.chain, self._assembly.traced
         if plan is not None and optimizer is not None:
-            check_optimizer_memory(plan, self.chain.description, self._made.optimizers()[0])
+            check_optimizer_memory(plan, self.chain.description, self._assembly.optimizers()[0])
         self._world.calls.check_data = check_data
-        self._made.share_weights()
-        self._together = Together(self._made, scaling, clip_grad_norm, norm_type=clip_norm_type)
-        self._trainability = Trainability(self._made, self._together, whole_chain)
-        self._player = Player(self._made, self._together)
+        self._assembly.share_weights()
+        self._together = GlobalStep(
+            self._assembly, scaling, clip_grad_norm, norm_type=clip_norm_type
+        )
+        self._trainability = Trainability(self._assembly, self._together, whole_chain)
+        self._player = Player(self._assembly, self._together)
         self._stream: Streaming | None = None
         if self.setting.schedule.stream is not None:
-            self._made.let_read()
-            self._stream = Streaming(self._made, stream_portions(self._made))
-        self._persistence = Persistence(self._made, self._together, self._stream)
-        self._preparation = Preparation(self._made, autocast, self._drain)
+            self._assembly.attach_weight_rules()
+            self._stream = Streaming(self._assembly, stream_increments(self._assembly))
+        self._persistence = Persistence(self._assembly, self._together, self._stream)
+        self._preparation = Preparation(self._assembly, autocast, self._drain)
         self._preparation.begin()
 
     # -- training and evaluation
@@ -245,7 +251,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
         Raises:
             SettingError: there is no optimizer.
         """
-        if not self._made.steps:
+        if not self._assembly.steps:
             raise SettingError(
                 "there is nothing to step: this pipeline has no optimizer. Pass one as optimizer="
             )
@@ -269,7 +275,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
         first = self._step
         self._world.calls.check_loader(loader)
         for item in loader:
-            x, y = pair_of(item)
+            x, y = parse_pair(item)
             if self._stream is None:
                 yield self.train_batch(x, y)
                 continue
@@ -423,7 +429,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
             self._player.play(batch, Mode.COMPARE)
             return self._mean_loss(batch)
 
-        return compare(self._made, play, batch, self._training)
+        return compare(self._assembly, play, batch, self._training)
 
     # -- saving and loading
 
@@ -433,7 +439,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
         They are on the CPU, under the names of the model.
         """
         self._enter("state_dict")
-        return state.collect(self._world, self._made.placed)
+        return state.collect(self._world, self._assembly.placed)
 
     def load_state_dict(
         self, tensors: Mapping[str, Tensor], strict: bool = True
@@ -455,9 +461,9 @@ class Pipeline(Optimizing, ModelState, Inspection):
         self._mark_stale()
         if self._stream is not None:
             self._stream.begin_anew()
-        incompatible_keys = state.load(self._made.placed, tensors, strict=strict)
+        incompatible_keys = state.load(self._assembly.placed, tensors, strict=strict)
         if self._stream is not None:
-            self._made.let_read()
+            self._assembly.attach_weight_rules()
         return incompatible_keys
 
     def save(self, folder: str | Path, *, allow_nonfinite: bool = False) -> None:
@@ -502,7 +508,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
 
     @property
     def _local_stages(self) -> list[Stage]:
-        return self._made.stages
+        return self._assembly.stages
 
     def close(self) -> None:
         """Close links and end threads."""

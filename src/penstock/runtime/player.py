@@ -10,11 +10,11 @@ from functools import cached_property, lru_cache
 from penstock.batches.batch import Batch
 from penstock.modules.deferred_batch_norm import DeferredBatchNorm, deferring
 from penstock.runtime.assembly import Assembly
-from penstock.runtime.global_step import Together
+from penstock.runtime.global_step import GlobalStep
 from penstock.schedule.increments import Portions
 from penstock.schedule.lower import Action, LoweredSchedule, lower
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.period import prolonged
+from penstock.schedule.period import with_batch_count
 
 #: Number of ops before its use at which a receive is posted. With two, gloo's threads receive the
 #: message while the rank computes: over gloo, an MLP on 4 ranks took a sixth longer with 0 or 1,
@@ -26,7 +26,7 @@ AHEAD = 2
 AHEAD_ON_DEVICE = 1
 
 
-def stream_portions(assembly: Assembly) -> Portions:
+def stream_increments(assembly: Assembly) -> Portions:
     """Return the programs of a stream by batch, with receives posted as in `Player`."""
     schedule = assembly.setting.schedule
     if assembly.world.receives_on_device:
@@ -51,7 +51,7 @@ class Player:
         played: micro-batches and mode of the last batch; None if it failed.
     """
 
-    def __init__(self, assembly: Assembly, together: Together) -> None:
+    def __init__(self, assembly: Assembly, together: GlobalStep) -> None:
         self.assembly, self.together = assembly, together
         self.played: tuple[int, Mode] | None = None
         self._lowered = lru_cache(maxsize=32)(self._lower)
@@ -67,7 +67,7 @@ class Player:
     def one_batch(self) -> Schedule:
         """The schedule for a single batch, which differs from that of a stream."""
         schedule = self.assembly.setting.schedule
-        return schedule if schedule.stream is None else prolonged(schedule, 1)
+        return schedule if schedule.stream is None else with_batch_count(schedule, 1)
 
     def play(self, batch: Batch, mode: Mode, *, steps: bool = False, factor: float = 1.0) -> None:
         """Run the program of one batch.
@@ -100,7 +100,7 @@ class Player:
                 # All stages change mode before any runs: a module without weights may be in
                 # several stages, which may run at the same time.
                 for stage in self.assembly.stages if mode is Mode.EVALUATE else ():
-                    modes.enter_context(stage.evaluating())
+                    modes.enter_context(stage.evaluation_mode())
                 step_results = self.assembly.world.run(job)
         except BaseException:
             if mode is Mode.TRAIN:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule.lower import Action, Direction, Message, Transfer
-from penstock.schedule.op import HANDING, Kind, Op
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
 from penstock.schedule.rules import feeds, takes
 
 
@@ -100,7 +100,7 @@ def _messages(op: Op, stages: int) -> tuple[Message | None, Message | None]:
     """Return the messages that an op consumes and produces; None for those that it does not."""
     if op.kind is Kind.U:
         return None, None
-    if op.kind in HANDING:
+    if op.kind in ACTIVATION_MOVES:
         # An op that moves activations consumes and produces a message of its own kind.
         message = Message(op.kind, op.stage, op.micro_batch)
         return message, message

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.modules.state_names import parameters_of, prefix_of
 from penstock.ranks.checksum import checksum
-from penstock.ranks.run_config import Setting
+from penstock.ranks.run_config import RunConfig
 from penstock.ranks.setting_differences import META, STALE, Description
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.stale_guard import stale_layers
@@ -40,7 +40,7 @@ _REPR_TYPES = (bool, int, str, complex, bytes, torch.dtype, torch.memory_format,
 
 
 def describe_run(
-    traced: TracedChain, setting: Setting, training: Training, **further: object
+    traced: TracedChain, setting: RunConfig, training: Training, **further: object
 ) -> Description:
     """Describe what this rank is about to run.
 
@@ -68,7 +68,9 @@ def describe_run(
     return Description(facts, lists, _describe_weights(traced), _home_ranks(setting))
 
 
-def _describe_settings(traced: TracedChain, setting: Setting, training: Training) -> dict[str, str]:
+def _describe_settings(
+    traced: TracedChain, setting: RunConfig, training: Training
+) -> dict[str, str]:
     """Describe versions, schedule and options, by name."""
     schedule = setting.schedule
     facts = {
@@ -226,7 +228,7 @@ def _describe_module(module: nn.Module) -> str:
     return f"{text} {mode}"
 
 
-def _home_ranks(setting: Setting) -> list[int]:
+def _home_ranks(setting: RunConfig) -> list[int]:
     """Return, by layer, the first rank of its stage."""
     home_ranks: list[int] = []
     for ranks, length in zip(setting.schedule.ranks_of_stage, setting.lengths, strict=False):

@@ -7,7 +7,7 @@ any two descriptions differ.
 from __future__ import annotations
 
 from penstock.ranks.make_world import Place, in_threads
-from penstock.ranks.run_config import Setting
+from penstock.ranks.run_config import RunConfig
 from penstock.ranks.settings_exchange import SettingsExchange
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.run_description import describe_optimizers, describe_run
@@ -16,7 +16,7 @@ from penstock.tracing.traced_chain import TracedChain
 from penstock.transport.process_group import join
 
 
-def meeting_of(setting: Setting, place: Place) -> SettingsExchange | None:
+def next_settings_exchange(setting: RunConfig, place: Place) -> SettingsExchange | None:
     """Return the object by which the ranks compare one pipeline's settings.
 
     Returns:
@@ -35,7 +35,7 @@ def meeting_of(setting: Setting, place: Place) -> SettingsExchange | None:
 def compare_settings(
     exchange: SettingsExchange | None,
     traced: TracedChain,
-    setting: Setting,
+    setting: RunConfig,
     training: Training,
     **further: object,
 ) -> None:

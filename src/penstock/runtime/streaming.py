@@ -13,13 +13,13 @@ from itertools import islice
 from torch import Tensor
 
 from penstock.batches.batch import Batch
-from penstock.batches.in_flight import UnderWay
+from penstock.batches.in_flight import BatchesInFlight
 from penstock.errors import RunError
 from penstock.ranks.results import StreamLosses
 from penstock.runtime.assembly import Assembly
 from penstock.schedule.increments import Portions
 from penstock.schedule.op import Kind, Op
-from penstock.schedule.period import prolonged
+from penstock.schedule.period import with_batch_count
 
 
 @dataclass
@@ -45,12 +45,12 @@ class Streaming:
         self.world = self.assembly.world
         self.schedule = self.assembly.setting.schedule
         self.interpreters = self.assembly.interpreters
-        self._under_way = UnderWay(self.schedule.micro_batches)
+        self._under_way = BatchesInFlight(self.schedule.micro_batches)
         period_batches = self.portions.period.batches
-        self._losses = StreamLosses(self.world, prolonged(self.schedule, period_batches))
+        self._losses = StreamLosses(self.world, with_batch_count(self.schedule, period_batches))
         # Times are stored for the batches of a timeline, and for those that ranks may have begun
         # after them.
-        longest = prolonged(self.schedule, 2 * self.schedule.batches + period_batches)
+        longest = with_batch_count(self.schedule, 2 * self.schedule.batches + period_batches)
         self._most_marks = {rank: len(longest.programs[rank]) for rank in self.interpreters}
         for interpreter in self.interpreters.values():
             interpreter.on_loss = self._losses.tell
@@ -132,7 +132,7 @@ class Streaming:
         first = loops * period.batches
         if self._done <= first:
             return {rank: [] for rank in range(self.schedule.ranks)}
-        window = prolonged(self.schedule, self._done - first)
+        window = with_batch_count(self.schedule, self._done - first)
         rows: dict[int, list[tuple[Op, Op]]] = {}
         for rank in range(self.schedule.ranks):
             rows[rank] = []
@@ -162,7 +162,7 @@ class Streaming:
     def _play(self, rank: int, index: int) -> None:
         """Run a rank's ops for batch `index`."""
         interpreter = self.interpreters[rank]
-        interpreter.go_on(self.portions.increment(rank, index), self._under_way)
+        interpreter.run_actions(self.portions.increment(rank, index), self._under_way)
         # With what has been sent by now, every rank can complete its increment, and receive the
         # messages of completed batches: so waiting for these sends cannot block for ever.
         interpreter.release(
@@ -175,7 +175,7 @@ class Streaming:
     def _drain(self, rank: int) -> None:
         """Run a rank's remaining ops, and bring all replicas to the same weights."""
         interpreter = self.interpreters[rank]
-        interpreter.go_on(self.portions.remainder(rank, self._fed), self._under_way)
+        interpreter.run_actions(self.portions.remainder(rank, self._fed), self._under_way)
         for weights in interpreter.weights.values():
             weights.drain()
         for copies in self.assembly.wave_replicas[rank].values():

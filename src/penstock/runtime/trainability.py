@@ -16,7 +16,7 @@ from penstock.batches.batch import Batch
 from penstock.errors import SettingError
 from penstock.modules.state_names import parameters_of
 from penstock.runtime.assembly import Assembly
-from penstock.runtime.global_step import Together
+from penstock.runtime.global_step import GlobalStep
 from penstock.tracing.traced_chain import TracedChain
 
 
@@ -35,7 +35,7 @@ class Trainability:
     """
 
     made: Assembly
-    together: Together
+    together: GlobalStep
     traced: InitVar[TracedChain]
     epoch: int = 0
     _holders: dict[str, list[nn.Parameter]] = field(default_factory=dict)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import HANDING, Kind, Op, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.slicing import Slicing, micro_batches_in
 
 Array = NDArray[Any]
@@ -103,10 +103,10 @@ class OpArrays:
         return np.where(whole, 1.0, np.array(self.slicing.share)[slice_number])
 
     @cached_property
-    def at_partner(self) -> Array:
+    def on_partner(self) -> Array:
         """Mask of the E and L ops that stand on the partner's rank, not on the forward's rank."""
         mask = np.zeros(len(self), bool)
-        moves = np.flatnonzero(self.of_kind(*HANDING))
+        moves = np.flatnonzero(self.of_kind(*ACTIVATION_MOVES))
         if len(moves):
             forward_rank = self._forward_ranks()
             stages, numbers = self.stage[moves].tolist(), self.micro_batch[moves].tolist()
@@ -139,14 +139,14 @@ class OpArrays:
             The peaks per stage, and the peaks per rank.
         """
         change = self.of_kind(Kind.F).astype(np.int64) - self.of_kind(Kind.B, Kind.W)
-        arrives = self.of_kind(Kind.L) ^ self.at_partner  # an L at its owner, an E at the partner
-        change += np.where(self.of_kind(*HANDING), np.where(arrives, 1, -1), 0)
+        arrives = self.of_kind(Kind.L) ^ self.on_partner  # an L at its owner, an E at the partner
+        change += np.where(self.of_kind(*ACTIVATION_MOVES), np.where(arrives, 1, -1), 0)
         amount = change if self.share is None else change * self.share
         ranks, peaks = _peaks(amount, self.rank)
         by_rank: list[float] = [0] * (len(self.first) - 1)
         for rank, peak in zip(ranks.tolist(), peaks.tolist(), strict=True):
             by_rank[rank] = micro_batches_in(peak)
-        rows = np.flatnonzero((change != 0) & ~self.at_partner)
+        rows = np.flatnonzero((change != 0) & ~self.on_partner)
         key = self.rank[rows].astype(np.int64) * self.stages + self.stage[rows]
         if (np.diff(key) < 0).any():  # several stages on a rank: sort by rank and stage
             rows = rows[np.argsort(key, kind="stable")]

@@ -31,7 +31,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.csv_cells import Communication, FsdpAction, overlaps
 from penstock.schedule.graph import build_graph
 from penstock.schedule.lower import Direction, Message
-from penstock.schedule.op import HANDING, Kind, Op, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.updates import with_updates
 
 #: Time units per op that decide where transfers are placed.
@@ -44,12 +44,12 @@ def check_supported(schedule: Schedule) -> None:
     Raises:
         ScheduleError: they cannot; the message says what and why.
     """
-    reason = why_not(schedule)
+    reason = unsupported_reason(schedule)
     if reason is not None:
         raise ScheduleError(reason)
 
 
-def why_not(schedule: Schedule) -> str | None:
+def unsupported_reason(schedule: Schedule) -> str | None:
     """Return the reason why torch's actions cannot express the schedule, None if they can."""
     name = schedule.name
     if not schedule.synchronous or schedule.stream is not None:
@@ -70,7 +70,7 @@ def why_not(schedule: Schedule) -> str | None:
         )
     for rank, program in enumerate(schedule.programs):
         for op in program:
-            if op.kind in HANDING:
+            if op.kind in ACTIVATION_MOVES:
                 return (
                     f"{op} on rank {rank} hands activations to another rank: "
                     "torch's CSV has no action for it"

@@ -2,7 +2,7 @@
 
 An op depends on the previous op of its rank, on the ops that produce the values it receives from
 other ranks, and, for a U, on what the other copies of its stage have done before theirs (see
-`met_by`). In-rank inputs come earlier in the same program, so program order covers them.
+`awaited_update`). In-rank inputs come earlier in the same program, so program order covers them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.streams import Stream
-from penstock.schedule.updates import met_by
+from penstock.schedule.updates import awaited_update
 
 
 class Crossing(NamedTuple):
@@ -125,7 +125,7 @@ def successors_of(predecessors: Sequence[Sequence[int]]) -> list[list[int]]:
 def add_gradient_sync(
     predecessors: list[list[int]], ops: Iterable[tuple[int, int, Op]], stream: Stream | None
 ) -> None:
-    """Add the dependencies of every U on the U ops of the stage's other copies (see `met_by`).
+    """Add the dependencies of every U on the U ops of the stage's other copies (see `awaited_update`).
 
     Copies that run the same U together start at the same time, so each depends on the predecessors
     of all of them.
@@ -140,7 +140,7 @@ def add_gradient_sync(
         if op.kind is Kind.U:
             update_nodes[op].setdefault(rank, node)
     for op, copies in update_nodes.items():
-        awaited = met_by(op, stream)
+        awaited = awaited_update(op, stream)
         if awaited == op:
             _share_predecessors(predecessors, list(copies.values()))
         elif awaited is not None:

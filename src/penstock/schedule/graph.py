@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.errors import ScheduleError
 from penstock.schedule.dependencies import add_gradient_sync, topological_order
 from penstock.schedule.lower import Direction, Link, Message, Transfer, lower, messages
-from penstock.schedule.op import HANDING, Kind, Op, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.rules import needs
 
 #: The fields of an Event: rank, op, start, end, bytes, and the receiving rank of a transfer.
@@ -160,7 +160,7 @@ def _add_transfers(
         node = op_count + len(transfers)
         waits.append([producer, last_on_link[link]] if link in last_on_link else [producer])
         last_on_link[link] = node
-        if message.kind in HANDING:
+        if message.kind in ACTIVATION_MOVES:
             waits[consumer].append(node)
         arrivals[consumer, producer_op] = node
         transfers.append((link, message, producer_op))
@@ -179,7 +179,7 @@ def _add_inputs(
     arrivals: Mapping[tuple[int, Op], int],
 ) -> None:
     """Let every op wait for its inputs, or for the transfers that bring them."""
-    node_of = {op: node for node, (_, op) in enumerate(ops) if op.kind not in HANDING}
+    node_of = {op: node for node, (_, op) in enumerate(ops) if op.kind not in ACTIVATION_MOVES}
     for node, (rank, op) in enumerate(ops):
         for alternatives in needs(op, schedule.stages, schedule.slicing):
             inputs = [other for other in alternatives if other in node_of]

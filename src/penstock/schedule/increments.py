@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from penstock.schedule.dependencies import successors_of
 from penstock.schedule.graph import build_graph
 from penstock.schedule.lower import Action, Direction, Transfer, lower
-from penstock.schedule.op import HANDING, Op, Schedule
-from penstock.schedule.period import Period, period_of, prolonged, with_batches
+from penstock.schedule.op import ACTIVATION_MOVES, Op, Schedule
+from penstock.schedule.period import Period, period_of, with_batch_count, with_batches
 
 
 class Portions:
@@ -46,7 +46,7 @@ class Portions:
         # as many batches. Rounded up to whole cycles.
         self._steady = -(-(2 * latest_batch + 2) // self._cycle) * self._cycle
         batch_count = self._steady + 3 * self._cycle + latest_batch
-        self._schedule = prolonged(schedule, batch_count)
+        self._schedule = with_batch_count(schedule, batch_count)
         lowered = lower(self._schedule, ahead, after_dependencies=after_dependencies)
         self._actions = [_with_batches(row, micro_batches) for row in lowered.programs]
         batches = self._steady + self._cycle
@@ -145,7 +145,7 @@ def _latest_batch_of_first_loop(period: Period) -> int:
     latest = 0
     for head, loop in zip(period.heads, period.loops, strict=True):
         for op in (*head, *loop):
-            if op.kind not in HANDING:
+            if op.kind not in ACTIVATION_MOVES:
                 latest = max(latest, op.micro_batch // period.micro_batches)
     return latest
 

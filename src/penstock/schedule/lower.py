@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.dependencies import Crossing, last_dependencies
-from penstock.schedule.op import HANDING, Kind, Op, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.rules import feeds
 
 
@@ -102,7 +102,7 @@ def messages(schedule: Schedule) -> Iterator[tuple[Link, Message, int, int]]:
     partners = partners_of(schedule)
     for rank, program in enumerate(schedule.programs):
         for i, op in enumerate(program):
-            if op.kind in HANDING:
+            if op.kind in ACTIVATION_MOVES:
                 owner, partner = schedule.placement[op.stage, op.micro_batch], partners[op]
                 link = Link(owner, partner) if op.kind is Kind.E else Link(partner, owner)
                 if rank == link.source:
@@ -157,7 +157,7 @@ def partners_of(schedule: Schedule) -> dict[Op, int]:
     partners: dict[Op, int] = {}
     for rank, program in enumerate(schedule.programs):
         for op in program:
-            if op.kind in HANDING:
+            if op.kind in ACTIVATION_MOVES:
                 owner = schedule.placement.get((op.stage, op.micro_batch))
                 if owner not in (None, rank):
                     partners[op] = rank

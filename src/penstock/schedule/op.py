@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.notebook import Shown
+from penstock.notebook import NotebookPicture
 from penstock.schedule.slicing import Slicing
 from penstock.schedule.streams import Stream
 
@@ -74,11 +74,11 @@ class Op(NamedTuple):
 Program = tuple[Op, ...]
 
 #: Kinds that move activations between ranks and compute nothing.
-HANDING = (Kind.E, Kind.L)
+ACTIVATION_MOVES = (Kind.E, Kind.L)
 
 
 @dataclass(frozen=True)
-class Schedule(Shown):
+class Schedule(NotebookPicture):
     """The programs of all ranks.
 
     The rank of an op is given by the program that it is in. `name` and `options` say how the
@@ -222,7 +222,7 @@ class Schedule(Shown):
         """
         stages_of_rank = []
         for program in self.programs:
-            stages = {op.stage for op in program if op.kind not in HANDING}
+            stages = {op.stage for op in program if op.kind not in ACTIVATION_MOVES}
             stages_of_rank.append(tuple(sorted(stages)))
         return tuple(stages_of_rank)
 

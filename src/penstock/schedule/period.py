@@ -105,7 +105,7 @@ def period_of(schedule: Schedule) -> Period:
     return period
 
 
-def prolonged(schedule: Schedule, batches: int) -> Schedule:
+def with_batch_count(schedule: Schedule, batches: int) -> Schedule:
     """Return the same stream with another number of batches, fewer or more.
 
     Raises:

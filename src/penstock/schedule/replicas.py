@@ -17,9 +17,9 @@ from dataclasses import replace
 from itertools import accumulate
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import HANDING, Kind, Op, Program, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Program, Schedule
 from penstock.schedule.slicing import Slicing
-from penstock.schedule.updates import with_updates_of_batches
+from penstock.schedule.updates import with_batch_updates
 
 
 def pipelines(schedule: Schedule, replicas: int, micro_batches: int) -> Schedule:
@@ -136,7 +136,7 @@ def round_robin(schedule: Schedule, replicas: Sequence[int]) -> Schedule:
             )
             if schedule.stream is not None:
                 work = [op for op in program if op.kind is not Kind.U]
-                program = with_updates_of_batches(work, schedule.micro_batches)
+                program = with_batch_updates(work, schedule.micro_batches)
             programs.append(program)
     return replace(schedule, programs=tuple(programs))
 
@@ -150,7 +150,7 @@ def _check_round_robin(schedule: Schedule, replicas: Sequence[int]) -> None:
             f"{name} has several stages on a rank, or copies: it takes only the same number of "
             f"replicas for all stages, such as replicas={max(replicas)}"
         )
-    moves_activations = any(op.kind in HANDING for op in schedule.ops)
+    moves_activations = any(op.kind in ACTIVATION_MOVES for op in schedule.ops)
     if schedule.pairs or schedule.slicing is not None or moves_activations:
         raise ScheduleError(
             f"{name} pairs ops, cuts micro-batches, or moves activations to other ranks: it takes "

@@ -33,7 +33,7 @@ def with_updates(ops: Sequence[Op]) -> Program:
     return tuple(program)
 
 
-def with_updates_of_batches(ops: Sequence[Op], micro_batches: int) -> Program:
+def with_batch_updates(ops: Sequence[Op], micro_batches: int) -> Program:
     """Add a U of every stage right after its last backward of each batch; versions start at 1.
 
     So the next forward reads weights that are as new as possible, and a rank that holds a copy
@@ -65,7 +65,7 @@ def with_updates_of_batches(ops: Sequence[Op], micro_batches: int) -> Program:
     return tuple(program)
 
 
-def met_by(update: Op, stream: Stream | None) -> Op | None:
+def awaited_update(update: Op, stream: Stream | None) -> Op | None:
     """Return the U op of the stage's other copies that a U waits for.
 
     Gradient synchronisation is collective: copies start the same U together. Where a stream has

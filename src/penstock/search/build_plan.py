@@ -11,7 +11,7 @@ from penstock.plan.plan import Option, Plan, Prediction, Remedy, Traffic
 from penstock.search.instantiate import Evaluated
 from penstock.search.request import PlanRequest
 from penstock.simulate.memory_curves import Changes
-from penstock.simulate.plan_costs import meeting_seconds
+from penstock.simulate.plan_costs import all_reduce_seconds
 from penstock.simulate.simulate import simulate_schedule, tables_of
 
 #: Maximum number of rows in the plan's table of candidates.
@@ -109,8 +109,8 @@ def _recompute_effect(chosen: Evaluated) -> dict[str, float]:
     with_recompute = tables_of(schedule, costs, chosen.recompute)
     base_s = float(without.seconds[0][without.op_entry].sum())
     work_s = float(with_recompute.seconds[0][with_recompute.op_entry].sum())
-    base_bytes = float(Changes.of(without).kept_at_start.sum())
-    saved_bytes = float(Changes.of(with_recompute).kept_at_start.sum())
+    base_bytes = float(Changes.of(without).saved_at_start.sum())
+    saved_bytes = float(Changes.of(with_recompute).saved_at_start.sum())
     return {
         "more_work": work_s / base_s - 1 if base_s else 0.0,
         "less_kept": max(1 - saved_bytes / base_bytes, 0.0) if base_bytes else 0.0,
@@ -152,7 +152,7 @@ def data_parallel_s(request: PlanRequest) -> float | None:
         return None
     parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
     _, slowest = _step_s_range(request, request.batch / ranks)
-    return slowest + meeting_seconds(range(ranks), parameter_bytes, request.cluster)
+    return slowest + all_reduce_seconds(range(ranks), parameter_bytes, request.cluster)
 
 
 def _step_s_range(request: PlanRequest, samples: float) -> tuple[float, float]:

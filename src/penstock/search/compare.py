@@ -16,7 +16,7 @@ from penstock.search.catalogue import PLANNERS, make_request
 
 @final
 @dataclass(frozen=True)
-class Compared:
+class PlannerResult:
     """The result of one planner.
 
     Attributes:
@@ -44,7 +44,7 @@ def compare(
     *,
     planners: Sequence[str] | None = None,
     **options: Any,
-) -> tuple[Compared, ...]:
+) -> tuple[PlannerResult, ...]:
     """Return the results of several planners for the same model, cluster and batch, fastest plan
     first; those without a plan come last.
 
@@ -70,5 +70,5 @@ def compare(
             plan = replace(PLANNERS.find(name).make(request), planner=name)
         except PenstockError as error:
             refusal = str(error)
-        results.append(Compared(name, plan, refusal, time.perf_counter() - start))
+        results.append(PlannerResult(name, plan, refusal, time.perf_counter() - start))
     return tuple(sorted(results, key=lambda result: (result.step_s, result.planner)))

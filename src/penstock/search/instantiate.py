@@ -18,8 +18,8 @@ from penstock.search.request import PlanRequest
 from penstock.search.schedules import COST_SCHEDULES
 from penstock.search.schedules import schedule as make_schedule
 from penstock.simulate.costs import Costs
-from penstock.simulate.plan_costs import meeting_seconds, schedule_costs, stage_costs
-from penstock.simulate.selective_recompute import with_selection
+from penstock.simulate.plan_costs import all_reduce_seconds, schedule_costs, stage_costs
+from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.stage_seconds import parts_of
 from penstock.simulate.steady_state import Steady, steady
 from penstock.weights.catalogue import WeightRule
@@ -60,13 +60,13 @@ class PlacedSchedule:
     pipelines: int = 1
     selection: Selection | None = None
 
-    def with_selection(self, selection: Selection | None) -> PlacedSchedule:
+    def with_selective_recompute(self, selection: Selection | None) -> PlacedSchedule:
         """Return the same with these layers recomputed; None changes nothing."""
         if selection is None:
             return self
         profiles = [self.request.profile_of(rank) for rank in range(self.schedule.ranks)]
         micro_batch = self.request.batch / self.proposal.micro_batches
-        costs = with_selection(
+        costs = with_selective_recompute(
             self.costs, self.schedule, profiles, self.proposal.lengths, micro_batch, selection
         )
         return replace(self, costs=costs, selection=selection)
@@ -244,7 +244,7 @@ def with_request(placed: PlacedSchedule, request: PlanRequest) -> PlacedSchedule
         request.batch,
         placed.rule,
     )
-    return replace(placed, request=local, costs=costs).with_selection(placed.selection)
+    return replace(placed, request=local, costs=costs).with_selective_recompute(placed.selection)
 
 
 # A search asks for the same schedule several times in a row.
@@ -295,7 +295,7 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
         schedule.ranks_of_stage, update_s, gradient_bytes, strict=True
     ):
         replicas = devices[first_rank : needed : schedule.ranks]
-        synced_update_s.append(seconds + meeting_seconds(replicas, size, request.cluster))
+        synced_update_s.append(seconds + all_reduce_seconds(replicas, size, request.cluster))
     synced_costs = replace(costs, update=synced_update_s)
     return PlacedSchedule(local, proposal, schedule, rule, synced_costs, pipelines)
 

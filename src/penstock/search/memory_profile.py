@@ -77,14 +77,14 @@ def _memory_profiles(schedule: Schedule) -> list[MemoryProfile]:
     is_backward = ops.of_kind(Kind.B)
     # Rows: in flight, between I and W, in a B.
     rises = [
-        saved.kept_at_start,
-        np.where(is_backward, 0.0, recomputed.again_at_start),
-        np.where(is_backward, recomputed.again_at_start, 0.0),
+        saved.saved_at_start,
+        np.where(is_backward, 0.0, recomputed.recomputed_at_start),
+        np.where(is_backward, recomputed.recomputed_at_start, 0.0),
     ]
     falls = [
-        saved.kept_at_end,
-        np.where(is_backward, 0.0, recomputed.again_at_end),
-        np.where(is_backward, recomputed.again_at_end, 0.0),
+        saved.saved_at_end,
+        np.where(is_backward, 0.0, recomputed.recomputed_at_end),
+        np.where(is_backward, recomputed.recomputed_at_end, 0.0),
     ]
     profiles = []
     for low, high in zip(ops.first[:-1].tolist(), ops.first[1:].tolist(), strict=True):

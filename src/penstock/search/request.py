@@ -15,7 +15,7 @@ from penstock.profile.profile import Profile
 from penstock.schedule.catalogue import FAMILIES, ScheduleFacts, schedules
 from penstock.simulate.simulate import RECOMPUTE
 from penstock.weights.catalogue import WeightRule, weight_rule
-from penstock.weights.compatibility import does_not_go, schedule_for
+from penstock.weights.compatibility import mismatch_message, schedule_for
 
 #: Numbers of micro-batches that are tried. Doubling beyond these shrinks the bubble little and pays
 #: the fixed cost of every call again.
@@ -124,7 +124,7 @@ class PlanRequest:
         rule = weight_rule(self.weights or facts.weights)
         rule.with_defaults(dict(self.weights_options))
         if rule.synchronous != facts.synchronous:
-            raise PlanError(does_not_go(rule.name, facts.name, facts.synchronous))
+            raise PlanError(mismatch_message(rule.name, facts.name, facts.synchronous))
         if not self._has_formula(rule):
             raise SettingError(
                 f"weight rule {rule.name!r} has no formula for {self.optimizer}: {rule.because}; "

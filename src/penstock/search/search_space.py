@@ -21,7 +21,7 @@ from penstock.schedule.period import period_of
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
 from penstock.simulate.costs import Costs
-from penstock.simulate.plan_costs import meeting_seconds
+from penstock.simulate.plan_costs import all_reduce_seconds
 from penstock.simulate.stage_seconds import PHASES
 
 #: Numbers of stages per rank that are tried, for schedules that take any number.
@@ -263,7 +263,7 @@ class SearchSpace:
             return 0.0
         if shape not in self._gradient_sync:
             parameter_bytes = sum(layer.parameter_bytes for layer in self.request.profile)
-            self._gradient_sync[shape] = meeting_seconds(
+            self._gradient_sync[shape] = all_reduce_seconds(
                 shape.devices[:: shape.ranks], parameter_bytes / shape.ranks, self.request.cluster
             )
         return self._gradient_sync[shape]

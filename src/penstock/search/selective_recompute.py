@@ -19,7 +19,7 @@ from penstock.schedule.arrays import Array
 from penstock.search.instantiate import PlacedSchedule
 from penstock.search.memory_profile import MemoryProfile, memory_profiles
 from penstock.search.min_time_recompute import COARSE, Layers, Precision, min_time_recompute
-from penstock.simulate.memory_curves import weights_held
+from penstock.simulate.memory_curves import weight_bytes_of_ranks
 from penstock.simulate.selective_recompute import LayerBytes
 from penstock.simulate.simulate import tables_of
 from penstock.simulate.stage_seconds import PHASES, largest_part, parts_of
@@ -55,7 +55,7 @@ def select_recompute(
     for group in groups:
         segments += group.segments(precision)
     firsts = [part.start for part in parts_of(placed.proposal.lengths)]
-    return placed.with_selection(Selection.of_segments(segments, firsts))
+    return placed.with_selective_recompute(Selection.of_segments(segments, firsts))
 
 
 @dataclass
@@ -188,7 +188,7 @@ class _Group:
 
         def segment_bytes(first: int, end: int) -> float:
             """Return the bytes of a recomputed segment of one micro-batch."""
-            return samples * sizes.comes_back(places[first], places[end - 1] + 1)
+            return samples * sizes.recomputed_bytes(places[first], places[end - 1] + 1)
 
         def room(bounds: Array) -> Array:
             """Return the bytes that may be saved under each bound on recomputed segments."""
@@ -257,7 +257,7 @@ def _moment(profile: MemoryProfile, row: int) -> Moment:
 def _groups(placed: PlacedSchedule) -> list[_Group] | None:
     """Group the ranks by their stages; None if two ranks share some stages but not all."""
     schedule = placed.schedule
-    weights = weights_held(tables_of(schedule, placed.costs, "never")).sum(axis=1)
+    weights = weight_bytes_of_ranks(tables_of(schedule, placed.costs, "never")).sum(axis=1)
     groups: dict[tuple[int, ...], _Group] = {}
     for rank, profile in enumerate(memory_profiles(schedule)):
         if profile.stages:

@@ -118,7 +118,7 @@ def _twice_the_batch(request: PlanRequest, chosen: Evaluated) -> list[Remedy]:
     )
     larger = replace(request, batch=2 * request.batch, micro_batches=None)
     try:
-        placed = instantiate(larger, proposal).with_selection(chosen.placed.selection)
+        placed = instantiate(larger, proposal).with_selective_recompute(chosen.placed.selection)
     except PenstockError:
         return []
     seconds = steady(placed.schedule, placed.costs, chosen.recompute).seconds_per_batch / 2

@@ -12,7 +12,7 @@ import numpy as np
 from penstock.partition.replicated import replicated_table
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.simulate.plan_costs import meeting_seconds
+from penstock.simulate.plan_costs import all_reduce_seconds
 
 #: Clusters of more ranks are not considered: the table of the seconds of all stages grows with the
 #: number of ranks.
@@ -123,8 +123,10 @@ def _stage_seconds_table(request: PlanRequest, micro_batches: int) -> np.ndarray
     ]
     # The seconds of a gradient sync are linear in the bytes: two sizes determine them.
     unit = 1e6
-    fixed = np.array([meeting_seconds(range(count), 0.0, cluster) for count in replicas])
-    slope = np.array([meeting_seconds(range(count), unit, cluster) for count in replicas]) - fixed
+    fixed = np.array([all_reduce_seconds(range(count), 0.0, cluster) for count in replicas])
+    slope = (
+        np.array([all_reduce_seconds(range(count), unit, cluster) for count in replicas]) - fixed
+    )
     seconds = (work[None, :] - work[:, None])[:, :, None] / replicas
     stage_bytes = np.maximum(parameter_bytes[None, :] - parameter_bytes[:, None], 0.0)
     sync_s = (fixed + stage_bytes[:, :, None] / unit * slope) / micro_batches

@@ -9,9 +9,9 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.schedule.arrays import Array, OpArrays, op_arrays, runs
-from penstock.schedule.op import HANDING, Kind, Op, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.rules import RULES, SLICE_RULES, feeds, needs
-from penstock.schedule.updates import met_by
+from penstock.schedule.updates import awaited_update
 from penstock.simulate.kernel_dispatch import run
 from penstock.simulate.kernels import OpGraph
 
@@ -299,7 +299,7 @@ class _DependencyBuilder:
             ):
                 self._raise_missing()
             wires[rows] = self.ops.rank[rows].astype(np.int64) * ranks + self.ops.rank[consumer]
-        for kind in HANDING:
+        for kind in ACTIVATION_MOVES:
             sender, receiver = self._handed(kind)
             self.first_input[receiver] = sender
             wires[sender] = self.ops.rank[sender].astype(np.int64) * ranks + self.ops.rank[receiver]
@@ -312,7 +312,7 @@ class _DependencyBuilder:
         """Return the rows of the sending and of the receiving half of every E or L."""
         rows = self.kinds[kind]
         rows = rows[np.argsort(self.key[rows], kind="stable")]
-        owner, partner = rows[~self.ops.at_partner[rows]], rows[self.ops.at_partner[rows]]
+        owner, partner = rows[~self.ops.on_partner[rows]], rows[self.ops.on_partner[rows]]
         if (
             not np.array_equal(self.key[owner], self.key[partner])
             or (np.diff(self.key[owner]) == 0).any()
@@ -326,7 +326,7 @@ class _DependencyBuilder:
         leader[self.pairs + 1] = self.pairs
         next_in_group[self.pairs] = self.pairs + 1
         for update, replicas in self._updates(least=2).items():
-            if met_by(update, self.schedule.stream) == update:
+            if awaited_update(update, self.schedule.stream) == update:
                 leader[replicas] = replicas[0]
                 next_in_group[replicas[:-1]] = replicas[1:]
         return leader, next_in_group
@@ -361,7 +361,7 @@ class _DependencyBuilder:
         for replicas in updates.values():
             next_replica[replicas[:-1]] = replicas[1:]
         for update, replicas in updates.items():
-            awaited = met_by(update, stream)
+            awaited = awaited_update(update, stream)
             if awaited in updates:
                 self.first_input[replicas] = updates[awaited][0]
                 first_consumer[updates[awaited]] = replicas[0]

@@ -34,7 +34,7 @@ import numpy as np
 from penstock.errors import SettingError
 from penstock.event import MemoryCurve
 from penstock.schedule.arrays import Array
-from penstock.schedule.op import HANDING, Kind
+from penstock.schedule.op import ACTIVATION_MOVES, Kind
 from penstock.simulate.kernels import Times
 from penstock.simulate.lookup import Tables
 
@@ -49,10 +49,10 @@ class Changes:
     again_at_start, again_at_end: activations that recompute produces again.
     """
 
-    kept_at_start: Array
-    kept_at_end: Array
-    again_at_start: Array
-    again_at_end: Array
+    saved_at_start: Array
+    saved_at_end: Array
+    recomputed_at_start: Array
+    recomputed_at_end: Array
 
     @classmethod
     def of(cls, tables: Tables) -> Changes:
@@ -74,9 +74,9 @@ class Changes:
         last_reader = inputs if releases_after_i else weights
         allocated = np.where(backward | inputs, recomputed, zero)
         released = np.where(backward | last_reader, recomputed, zero)
-        moves = ops.of_kind(*HANDING)
+        moves = ops.of_kind(*ACTIVATION_MOVES)
         # The receiving half of an L is at the owner, that of an E at the partner.
-        receives = moves & (ops.of_kind(Kind.L) ^ ops.at_partner)
+        receives = moves & (ops.of_kind(Kind.L) ^ ops.on_partner)
         return cls(
             start + np.where(receives, saved, zero),
             end - np.where(moves & ~receives, saved, zero),
@@ -124,7 +124,7 @@ def _recomputed_bytes(tables: Tables, full: Array, saved: Array) -> Array:
     return np.where(tables.dependencies.ops.of_kind(Kind.B), peak, recomputed)
 
 
-def weights_held(tables: Tables) -> Array:
+def weight_bytes_of_ranks(tables: Tables) -> Array:
     """Return the bytes of weights, gradients and optimizer state, shape (ranks, 3).
 
     Raises:
@@ -147,7 +147,7 @@ def weights_held(tables: Tables) -> Array:
     of_stage = np.stack([weights * versions, gradients, optimizer], axis=1)
     # E and L at the partner do not place the stage's weights there.
     ops = dependencies.ops
-    is_local = ~ops.of_kind(*HANDING)
+    is_local = ~ops.of_kind(*ACTIVATION_MOVES)
     keys = np.unique(ops.rank[is_local].astype(np.int64) * stages + ops.stage[is_local])
     rank, stage_of_key = np.divmod(keys, max(stages, 1))
     of_rank = np.zeros((dependencies.ranks, 3))
@@ -160,9 +160,9 @@ def peaks_in_order(tables: Tables) -> tuple[int, ...]:
     changes = Changes.of(tables)
     ops = tables.dependencies.ops
     steps = np.empty((len(ops), 2))
-    steps[:, 0] = changes.kept_at_start + changes.again_at_start
-    steps[:, 1] = changes.kept_at_end + changes.again_at_end
-    peaks = weights_held(tables).sum(axis=1)
+    steps[:, 0] = changes.saved_at_start + changes.recomputed_at_start
+    steps[:, 1] = changes.saved_at_end + changes.recomputed_at_end
+    peaks = weight_bytes_of_ranks(tables).sum(axis=1)
     for rank, (low, high) in enumerate(pairwise(ops.first.tolist())):
         peaks[rank] += np.cumsum(steps[low:high]).max(initial=0.0)
     return tuple(map(round, peaks.tolist()))
@@ -200,7 +200,7 @@ class Memory:
         buffers = [column[order] for column in buffers]
         first = self.tables.dependencies.ops.first
         ranks = []
-        for rank, weights in enumerate(weights_held(self.tables)):
+        for rank, weights in enumerate(weight_bytes_of_ranks(self.tables)):
             rows = slice(first[rank], first[rank + 1])
             low, high = np.searchsorted(buffers[0], [rank, rank + 1])
             rank_buffers = [column[low:high] for column in buffers[1:]]
@@ -254,9 +254,9 @@ class Memory:
         when = np.concatenate([self.times.start[rows], self.times.end[rows], buffer_when])
         turn = np.concatenate([turns + 1, turns + 2, buffer_turn])
         no_ops, no_buffers = np.zeros(rows.stop - rows.start), np.zeros(len(buffer_when))
-        activations = [changes.kept_at_start[rows], changes.kept_at_end[rows], buffer_activations]
+        activations = [changes.saved_at_start[rows], changes.saved_at_end[rows], buffer_activations]
         boundary = [no_ops, no_ops, buffer_boundary]
-        recompute = [changes.again_at_start[rows], changes.again_at_end[rows], no_buffers]
+        recompute = [changes.recomputed_at_start[rows], changes.recomputed_at_end[rows], no_buffers]
         by_holder = np.stack([np.concatenate(row) for row in (activations, boundary, recompute)])
         order = np.lexsort((turn, when))
         return when[order], turn[order], by_holder[:, order]
@@ -270,7 +270,7 @@ class Memory:
         ops, graph = dependencies.ops, dependencies.graph
         message_entry = self.tables.message_entry
         sizes = np.broadcast_to(self.tables.message_bytes[0], self.tables.seconds.shape[1:])
-        is_move = ops.of_kind(*HANDING)
+        is_move = ops.of_kind(*ACTIVATION_MOVES)
         columns: list[tuple[Array, ...]] = []
 
         # Received values, until an F starts with them or a B or I ends.
@@ -288,7 +288,7 @@ class Memory:
         # Sent values, until they have arrived; those of E and L are activations.
         for is_kind, boundary in ((~is_move, True), (is_move, False)):
             sender = np.flatnonzero((graph.link >= 0) & is_kind)
-            sent = sizes[message_entry[sender]] if boundary else -changes.kept_at_end[sender]
+            sent = sizes[message_entry[sender]] if boundary else -changes.saved_at_end[sender]
             turn = turns[sender] + 2
             end, arrived = (times.end[sender], turn), (times.arrived[sender], turn)
             columns += self._buffer(sender, sent, end, arrived, boundary=boundary)
@@ -297,7 +297,7 @@ class Memory:
         receiver = np.flatnonzero((graph.first_input >= 0) & is_move)
         departure = (times.sent[graph.first_input[receiver]], turns[receiver])
         start = (times.start[receiver], turns[receiver] + 1)
-        moved = changes.kept_at_start[receiver]
+        moved = changes.saved_at_start[receiver]
         columns += self._buffer(receiver, moved, departure, start, boundary=False)
         return [np.concatenate(column) for column in zip(*columns, strict=True)]
 

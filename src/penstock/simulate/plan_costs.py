@@ -19,10 +19,10 @@ from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.device_costs import on_devices
 from penstock.simulate.host_costs import with_host_work
-from penstock.simulate.selective_recompute import with_selection
+from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.stage_seconds import largest_part, parts_of, stage_seconds, update_seconds
-from penstock.simulate.weight_versions import versions_held
+from penstock.simulate.weight_versions import versions_per_stage
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.compatibility import rule_of
 
@@ -163,7 +163,7 @@ def _synchronised_updates(costs: Costs, schedule: Schedule, cluster: Cluster) ->
     waves = None if schedule.stream is None else schedule.stream.waves
     updates_per_sync = 1 if waves is None else waves.length
     return [
-        seconds + meeting_seconds(ranks, gradient_bytes, cluster) / updates_per_sync
+        seconds + all_reduce_seconds(ranks, gradient_bytes, cluster) / updates_per_sync
         for seconds, ranks, gradient_bytes in zip(
             update, schedule.ranks_of_stage, gradients, strict=True
         )
@@ -239,7 +239,7 @@ def _with_trained_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -
     ]
     if schedule.stream is None or None in parts:
         return costs
-    rows = zip(versions_held(schedule, rule), *(part or () for part in parts), strict=True)
+    rows = zip(versions_per_stage(schedule, rule), *(part or () for part in parts), strict=True)
     # `Costs` multiplies all weights, buffers included, by the versions: scale the number down.
     versions = [
         1 + (count - 1) * trained / (total - trained - state) if trained else 1.0
@@ -291,7 +291,7 @@ def slice_costs(
     )
 
 
-def meeting_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluster) -> float:
+def all_reduce_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluster) -> float:
     """Return the seconds of the all-reduce of a stage's gradients, over the slowest of its links.
 
     If all ranks of a node share the link to other nodes, all of their pieces use it.
@@ -378,7 +378,7 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
     )
     if plan.recompute != "selective":
         return costs
-    return with_selection(
+    return with_selective_recompute(
         costs,
         plan.schedule,
         plan_profiles,

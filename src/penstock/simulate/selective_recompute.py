@@ -55,7 +55,7 @@ class LayerBytes:
         """Return the bytes that a stage or segment of these layers saves without recompute."""
         return self.entry[first] + sum(self.saved[first:end])
 
-    def comes_back(self, first: int, end: int) -> float:
+    def recomputed_bytes(self, first: int, end: int) -> float:
         """Return the bytes that a segment's recompute adds to its input during its backward."""
         return max(self.whole(first, end) - self.inputs[first], 0.0)
 
@@ -74,11 +74,11 @@ class LayerBytes:
             if layer not in recomputed:
                 is_entry = layer == first or layer - 1 in recomputed
                 saved += self.saved[layer] + (self.entry[layer] if is_entry else 0.0)
-        peaks = [self.comes_back(start, stop) for start, stop in segments]
+        peaks = [self.recomputed_bytes(start, stop) for start, stop in segments]
         return saved, max(peaks, default=0.0)
 
 
-def with_selection(
+def with_selective_recompute(
     costs: Costs,
     schedule: Schedule,
     profiles: Sequence[Profile],

@@ -16,7 +16,7 @@ import numpy as np
 from penstock.event import EventArrays, Timeline, TransferArrays
 from penstock.schedule.arrays import Array, OpArrays
 from penstock.schedule.op import Kind, Schedule
-from penstock.schedule.period import period_of, prolonged, with_batches
+from penstock.schedule.period import period_of, with_batch_count, with_batches
 from penstock.simulate.costs import FIELDS, Costs
 from penstock.simulate.simulate import simulate_schedule
 
@@ -90,7 +90,7 @@ def steady(
     ops_per_batch = sum(map(len, period.loops)) / period.batches
     batches = schedule.batches if fixed_length else 6 * overtaken + 2 * period.batches + 8
     while True:
-        stretch = prolonged(schedule, batches)
+        stretch = with_batch_count(schedule, batches)
         timeline = simulate_schedule(stretch, costs, overlap=overlap, recompute=recompute)
         simulated = _SimulatedStream.of(stretch, timeline, period.batches, overtaken)
         result = simulated.periodic()

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from penstock.errors import SettingError
 from penstock.schedule.arrays import Array, runs
-from penstock.schedule.op import HANDING, Kind, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Schedule
 from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import FIELDS, LINKS, Costs
 from penstock.simulate.dependencies import dependencies_of, number_keys
@@ -162,7 +162,7 @@ class _Batch:
             and load_compiled() is not None
         )
         makespan, span = self._in_chunks(seconds) if compiled else self._one_by_one(seconds)
-        is_compute = ~dependencies.ops.of_kind(Kind.U, *HANDING)
+        is_compute = ~dependencies.ops.of_kind(Kind.U, *ACTIVATION_MOVES)
         busy = self._busy(seconds, np.ones(len(dependencies.ops), bool))
         compute = self._busy(seconds, is_compute)
         return makespan, busy, _idle_ratio(compute.sum(axis=1), span, dependencies.ranks)
@@ -234,7 +234,7 @@ class _Batch:
     def _ends(self) -> tuple[Array, Array]:
         """Return, per rank that computes, the ops with which its span begins and ends."""
         ops = self.tables.dependencies.ops
-        rows = np.flatnonzero(~ops.of_kind(Kind.U, *HANDING))
+        rows = np.flatnonzero(~ops.of_kind(Kind.U, *ACTIVATION_MOVES))
         starts = runs(ops.rank[rows])
         return rows[starts], rows[np.append(starts[1:], len(rows)) - 1] if len(rows) else rows
 

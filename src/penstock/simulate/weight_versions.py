@@ -14,7 +14,7 @@ from penstock.weights.compatibility import rule_of
 from penstock.weights.weight_uses import readings
 
 
-def versions_held(schedule: Schedule, rule: WeightRule | None = None) -> tuple[float, ...]:
+def versions_per_stage(schedule: Schedule, rule: WeightRule | None = None) -> tuple[float, ...]:
     """Return the number of weight-sized tensors that a rank holds, per stage.
 
     It counts the versions on all replicas of the stage that take turns there, and the additional
@@ -40,7 +40,7 @@ def with_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -> Costs:
     """
     if schedule.stream is None or costs.weight_bytes is None:
         return costs
-    return replace(costs, weight_versions=versions_held(schedule, rule))
+    return replace(costs, weight_versions=versions_per_stage(schedule, rule))
 
 
 def with_stream_memory(amounts: Amounts, schedule: Schedule) -> Amounts:
@@ -54,7 +54,7 @@ def with_stream_memory(amounts: Amounts, schedule: Schedule) -> Amounts:
         return amounts
     arrays = dict(amounts.arrays)
     if "weight_versions" not in arrays:
-        arrays["weight_versions"] = np.array(versions_held(schedule)).reshape(1, -1, 1)
+        arrays["weight_versions"] = np.array(versions_per_stage(schedule)).reshape(1, -1, 1)
     if states is not None:
         arrays["weight_bytes"] = weights + (schedule.stream.pipelines - 1) * states
         arrays["optimizer_bytes"] = schedule.stream.pipelines * states

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from penstock.grad.saved_version import looking_at_saved
+from penstock.grad.saved_version import observing_saved_tensors
 
 
 class ActivationMeter:
@@ -62,7 +62,7 @@ class ActivationMeter:
             if storage.data_ptr() not in weights and storage.data_ptr() not in views:
                 saved[storage.data_ptr()] = storage
 
-        with looking_at_saved(count):
+        with observing_saved_tensors(count):
             yield
         self._settle(form, final)
         saved_bytes = sum(

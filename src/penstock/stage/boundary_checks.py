@@ -35,7 +35,7 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 @dataclass
-class InPlace:
+class InPlaceChanges:
     """Whether the layers of a stage modify their inputs in place, in training and in evaluation.
 
     This is unknown before they have run once: the flag `inplace` exists only in some of torch's own
@@ -86,7 +86,9 @@ class Watch:
         given: the inputs to run the layers on.
     """
 
-    def __init__(self, in_place: InPlace, training: bool, inputs: Payload, *, copied: bool) -> None:
+    def __init__(
+        self, in_place: InPlaceChanges, training: bool, inputs: Payload, *, copied: bool
+    ) -> None:
         self.given = inputs
         self._in_place, self._training, self._copied = in_place, training, copied
         self._tensors = inputs.tensors
@@ -137,7 +139,9 @@ def check_devices(payload: Payload, device: torch.device) -> None:
             )
 
 
-def check_same_flags(expected: Sequence[bool], tensors: Sequence[Tensor], where: str) -> None:
+def check_same_requires_grad(
+    expected: Sequence[bool], tensors: Sequence[Tensor], where: str
+) -> None:
     """Reject a recompute whose outputs differ from the first forward's in number or requires_grad.
 
     Args:

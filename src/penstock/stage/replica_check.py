@@ -17,10 +17,10 @@ from penstock.batches.batch import Batch
 from penstock.errors import SettingError
 from penstock.modules.module_state import ModuleState
 from penstock.modules.state_names import prefix_of
-from penstock.ranks.run_config import Setting
+from penstock.ranks.run_config import RunConfig
 from penstock.ranks.tied_weights import shared_tensors
 from penstock.schedule.op import Schedule
-from penstock.stage.slice_state import Past, tensors_of
+from penstock.stage.slice_state import SliceState, tensors_of
 from penstock.stage.stage import Stage, StageLayer
 from penstock.stage.stage_layers import StageLayers
 from penstock.tracing.moving_state import observe, steady_buffers
@@ -41,7 +41,7 @@ REMEDY = (
 )
 
 
-def check_replicas(traced: TracedChain, setting: Setting) -> None:
+def check_replicas(traced: TracedChain, setting: RunConfig) -> None:
     """Check that no layer would train differently because of replicas, cuts or slices.
 
     Refused are layers that cannot be replicated, in stages with replicas; and hooks on weights that
@@ -59,7 +59,7 @@ def check_replicas(traced: TracedChain, setting: Setting) -> None:
         raise SettingError("\n  ".join(findings))
 
 
-def _layers_in_replicas(traced: TracedChain, setting: Setting) -> list[str]:
+def _layers_in_replicas(traced: TracedChain, setting: RunConfig) -> list[str]:
     """Describe the layers that cannot be replicated, in stages that several ranks hold."""
     schedule = setting.schedule
     if not _has_copies(schedule):
@@ -83,7 +83,7 @@ def _layers_in_replicas(traced: TracedChain, setting: Setting) -> list[str]:
     return [head, *lines] if lines else []
 
 
-def _weights_of_several_stages(traced: TracedChain, setting: Setting) -> list[str]:
+def _weights_of_several_stages(traced: TracedChain, setting: RunConfig) -> list[str]:
     """Describe hooks and `max_norm` that stages, or slices, would apply separately.
 
     These are gradient hooks on weights whose gradient is the sum of several parts, and embeddings
@@ -266,7 +266,7 @@ class _ObservedLayers:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layers, name)
 
-    def run(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+    def run(self, batch: Batch, micro_batch: int, value: Any, past: SliceState) -> Any:
         """Run the layers, see `StageLayers.run`.
 
         Raises:
@@ -291,7 +291,7 @@ class _ObservedLayers:
             )
         return output
 
-    def _observed_run(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+    def _observed_run(self, batch: Batch, micro_batch: int, value: Any, past: SliceState) -> Any:
         """Run the first micro-batch and record which state the forward reads and changes.
 
         Raises:
@@ -314,7 +314,7 @@ class _ObservedLayers:
         def again() -> Any:
             """Run the forward on a copy of the same inputs."""
             fresh = map_tensors(Tensor.clone, inputs)
-            return self._layers.run(batch, micro_batch, fresh, Past(keeps=False))
+            return self._layers.run(batch, micro_batch, fresh, SliceState(keeps=False))
 
         observation = observe(
             state,

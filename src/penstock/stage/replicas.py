@@ -248,7 +248,7 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class WaveMessages:
+class WaveReplicaExchange:
     """Messages between replicas that do not synchronise at every U but once per wave.
 
     Implements `penstock.optim.stage_weights.WaveExchange`.
@@ -264,7 +264,7 @@ class WaveMessages:
         """The number of replicas, this one included."""
         return len(self.replica.ranks)
 
-    def hand_on(self, wave: int, tensors: list[Tensor]) -> None:
+    def send_wave(self, wave: int, tensors: list[Tensor]) -> None:
         """Send the tensors of a wave to the other replicas, without waiting.
 
         The tensors must not be changed afterwards.
@@ -274,7 +274,7 @@ class WaveMessages:
             send = partial(self.replica.transport.send, rank, self._message(wave), payload, "wave")
             self.replica.guard(rank, send)
 
-    def take_in(self, wave: int) -> list[list[Tensor]]:
+    def receive_wave(self, wave: int) -> list[list[Tensor]]:
         """Wait for the tensors that the other replicas have sent for a wave.
 
         Returns:

@@ -23,7 +23,7 @@ _CONSTANTS = (type(None), bool, int, float, str)
 
 
 @dataclass
-class Past:
+class SliceState:
     """The state that one slice gets from the slices before and passes on to the next.
 
     Attributes:
@@ -103,7 +103,7 @@ def tensors_of(past: dict[int, Any]) -> list[Tensor]:
 
 
 @dataclass
-class Pasts:
+class SliceStates:
     """The states that slices of a stage have passed on, and their gradients.
 
     Attributes:

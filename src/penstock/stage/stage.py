@@ -19,12 +19,12 @@ from penstock.modules.side_loss import collect_side_losses, collecting_side_loss
 from penstock.optim.update import Update
 from penstock.simulate.simulate import recomputes
 from penstock.stage.activation_meter import ActivationMeter
-from penstock.stage.boundary_checks import InPlace, check_devices, check_same_flags
+from penstock.stage.boundary_checks import InPlaceChanges, check_devices, check_same_requires_grad
 from penstock.stage.eviction import Saved
 from penstock.stage.foreign_parameters import Reach
 from penstock.stage.saved_forward import FastForward, InputGrads, SavedForward
 from penstock.stage.second_forward import SecondForwards
-from penstock.stage.slice_state import Past, Pasts, tensors_of
+from penstock.stage.slice_state import SliceState, SliceStates, tensors_of
 from penstock.stage.stage_layers import StageLayer, StageLayers
 from penstock.stage.stage_random import Place
 from penstock.transport.payload import Payload
@@ -41,7 +41,7 @@ _SIDE = "penstock.side_loss"
 _MOST_FORMS = 4096
 
 _NO_GRADS = Payload("*", (), ())
-_NO_SLICE_STATE = Past(keeps=False)
+_NO_SLICE_STATE = SliceState(keeps=False)
 _NO_CONTEXT = nullcontext()
 
 
@@ -79,7 +79,7 @@ class Stage:
     loss_options: LossOptions = field(default_factory=LossOptions)
     _saved: dict[_Key, SavedForward | FastForward] = field(default_factory=dict)
     _pending: dict[_Key, tuple[PendingWeights, int]] = field(default_factory=dict)
-    _pasts: Pasts = field(default_factory=Pasts)
+    _pasts: SliceStates = field(default_factory=SliceStates)
 
     def __post_init__(self) -> None:
         self._running = StageLayers(
@@ -93,7 +93,7 @@ class Stage:
             self.compile,
             self.offload,
         )
-        self._in_place = InPlace()
+        self._in_place = InPlaceChanges()
         names = [layer.name for layer in self.layers]
         where = f"layers {names[0]} to {names[-1]}" if len(names) > 1 else f"layer {names[0]}"
         self._again = SecondForwards(
@@ -124,25 +124,25 @@ class Stage:
         """All modules of the stage."""
         return self._running.modules()
 
-    def evaluating(self) -> AbstractContextManager[None]:
+    def evaluation_mode(self) -> AbstractContextManager[None]:
         """Run layers in evaluation mode; restore the mode of every module afterwards."""
-        return self._running.evaluating()
+        return self._running.evaluation_mode()
 
-    def allow_other_weights(self) -> None:
+    def allow_weight_changes(self) -> None:
         """Do not compare recomputed forwards with the first ones.
 
         The weight rules of asynchronous schedules may let a backward read newer weights than its
         forward has read. Recomputed values then differ, as in their papers.
         """
         self._compares = False
-        self._running.allow_other_weights()
+        self._running.allow_weight_changes()
 
     def renew(self) -> None:
         """Forget what was observed of the layers, because a traced model has been traced again."""
         self._running.renew()
         if not self._compares:
-            self._running.allow_other_weights()
-        self._in_place = InPlace()
+            self._running.allow_weight_changes()
+        self._in_place = InPlaceChanges()
         self._fast_path_bytes.clear()
         self._same_layouts.clear()
 
@@ -164,7 +164,7 @@ class Stage:
         recomputed = batch.training and recomputes(self.recompute, *batch.place(micro_batch))
         first = self._again.first() if recomputed else None
         next_slice = batch.next_slice(micro_batch)
-        past = Past(self._pasts.waiting.pop(micro_batch, {}), keeps=next_slice is not None)
+        past = SliceState(self._pasts.waiting.pop(micro_batch, {}), keeps=next_slice is not None)
         keeps = batch.training and not recomputed
         saved = Saved(self._running.weights()) if keeps and micro_batch in self.evicted else None
         # With a graph also where it is run again: which outputs want a gradient is known from that
@@ -396,7 +396,7 @@ class Stage:
         self._pasts.clear()
 
     def _run(
-        self, batch: Batch, micro_batch: int, inputs: Payload, past: Past
+        self, batch: Batch, micro_batch: int, inputs: Payload, past: SliceState
     ) -> tuple[Payload | None, list[Tensor], Tensor | None]:
         """Run the layers.
 
@@ -533,7 +533,7 @@ class Stage:
             RunError: it differs from the first.
         """
         next_slice = batch.next_slice(micro_batch)
-        past = Past(saved.found, keeps=next_slice is not None)
+        past = SliceState(saved.found, keeps=next_slice is not None)
         looking = self._measuring(batch, micro_batch, saved.inputs, keeps=True)
         assert saved.first is not None
         with looking, torch.enable_grad(), self._again.seeing(saved.first):
@@ -543,7 +543,7 @@ class Stage:
         outputs = [] if result is None else result.tensors
         carried = [] if next_slice is None else tensors_of(past.outgoing)
         self._again.check(saved.first, [*outputs, *loss_roots, *carried], micro_batch)
-        check_same_flags(saved.flags, [*outputs, *carried], f"stage {self.index}")
+        check_same_requires_grad(saved.flags, [*outputs, *carried], f"stage {self.index}")
         saved.size, saved.own, saved.loss = full, len(loss_roots), loss
         roots = [tensor for tensor in outputs if tensor.requires_grad] + loss_roots
         return roots + [tensor for tensor in carried if tensor.requires_grad]

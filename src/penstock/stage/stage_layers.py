@@ -16,7 +16,7 @@ from penstock.batches.device_batch import INPUTS, device_batch
 from penstock.grad.offload import offloading
 from penstock.grad.recompute import Recomputing
 from penstock.modules.randomness import has_dropout, may_draw
-from penstock.stage.slice_state import Past
+from penstock.stage.slice_state import SliceState
 from penstock.stage.stage_random import Place, StageDraws
 from penstock.tracing.slices import has_past
 from penstock.values.structure import map_tensors
@@ -111,9 +111,9 @@ class StageLayers:
             torch.compiler.reset()
         self.__post_init__()
 
-    def allow_other_weights(self) -> None:
-        """See `Stage.allow_other_weights`."""
-        self._recomputing.allow_other_weights()
+    def allow_weight_changes(self) -> None:
+        """See `Stage.allow_weight_changes`."""
+        self._recomputing.allow_weight_changes()
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield all modules, those of `entry` included."""
@@ -122,7 +122,7 @@ class StageLayers:
         for layer in self.layers:
             yield from layer.module.modules()
 
-    def run(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+    def run(self, batch: Batch, micro_batch: int, value: Any, past: SliceState) -> Any:
         """Run the layers.
 
         Args:
@@ -144,7 +144,7 @@ class StageLayers:
         return self._run_with_boundaries(batch, micro_batch, value, past)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluation_mode(self) -> Iterator[None]:
         """Set all modules to evaluation mode inside; restore the mode of each module afterwards."""
         modes = [(module, module.training) for module in self.modules()]
         try:
@@ -168,7 +168,9 @@ class StageLayers:
             if tensor is not None and tensor.layout is torch.strided
         )
 
-    def _run_with_boundaries(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+    def _run_with_boundaries(
+        self, batch: Batch, micro_batch: int, value: Any, past: SliceState
+    ) -> Any:
         """Run the layers between `entry` and `exit`. Arguments as for `run`."""
         if self.entry is not None:
             value = self.entry(value, self._inputs(batch, micro_batch))
@@ -179,7 +181,7 @@ class StageLayers:
             value = self._run_parts(batch, micro_batch, value, past)
         return value if self.exit is None else self.exit(value)
 
-    def _run_parts(self, batch: Batch, micro_batch: int, value: Any, past: Past) -> Any:
+    def _run_parts(self, batch: Batch, micro_batch: int, value: Any, past: SliceState) -> Any:
         """Run the layers with random streams, slice state and recompute. Arguments as for `run`."""
         draws, place = self.draws, Place(batch, micro_batch)
         forward = True

@@ -19,7 +19,7 @@ from penstock.modules.deferred_batch_norm import convert
 from penstock.optim.groups import GroupsOf
 from penstock.schedule.op import Schedule
 from penstock.tracing.traced_chain import TracedChain
-from penstock.transport.compressed import check_code
+from penstock.transport.compressed import check_compression
 
 _UNREDUCED = (
     "the loss has reduction='none', which gives one number for each sample; it must give one "
@@ -78,7 +78,7 @@ class Options:
             )
         check_accumulate(self.accumulate, schedule)
         if self.boundary is not None:
-            check_code(self.boundary)
+            check_compression(self.boundary)
         if self.memory_format not in _MEMORY_FORMATS:
             raise SettingError(
                 "memory_format is torch.channels_last or torch.channels_last_3d, not "

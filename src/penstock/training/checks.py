@@ -17,7 +17,7 @@ from penstock.training.config import TrainConfig
 from penstock.training.optimizer import optimizer_factory
 from penstock.units import parse_bytes
 from penstock.weights.catalogue import WeightRule, weight_rule
-from penstock.weights.compatibility import does_not_go, rule_of, schedule_for
+from penstock.weights.compatibility import mismatch_message, rule_of, schedule_for
 from penstock.weights.rule_types import Reads
 from penstock.weights.weight_uses import Use, readings
 
@@ -66,7 +66,7 @@ def _check_asynchrony(config: TrainConfig) -> None:
             _check_optimizer(config, rule)
         return
     if facts.synchronous != rule.synchronous:
-        raise PlanError(does_not_go(rule.name, facts.name, facts.synchronous))
+        raise PlanError(mismatch_message(rule.name, facts.name, facts.synchronous))
     _check_optimizer(config, rule)
     if not rule.synchronous:
         _check_numbers(config, facts.name, rule)

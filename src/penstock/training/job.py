@@ -18,7 +18,7 @@ from penstock.measure.card_choice import Card, choose_device_type, count_cards, 
 from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.ranks.launch import launch
-from penstock.ranks.local_link import link_here
+from penstock.ranks.local_link import measure_local_link
 from penstock.search.catalogue import plan
 from penstock.simulate.plan_costs import simulate_plan
 from penstock.tracing.traced_chain import TracedChain, chain
@@ -200,7 +200,7 @@ def _cluster(ranks: int, devices: Devices, say: Say) -> Cluster:
     if devices.cards:
         say(f"link between two ranks: {cluster.inside}")
         return cluster
-    link = link_here()
+    link = measure_local_link()
     say(f"link between two processes: {link}")
     return cluster.with_links(inside=link)
 

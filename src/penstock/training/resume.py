@@ -239,6 +239,6 @@ def set_options(pipe: Pipeline, config: TrainConfig) -> None:
     ones.
     """
     new_options = sample_optimizer(config).param_groups[0]
-    for optimizer in pipe._made.optimizers():
+    for optimizer in pipe._assembly.optimizers():
         for group in optimizer.param_groups:
             group.update({name: new_options[name] for name in _GROUP_OPTIONS if name in group})

@@ -64,7 +64,7 @@ def make_task(config: TrainConfig) -> Task:
     if data.task != facts.task:
         raise SettingError(
             f"model {config.model} takes {_SAMPLES[facts.task]}, but data {data.name} is "
-            f"{_SAMPLES[data.task]}: use --data {fitting_data(config.model)}"
+            f"{_SAMPLES[data.task]}: use --data {default_data(config.model)}"
         )
     if "features" in options:
         data = replace(
@@ -85,7 +85,7 @@ def make_task(config: TrainConfig) -> Task:
     return Task(network, data, cross_entropy if data.task == "classify" else gpt_loss)
 
 
-def fitting_data(name: str) -> str:
+def default_data(name: str) -> str:
     """Return the default data set of the task that the model called `name` learns.
 
     Raises:

@@ -45,14 +45,14 @@ def quantize(tensor: Tensor, code: str) -> list[Tensor]:
     """
     if code == "bfloat16":
         return [tensor.to(torch.bfloat16)]
-    check_code(code)
+    check_compression(code)
     rows = tensor if tensor.dim() else tensor.reshape(1)
     scale = rows.abs().amax(dim=-1, keepdim=True).float() / 127
     # A row with an infinity or a NaN has it in its scale, so that a loss scaler sees the overflow.
     return [(rows / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.int8), scale]
 
 
-def check_code(code: str) -> None:
+def check_compression(code: str) -> None:
     """Refuse a format that is not one of `CODES`.
 
     Raises:
@@ -85,7 +85,7 @@ class _Arrival:
 
 
 @dataclass
-class CodedTransport:
+class CompressedTransport:
     """A transport that compresses activations and gradients, and passes all other messages
     unchanged.
     """

@@ -43,10 +43,10 @@ from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.transport.transport import TransportLost, TransportTimeout
 
 #: Messages without an answer that are in flight at most: of replicas of a stage, and of losses.
-MOST_UNDER_WAY = 64
+MAX_IN_FLIGHT = 64
 
 #: Tag of the losses of a stream: no message has it.
-TOLD_TAG = 7 << 5
+LOSS_TAG = 7 << 5
 
 
 class DeviceTransfer(NamedTuple):
@@ -291,7 +291,7 @@ class DistributedTransport:
             self._updates.append((peer, message))
             # Replicas receive the messages of earlier updates without waiting for later ones, so
             # waiting for an early send cannot deadlock.
-            while len(self._updates) > MOST_UNDER_WAY:
+            while len(self._updates) > MAX_IN_FLIGHT:
                 self._complete_send(*self._updates.popleft())
 
     def _announce(self, key: HeaderKey, message: Message, payload: Payload) -> list[TensorForm]:

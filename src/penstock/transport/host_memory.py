@@ -31,7 +31,7 @@ _USER_SETTINGS = (
 )
 
 
-def keep_freed_memory() -> bool:
+def disable_memory_trimming() -> bool:
     """Make this process keep the memory that it frees. Returns whether it does.
 
     It does not if the C library is not glibc, or if the environment already controls the allocator.
@@ -46,7 +46,7 @@ def keep_freed_memory() -> bool:
     )
 
 
-def give_back_freed_memory() -> None:
+def trim_memory() -> None:
     """Return the memory that is free now to the system, for processes that will not need it
     again.
     """

@@ -11,7 +11,7 @@ from penstock.transport.same_host import SameHostTransport
 from penstock.transport.transport import Arrival, Transport
 
 
-class RoutedTransport:
+class HybridTransport:
     """A transport that chooses one of two by the peer. See `Transport`."""
 
     shares = False
@@ -47,4 +47,4 @@ def route(near: SameHostTransport, far: DistributedTransport, others: int) -> Tr
     """
     if len(near.reachable) == others:
         return near
-    return RoutedTransport(near, far) if near.reachable else far
+    return HybridTransport(near, far) if near.reachable else far

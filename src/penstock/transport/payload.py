@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.values import serialize as wire
 from penstock.values.constants import decode, dtype_of, encode, key_of
-from penstock.values.storage import Stride, kept_stride, overlapping
+from penstock.values.storage import Stride, copy_stride, overlapping
 from penstock.values.structure import Structure, check_tensor, flatten, unflatten
 
 #: Version of the headers that `Payload.header` writes, so that ranks of two versions fail clearly.
@@ -44,7 +44,7 @@ class TensorForm:
     def of(cls, tensor: Tensor, *, wants_grad: bool) -> TensorForm:
         """Return the form of a tensor."""
         shape, stride = tuple(tensor.shape), tensor.stride()
-        receiver_stride = kept_stride(shape, stride)
+        receiver_stride = copy_stride(shape, stride)
         return cls(shape, str(tensor.dtype).removeprefix("torch."), wants_grad, receiver_stride)
 
     @property

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import RunError
-from penstock.transport.host_memory import keep_freed_memory
+from penstock.transport.host_memory import disable_memory_trimming
 
 
 def started() -> bool:
@@ -31,7 +31,7 @@ def join() -> int:
                 "this process is alone: start it with torchrun --nproc-per-node N, or with "
                 "ps.launch(fn, ranks=N)"
             )
-        keep_freed_memory()
+        disable_memory_trimming()
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         atexit.register(_leave)
     return dist.get_world_size()

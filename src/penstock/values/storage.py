@@ -104,7 +104,7 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def kept_stride(shape: tuple[int, ...], stride: Stride) -> Stride | None:
+def copy_stride(shape: tuple[int, ...], stride: Stride) -> Stride | None:
     """Return the strides that a copy of a tensor has; None for those of a contiguous tensor.
 
     Gaps are kept unless the copy would take more than `_MAX_GAP_RATIO` times the memory of its
@@ -148,7 +148,7 @@ def copy_of(tensor: Tensor) -> Tensor:
         return tensor
     shift = _shift(tensor)
     if not tensor.is_contiguous():
-        stride = kept_stride(shape, stride) or ()
+        stride = copy_stride(shape, stride) or ()
     clone_has_strides = tensor.is_contiguous() or not stride or is_dense(shape, stride)
     if not shift and clone_has_strides:
         return tensor.clone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.errors import Finding
-from penstock.schedule.op import HANDING, Kind, Op, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 
 
 def completeness_findings(schedule: Schedule) -> Iterator[Finding]:
@@ -31,7 +31,7 @@ def _ranks_of_ops(schedule: Schedule) -> dict[Op, list[int]]:
     ranks_of: dict[Op, list[int]] = {}
     for rank, program in enumerate(schedule.programs):
         for op in program:
-            if op.kind not in HANDING:
+            if op.kind not in ACTIVATION_MOVES:
                 ranks_of.setdefault(op, []).append(rank)
     return ranks_of
 

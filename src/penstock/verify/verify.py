@@ -10,7 +10,7 @@ from itertools import islice, pairwise
 from penstock.errors import Finding
 from penstock.schedule.arrays import op_arrays
 from penstock.schedule.graph import build_graph, channel_depth
-from penstock.schedule.op import HANDING, Kind, Op, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.rules import needs
 from penstock.schedule.transfers import unsound
 from penstock.verify.completeness import completeness_findings
@@ -137,7 +137,7 @@ def _evict_and_load(schedule: Schedule) -> Iterator[Finding]:
     """
     places: dict[Op, dict[int, int]] = defaultdict(dict)
     for rank, program in enumerate(schedule.programs):
-        moves = [(i, op) for i, op in enumerate(program) if op.kind in HANDING]
+        moves = [(i, op) for i, op in enumerate(program) if op.kind in ACTIVATION_MOVES]
         for i, op in moves:
             if rank in places[op]:
                 yield Finding("evict and load", f"{op} occurs twice on rank {rank}", rank, str(op))
@@ -222,7 +222,10 @@ def _pairs(schedule: Schedule) -> Iterator[Finding]:
                 None,
                 str(second),
             )
-        elif {first, second} & paired_ops or {first.kind, second.kind} & {Kind.U, *HANDING}:
+        elif {first, second} & paired_ops or {first.kind, second.kind} & {
+            Kind.U,
+            *ACTIVATION_MOVES,
+        }:
             yield Finding(
                 "pair",
                 f"{first}&{second}: an op of compute runs with one other, no more",
@@ -367,7 +370,7 @@ def _in_flight_after(schedule: Schedule, rank: int) -> Iterator[tuple[Op, float]
     shares = schedule.shares
     for op in schedule.programs[rank]:
         kind, stage, number = op
-        if kind in HANDING:
+        if kind in ACTIVATION_MOVES:
             owns_stage = schedule.placement[stage, number] == rank
             arrives = (kind is Kind.L) == owns_stage
             in_flight += shares[number] if arrives else -shares[number]

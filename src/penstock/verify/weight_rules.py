@@ -7,10 +7,12 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.transfers import unsound
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.compatibility import rule_of
-from penstock.weights.weight_uses import Readings, readings
+from penstock.weights.weight_uses import WeightReadings, readings
 
 
-def check_weights(schedule: Schedule, weights: str | None = None) -> tuple[WeightRule, Readings]:
+def check_weights(
+    schedule: Schedule, weights: str | None = None
+) -> tuple[WeightRule, WeightReadings]:
     """Return the weight rule, and which versions are read and kept under it.
 
     Args:

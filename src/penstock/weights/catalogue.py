@@ -21,7 +21,7 @@ WEIGHT_RULES: Registry[Rule] = Registry("weight rule", "penstock.weights")
 register = WEIGHT_RULES.register
 
 
-def takes_plain_streams(schedule: Schedule) -> None:
+def check_synchronised_copies(schedule: Schedule) -> None:
     """Check that all copies of a stage synchronise at every U.
 
     This is the default check of a weight rule: only some rules can combine several copies of the
@@ -76,7 +76,7 @@ class WeightRule:
     optimizers: tuple[str, ...] = ()
     because: str = ""
     options: Mapping[str, float] = field(default_factory=dict)
-    check: Callable[[Schedule], None] = takes_plain_streams
+    check: Callable[[Schedule], None] = check_synchronised_copies
 
     def with_defaults(self, options: Mapping[str, float]) -> dict[str, float]:
         """Return the rule's options: the given values, and the defaults of the others.

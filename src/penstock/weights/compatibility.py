@@ -32,13 +32,13 @@ def rule_of(
     default = "flush" if schedule.stream is None else schedule.stream.weights
     rule = weight_rule(default if weights is None else weights)
     if rule.synchronous != schedule.synchronous:
-        raise PlanError(does_not_go(rule.name, schedule.name, schedule.synchronous))
+        raise PlanError(mismatch_message(rule.name, schedule.name, schedule.synchronous))
     rule.with_defaults(options or {})
     rule.check(schedule)
     return rule
 
 
-def does_not_go(weights: str, schedule: str, synchronous: bool) -> str:
+def mismatch_message(weights: str, schedule: str, synchronous: bool) -> str:
     """Return the message that a rule does not fit a schedule, with the rules that do.
 
     Args:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from penstock.errors import ScheduleError
 from penstock.schedule.op import Schedule
 from penstock.weights.batch_shares import shares_of_batches
-from penstock.weights.catalogue import register, takes_plain_streams
+from penstock.weights.catalogue import check_synchronised_copies, register
 from penstock.weights.rule_types import Place, Reads
 
 
 def _check(schedule: Schedule) -> None:
     """Check that every rank runs at least as many micro-batches of a batch as there are stages."""
-    takes_plain_streams(schedule)
+    check_synchronised_copies(schedule)
     minimum, stages = shares_of_batches(schedule)[0], schedule.stages
     if minimum < stages:
         paper_limit = (

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import Finding
-from penstock.schedule.op import HANDING, Kind, Op
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.rule_types import Reads
 from penstock.weights.version_trace import BatchedOps, VersionTrace
@@ -155,7 +155,7 @@ def count_versions(
     for rank, row in enumerate(rows):
         copies: dict[int, list[_WeightCopy]] = {}
         for op, batch in row:
-            if op.kind in HANDING:
+            if op.kind in ACTIVATION_MOVES:
                 continue
             stage = op.stage
             if stage not in copies:

@@ -228,7 +228,7 @@ def _updates_per_stage(program: Program) -> Counter[int]:
 
 
 @dataclass(frozen=True)
-class Readings:
+class WeightReadings:
     """Staleness and versions of a schedule under a weight rule, all per stage.
 
     All but `ages` are those of the endless stream, unless its programs do not repeat.
@@ -250,7 +250,7 @@ class Readings:
     across: tuple[int, ...] = ()
 
 
-def readings(schedule: Schedule, rule: WeightRule) -> Readings:
+def readings(schedule: Schedule, rule: WeightRule) -> WeightReadings:
     """Compute how stale gradients are, and how many versions are kept.
 
     Args:
@@ -264,7 +264,7 @@ def readings(schedule: Schedule, rule: WeightRule) -> Readings:
     stages, slices = schedule.stages, schedule.slices
     if schedule.synchronous:
         ages = ((0,) * slices,) * stages
-        return Readings(ages, (0,) * stages, (0.0,) * stages, (1,) * stages)
+        return WeightReadings(ages, (0,) * stages, (0.0,) * stages, (1,) * stages)
     rows, steady = _rows_to_steady_state(schedule)
     stream = schedule.stream
     trace = trace_versions(rows, stages, 1 if stream is None else stream.pipelines)
@@ -274,7 +274,7 @@ def readings(schedule: Schedule, rule: WeightRule) -> Readings:
     if stream is not None and stream.waves is not None:
         waves = stream.waves
         across = tuple(_missing_batches(trace, reads, stage, waves) for stage in range(stages))
-    return Readings(
+    return WeightReadings(
         tuple(tuple(row[:slices]) for row in ages_of_stage),
         tuple(max(row) for row in ages_of_stage),
         tuple(sum(row[steady.start : steady.stop]) / len(steady) for row in ages_of_stage),

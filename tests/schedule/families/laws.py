@@ -8,7 +8,7 @@ import pytest
 
 from penstock.event import Timeline
 from penstock.schedule.graph import build_graph
-from penstock.schedule.op import HANDING, Kind, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import Report, verify
@@ -95,7 +95,7 @@ def played(
     shares = schedule.shares
     events = build_graph(schedule).events(
         lambda _, op: u if op.kind is Kind.U else seconds.get(op.kind, 0) * shares[op.micro_batch],
-        lambda _, message: handing if message.kind in HANDING else 0,
+        lambda _, message: handing if message.kind in ACTIVATION_MOVES else 0,
     )
     return Timeline.of(events, schedule.ranks, schedule.stages)
 

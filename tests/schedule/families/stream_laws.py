@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from penstock.schedule.op import Kind, Schedule
-from penstock.schedule.period import period_of, prolonged
+from penstock.schedule.period import period_of, with_batch_count
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import Report, verify
@@ -81,7 +81,7 @@ def seconds_per_batch(schedule: Schedule, f: float = 1, b: float = 2) -> float:
     """
     stages_per_rank = max(map(len, schedule.stages_of_rank))
     copies = len(schedule.ranks_of_stage[0])
-    long = prolonged(schedule, 40 * copies)
+    long = with_batch_count(schedule, 40 * copies)
     line = simulate_schedule(long, Costs(forward=f / stages_per_rank, backward=b / stages_per_rank))
     ends = {(event.rank, event.op): event.end for event in line.compute if event.op.kind is Kind.U}
     batch_seconds = []

@@ -9,7 +9,7 @@ from tests.schedule.families.laws import check_laws, played
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.op import HANDING, Kind
+from penstock.schedule.op import ACTIVATION_MOVES, Kind
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
@@ -90,10 +90,10 @@ def test_but_for_evictions_and_loads_it_is_1f1b(p, m):
     """Balance is all that it adds; below 4 stages there is nothing to balance."""
     bpipe, plain = schedule("bpipe", p, m), schedule("1f1b", p, m)
     assert (
-        tuple(tuple(op for op in row if op.kind not in HANDING) for row in bpipe.programs)
+        tuple(tuple(op for op in row if op.kind not in ACTIVATION_MOVES) for row in bpipe.programs)
         == plain.programs
     )
-    handed = [op for op in bpipe.ops if op.kind in HANDING]
+    handed = [op for op in bpipe.ops if op.kind in ACTIVATION_MOVES]
     assert bool(handed) == (p >= 4 and m > -(-(p + 2) // 2))
     assert all(op.stage < p // 2 for op in handed)
 

@@ -10,7 +10,7 @@ from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.families.interleaved import in_groups
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.streams import Stream
-from penstock.schedule.updates import with_updates_of_batches
+from penstock.schedule.updates import with_batch_updates
 
 #: docs/literature/wpipe.md: rank r runs m + 2(p - 1 - r) forwards, then 1F1B; group 0 is stages 0 to 3, group
 #: 1 stages 4 to 7. p = 4, m = 6.
@@ -56,7 +56,7 @@ def test_with_one_micro_batch_less_gradients_would_be_two_updates_old(ranks):
     so they are refused.
     """
     size = 2 * (ranks - 1) - 1
-    rows = tuple(with_updates_of_batches(row, size) for row in in_groups(ranks, 2, 6 * size, size))
+    rows = tuple(with_batch_updates(row, size) for row in in_groups(ranks, 2, 6 * size, size))
     gap_of = gaps(Schedule(rows, synchronous=False, stream=Stream(6)))
     assert [
         max(gap for (stage, _), gap in gap_of.items() if stage // ranks == group)

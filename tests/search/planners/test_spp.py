@@ -14,7 +14,7 @@ from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.spp import execution_s, spp
 from penstock.search.planners.spp_cut import Loads, least_load
 from penstock.search.planners.spp_execution import makespan
-from penstock.simulate.plan_costs import meeting_seconds
+from penstock.simulate.plan_costs import all_reduce_seconds
 
 
 def parts(request, count, order, lengths, copies):
@@ -28,7 +28,7 @@ def parts(request, count, order, lengths, copies):
         forward.append(sum(costs.seconds("forward", samples)[a:b]) / r)
         backward.append(sum(costs.seconds("backward", samples)[a:b]) / r)
         weights = sum(layer.parameter_bytes for layer in costs.layers[a:b])
-        sync.append(meeting_seconds(groups[-1], weights, target) if weights else 0.0)
+        sync.append(all_reduce_seconds(groups[-1], weights, target) if weights else 0.0)
     channel = []
     for one, other, (_, end) in zip(groups, groups[1:], bounds(lengths), strict=False):
         links = [target.link(x, y) for x in one for y in other]

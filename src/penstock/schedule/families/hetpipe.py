@@ -8,7 +8,7 @@ from penstock.schedule.families.one_f_one_b import alternating
 from penstock.schedule.families.pipedream import enough_batches, falling
 from penstock.schedule.op import Program, Schedule
 from penstock.schedule.streams import Stream, Waves
-from penstock.schedule.updates import with_updates_of_batches
+from penstock.schedule.updates import with_batch_updates
 
 
 @register(
@@ -50,7 +50,7 @@ def hetpipe(
     rank 3 | 1F1 1B1 1U1 1F3 1B3 1U2 1F5 1B5 1U3
 
     If `distance` is 0, the copies of a stage run a U whose version is a multiple of N_m together;
-    see `updates.met_by`.
+    see `updates.awaited_update`.
 
     Args:
         stages: number of stages.
@@ -79,7 +79,7 @@ def hetpipe(
         """Return the program of a virtual worker's stage."""
         worker_batches = range(virtual_worker, stream.batches, virtual_workers)
         numbers = [t * micro_batches + m for t in worker_batches for m in range(micro_batches)]
-        return with_updates_of_batches(alternating(stage, numbers, ahead[stage]), micro_batches)
+        return with_batch_updates(alternating(stage, numbers, ahead[stage]), micro_batches)
 
     programs = tuple(
         program(virtual_worker, stage)

@@ -9,7 +9,7 @@ from penstock.schedule.families.one_f_one_b import alternating, forwards_ahead
 from penstock.schedule.op import Schedule
 from penstock.schedule.replicas import round_robin, start_up
 from penstock.schedule.streams import Stream
-from penstock.schedule.updates import with_updates_of_batches
+from penstock.schedule.updates import with_batch_updates
 
 
 @register(
@@ -119,5 +119,5 @@ def streamed(name: str, micro_batches: int, ahead: Sequence[int], stream: Stream
     """
     total = range(stream.batches * micro_batches)
     rows = (alternating(stage, total, number) for stage, number in enumerate(ahead))
-    programs = tuple(with_updates_of_batches(row, micro_batches) for row in rows)
+    programs = tuple(with_batch_updates(row, micro_batches) for row in rows)
     return Schedule(programs, name, synchronous=False, stream=stream)

@@ -9,7 +9,7 @@ from penstock.schedule.families.pipedream import enough_batches
 from penstock.schedule.op import Schedule
 from penstock.schedule.placement import ranks_for
 from penstock.schedule.streams import Stream
-from penstock.schedule.updates import with_updates_of_batches
+from penstock.schedule.updates import with_batch_updates
 
 
 @register(
@@ -60,5 +60,5 @@ def wpipe(stages: int, micro_batches: int, batches: int | None = None) -> Schedu
         batches = enough_batches(2 * micro_batches, micro_batches)
     stream = Stream(batches, "wpipe")
     rows = in_groups(ranks, 2, batches * micro_batches, micro_batches)
-    programs = tuple(with_updates_of_batches(row, micro_batches) for row in rows)
+    programs = tuple(with_batch_updates(row, micro_batches) for row in rows)
     return Schedule(programs, "wpipe", synchronous=False, stream=stream)

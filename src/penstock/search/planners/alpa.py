@@ -24,7 +24,7 @@ from penstock.search.planners.replicated_stages import (
 from penstock.search.planners.scope import check_alike, check_scope, nodes_of, quickest
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.simulate.plan_costs import meeting_seconds
+from penstock.simulate.plan_costs import all_reduce_seconds
 
 #: Maximum number of steps of the dynamic program, (layers x devices)^2: of one, and of all that are
 #: searched together.
@@ -131,8 +131,8 @@ def tables(
         if size > min(request.copies_allowed, count):
             continue
         # A sync is linear in the bytes: a latency, and seconds per byte.
-        fixed = meeting_seconds(order[:size], 0.0, request.cluster)
-        per_byte = (meeting_seconds(order[:size], 1e9, request.cluster) - fixed) / 1e9
+        fixed = all_reduce_seconds(order[:size], 0.0, request.cluster)
+        per_byte = (all_reduce_seconds(order[:size], 1e9, request.cluster) - fixed) / 1e9
         sync_s = np.where(
             ranges.parameter_bytes > 0, fixed + per_byte * ranges.parameter_bytes, 0.0
         )

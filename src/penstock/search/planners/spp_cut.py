@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.cluster.cluster import Cluster
 from penstock.search.planners.layer_costs import LayerCosts, Numbers
 from penstock.search.planners.replicated_stages import Ranges
-from penstock.simulate.plan_costs import meeting_seconds
+from penstock.simulate.plan_costs import all_reduce_seconds
 
 #: Numbers of layers, or of devices, indexed by layers, devices and replicas.
 Choices = NDArray[np.int16]
@@ -64,8 +64,8 @@ class Loads:
     def sync(self, place: int, replicas: int) -> Numbers:
         """Return the seconds of a stage's gradient sync, shape (layers + 1, layers + 1)."""
         group = self.order[place - replicas : place]
-        fixed = meeting_seconds(group, 0.0, self.cluster)
-        per_byte = (meeting_seconds(group, 1e9, self.cluster) - fixed) / 1e9
+        fixed = all_reduce_seconds(group, 0.0, self.cluster)
+        per_byte = (all_reduce_seconds(group, 1e9, self.cluster) - fixed) / 1e9
         weights = self.ranges.parameter_bytes
         return np.where(weights > 0, fixed + per_byte * weights, 0.0)
 
