@@ -102,5 +102,5 @@ def test_memory_of_ranks_that_share_a_card_is_reported_once_per_process():
         ("memory of rank 0", "1.0 GiB", "1.0 GiB"),
         ("memory of rank 1", "1.0 GiB", "2.0 GiB"),
         ("memory of the process", "", "3.0 GiB"),
-        ("allocated on card 0", "", "5.0 GiB"),
+        ("allocated on GPU 0", "", "5.0 GiB"),
     ]

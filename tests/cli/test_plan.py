@@ -115,7 +115,7 @@ def test_compare_and_a_planner_contradict_each_other(penstock, profile_file):
         (("--stages", 6), "error: stages is 6, but there are only 5 layers"),
         (
             ("--recompute", "some"),
-            "error: --recompute is auto, never, except_last, always or selective, not 'some'",
+            "error: --recompute must be auto, never, except_last, always or selective, not 'some'",
         ),
     ],
 )
@@ -182,7 +182,7 @@ def test_two_profiles_of_one_device_or_of_none_are_refused(penstock, mixed, prof
     ran = penstock("plan", quick, quick, "--cluster", where)
     assert (ran.status, ran.err) == (
         2,
-        "error: two of the profiles are of the same device: quick, quick\n",
+        "error: two profiles are of the same device: quick, quick\n",
     )
     ran = penstock("plan", quick, profile_file, "--cluster", where)
     assert ran.status == 2

@@ -90,7 +90,7 @@ def test_one_process_is_measured_from_start_to_end(penstock, tmp_path):
             ("8xH100-NVLink",),
             "must be local:N (N processes on this host) or `here`",
         ),
-        (("local:0",), "1 to 64 processes can be measured on a host"),
+        (("local:0",), "--cluster local:0: N must be 1 to 64"),
         (("local:99999999",), "must be local:N"),
         (("here",), "torchrun did not start this process: use torchrun"),
         (("local:2", "--repeats", "0"), "threads 1 and repeats 0 must be 1 or more"),

@@ -80,9 +80,9 @@ def test_a_cluster_s_first_device_may_be_named_and_a_profile_calibrates(penstock
     ("words", "message"),
     [
         (("--on", "V1000"), "no device called 'V1000'"),
-        (("--on", "V100", "--dtype", "float3"), "dtype 'float3' is not known"),
-        (("--dtype", "float16"), "name it with --on"),
-        (("--calibrate", "x.json"), "name it with --on"),
+        (("--on", "V100", "--dtype", "float3"), "dtype 'float3' is unknown"),
+        (("--dtype", "float16"), "name its device with --on"),
+        (("--calibrate", "x.json"), "name its device with --on"),
         (("--on", "V100", "--model", "vgg17"), "no model called 'vgg17'"),
         (("--on", "V100", "--model", "mlp", "--model-option", "features=many"), "features"),
     ],

@@ -21,7 +21,7 @@ def test_a_sound_pipeline_agrees_and_says_on_what(penstock):
     assert ran.status == 0, ran.err
     lines = ran.out.splitlines()
     assert lines[0].startswith(
-        "pipeline against one device: 16 gradients, 0 buffers, 1 output and the loss; largest difference "
+        "pipeline against one device: 16 gradients, 0 buffers, 1 output and the loss; largest relative difference "
     )
     assert lines[-1] == "mlp on 3 ranks trains as one device does: tolerance 0.001"
 

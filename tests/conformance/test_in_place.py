@@ -114,7 +114,7 @@ def test_every_schedule_and_recompute_refuses_them_in_the_first_micro_batch(name
             executor="threads",
         )
         # A second forward with a weight that the first has changed makes other values.
-        message = f"{MESSAGE}|run again for the backward" if name == "weight" else MESSAGE
+        message = f"{MESSAGE}|recomputed for the backward" if name == "weight" else MESSAGE
         with pytest.raises(StageFailed, match=message):
             pipe.train_batch(*batch_of())
 

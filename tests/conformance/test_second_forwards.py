@@ -73,7 +73,7 @@ def test_a_stage_whose_second_forward_goes_another_way_is_refused_by_its_layers(
             executor="threads",
         )
         with pytest.raises(
-            StageFailed, match=r"(layers? [0-9]( to [0-9])?).*run again for the backward"
+            StageFailed, match=r"(layers? [0-9]( to [0-9])?).*recomputed for the backward"
         ):
             pipe.train_batch(*batch_of())
 
@@ -100,7 +100,7 @@ def test_recomputed_layers_that_go_another_way_are_refused_or_right(way, recompu
         try:
             pipe.train_batch(*batch_of(), update=False)
         except StageFailed as error:
-            assert "run again for the backward" in str(error)  # noqa: PT017 - refused
+            assert "recomputed for the backward" in str(error)  # noqa: PT017 - refused
             return
         results.append(gradients(model))
     for name, grad in results[0].items():
@@ -132,7 +132,7 @@ def test_a_pipe_whose_second_forward_goes_another_way_is_refused(way, mode):
     pipe = ps.Pipe(model_of(lambda: Other(way)), [2, 2], devices=2, chunks=4, checkpoint=mode)
     loss = functional.mse_loss(pipe(batch_of()[0]), batch_of()[1])
     with pytest.raises(
-        RunError, match=r"layers 0 to 1 of a Pipe .*micro-batch \d: run again for the backward"
+        RunError, match=r"layers 0 to 1 of a Pipe .*micro-batch \d: recomputed for the backward"
     ):
         loss.backward()
 

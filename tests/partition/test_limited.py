@@ -97,7 +97,9 @@ def test_no_cut_that_fits_is_better_and_none_is_missed(case, overlap):
         return
     assert lengths in cuts
     least = min(max(loads(case, cut, overlap)) for cut in cuts)
-    assert max(loads(case, lengths, overlap)) <= least * (1 + 1e-11)
+    # Sums of layers are differences of prefix sums, which round at the size of the total.
+    rounding = 1e-14 * sum(map(sum, case["seconds"]))
+    assert max(loads(case, lengths, overlap)) <= least * (1 + 1e-11) + rounding
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -40,6 +40,7 @@ def describe():
     return {
         "parent": os.getppid(),
         "command": Path("/proc/self/cmdline").read_text(),
+        "environment": Path("/proc/self/environ").read_text().split("\0"),
         "variable": os.environ.get("PENSTOCK_TEST"),
         "folder": str(Path.cwd()),
         "path": sys.path,
@@ -72,6 +73,15 @@ def test_ranks_draw_different_numbers_and_hold_no_descriptor_of_each_other():
     assert len({rank["draws"] for rank in ranks}) == 3
     assert len({rank["seed"] for rank in ranks}) == 1
     assert len({rank["descriptors"] for rank in ranks}) == 1
+
+
+def test_ps_shows_a_forked_rank_as_the_program_that_it_runs():
+    """Tools find ranks by their command and their variables; the kernel has those of the server."""
+    ranks = launch(describe, 2)
+    for number, rank in enumerate(ranks):
+        assert rank["command"].rstrip("\0").endswith("-m\0penstock.ranks.rank_process")
+        assert f"RANK={number}" in rank["environment"]
+        assert "WORLD_SIZE=2" in rank["environment"]
 
 
 def test_without_a_server_ranks_are_new_processes(server):

@@ -12,6 +12,7 @@ status is written. The answer is the rank's process id, with a file descriptor o
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -31,6 +32,12 @@ from penstock.ranks.rank_process import end_with_parent, finish
 
 #: What every rank imports. torch._dynamo is imported by the first optimizer that is constructed.
 _MODULES = ("torch._dynamo", "penstock.runtime.pipeline", "penstock.ranks.process_world")
+
+#: Variables of a rank, shown first in case the others need more room.
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+
+#: Places in /proc/self/stat, behind the command's name, see proc(5): fields 48 and 50.
+_ARG_START, _ENV_START = 45, 47
 
 #: Seconds without ranks after which the server ends, so that an idle notebook does not hold its
 #: memory.
@@ -149,6 +156,25 @@ def _receive(control: socket.socket, ranks: dict[int, _Rank], launcher: int) -> 
     return True
 
 
+def _show_as_program(request: Request) -> None:
+    """Let ps and /proc show the rank's own command and environment, as of a new process.
+
+    The kernel reads both from where they lay when the program was started. Nothing else reads them
+    there: `os.environ.clear` has removed all pointers of the C library to that memory.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    command = [sys.executable, "-P", "-m", "penstock.ranks.rank_process"]
+    names = [name for name in _RANK_VARIABLES if name in request["environment"]]
+    names += [name for name in request["environment"] if name not in names]
+    variables = [f"{name}={request['environment'][name]}" for name in names]
+    for place, texts in ((_ARG_START, command), (_ENV_START, variables)):
+        start, end = int(fields[place]), int(fields[place + 1])
+        content = b"\0".join(text.encode(errors="surrogateescape") for text in texts)
+        if end > start:
+            size = end - start
+            ctypes.memmove(start, content[: size - 1].ljust(size, b"\0"), size)
+
+
 def _run_rank(fork: _Fork) -> int:
     """Take over what a new process would have inherited from the launcher, and run the rank."""
     request = fork.request
@@ -160,6 +186,7 @@ def _run_rank(fork: _Fork) -> int:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     sys.path[:] = request["path"]
+    _show_as_program(request)
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through=unbuffered)  # type: ignore[union-attr]
     # Forked processes share the state of Python's generators; new ones would each have their own.

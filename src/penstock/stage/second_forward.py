@@ -97,7 +97,7 @@ def unlike(place: str, mismatch: str) -> RunError:
         mismatch: how its results differ.
     """
     return RunError(
-        f"{place}: run again for the backward, the forward made {mismatch}: the gradients would be "
+        f"{place}: recomputed for the backward, the forward made {mismatch}: the gradients would be "
         "those of another network. A second forward has the inputs, buffers, plain attributes "
         "(numbers, strings, flags) and random numbers of torch, random and numpy.random that the "
         "first had. It does not have other state (global variables, lists, a generator of its "
