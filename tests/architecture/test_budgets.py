@@ -53,17 +53,17 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "laid out at 100 columns; to be split",
     ),
     ("lines of a file", "runtime/pipeline.py"): (
-        510,
+        516,
         "2026-11-22",
         "front door: a line for every option",
     ),
     ("lines of a file", "stage/stage.py"): (
-        525,
+        549,
         "2026-11-22",
         "laid out at 100 columns; to be split",
     ),
     ("lines of a function", "runtime/pipeline.py:Pipeline.__init__"): (
-        85,
+        87,
         "2026-11-21",
         "most of it is its 29 parameters",
     ),

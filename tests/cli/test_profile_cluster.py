@@ -61,7 +61,7 @@ def test_what_was_found_is_shown_and_written(penstock, measured, tmp_path):
         "matmul bfloat16",
         "50 GFLOP/s",
         "x 1.90",
-        "0-1    100.1 us",
+        "0-1     100.1 us",
         "memory to use",
     ):
         assert words in ran.out

@@ -104,7 +104,7 @@ def test_plans_hold_what_the_optimizer_keeps(profile_of):
     assert held == {None: 1000, "sgd": 0, "momentum": 1000, "adam": 2000, 7: 7000}
     assert (made["adam"].optimizer, made["adam"].optimizer_states) == ("Adam", 2.0)
     assert made["adam"].memory_limits == (10**6, 10**6)
-    assert "optimizer Adam, 2 numbers for each parameter" in str(made["adam"])
+    assert "optimizer Adam, 2 numbers per parameter" in str(made["adam"])
     limit = made["momentum"].predicted.peak_memory[0] + 10
     plan(profile, cluster, 16, optimizer="sgd", stages=2, max_replicas=1, memory_limit=limit)
     with pytest.raises(PlanError, match="needs"):
