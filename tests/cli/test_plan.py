@@ -192,6 +192,6 @@ def test_two_profiles_of_one_device_or_of_none_are_refused(penstock, mixed, prof
         2,
         (
             "error: there is no profile for V100 of 2xV100-NVLink, only for quick, slow: measure the model on that device (ps.profile, "
-            "or penstock profile), and give it beside the others by the name 'V100'\n"
+            "or penstock profile), and add the profile under the name 'V100'\n"
         ),
     )

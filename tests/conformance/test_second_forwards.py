@@ -120,7 +120,7 @@ def test_the_message_names_stage_layers_micro_batch_and_what_to_do():
     )
     with pytest.raises(
         StageFailed,
-        match=r"stage 0, layers 0 to 1, micro-batch \d: run again.*other values.*recompute='never'",
+        match=r"stage 0, layers 0 to 1, micro-batch \d: recomputed.*other values.*recompute='never'",
     ):
         pipe.train_batch(*batch_of())
 
