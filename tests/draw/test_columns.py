@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.draw.columns import Spans, shares
+from penstock.draw.columns import Spans, column_shares
 from penstock.draw.draw import unit_timeline
-from penstock.draw.facts import kinds
+from penstock.draw.facts import kinds_in
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind
 from penstock.simulate.costs import Costs
@@ -22,7 +22,9 @@ def test_all_the_work_of_a_rank_is_in_its_columns_once(name, count):
     """A sum that loses time shows idle ranks that are not."""
     made = simulate_schedule(schedule(name, stages=4, micro_batches=8), Costs(forward=0.7))
     for rank in range(4):
-        work, longest = shares(Spans.of(made, rank), kinds([made]), count, made.makespan / count)
+        work, longest = column_shares(
+            Spans.of(made, rank), kinds_in([made]), count, made.makespan / count
+        )
         assert sum(map(np.sum, work.values())) * made.makespan / count == pytest.approx(
             made.busy[rank]
         )
@@ -33,6 +35,6 @@ def test_all_the_work_of_a_rank_is_in_its_columns_once(name, count):
 def test_an_op_over_many_columns_fills_them():
     """The columns between its ends are all its own."""
     made = unit_timeline(schedule("naive", stages=2, micro_batches=1))
-    work, longest = shares(Spans.of(made, 0), [Kind.B], 12, 0.5)
+    work, longest = column_shares(Spans.of(made, 0), [Kind.B], 12, 0.5)
     assert work[Kind.B].tolist() == [0] * 8 + [1] * 4
     assert longest.tolist() == [1, 1] + [0] * 6 + [1] * 4

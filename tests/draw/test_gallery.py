@@ -8,16 +8,18 @@ from html.parser import HTMLParser
 import pytest
 
 from penstock.draw.draw import draw, unit_timeline
-from penstock.draw.gallery import Exhibit, Show, gallery
+from penstock.draw.gallery import GalleryEntry, GalleryText, write_gallery
 from penstock.errors import FileError
 from penstock.schedule.catalogue import schedule
 
-SHOW = Show("All <of> them", ("Before & after.",), ("bubble", "in flight"), ("Not shown: x.",))
+SHOW = GalleryText(
+    "All <of> them", ("Before & after.",), ("bubble", "in flight"), ("Not shown: x.",)
+)
 
 
 def exhibits():
     return [
-        Exhibit(
+        GalleryEntry(
             name, "<paper>", unit_timeline(schedule(name, stages=2, micro_batches=2)), ("1 %", "2")
         )
         for name in ("gpipe", "naive")
@@ -26,7 +28,7 @@ def exhibits():
 
 def test_every_exhibit_has_a_file_and_stands_on_both_pages(tmp_path):
     """The files go into papers, the pages are for choosing."""
-    written = gallery(tmp_path / "new", SHOW, exhibits())
+    written = write_gallery(tmp_path / "new", SHOW, exhibits())
     assert [path.name for path in written] == ["gpipe.svg", "naive.svg", "index.html", "README.md"]
     assert (tmp_path / "new" / "gpipe.svg").read_text() == draw(
         schedule("gpipe", stages=2, micro_batches=2), format="svg"
@@ -44,12 +46,12 @@ def test_every_exhibit_has_a_file_and_stands_on_both_pages(tmp_path):
 def test_a_folder_that_is_there_keeps_its_other_files(tmp_path):
     """It may be a documentation's."""
     (tmp_path / "mine.txt").write_text("mine")
-    gallery(tmp_path, SHOW, exhibits())
-    gallery(tmp_path, SHOW, exhibits())
+    write_gallery(tmp_path, SHOW, exhibits())
+    write_gallery(tmp_path, SHOW, exhibits())
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     """A typing error in a path should not grow a tree."""
-    with pytest.raises(FileError, match=r"cannot make the folder .*a/b: No such file"):
-        gallery(tmp_path / "a" / "b", SHOW, exhibits())
+    with pytest.raises(FileError, match=r"cannot create the folder .*a/b: No such file"):
+        write_gallery(tmp_path / "a" / "b", SHOW, exhibits())

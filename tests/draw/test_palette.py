@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from penstock.draw.palette import FILLS, inks
+from penstock.draw.palette import FILLS, number_colours
 from penstock.schedule.op import Kind
 
 #: Machado, Oliveira and Fernandes 2009, table 1, severity 1.0: what is left of linear RGB.
@@ -65,7 +65,7 @@ def test_any_two_kinds_stay_apart_for_every_sight(sight):
 def test_numbers_stand_out_from_every_fill():
     """4.5 is the contrast that WCAG 2.1 asks of small text."""
     for kind in Kind:
-        for fill, ink in zip(FILLS[kind], inks(kind), strict=True):
+        for fill, ink in zip(FILLS[kind], number_colours(kind), strict=True):
             bright, dark = sorted(
                 ((XYZ @ linear(colour))[1] for colour in (fill, ink)), reverse=True
             )

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from penstock.draw.draw import draw, unit_timeline
-from penstock.draw.shades import Shades
+from penstock.draw.shades import BoxShades
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Op
 from penstock.simulate.costs import Costs
@@ -33,7 +33,7 @@ def test_the_legend_says_what_shades_mean(name, stages, size, meaning):
     else there is one shade.
     """
     made = schedule(name, stages, size)
-    assert Shades.of(unit_timeline(made)).meaning == meaning
+    assert BoxShades.of(unit_timeline(made)).meaning == meaning
     for form in ("svg", "html"):
         assert re.findall("shades: [^<]*", draw(made, format=form).replace("&#x27;", "'")) == [
             meaning
@@ -47,12 +47,22 @@ def test_every_other_batch_of_a_stream_has_the_second_shade(source):
     """By the U that takes its gradient: so too where copies have batches in turn, each shaded in
     its own.
     """
-    shades = Shades.of(source(schedule("pipedream", 2, 2, batches=4)))
-    assert [shades.odd(0, Op.parse(f"0F{n}")) for n in range(8)] == [False, False, True, True] * 2
-    assert [shades.odd(1, Op.parse(f"1B{n}")) for n in range(8)] == [False, False, True, True] * 2
-    assert not shades.odd(0, Op.parse("0U2"))
-    shades = Shades.of(source(schedule("hetpipe", 1, 2, batches=8)))
-    assert [shades.odd(1, Op.parse(f"0F{n}")) for n in (2, 3, 6, 7, 10, 11)] == [
+    shades = BoxShades.of(source(schedule("pipedream", 2, 2, batches=4)))
+    assert [shades.is_second(0, Op.parse(f"0F{n}")) for n in range(8)] == [
+        False,
+        False,
+        True,
+        True,
+    ] * 2
+    assert [shades.is_second(1, Op.parse(f"1B{n}")) for n in range(8)] == [
+        False,
+        False,
+        True,
+        True,
+    ] * 2
+    assert not shades.is_second(0, Op.parse("0U2"))
+    shades = BoxShades.of(source(schedule("hetpipe", 1, 2, batches=8)))
+    assert [shades.is_second(1, Op.parse(f"0F{n}")) for n in (2, 3, 6, 7, 10, 11)] == [
         False,
         False,
         True,

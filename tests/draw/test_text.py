@@ -208,7 +208,7 @@ def test_a_title_cannot_steer_the_terminal():
 
 def test_a_width_below_twenty_is_refused_with_both_numbers():
     """Not even one op would fit beside the rank's name."""
-    with pytest.raises(SettingError, match="needs a width of 20 columns or more and got 19"):
+    with pytest.raises(SettingError, match="needs a width of 20 columns or more, but got 19"):
         text([Timeline((), 1, 1)], 19)
 
 
