@@ -1,4 +1,4 @@
-"""draw: whatever can be drawn, in every format."""
+"""draw: timelines and schedules in every format."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_the_page_needs_no_network_and_has_a_dark_side():
 
 
 def test_title_and_note_are_escaped():
-    """A title is text, whatever is in it."""
+    """A title is text, even if it contains markup."""
     page = html([replace(made(), title='</title><script>&"')], note="<b>&")
     assert page.count("<script") == page.count("</script") == 2
     assert "&lt;b&gt;&amp;" in page

@@ -43,7 +43,7 @@ def test_format_outweighs_the_suffix(tmp_path):
 
 
 def test_without_path_and_format_the_drawing_is_text():
-    """print(draw(schedule)) is the first thing everybody tries."""
+    """print(draw(schedule)) is what a new user tries first."""
     assert draw(MADE).startswith("gpipe, simulated\nrank 0 |")
 
 
@@ -78,7 +78,7 @@ def test_a_missing_folder_is_named(tmp_path):
 
 
 def test_a_path_that_cannot_be_written_leaves_nothing_behind(tmp_path):
-    """Half a drawing beside the real file would be opened one day."""
+    """A partial file next to the real one could be mistaken for a drawing."""
     (tmp_path / "a.svg").mkdir()
     with pytest.raises(FileError, match=r"cannot write the drawing .*a\.svg: Is a directory"):
         draw(MADE, tmp_path / "a.svg")

@@ -37,7 +37,7 @@ def test_it_has_two_pixels_per_point_of_the_svg():
 
 
 def test_boxes_have_the_colours_and_places_of_the_svg():
-    """Whoever compares the two must see one figure."""
+    """PNG and SVG must show the same figure."""
     from xml.etree import ElementTree as ET
 
     picture = pixels(png([MADE]))

@@ -44,7 +44,7 @@ def test_the_axis_has_the_unit_of_the_whole(length, unit):
 
 
 def test_ticks_are_one_two_and_five_times_powers_of_ten():
-    """Nobody counts in steps of 3.7."""
+    """Steps such as 3.7 are hard to read."""
     assert list(islice(Clock(1e-3, "ms").steps(0.0011), 4)) == pytest.approx(
         [0.002, 0.005, 0.01, 0.02]
     )

@@ -1,4 +1,4 @@
-"""What tells the stages of a rank apart."""
+"""Order and labels of the stages of a rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def stage_order(name, stages, micro_batches):
 
 
 def test_a_plain_pipeline_needs_no_names():
-    """On it the rank is the stage; a second number would be noise."""
+    """There the rank is the stage; a second number would be noise."""
     order = stage_order("1f1b", 3, 4)
     assert order.rank_labels() == ["", "", ""]
     assert not order.has_shared_ranks
@@ -25,7 +25,7 @@ def test_a_plain_pipeline_needs_no_names():
 
 
 def test_stages_of_one_way_are_shaded_in_turn():
-    """Of an interleaved rank the second stage is the odd one, on every rank."""
+    """On each interleaved rank, the second stage has the second shade."""
     order = stage_order("interleaved", 4, 4)
     assert order.rank_labels() == ["s0 s2", "s1 s3"]
     assert [
@@ -51,7 +51,7 @@ def test_two_directions_are_told_by_shade_and_arrow_on_every_rank_alike():
 
 
 def test_copies_of_a_pipeline_that_share_no_rank_are_not_shaded():
-    """Data parallelism repeats a pipeline; nothing on a rank has to be told apart."""
+    """Data parallelism repeats a pipeline; each rank still has a single stage."""
     both = Schedule.parse("0F0 0B0 0U1\n1F0 1B0 1U1\n0F1 0B1 0U1\n1F1 1B1 1U1")
     order = StageOrder.of(unit_timeline(both))
     assert order.rank_labels() == ["s0", "s1", "s0", "s1"]
@@ -66,5 +66,5 @@ def test_who_keeps_activations_for_a_partner_holds_no_stage_by_that():
 
 
 def test_an_empty_timeline_has_ranks_without_stages():
-    """Before the first step there is nothing to show, and that is no error."""
+    """A timeline without events is valid, as before the first step."""
     assert StageOrder.of(Timeline((), 2, 2)).rank_labels() == ["", ""]

@@ -68,8 +68,7 @@ def draw_lanes(page: Page, panel: Timeline) -> None:
     height = _lane_height(panel, stage_order, summed, any(halves))
     curves = memory_steps(panel)
     strip = STRIP + 3 if curves else 0
-    narrow_gap = GAP if height > LOW_LANE else 2
-    pitch = height + strip + (WIDE_GAP if transfers else narrow_gap)
+    pitch = height + strip + _lane_gap(height, bool(transfers))
     tops = [page.y + rank * pitch for rank in range(panel.ranks)]
     lanes = _Lanes(page, panel, stage_order, height, tops)
     lanes.add_backgrounds()
@@ -91,6 +90,13 @@ def _lane_height(panel: Timeline, stage_order: StageOrder, summed: bool, paired:
     if paired:
         return PAIR_LANE
     return TALL_LANE if stage_order.has_shared_ranks else LANE
+
+
+def _lane_gap(height: float, has_transfers: bool) -> float:
+    """Return the gap below a lane of this height; arrows of transfers need a wide one."""
+    if has_transfers:
+        return WIDE_GAP
+    return GAP if height > LOW_LANE else 2
 
 
 class _NumberStyle(NamedTuple):
@@ -392,33 +398,38 @@ def _box_label(number: str, stage: str, box: _Box, style: _NumberStyle, *, ink: 
     """
     middle, offset = box.x + box.width / 2, 0.0
     baseline = box.top + box.height / 2 + 0.36 * style.points
-    has_two_lines = box.height > _TWO_LINE_HEIGHT
     micro_batch, dot, slice_index = number.partition(".")
-    slice_below = style.two_lines and bool(dot) and has_two_lines
+    slice_below = style.two_lines and bool(dot) and box.height > _TWO_LINE_HEIGHT
     line = micro_batch if slice_below else number
     line_width = text_width(line, style.points)
     if line_width + PADDING > box.width:
         return []
     second_text: list[str] = []
     stage_width = text_width(stage, TINY)
-    stage_fits_below = bool(stage) and stage_width + PADDING <= box.width
-    stage_fits_beside = stage_fits_below and line_width + stage_width + 3 * PADDING <= box.width
     bottom = box.top + box.height
     if slice_below:
         second_text.append(_small_text(f".{slice_index}", ink, middle, bottom - 4))
         baseline -= 5
-    elif has_two_lines and stage_fits_below:
-        second_text.append(_small_text(stage, ink, middle, bottom - 6))
-        baseline -= 6
-    elif not has_two_lines and stage_fits_beside:
-        offset = stage_width + PADDING
-        x = box.x + box.width - PADDING - stage_width / 2
-        second_text.append(_small_text(stage, ink, x, baseline))
+    elif stage and _stage_fits(stage_width, line_width, box):
+        if box.height > _TWO_LINE_HEIGHT:
+            second_text.append(_small_text(stage, ink, middle, bottom - 6))
+            baseline -= 6
+        else:
+            offset = stage_width + PADDING
+            x = box.x + box.width - PADDING - stage_width / 2
+            second_text.append(_small_text(stage, ink, x, baseline))
     number_text = (
         f'<text class="{style.css_class} {ink}" x="{n(middle - offset / 2)}" '
         f'y="{n(baseline)}">{line}</text>'
     )
     return [number_text, *second_text]
+
+
+def _stage_fits(stage_width: float, line_width: float, box: _Box) -> bool:
+    """Return whether a stage fits below the number, or next to it in a low box."""
+    if box.height > _TWO_LINE_HEIGHT:
+        return stage_width + PADDING <= box.width
+    return line_width + stage_width + 3 * PADDING <= box.width
 
 
 def _small_text(text: str, ink: str, x: float, y: float) -> str:

@@ -64,10 +64,7 @@ def _legend(page: Page, panels: Sequence[Timeline]) -> list[tuple[str, str]]:
     meanings: set[str] = set()
     if not page.summed:
         meanings = {BoxShades.of(panel).meaning for panel in panels} - {""}
-    entries = [
-        (_swatch(kind, two_shades=bool(meanings)), f"{kind} {KIND_NAMES[kind]}")
-        for kind in kinds_in(panels)
-    ]
+    entries = _kind_entries(panels, two_shades=bool(meanings))
     entries.append(('<rect class="lane" width="18" height="12"/>', "idle"))
     if page.paired:
         halves = (
@@ -84,6 +81,11 @@ def _legend(page: Page, panels: Sequence[Timeline]) -> list[tuple[str, str]]:
     if page.summed:
         remarks.append("too many ops for a box each: heights are shares of time")
     return entries + [("", remark) for remark in remarks]
+
+
+def _kind_entries(panels: Sequence[Timeline], two_shades: bool) -> list[tuple[str, str]]:
+    """Return the legend's entries of the kinds of op that occur."""
+    return [(_swatch(kind, two_shades), f"{kind} {KIND_NAMES[kind]}") for kind in kinds_in(panels)]
 
 
 def _transfer_entries(panels: Sequence[Timeline]) -> list[tuple[str, str]]:

@@ -235,7 +235,7 @@ def _mark_updates(
 ) -> bool:
     """Mark the columns at which a batch ends with an update that took no time.
 
-    A single update needs no mark, since it ends the program.
+    A column is marked if it belongs to a backward and has no letter.
 
     Args:
         events: the events of a rank.
@@ -246,18 +246,26 @@ def _mark_updates(
     Returns:
         Whether there is any mark.
     """
-    updates = [event for event in events if event.op.kind is Kind.U and event.end <= event.start]
-    if all(event.op.micro_batch == 1 for event in updates):
-        return False
-    marked = []
-    for event in updates:
-        column = round(event.start / columns.seconds) - 1
-        if 0 <= column < columns.count and letters[column] is None:
-            marked.append(column)
-    marked = [column for column in marked if row_kinds[column] in (Kind.B, Kind.W)]
+    marked = [
+        column
+        for column in _columns_before_updates(events, columns)
+        if letters[column] is None and row_kinds[column] in (Kind.B, Kind.W)
+    ]
     for column in marked:
         letters[column] = FILL[Kind.U]
     return bool(marked)
+
+
+def _columns_before_updates(events: Sequence[Event], columns: _Columns) -> list[int]:
+    """Return the last columns before the updates of a rank that took no time.
+
+    There are none if each stage has a single update, since that ends the program anyway.
+    """
+    updates = [event for event in events if event.op.kind is Kind.U and event.end <= event.start]
+    if all(event.op.micro_batch == 1 for event in updates):
+        return []
+    before = [round(event.start / columns.seconds) - 1 for event in updates]
+    return [column for column in before if 0 <= column < columns.count]
 
 
 def _letters(
