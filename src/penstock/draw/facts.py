@@ -77,7 +77,7 @@ def stages_of_rank(panel: Timeline) -> list[list[int]]:
     is_compute = ~ops.of_kind(*HANDING)
     stage_count = max(ops.stages, 1)
     stages: list[list[int]] = [[] for _ in range(panel.ranks)]
-    # One integer per (rank, stage) pair, since `np.unique` is much faster on one axis.
+    # One integer per (rank, stage) pair, so that `np.unique` works on a flat array.
     pairs = ops.rank[is_compute].astype(np.int64) * stage_count + ops.stage[is_compute]
     for pair in np.unique(pairs).tolist():
         rank, stage = divmod(pair, stage_count)

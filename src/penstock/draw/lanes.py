@@ -150,7 +150,7 @@ class _Lanes:
                 f'<rect class="lane" x="{n(page.left)}" y="{n(top)}" '
                 f'width="{n(end - page.left)}" height="{n(self.height)}"/>'
             )
-            # Low lanes have room for the name of every eighth rank only.
+            # Of low lanes, only every eighth has the name of its rank.
             if self.height == LOW_LANE and rank % 8:
                 continue
             has_stages = stages and self.height > LOW_LANE
@@ -225,7 +225,7 @@ class _Lanes:
         """
         number_styles, stage_kinds = self._number_styles(), self._kinds_with_stage()
         shades = BoxShades.of(self.panel, self.stage_order)
-        # Outlines would cover most of a box that is only a few points wide.
+        # Boxes have no outlines if the median box is narrower than 4 points.
         fine = bool(self.panel.compute) and median(map(self._width, self.panel.compute)) < 4
         for rank, row in enumerate(rows):
             boxes: list[str] = []

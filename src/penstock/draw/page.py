@@ -25,6 +25,12 @@ TITLE, LABEL, SMALL, FINE, TINY = 15.0, 12.0, 11.0, 9.5, 8.0
 PADDING = 1.6
 #: Desired width of a short op's box: two digits fit.
 _SHORT_OP_WIDTH = 16.0
+#: Style rules that do not depend on colours. CSS classes of text: h heading, l label, s small text,
+#: n, o, m numbers in boxes from large to small, c centred, e right-aligned, k black, v white.
+#: CSS classes of shapes: lane idle lane, box group of a rank's boxes (fine: without outlines), z op
+#: that took no time, held memory curve, t arrow (r: gradient, p: activations that another rank
+#: stores, many: thin), bg background. A box has the letter of its kind as its class, with 2 after it
+#: for the second shade.
 _STYLE = (
     ".penstock text{font-family:sans-serif;pointer-events:none}"
     f".penstock .h{{font-size:{TITLE:g}px;font-weight:600}}"

@@ -1,7 +1,6 @@
 """The figure of an HTML page that zooms: its frame and the data that `viewer.js` draws on a canvas.
 
-The keys of the data are short because a page has several numbers for each of up to 300,000 ops;
-`viewer.js` reads them.
+`viewer.js` reads the data by the keys that are set here.
 """
 
 from __future__ import annotations
