@@ -102,7 +102,7 @@ for _package in (
 
 def _draw_svg(value: object) -> str | None:
     """Draw a value for a notebook; imports `penstock.draw` only now."""
-    svg: str | None = importlib.import_module("penstock.draw.draw").picture(value)
+    svg: str | None = importlib.import_module("penstock.draw.draw").notebook_svg(value)
     return svg
 
 

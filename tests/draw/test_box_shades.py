@@ -1,4 +1,4 @@
-"""What the two shades of a colour tell: stages, ways, or the batches of a stream."""
+"""Meaning of the two shades of a colour: stages, directions, or batches of a stream."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from penstock.draw.box_shades import Shades
+from penstock.draw.box_shades import BoxShades
 from penstock.draw.draw import draw, unit_timeline
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Op
@@ -29,11 +29,11 @@ from penstock.simulate.simulate import simulate_schedule
     ],
 )
 def test_the_legend_says_what_shades_mean(name, stages, size, meaning):
-    """Stages first, where a rank has several; batches where they are more than their numbers; and
-    else there is one shade.
+    """Shades mean stages if a rank has several, batches if a batch has several micro-batches, and
+    otherwise there is one shade.
     """
     made = schedule(name, stages, size)
-    assert Shades.of(unit_timeline(made)).meaning == meaning
+    assert BoxShades.of(unit_timeline(made)).meaning == meaning
     for form in ("svg", "html"):
         assert re.findall("shades: [^<]*", draw(made, format=form).replace("&#x27;", "'")) == [
             meaning
@@ -44,15 +44,25 @@ def test_the_legend_says_what_shades_mean(name, stages, size, meaning):
     "source", [unit_timeline, lambda made: simulate_schedule(made, Costs(transfer=0.1))]
 )
 def test_every_other_batch_of_a_stream_has_the_second_shade(source):
-    """By the U that takes its gradient: so too where copies have batches in turn, each shaded in
-    its own.
+    """A batch is found by the U that takes its gradient, also if replicas take turns with batches
+    and each shades its own.
     """
-    shades = Shades.of(source(schedule("pipedream", 2, 2, batches=4)))
-    assert [shades.odd(0, Op.parse(f"0F{n}")) for n in range(8)] == [False, False, True, True] * 2
-    assert [shades.odd(1, Op.parse(f"1B{n}")) for n in range(8)] == [False, False, True, True] * 2
-    assert not shades.odd(0, Op.parse("0U2"))
-    shades = Shades.of(source(schedule("hetpipe", 1, 2, batches=8)))
-    assert [shades.odd(1, Op.parse(f"0F{n}")) for n in (2, 3, 6, 7, 10, 11)] == [
+    shades = BoxShades.of(source(schedule("pipedream", 2, 2, batches=4)))
+    assert [shades.is_second(0, Op.parse(f"0F{n}")) for n in range(8)] == [
+        False,
+        False,
+        True,
+        True,
+    ] * 2
+    assert [shades.is_second(1, Op.parse(f"1B{n}")) for n in range(8)] == [
+        False,
+        False,
+        True,
+        True,
+    ] * 2
+    assert not shades.is_second(0, Op.parse("0U2"))
+    shades = BoxShades.of(source(schedule("hetpipe", 1, 2, batches=8)))
+    assert [shades.is_second(1, Op.parse(f"0F{n}")) for n in (2, 3, 6, 7, 10, 11)] == [
         False,
         False,
         True,
@@ -63,7 +73,7 @@ def test_every_other_batch_of_a_stream_has_the_second_shade(source):
 
 
 def test_boxes_of_the_second_shade_are_filled_with_it():
-    """What the figure is read by."""
+    """The shade in the legend is the shade of the boxes."""
     drawn = draw(schedule("pipedream", 1, 2, batches=2), format="svg")
     boxes = re.findall(r'<rect class="([FB]2?)"[^>]*><title>0([FB]\d)', drawn)
     assert boxes == [

@@ -70,14 +70,14 @@ def test_timelines_of_different_shapes_can_be_compared():
     ET.fromstring(draw_pair(timeline(), Timeline((), 1, 1), format="svg"))
 
 
-def test_two_of_one_source_are_told_apart_by_title():
-    """'simulated is longer than simulated' says nothing."""
+def test_two_of_one_source_are_named_by_title():
+    """'simulated is longer than simulated' would have no meaning."""
     words = difference(timeline("gpipe"), timeline("naive"))
     assert words.startswith("naive takes 360.0 ms (100.0 % longer) where gpipe takes 180.0 ms")
 
 
 def test_three_are_compared_with_the_first():
-    """The first is what is held against."""
+    """The first timeline is the reference."""
     words = differences([timeline("gpipe"), timeline("naive"), timeline("1f1b")])
     assert [part.partition(" takes")[0] for part in words.split("; ") if " takes" in part] == [
         "naive",

@@ -1,4 +1,4 @@
-"""draw: whatever can be drawn, in every format."""
+"""draw: timelines and schedules in every format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.draw.draw import draw, picture, unit_timeline
+from penstock.draw.draw import draw, notebook_svg, unit_timeline
 from penstock.errors import ScheduleError, SettingError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
@@ -102,7 +102,7 @@ def test_several_are_drawn_one_above_the_other_with_what_differs():
 def test_a_notebook_shows_the_svg_or_the_text_where_there_is_none():
     """A display that raises hides the value; one of a million boxes stops the browser."""
     made = schedule("1f1b", stages=3, micro_batches=4)
-    assert picture(made) == draw(made, format="svg")
-    assert picture(unit_timeline(made)) == draw(made, format="svg")
-    assert picture(Schedule.parse("0B0 0F0 0U1")) is None
-    assert picture(schedule("1f1b", stages=10, micro_batches=6000)) is None
+    assert notebook_svg(made) == draw(made, format="svg")
+    assert notebook_svg(unit_timeline(made)) == draw(made, format="svg")
+    assert notebook_svg(Schedule.parse("0B0 0F0 0U1")) is None
+    assert notebook_svg(schedule("1f1b", stages=10, micro_batches=6000)) is None

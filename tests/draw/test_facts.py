@@ -1,4 +1,4 @@
-"""Words that all drawings share."""
+"""Texts that all drawings share."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.schedule.op import Kind, Op
 
 @given(st.text(st.characters(), max_size=60))
 def test_cleaned_text_is_one_line_of_xml_that_can_be_encoded(text):
-    """Whatever stands in a file of others, the drawing can be written and read back."""
-    found = clean(text)
-    assert len(found.splitlines()) <= 1
-    escaped = found.replace("&", "&amp;").replace("<", "&lt;")
-    assert (ET.fromstring(f"<a>{escaped}</a>".encode()).text or "") == found
+    """A drawing with a title from a foreign file can still be written and parsed."""
+    cleaned = clean(text)
+    assert len(cleaned.splitlines()) <= 1
+    escaped = cleaned.replace("&", "&amp;").replace("<", "&lt;")
+    assert (ET.fromstring(f"<a>{escaped}</a>".encode()).text or "") == cleaned
 
 
 def test_the_heading_says_what_the_numbers_are():

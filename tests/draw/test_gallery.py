@@ -8,25 +8,27 @@ from html.parser import HTMLParser
 import pytest
 
 from penstock.draw.draw import draw, unit_timeline
-from penstock.draw.gallery import Exhibit, Show, gallery
+from penstock.draw.gallery import GalleryEntry, GalleryText, write_gallery
 from penstock.errors import FileError
 from penstock.schedule.catalogue import schedule
 
-SHOW = Show("All <of> them", ("Before & after.",), ("bubble", "in flight"), ("Not shown: x.",))
+TEXT = GalleryText(
+    "All <of> them", ("Before & after.",), ("bubble", "in flight"), ("Not shown: x.",)
+)
 
 
-def exhibits():
+def entries():
     return [
-        Exhibit(
+        GalleryEntry(
             name, "<paper>", unit_timeline(schedule(name, stages=2, micro_batches=2)), ("1 %", "2")
         )
         for name in ("gpipe", "naive")
     ]
 
 
-def test_every_exhibit_has_a_file_and_stands_on_both_pages(tmp_path):
-    """The files go into papers, the pages are for choosing."""
-    written = gallery(tmp_path / "new", SHOW, exhibits())
+def test_every_entry_has_a_file_and_is_on_both_pages(tmp_path):
+    """The files are for papers; the pages are for choosing one."""
+    written = write_gallery(tmp_path / "new", TEXT, entries())
     assert [path.name for path in written] == ["gpipe.svg", "naive.svg", "index.html", "README.md"]
     assert (tmp_path / "new" / "gpipe.svg").read_text() == draw(
         schedule("gpipe", stages=2, micro_batches=2), format="svg"
@@ -42,14 +44,14 @@ def test_every_exhibit_has_a_file_and_stands_on_both_pages(tmp_path):
 
 
 def test_a_folder_that_is_there_keeps_its_other_files(tmp_path):
-    """It may be a documentation's."""
+    """The folder may be part of a documentation."""
     (tmp_path / "mine.txt").write_text("mine")
-    gallery(tmp_path, SHOW, exhibits())
-    gallery(tmp_path, SHOW, exhibits())
+    write_gallery(tmp_path, TEXT, entries())
+    write_gallery(tmp_path, TEXT, entries())
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     """A typing error in a path should not grow a tree."""
-    with pytest.raises(FileError, match=r"cannot make the folder .*a/b: No such file"):
-        gallery(tmp_path / "a" / "b", SHOW, exhibits())
+    with pytest.raises(FileError, match=r"cannot create the folder .*a/b: No such file"):
+        write_gallery(tmp_path / "a" / "b", TEXT, entries())

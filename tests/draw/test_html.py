@@ -76,7 +76,7 @@ def test_the_page_needs_no_network_and_has_a_dark_side():
 
 
 def test_title_and_note_are_escaped():
-    """A title is text, whatever is in it."""
+    """A title is text, even if it contains markup."""
     page = html([replace(made(), title='</title><script>&"')], note="<b>&")
     assert page.count("<script") == page.count("</script") == 2
     assert "&lt;b&gt;&amp;" in page
@@ -137,7 +137,7 @@ def test_readers_without_scripts_get_the_still_figure():
 
 def test_a_page_of_too_many_ops_holds_a_still_figure_and_says_so(monkeypatch):
     """Hundreds of megabytes of data would not open at all."""
-    monkeypatch.setattr(importlib.import_module("penstock.draw.html"), "MOST_OPS", 10)
+    monkeypatch.setattr(importlib.import_module("penstock.draw.html"), "MAX_VIEWER_OPS", 10)
     page = html([made()])
     assert "<script" not in page
     assert "27 ops are too many for a figure that zooms" in page

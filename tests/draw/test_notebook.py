@@ -16,9 +16,9 @@ from penstock.simulate.simulate import simulate_schedule
 
 def test_a_schedule_and_a_timeline_show_their_svg():
     """A notebook asks for `_repr_svg_`; the picture is what one wants to see of a schedule."""
-    made = schedule("1f1b", stages=3, micro_batches=4)
-    assert made._repr_svg_() == draw(made, format="svg")
-    timeline = simulate_schedule(made, Costs(forward=0.003))
+    example = schedule("1f1b", stages=3, micro_batches=4)
+    assert example._repr_svg_() == draw(example, format="svg")
+    timeline = simulate_schedule(example, Costs(forward=0.003))
     assert timeline._repr_svg_() == draw(timeline, format="svg")
 
 
@@ -33,8 +33,8 @@ def test_drawing_is_loaded_when_the_first_picture_is_asked_for(way):
     by.
     """
     code = (
-        f"import sys, {way}; from penstock.schedule.op import Schedule; made = Schedule.parse('0F0 0B0 0U1'); "
-        "assert 'penstock.draw.svg' not in sys.modules; assert made._repr_svg_().startswith('<svg')"
+        f"import sys, {way}; from penstock.schedule.op import Schedule; example = Schedule.parse('0F0 0B0 0U1'); "
+        "assert 'penstock.draw.svg' not in sys.modules; assert example._repr_svg_().startswith('<svg')"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False

@@ -43,7 +43,7 @@ def test_format_outweighs_the_suffix(tmp_path):
 
 
 def test_without_path_and_format_the_drawing_is_text():
-    """print(draw(schedule)) is the first thing everybody tries."""
+    """print(draw(schedule)) is what a new user tries first."""
     assert draw(MADE).startswith("gpipe, simulated\nrank 0 |")
 
 
@@ -54,7 +54,7 @@ def test_without_path_and_format_the_drawing_is_text():
 def test_an_unknown_suffix_is_refused_with_the_five_that_are_known(tmp_path, name, what):
     """Nothing is written under a name that promises another format."""
     with pytest.raises(
-        SettingError, match=rf"has {what}, .*\.txt .*\.svg, \.png, \.html and \.json \(Perfetto"
+        SettingError, match=rf"has {what}.*\.txt .*\.svg, \.png, \.html and \.json \(Perfetto"
     ):
         draw(MADE, tmp_path / name)
     assert names(tmp_path) == []
@@ -63,7 +63,7 @@ def test_an_unknown_suffix_is_refused_with_the_five_that_are_known(tmp_path, nam
 def test_an_unknown_format_is_refused_with_the_five_that_are_known():
     """The same, where the format is named."""
     with pytest.raises(
-        SettingError, match=r"no drawing format is called 'pdf': there are \.txt .*\.json"
+        SettingError, match=r"unknown drawing format 'pdf': the formats are \.txt .*\.json"
     ):
         draw(MADE, format="pdf")
 
@@ -71,13 +71,14 @@ def test_an_unknown_format_is_refused_with_the_five_that_are_known():
 def test_a_missing_folder_is_named(tmp_path):
     """The folder is not made: a typing error in a path should not grow a tree."""
     with pytest.raises(
-        FileError, match=r"cannot write the drawing .*there is no folder .*plots; make it first"
+        FileError,
+        match=r"cannot write the drawing .*the folder .*plots does not exist; create it first",
     ):
         draw(MADE, tmp_path / "plots" / "a.svg")
 
 
 def test_a_path_that_cannot_be_written_leaves_nothing_behind(tmp_path):
-    """Half a drawing beside the real file would be opened one day."""
+    """A partial file next to the real one could be mistaken for a drawing."""
     (tmp_path / "a.svg").mkdir()
     with pytest.raises(FileError, match=r"cannot write the drawing .*a\.svg: Is a directory"):
         draw(MADE, tmp_path / "a.svg")

@@ -1,8 +1,8 @@
-"""Two ops with one span."""
+"""Pairs of ops that run as one."""
 
 from __future__ import annotations
 
-from penstock.draw.pairs import halves, side_by_side
+from penstock.draw.pairs import pair_halves, split_pairs
 from penstock.event import Event
 from penstock.schedule.op import Kind, Op
 
@@ -22,13 +22,13 @@ ROW = [
 
 
 def test_only_neighbours_of_one_span_that_takes_time_are_a_pair():
-    """Marks of no length at one moment are no pair."""
-    assert halves(ROW) == {1: 0, 2: 1}
+    """Two marks without length at the same moment are not a pair."""
+    assert pair_halves(ROW) == {1: 0, 2: 1}
 
 
 def test_a_line_shows_a_pair_as_two_halves_of_its_span():
-    """A terminal has no half rows."""
-    apart, second = side_by_side(ROW)
-    assert [(e.start, e.end) for e in apart[1:3]] == [(1, 2.5), (2.5, 4)]
+    """A terminal cannot draw rows of half height."""
+    split, second = split_pairs(ROW)
+    assert [(e.start, e.end) for e in split[1:3]] == [(1, 2.5), (2.5, 4)]
     assert second == {2}
-    assert apart[:1] + apart[3:] == ROW[:1] + ROW[3:]
+    assert split[:1] + split[3:] == ROW[:1] + ROW[3:]

@@ -1,4 +1,4 @@
-"""Colours that all eyes tell apart."""
+"""Colours that remain distinguishable with colour blindness."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from penstock.draw.palette import FILLS, inks
+from penstock.draw.palette import FILLS, number_colours
 from penstock.schedule.op import Kind
 
 #: Machado, Oliveira and Fernandes 2009, table 1, severity 1.0: what is left of linear RGB.
@@ -53,19 +53,19 @@ def lab(rgb):
 @pytest.mark.parametrize("sight", SIGHT)
 def test_any_two_kinds_stay_apart_for_every_sight(sight):
     """One man in twelve sees less red or green; the figure's whole message is its colours."""
-    for one, other in combinations(Kind, 2):
-        apart = min(
+    for first, second in combinations(Kind, 2):
+        distance = min(
             np.linalg.norm(lab(SIGHT[sight] @ linear(a)) - lab(SIGHT[sight] @ linear(b)))
-            for a in FILLS[one]
-            for b in FILLS[other]
+            for a in FILLS[first]
+            for b in FILLS[second]
         )
-        assert apart >= LEAST[sight], (one, other, apart)
+        assert distance >= LEAST[sight], (first, second, distance)
 
 
 def test_numbers_stand_out_from_every_fill():
     """4.5 is the contrast that WCAG 2.1 asks of small text."""
     for kind in Kind:
-        for fill, ink in zip(FILLS[kind], inks(kind), strict=True):
+        for fill, ink in zip(FILLS[kind], number_colours(kind), strict=True):
             bright, dark = sorted(
                 ((XYZ @ linear(colour))[1] for colour in (fill, ink)), reverse=True
             )

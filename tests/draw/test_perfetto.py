@@ -33,16 +33,16 @@ def entries(*panels):
     return json.loads(perfetto(panels))["traceEvents"]
 
 
-def of(found, phase):
-    return [entry for entry in found if entry["ph"] == phase]
+def of(trace_entries, phase):
+    return [entry for entry in trace_entries if entry["ph"] == phase]
 
 
 @pytest.mark.parametrize("transfer", [0.0, 0.0005])
 def test_every_entry_has_what_its_phase_needs(transfer):
     """Perfetto drops what it does not understand, silently."""
-    found = entries(timeline(transfer=transfer, boundary_bytes=64))
-    assert {entry["ph"] for entry in found} == set(NEEDED) - {"C"}
-    for entry in found:
+    trace_entries = entries(timeline(transfer=transfer, boundary_bytes=64))
+    assert {entry["ph"] for entry in trace_entries} == set(NEEDED) - {"C"}
+    for entry in trace_entries:
         assert NEEDED[entry["ph"]] <= set(entry)
         assert entry["pid"] > 0  # 0 is the kernel's idle process there
         assert entry["tid"] > 0
@@ -52,8 +52,8 @@ def test_every_entry_has_what_its_phase_needs(transfer):
 
 def test_ops_are_slices_in_microseconds_on_the_process_of_their_rank():
     """The trace is read beside traces of other tools, so units and names must be the usual ones."""
-    found = entries(timeline())
-    ops = [entry for entry in of(found, "X") if entry["tid"] == 1]
+    trace_entries = entries(timeline())
+    ops = [entry for entry in of(trace_entries, "X") if entry["tid"] == 1]
     assert Counter(entry["cat"] for entry in ops) == {"F": 12, "B": 12, "U": 3}
     assert {
         "name": "2F0",
@@ -67,7 +67,7 @@ def test_ops_are_slices_in_microseconds_on_the_process_of_their_rank():
     } in ops
     names = {
         entry["pid"]: entry["args"]["name"]
-        for entry in of(found, "M")
+        for entry in of(trace_entries, "M")
         if entry["name"] == "process_name"
     }
     assert names == {1: "rank 0", 2: "rank 1", 3: "rank 2"}
@@ -75,13 +75,13 @@ def test_ops_are_slices_in_microseconds_on_the_process_of_their_rank():
 
 def test_every_link_has_a_named_thread_of_its_own():
     """Transfers run beside ops; on one thread slices that overlap are drawn wrongly."""
-    found = entries(timeline(transfer=0.0005, boundary_bytes=64))
-    sent = [entry for entry in of(found, "X") if entry["cat"] == "transfer"]
+    trace_entries = entries(timeline(transfer=0.0005, boundary_bytes=64))
+    sent = [entry for entry in of(trace_entries, "X") if entry["cat"] == "transfer"]
     assert len(sent) == 16
     assert all(entry["args"]["bytes"] == 64 for entry in sent)
     threads = {
         (entry["pid"], entry["tid"]): entry["args"]["name"]
-        for entry in of(found, "M")
+        for entry in of(trace_entries, "M")
         if entry["name"] == "thread_name"
     }
     assert {threads[entry["pid"], entry["tid"]] for entry in sent} == {
@@ -99,11 +99,11 @@ def test_arrows_pair_up_and_lie_within_the_slices_that_they_join():
     """A flow that is not inside a slice is dropped; one with half its pair is an error in the
     viewer.
     """
-    found = entries(timeline(transfer=0.0005))
-    starts, ends = ({entry["id"]: entry for entry in of(found, phase)} for phase in "sf")
-    assert len(starts) == len(of(found, "s")) == 16
+    trace_entries = entries(timeline(transfer=0.0005))
+    starts, ends = ({entry["id"]: entry for entry in of(trace_entries, phase)} for phase in "sf")
+    assert len(starts) == len(of(trace_entries, "s")) == 16
     assert set(starts) == set(ends)
-    slices = of(found, "X")
+    slices = of(trace_entries, "X")
 
     def slice_at(entry):
         (there,) = [
@@ -126,20 +126,22 @@ def test_an_arrow_to_an_op_that_is_missing_ends_at_the_arrival():
     cut = replace(
         whole, events=tuple(e for e in whole.events if e.to_rank is not None or e.rank == 0)
     )
-    found = entries(cut)
-    assert len(of(found, "s")) == len(of(found, "f")) == 16
-    assert all(entry["ts"] > 0 for entry in of(found, "f"))
+    trace_entries = entries(cut)
+    assert len(of(trace_entries, "s")) == len(of(trace_entries, "f")) == 16
+    assert all(entry["ts"] > 0 for entry in of(trace_entries, "f"))
 
 
 def test_two_timelines_have_processes_and_arrows_of_their_own():
     """Merged processes would lay the measured ops over the predicted."""
     first = timeline()
-    found = entries(first, replace(first, source="measured"))
-    names = [entry["args"]["name"] for entry in of(found, "M") if entry["name"] == "process_name"]
+    trace_entries = entries(first, replace(first, source="measured"))
+    names = [
+        entry["args"]["name"] for entry in of(trace_entries, "M") if entry["name"] == "process_name"
+    ]
     assert names[0] == "rank 0, 1f1b, simulated"
     assert names[3] == "rank 0, 1f1b, measured"
-    assert len({entry["pid"] for entry in of(found, "X")}) == 6
-    assert set(Counter(entry["id"] for entry in of(found, "s")).values()) == {1}
+    assert len({entry["pid"] for entry in of(trace_entries, "X")}) == 6
+    assert set(Counter(entry["id"] for entry in of(trace_entries, "s")).values()) == {1}
 
 
 def test_an_empty_timeline_is_a_trace_without_slices():
@@ -168,11 +170,11 @@ def test_what_ranks_hold_is_a_counter_of_their_process():
 
 
 def test_slices_say_their_micro_batch_and_which_they_are():
-    """`2F5` of a trace is nothing to somebody who knows five micro-batches."""
+    """`2F5` in a trace would be meaningless to a user with five micro-batches."""
     made = simulate_schedule(
         schedule("seq1f1b", stages=2, micro_batches=2, slices=2), Costs(transfer=0.1)
     )
-    found = of(entries(made), "X")
-    last = next(entry for entry in found if entry["name"] == "1F1.1")
+    trace_entries = of(entries(made), "X")
+    last = next(entry for entry in trace_entries if entry["name"] == "1F1.1")
     assert last["args"] == {"stage": 1, "micro_batch": 1, "slice": "1.1"}
-    assert {"send 0F0.0", "0B1.0", "0U1"} <= {entry["name"] for entry in found}
+    assert {"send 0F0.0", "0B1.0", "0U1"} <= {entry["name"] for entry in trace_entries}

@@ -37,7 +37,7 @@ def test_it_has_two_pixels_per_point_of_the_svg():
 
 
 def test_boxes_have_the_colours_and_places_of_the_svg():
-    """Whoever compares the two must see one figure."""
+    """PNG and SVG must show the same figure."""
     from xml.etree import ElementTree as ET
 
     picture = pixels(png([MADE]))
@@ -75,7 +75,8 @@ def test_a_picture_too_large_for_any_viewer_is_refused_with_its_size():
     """Agg would stop at 65,536 pixels with words about image sizes."""
     events = tuple(Event(rank, Op(Kind.F, rank, 0), rank, rank + 1) for rank in range(1000))
     with pytest.raises(
-        SettingError, match=r"a PNG of \d+ by \d+ pixels is too large to open; draw \.svg or \.html"
+        SettingError,
+        match=r"a PNG of \d+ by \d+ pixels is too large to open .limit 60000 a side.; draw \.svg or \.html",
     ):
         png([Timeline(events, 1000, 1000)])
 

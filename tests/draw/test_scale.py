@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from penstock.draw.scale import Clock, common_unit, number
+from penstock.draw.scale import Clock, common_unit, format_number
 from penstock.event import Event, Timeline
 from penstock.schedule.op import Kind, Op
 
@@ -44,7 +44,7 @@ def test_the_axis_has_the_unit_of_the_whole(length, unit):
 
 
 def test_ticks_are_one_two_and_five_times_powers_of_ten():
-    """Nobody counts in steps of 3.7."""
+    """Steps such as 3.7 are hard to read."""
     assert list(islice(Clock(1e-3, "ms").steps(0.0011), 4)) == pytest.approx(
         [0.002, 0.005, 0.01, 0.02]
     )
@@ -53,7 +53,7 @@ def test_ticks_are_one_two_and_five_times_powers_of_ten():
 
 def test_numbers_lose_zeros_after_the_point_only():
     """100 is not 1."""
-    assert [number(value, 2) for value in (100, 0.5, 1.005, -0.001, 1e6)] == [
+    assert [format_number(value, 2) for value in (100, 0.5, 1.005, -0.001, 1e6)] == [
         "100",
         "0.5",
         "1",

@@ -92,7 +92,7 @@ def assert_words_inside(root):
 def test_every_schedule_has_one_box_per_op_and_all_words_inside(
     name, stages, micro_batches, transfer
 ):
-    """A figure that lacks an op or cuts a word is worse than none: it is believed."""
+    """A figure with a missing op or a cut word misleads, because readers trust it."""
     made = timeline(name, stages, micro_batches, transfer=transfer)
     root = parsed(svg([made]))
     assert len(boxes(root)) == len(made.compute)
@@ -156,7 +156,7 @@ def test_transfers_are_drawn_from_lane_to_lane_when_they_take_time():
 
 
 def test_a_title_is_escaped_wherever_it_stands():
-    """A title is text, whatever is in it; control characters are not even XML."""
+    """A title is text, even if it contains markup; control characters are not valid XML."""
     drawing = svg([replace(timeline("gpipe", 2, 2), title='<script>&"\x00\ud800')], note="<&>")
     root = parsed(drawing)
     assert "<script>" not in drawing

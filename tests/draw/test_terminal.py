@@ -33,9 +33,7 @@ def golden(picture):
 
 
 def test_gpipe_is_drawn_as_the_paper_draws_it():
-    """All forwards, then all backwards, each twice as wide: whoever knows figure 2c must know it
-    again here.
-    """
+    """All forwards, then all backwards, each twice as wide: figure 2c must be recognisable."""
     assert text([timeline("gpipe", 3, 4)], width=100) == golden("""
         gpipe, simulated
         rank 0 |F0░░░F1░░░F2░░░F3░░░······························B0▓▓▓▓▓▓▓▓B1▓▓▓▓▓▓▓▓B2▓▓▓▓▓▓▓▓B3▓▓▓▓▓▓▓▓|
@@ -130,7 +128,7 @@ def test_an_empty_timeline_is_drawn_idle():
 
 
 def test_ops_that_take_no_time_are_not_drawn():
-    """Updates are often free in a simulation; a cell would claim time that nobody spent."""
+    """Updates are often free in a simulation; a cell would show time that was not spent."""
     instant = Timeline.of([Event(0, Op(Kind.F, 0, 0), 0.0, 0.0)], ranks=1, stages=1)
     assert "F" not in rows(text([instant], 40))[0]
 
@@ -144,7 +142,7 @@ def test_a_rank_of_several_stages_names_them():
 
 
 def test_colour_changes_the_ground_and_not_the_words():
-    """Whoever pipes the drawing into a file or cannot see colours must lose nothing."""
+    """A drawing in a file, or seen by a colour-blind reader, must have the same information."""
     made = timeline("1f1b", 3, 4, transfer=0.25)
     plain, coloured = text([made], 90), text([made], 90, colour=True)
     assert "\x1b[48;5;111;30m" in coloured
@@ -155,7 +153,7 @@ def test_colour_changes_the_ground_and_not_the_words():
 
 
 def test_seconds_are_written_where_ops_are_short_or_measured_and_units_elsewhere():
-    """Nobody has measured 18 of anything without a unit."""
+    """A measured time without a unit makes no sense."""
     assert "makespan 18.0 ms" in text([timeline("gpipe", 3, 4, forward=0.001)])
     assert "makespan 18," in text([timeline("gpipe", 3, 4)])
     made = timeline("gpipe", 3, 4)
@@ -208,7 +206,7 @@ def test_a_title_cannot_steer_the_terminal():
 
 def test_a_width_below_twenty_is_refused_with_both_numbers():
     """Not even one op would fit beside the rank's name."""
-    with pytest.raises(SettingError, match="needs a width of 20 columns or more and got 19"):
+    with pytest.raises(SettingError, match="needs a width of 20 columns or more, but got 19"):
         text([Timeline((), 1, 1)], 19)
 
 
@@ -223,7 +221,7 @@ def test_the_batches_of_a_stream_are_seen_to_end_where_their_updates_take_no_tim
 
 @pytest.mark.parametrize("width", [20, 33, 47, 80, 141])
 def test_marks_of_updates_hide_no_name_and_move_nothing(width):
-    """They stand on what fills a cell and on nothing else, whatever the scale."""
+    """Names are written on the fill of their cell and on nothing else, at all scales."""
     marked = simulate_schedule(
         schedule("pipedream", 3, 1, batches=9), Costs(forward=0.3, backward=0.7)
     )

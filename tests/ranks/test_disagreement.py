@@ -8,8 +8,8 @@ import re
 
 import pytest
 import torch
+from tests.ranks import disagreement
 from tests.ranks.disagreement import X, Y, model
-from tests.runtime import disagreement
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 

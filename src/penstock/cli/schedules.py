@@ -149,7 +149,7 @@ def _draw_gallery(
     left_out: dict[str, str],
 ) -> None:
     """Draw all schedules into a folder, with a page that shows them."""
-    from penstock.draw.gallery import Exhibit, Show, gallery
+    from penstock.draw.gallery import GalleryEntry, GalleryText, write_gallery
 
     command = (
         f"penstock schedules --stages {ranks} --micro-batches {micro_batches} "
@@ -160,12 +160,14 @@ def _draw_gallery(
         f"simulated. {_EXPLANATION}"
     )
     after = tuple(f"Not shown: {line}." for line in _left_out_lines(left_out))
-    show = Show(f"Schedules on {ranks} ranks", (introduction, f"Made by: {command}"), HEAD, after)
-    exhibits = [
-        Exhibit(figures.name, figures.source, figures.timeline, _cells(figures))
+    text = GalleryText(
+        f"Schedules on {ranks} ranks", (introduction, f"Made by: {command}"), HEAD, after
+    )
+    entries = [
+        GalleryEntry(figures.name, figures.source, figures.timeline, _cells(figures))
         for figures in comparison
     ]
-    paths = gallery(folder, show, exhibits)
+    paths = write_gallery(folder, text, entries)
     typer.echo(f"wrote {len(paths)} files, see {folder / 'index.html'}", err=True)
 
 

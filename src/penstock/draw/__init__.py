@@ -1,1 +1,1 @@
-"""Timelines as text, SVG, HTML and Perfetto traces."""
+"""Timelines as text, SVG, PNG, HTML and Perfetto traces."""

@@ -1,5 +1,6 @@
-"""What the two shades of a kind's boxes tell apart: a rank's stages where it holds several, else
-the batches of a stream.
+"""Meaning of the two shades of a kind's boxes.
+
+They distinguish the stages of a rank if ranks hold several, otherwise the batches of a stream.
 """
 
 from __future__ import annotations
@@ -7,67 +8,74 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from penstock.draw.pairs import by_rank
-from penstock.draw.stage_order import Ways
+from penstock.draw.pairs import events_by_rank
+from penstock.draw.stage_order import StageOrder
 from penstock.event import Timeline
 from penstock.schedule.op import Kind, Op
 
-#: More ops than this are not drawn one by one anywhere, so nobody needs their batches.
-_MOST_OPS = 300_000
+#: No drawing has a box for each op above this number, so batches are not needed.
+_MAX_OPS = 300_000
+
+#: From rank, stage and micro-batch to the weight version that its gradient goes into.
+Batches = Mapping[tuple[int, int, int], int]
 
 
 @dataclass(frozen=True)
-class Shades:
+class BoxShades:
     """Which boxes have the second shade.
 
     Attributes:
-        meaning: for a legend; empty where there is one shade only.
-        ways: the stages of every rank.
-        batch: by rank, stage and micro-batch the version that its U makes, where that is what
-            shades tell.
+        meaning: text for a legend; empty if there is only one shade.
+        stage_order: the stages of each rank.
+        batches: the batch of each micro-batch, if shades distinguish batches; otherwise empty.
     """
 
     meaning: str
-    ways: Ways
-    batch: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
+    stage_order: StageOrder
+    batches: Batches = field(default_factory=dict)
 
     @classmethod
-    def of(cls, panel: Timeline, ways: Ways | None = None) -> Shades:
-        """Those of a timeline."""
-        ways = Ways.of(panel) if ways is None else ways
-        if ways.several:
-            return cls(
-                "shades: the ways down and up the ranks"
-                if ways.arrows
-                else "shades: a rank's stages in turn",
-                ways,
-            )
-        batch = _batches(panel) if len(panel.log.start) <= _MOST_OPS else {}
-        # With one micro-batch each, numbers tell batches apart, and every other box shaded would
-        # only be restless.
-        several = len(set(batch.values())) > 1 and len(
-            {(rank, stage, made) for (rank, stage, _), made in batch.items()}
-        ) < len(batch)
-        return cls("shades: batches in turn", ways, batch) if several else cls("", ways)
+    def of(cls, panel: Timeline, stage_order: StageOrder | None = None) -> BoxShades:
+        """Return the shades of a timeline.
 
-    def odd(self, rank: int, op: Op) -> bool:
-        """Whether the op's box has the second shade."""
-        if not self.batch or op.kind is Kind.U:
-            return self.ways.odd(rank, op.stage)
-        return self.batch.get((rank, op.stage, op.micro_batch), 1) % 2 == 0
+        Args:
+            panel: the timeline.
+            stage_order: its order of stages, if the caller has it already.
+        """
+        stage_order = StageOrder.of(panel) if stage_order is None else stage_order
+        if stage_order.has_shared_ranks:
+            if stage_order.arrows:
+                return cls("shades: the ways down and up the ranks", stage_order)
+            return cls("shades: a rank's stages in turn", stage_order)
+        batches = _batches(panel) if len(panel.log.start) <= _MAX_OPS else {}
+        several_batches = len(set(batches.values())) > 1
+        # With one micro-batch per batch, numbers already distinguish batches, and shading every
+        # second box would only make the figure restless.
+        distinct = {(rank, stage, version) for (rank, stage, _), version in batches.items()}
+        if several_batches and len(distinct) < len(batches):
+            return cls("shades: batches in turn", stage_order, batches)
+        return cls("", stage_order)
+
+    def is_second(self, rank: int, op: Op) -> bool:
+        """Return whether the box of an op has the second shade."""
+        if not self.batches or op.kind is Kind.U:
+            return self.stage_order.is_second_shade(rank, op.stage)
+        return self.batches.get((rank, op.stage, op.micro_batch), 1) % 2 == 0
 
 
 def _batches(panel: Timeline) -> dict[tuple[int, int, int], int]:
-    """By rank, stage and micro-batch, the version made by the first U of the stage after the
-    gradient there.
+    """Return per rank, stage and micro-batch the version that its gradient goes into.
+
+    It is the version that the first U of the stage after the gradient produces.
     """
-    found: dict[tuple[int, int, int], int] = {}
-    for rank, row in enumerate(by_rank(panel)):
-        made: dict[int, int] = {}
+    batches: dict[tuple[int, int, int], int] = {}
+    for rank, row in enumerate(events_by_rank(panel)):
+        next_version: dict[int, int] = {}
+        # Backwards in time, so that the next update of a stage is known at each gradient.
         for event in reversed(row):
             kind, stage, number = event.op
             if kind is Kind.U:
-                made[stage] = number
-            elif kind in (Kind.B, Kind.W) and stage in made:
-                found[rank, stage, number] = made[stage]
-    return found
+                next_version[stage] = number
+            elif kind in (Kind.B, Kind.W) and stage in next_version:
+                batches[rank, stage, number] = next_version[stage]
+    return batches

@@ -1,6 +1,4 @@
-"""What a rank did in every column of a drawing: where ops are narrower than a column, all that can
-be shown of them.
-"""
+"""Time shares of op kinds per column, for drawings in which ops are narrower than a column."""
 
 from __future__ import annotations
 
@@ -13,10 +11,16 @@ from penstock.event import Timeline
 from penstock.schedule.arrays import Array
 from penstock.schedule.op import Kind
 
+#: Columns. Rounding errors of the simulator's sums may move an op's end past a column's edge.
+_TOLERANCE = 1e-6
+
 
 class Spans(NamedTuple):
-    """The ops of one rank, as arrays: when they began and ended, in seconds, and the numbers of
-    their kinds' letters.
+    """Time spans of the ops of one rank, as arrays.
+
+    Attributes:
+        start, end: per op, its times in seconds.
+        kind: per op, the code point of its kind's letter.
     """
 
     start: Array
@@ -24,47 +28,61 @@ class Spans(NamedTuple):
     kind: Array
 
     @classmethod
-    def of(cls, panel: Timeline, rank: int, column: float = 0.0) -> Spans:
-        """Those of a rank; the two ops of a pair have half of their span each, one after the other,
-        in whole columns if told.
+    def of(cls, panel: Timeline, rank: int, column_seconds: float = 0.0) -> Spans:
+        """Return the spans of one rank, with the common span of two paired ops split between them.
+
+        The first op of a pair gets the first half, the second op the second half.
+
+        Args:
+            panel: the timeline.
+            rank: the rank.
+            column_seconds: if not 0, pairs are split at a multiple of this length.
         """
         log = panel.log
         rows = slice(int(log.ops.first[rank]), int(log.ops.first[rank + 1]))
         start, end = log.start[rows].copy(), log.end[rows].copy()
-        second = 1 + np.flatnonzero(
-            (start[1:] == start[:-1]) & (end[1:] == end[:-1]) & (end[1:] > start[1:])
-        )
+        same_span = (start[1:] == start[:-1]) & (end[1:] == end[:-1])
+        takes_time = end[1:] > start[1:]
+        second = 1 + np.flatnonzero(same_span & takes_time)
         middle = (start[second] + end[second]) / 2
-        if column:
-            middle = np.floor(middle / column + 0.5 + 1e-6) * column
+        if column_seconds:
+            middle = np.floor(middle / column_seconds + 0.5 + _TOLERANCE) * column_seconds
         start[second], end[second - 1] = middle, middle
         return cls(start, end, log.ops.kind[rows])
 
 
-def shares(
-    spans: Spans, names: Sequence[Kind], count: int, seconds: float
+def column_shares(
+    spans: Spans, kinds: Sequence[Kind], count: int, seconds: float
 ) -> tuple[dict[Kind, Array], Array]:
-    """One rank's work in `count` columns of `seconds` each, for these kinds of op.
+    """Return how much of each column's time the ops of one rank take, by kind.
+
+    Args:
+        spans: the ops of the rank.
+        kinds: the kinds of op to count.
+        count: number of columns.
+        seconds: length of a column.
 
     Returns:
-        Per kind, the share of every column's time that its ops took, 0 to 1; and the share of every
-        column's longest single op.
+        Per kind, the share of each column's time, 0 to 1, shape (count,); and the share of the
+        longest single op in each column, shape (count,).
     """
-    work = {kind: np.zeros(count) for kind in names}
+    work = {kind: np.zeros(count) for kind in kinds}
     longest = np.zeros(count)
-    begin, finish = spans.start / seconds, spans.end / seconds
-    first = np.clip((begin + 1e-6).astype(np.int64), 0, count - 1)
-    last = np.clip(np.ceil(finish - 1e-6).astype(np.int64) - 1, first, count - 1)
-    lead = np.maximum(np.minimum(finish, first + 1) - begin, 0.0)
-    tail = np.where(last > first, finish - last, 0.0)
-    np.maximum.at(longest, first, lead)
-    np.maximum.at(longest, last, tail)
-    for kind, done in work.items():
-        own = spans.kind == ord(kind.value)
-        np.add.at(done, first[own], lead[own])
-        np.add.at(done, last[own], tail[own])
-        long = np.flatnonzero(own & (last - first > 1))  # at most one per column that it fills
-        for low, high in zip((first[long] + 1).tolist(), last[long].tolist(), strict=True):
-            done[low:high] += 1.0
+    # In columns: where each op starts and ends, and its first and last column.
+    start, end = spans.start / seconds, spans.end / seconds
+    first = np.clip((start + _TOLERANCE).astype(np.int64), 0, count - 1)
+    last = np.clip(np.ceil(end - _TOLERANCE).astype(np.int64) - 1, first, count - 1)
+    first_share = np.maximum(np.minimum(end, first + 1) - start, 0.0)
+    last_share = np.where(last > first, end - last, 0.0)
+    np.maximum.at(longest, first, first_share)
+    np.maximum.at(longest, last, last_share)
+    for kind, kind_work in work.items():
+        of_kind = spans.kind == ord(kind.value)
+        np.add.at(kind_work, first[of_kind], first_share[of_kind])
+        np.add.at(kind_work, last[of_kind], last_share[of_kind])
+        # Only ops that fill whole columns need a loop: at most one of them per column.
+        filling = np.flatnonzero(of_kind & (last - first > 1))
+        for low, high in zip((first[filling] + 1).tolist(), last[filling].tolist(), strict=True):
+            kind_work[low:high] += 1.0
             longest[low:high] = 1.0
     return work, longest

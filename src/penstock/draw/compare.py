@@ -1,4 +1,4 @@
-"""Draw timelines on one time scale: a prediction above its measurement, one schedule above another."""
+"""Draw two timelines on a common time scale, such as a prediction above its measurement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, overload
 
 from penstock.draw.facts import clean, heading, percent
-from penstock.draw.output import Look, put
+from penstock.draw.output import DrawOptions, render
 from penstock.draw.scale import Clock
 from penstock.event import Timeline
 
@@ -37,52 +37,57 @@ def draw_pair(
     second: Timeline,
     path: str | Path | None = None,
     *,
-    format: str | None = None,  # noqa: A002 - as draw
+    format: str | None = None,  # noqa: A002 - as in draw
     width: int = 100,
     colour: bool = False,
 ) -> str | bytes:
-    """Draw `first` above `second` on a common time scale, with a line that says how they differ.
+    """Draw `first` above `second` on a common time scale, with a line on their differences.
 
     Args:
-        first: what was predicted.
-        second: what was measured, or any other timeline to hold against the first.
-        path: where to write the drawing, whole or not at all; its suffix is the format: .txt .svg
-            .png .html .json (Perfetto).
-        format: "txt", "svg", "png", "html" or "json", whatever the suffix.
-        width: columns of text, at least 20.
-        colour: text with SGR codes.
+        first: the reference, such as a prediction.
+        second: the timeline to compare with it, such as a measurement.
+        path: file to write, replaced atomically. Its suffix selects the format: .txt, .svg, .png,
+            .html or .json (Perfetto trace).
+        format: "txt", "svg", "png", "html" or "json"; overrides the suffix.
+        width: width of a text drawing in columns, at least 20.
+        colour: add SGR colour codes to a text drawing.
 
     Returns:
-        The drawing: what the file holds. Bytes if it is a PNG, else text.
+        The content of the file: bytes for a PNG, otherwise text.
 
     Raises:
-        SettingError: the format is unknown, the width too small.
+        SettingError: the format is unknown, or the width is too small.
         MissingExtra: PNG needs Matplotlib.
         FileError: `path` cannot be written.
     """
-    return put([first, second], path, Look(format, width, colour), difference(first, second))
+    options = DrawOptions(format, width, colour)
+    return render([first, second], path, options, difference(first, second))
 
 
 def differences(panels: Sequence[Timeline]) -> str:
-    """How each of the later timelines differs from the first, in one line; nothing where there is
-    only one.
+    """Describe in one line how each later timeline differs from the first.
+
+    Returns an empty string for a single timeline.
     """
-    return "; ".join(difference(panels[0], other) for other in panels[1:])
+    return "; ".join(difference(panels[0], later) for later in panels[1:])
 
 
 def difference(first: Timeline, second: Timeline) -> str:
-    """How the second timeline differs from the first, in one line.
+    """Describe in one line how the second timeline differs from the first.
 
     >>> difference(Timeline((), 1, 1), Timeline((), 1, 1, source="measured"))
     'measured takes 0 s where simulated takes 0 s; bubble ratio 0.0 % where it has 0.0 %'
     """
     clock = Clock.of((first, second))
-    names = [panel.source for panel in (first, second)]
-    if names[0] == names[1]:
-        names = [clean(panel.title) or heading(panel) for panel in (first, second)]
+    first_name, second_name = first.source, second.source
+    if first_name == second_name:
+        first_name = clean(first.title) or heading(first)
+        second_name = clean(second.title) or heading(second)
     change = second.makespan / first.makespan - 1 if first.makespan else 0.0
-    share = f" ({percent(abs(change))} {'longer' if change > 0 else 'shorter'})" if change else ""
+    direction = "longer" if change > 0 else "shorter"
+    change_text = f" ({percent(abs(change))} {direction})" if change else ""
     return (
-        f"{names[1]} takes {clock.exact(second.makespan)}{share} where {names[0]} takes {clock.exact(first.makespan)}; "
+        f"{second_name} takes {clock.exact(second.makespan)}{change_text} "
+        f"where {first_name} takes {clock.exact(first.makespan)}; "
         f"bubble ratio {percent(second.bubble_ratio)} where it has {percent(first.bubble_ratio)}"
     )

@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Literal, overload
 
 from penstock.draw.compare import differences
-from penstock.draw.output import Look, put
+from penstock.draw.output import DrawOptions, render
 from penstock.errors import ScheduleError, SettingError
 from penstock.event import Timeline
 from penstock.schedule.graph import build_graph
 from penstock.schedule.op import Kind, Op, Schedule
 
-#: Lengths of ops when a schedule is drawn without costs: the pipeline papers' habit of B = 2 F,
-#: halved when split.
+#: Op lengths for a schedule drawn without costs, as in the figures of the pipeline papers: B takes
+#: twice as long as F, and its halves I and W take half as long as B.
 UNITS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.U: 0.0, Kind.E: 0.0, Kind.L: 0.0}
-#: A notebook shows nothing larger by itself.
-_MOST_SHOWN = 100_000
+#: A notebook does not draw values with more ops by itself.
+_MAX_NOTEBOOK_OPS = 100_000
 
-Drawn = Timeline | Schedule
+Drawable = Timeline | Schedule
 
 
 @overload
 def draw(
-    what: Drawn | Sequence[Drawn],
+    what: Drawable | Sequence[Drawable],
     path: None = None,
     *,
     format: Literal["txt", "svg", "html", "json"] | None = None,
@@ -34,7 +34,7 @@ def draw(
 ) -> str: ...
 @overload
 def draw(
-    what: Drawn | Sequence[Drawn],
+    what: Drawable | Sequence[Drawable],
     path: str | Path | None = None,
     *,
     format: Literal["png"],
@@ -43,7 +43,7 @@ def draw(
 ) -> bytes: ...
 @overload
 def draw(
-    what: Drawn | Sequence[Drawn],
+    what: Drawable | Sequence[Drawable],
     path: str | Path | None = None,
     *,
     format: str | None = None,
@@ -51,15 +51,14 @@ def draw(
     colour: bool = False,
 ) -> str | bytes: ...
 def draw(
-    what: Drawn | Sequence[Drawn],
+    what: Drawable | Sequence[Drawable],
     path: str | Path | None = None,
     *,
-    format: str | None = None,  # noqa: A002 - contract
+    format: str | None = None,  # noqa: A002 - a public argument
     width: int = 100,
     colour: bool = False,
 ) -> str | bytes:
-    """Draw what happened, or what a schedule would do with F = 1, B = 2, I = W = 1, U = 0 and free
-    transfers.
+    """Draw timelines, or schedules with F = 1, B = 2, I = W = 1, U = 0 and free transfers.
 
     >>> from penstock.schedule.catalogue import schedule
     >>> print(draw(schedule("1f1b", stages=3, micro_batches=4), width=60))
@@ -73,78 +72,84 @@ def draw(
     F░ forward   B▓ backward   · idle
 
     Args:
-        what: a timeline, simulated or measured, or a schedule; or several, which are drawn one
-            above the other on one time scale, with a line that says how they differ.
-        path: where to write the drawing, whole or not at all; its suffix is the format: .txt .svg
-            .png .html .json (Perfetto).
-        format: "txt", "svg", "png", "html" or "json", whatever the suffix.
-        width: columns of text, at least 20.
-        colour: text with SGR codes.
+        what: a timeline, simulated or measured, or a schedule. A list of them is drawn one above
+            the other on a common time scale, with a line on their differences.
+        path: file to write, replaced atomically. Its suffix selects the format: .txt, .svg, .png,
+            .html or .json (Perfetto trace).
+        format: "txt", "svg", "png", "html" or "json"; overrides the suffix.
+        width: width of a text drawing in columns, at least 20.
+        colour: add SGR colour codes to a text drawing.
 
     Returns:
-        The drawing: what the file holds. Bytes if it is a PNG, else text.
+        The content of the file: bytes for a PNG, otherwise text.
 
     Raises:
-        SettingError: `what` cannot be drawn, the format is unknown, the width too small.
-        ScheduleError: a schedule never finishes.
+        SettingError: `what` cannot be drawn, the format is unknown, or the width is too small.
+        ScheduleError: a schedule deadlocks.
         MissingExtra: PNG needs Matplotlib.
         FileError: `path` cannot be written.
     """
-    panels = (
-        [_panel(what)]
-        if isinstance(what, (Timeline, Schedule)) or not isinstance(what, (list, tuple))
-        else list(map(_panel, what))
-    )
+    values = what if isinstance(what, (list, tuple)) else [what]
+    panels = [_as_timeline(value) for value in values]
     if not panels:
-        raise SettingError("draw got an empty list: give it a Timeline or a Schedule, or several")
-    return put(panels, path, Look(format, width, colour), differences(panels))
+        raise SettingError(
+            "draw got an empty list: pass a Timeline or a Schedule, or a list of several"
+        )
+    options = DrawOptions(format, width, colour)
+    return render(panels, path, options, differences(panels))
 
 
-def _panel(what: object) -> Timeline:
-    if isinstance(what, Timeline):
-        return what
-    if isinstance(what, Schedule):
-        return unit_timeline(what)
+def _as_timeline(value: object) -> Timeline:
+    """Return a timeline as it is, and a schedule as its timeline with unit lengths."""
+    if isinstance(value, Timeline):
+        return value
+    if isinstance(value, Schedule):
+        return unit_timeline(value)
     raise SettingError(
-        f"draw takes a Timeline or a Schedule, or a list of them, not a {type(what).__name__}"
+        f"draw takes a Timeline or a Schedule, or a list of them, not a {type(value).__name__}"
     )
 
 
-def picture(what: Drawn) -> str | None:
-    """The SVG that a notebook shows of a value; None, for its text instead, if it is large or never
-    finishes.
+def notebook_svg(value: Drawable) -> str | None:
+    """Return the SVG that a notebook shows for a value.
+
+    Returns None, so that the notebook shows text instead, if the value has more than 100,000 ops or
+    is a schedule that deadlocks.
     """
-    ops = len(what.log.start) if isinstance(what, Timeline) else len(what.ops)
-    if ops > _MOST_SHOWN:
+    ops = len(value.log.start) if isinstance(value, Timeline) else len(value.ops)
+    if ops > _MAX_NOTEBOOK_OPS:
         return None
     try:
-        return draw(what, format="svg")
-    except (
-        ScheduleError
-    ):  # a notebook shows unsound schedules too, for `verify` to say what is wrong with them
+        return draw(value, format="svg")
+    except ScheduleError:
+        # A notebook shows invalid schedules too; `verify` is there to report what is wrong.
         return None
 
 
 def unit_timeline(schedule: Schedule) -> Timeline:
-    """The schedule's timeline with the lengths of `UNITS` and free transfers.
+    """Return the timeline of a schedule with the op lengths of `UNITS` and free transfers.
 
     Raises:
-        ScheduleError: ops wait for each other in a circle, or a value has no taker.
+        ScheduleError: ops wait for each other in a cycle, or a predecessor of an op is missing.
     """
     graph = build_graph(schedule)
     stuck = [graph.ops[node] for node in graph.order()[1] if node < len(graph.ops)]
     if stuck:
         rank, op = stuck[0]
         raise ScheduleError(
-            f"{schedule.name} cannot be drawn: {len(stuck)} of {len(graph.ops)} ops never start, the first is "
-            f"{op} on rank {rank}. `verify` says which wait for each other"
+            f"{schedule.name} cannot be drawn: {len(stuck)} of {len(graph.ops)} ops never start, "
+            f"the first is {op} on rank {rank}. Run `verify` to see which ops wait for each other"
         )
 
     def op_seconds(_: int, op: Op) -> float:
-        return UNITS[op.kind] * (1.0 if op.kind is Kind.U else schedule.shares[op.micro_batch])
+        """Return the length of an op: its kind's, times the size of its micro-batch or slice."""
+        share = 1.0 if op.kind is Kind.U else schedule.shares[op.micro_batch]
+        return UNITS[op.kind] * share
 
-    events = graph.events(op_seconds, lambda _link, _message: 0.0)
-    return replace(
-        Timeline.of(events, schedule.ranks, schedule.stages, title=schedule.name),
-        slicing=schedule.slicing,
-    )
+    def transfer_seconds(_link: object, _message: object) -> float:
+        """Return 0: transfers are free."""
+        return 0.0
+
+    events = graph.events(op_seconds, transfer_seconds)
+    timeline = Timeline.of(events, schedule.ranks, schedule.stages, title=schedule.name)
+    return replace(timeline, slicing=schedule.slicing)

@@ -1,4 +1,4 @@
-"""What every drawing says of a timeline in words, and how foreign words are made safe to print."""
+"""Facts that every drawing states about a timeline, and escaping of untrusted text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.draw.memory import told
-from penstock.draw.scale import Clock, number
+from penstock.draw.memory import holder_text
+from penstock.draw.scale import Clock, format_number
 from penstock.event import Timeline
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
 from penstock.units import format_bytes
@@ -23,34 +23,39 @@ KIND_NAMES = {
     Kind.L: "load: activations back",
 }
 
-#: Control characters, lone surrogates and the two that are none: what XML 1.0 forbids, and the C1
-#: controls.
+#: Characters that XML 1.0 forbids (control characters, lone surrogates and two noncharacters), and
+#: the C1 controls, which can steer a terminal.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 #: Lists with more entries are written as their range.
 _LONG_LIST = 16
 
 
 def clean(text: str) -> str:
-    """`text` on one line, without what would steer a terminal or break XML: control characters,
-    lone surrogates.
+    """Return `text` on one line, safe for a terminal and for XML.
+
+    Control characters and lone surrogates are replaced by U+FFFD.
     """
     return _UNSAFE.sub("\N{REPLACEMENT CHARACTER}", " ".join(text.split()))
 
 
 def heading(panel: Timeline) -> str:
-    """The title with what the numbers are: `1f1b, simulated`."""
+    """Return the title and the source of a timeline: `1f1b, simulated`."""
     return ", ".join(clean(part) for part in (panel.title, panel.source) if part)
 
 
-def kinds(panels: Sequence[Timeline]) -> list[Kind]:
-    """The kinds of op that occur, in the order F, B, I, W, U, E, L."""
-    found = {number for panel in panels for number in np.unique(panel.log.ops.kind).tolist()}
-    return [kind for kind in Kind if ord(kind.value) in found]
+def kinds_in(panels: Sequence[Timeline]) -> list[Kind]:
+    """Return the kinds of op that occur, in the order F, B, I, W, U, E, L."""
+    codes: set[int] = set()
+    for panel in panels:
+        codes.update(np.unique(panel.log.ops.kind).tolist())
+    return [kind for kind in Kind if ord(kind.value) in codes]
 
 
 def op_number(panel: Timeline, op: Op) -> str:
-    """What stands in an op's box: its micro-batch, with the slice where it is cut (`3.1`); of U the
-    weight version.
+    """Return the number in an op's box.
+
+    This is its micro-batch, with the slice if micro-batches are cut into slices (`3.1`); for a U,
+    the weight version.
     """
     slicing = panel.slicing
     if slicing is None or op.kind is Kind.U or op.micro_batch >= len(slicing.share):
@@ -59,55 +64,64 @@ def op_number(panel: Timeline, op: Op) -> str:
 
 
 def op_name(panel: Timeline, op: Op) -> str:
-    """The op's text with its slice: `2F3.1`."""
+    """Return the text of an op with its slice: `2F3.1`."""
     return f"{op.stage}{op.kind}{op_number(panel, op)}"
 
 
 def stages_of_rank(panel: Timeline) -> list[list[int]]:
-    """The stages whose ops each rank ran, ascending; keeping activations for another rank is none
-    of them.
+    """Return per rank the stages whose ops it ran, in ascending order.
+
+    Storing activations for another rank does not count as running its stage.
     """
     ops = panel.log.ops
-    own = ~ops.of_kind(*ACTIVATION_MOVES)
-    count = max(ops.stages, 1)
-    held: list[list[int]] = [[] for _ in range(panel.ranks)]
-    for place in np.unique(ops.rank[own].astype(np.int64) * count + ops.stage[own]).tolist():
-        held[place // count].append(place % count)
-    return held
+    is_compute = ~ops.of_kind(*ACTIVATION_MOVES)
+    stage_count = max(ops.stages, 1)
+    stages: list[list[int]] = [[] for _ in range(panel.ranks)]
+    # One integer per (rank, stage) pair, so that `np.unique` works on a flat array.
+    pairs = ops.rank[is_compute].astype(np.int64) * stage_count + ops.stage[is_compute]
+    for pair in np.unique(pairs).tolist():
+        rank, stage = divmod(pair, stage_count)
+        stages[rank].append(stage)
+    return stages
 
 
 def busy_shares(panel: Timeline) -> list[float]:
-    """Per rank, the share of the makespan in which it worked, 0 to 1."""
+    """Return per rank the share of the makespan in which it worked, 0 to 1."""
     return [seconds / panel.makespan if panel.makespan else 0.0 for seconds in panel.busy]
 
 
 def percent(share: float) -> str:
-    """`0.3333` as `33.3 %`."""
+    """Format a share as a percentage: `0.3333` as `33.3 %`."""
     return f"{100 * share:.1f} %"
 
 
-def figures(panel: Timeline, clock: Clock) -> list[str]:
-    """Makespan, bubble ratio, busy share per rank, peak in flight per stage and, when known, peak
-    memory per rank.
+def summary_items(panel: Timeline, clock: Clock) -> list[str]:
+    """Return the key figures of a timeline as text, one item each.
+
+    These are makespan, bubble ratio, busy share per rank, peak in flight per stage and, if known,
+    peak memory per rank with the contents of the fullest rank.
     """
-    busy = [number(100 * share, 0) for share in busy_shares(panel)]
-    words = [
+    busy = [format_number(100 * share, 0) for share in busy_shares(panel)]
+    busy_list = _list_or_range(busy, [float(share) for share in busy])
+    in_flight = [format_number(peak, 2) for peak in panel.peak_in_flight]
+    items = [
         f"makespan {clock.exact(panel.makespan)}",
         f"bubble ratio {percent(panel.bubble_ratio)}",
-        f"busy per rank {_listed(busy, list(map(float, busy)))}" + (" %" if busy else ""),
-        f"peak in flight {_listed([number(peak, 2) for peak in panel.peak_in_flight], panel.peak_in_flight)}",
+        f"busy per rank {busy_list}" + (" %" if busy else ""),
+        f"peak in flight {_list_or_range(in_flight, panel.peak_in_flight)}",
     ]
     if panel.peak_memory is not None:
-        words.append(
-            f"peak memory {_listed(list(map(format_bytes, panel.peak_memory)), panel.peak_memory, ' / ')}"
-        )
-        if panel.memory_holders is not None and max(panel.peak_memory, default=0) > 0:
-            rank = panel.peak_memory.index(max(panel.peak_memory))
-            words.append(f"fullest is rank {rank}: {told(panel, rank)}")
-    return words
+        sizes = [format_bytes(peak) for peak in panel.peak_memory]
+        items.append(f"peak memory {_list_or_range(sizes, panel.peak_memory, ' / ')}")
+        highest = max(panel.peak_memory, default=0)
+        if panel.memory_holders is not None and highest > 0:
+            rank = panel.peak_memory.index(highest)
+            items.append(f"fullest is rank {rank}: {holder_text(panel, rank)}")
+    return items
 
 
-def _listed(texts: list[str], values: Sequence[float], between: str = " ") -> str:
+def _list_or_range(texts: list[str], values: Sequence[float], separator: str = " ") -> str:
+    """Return all `texts`, or for a long list those of the smallest and the largest value."""
     if len(texts) <= _LONG_LIST:
-        return between.join(texts) or "none"
+        return separator.join(texts) or "none"
     return f"{texts[values.index(min(values))]} to {texts[values.index(max(values))]}"

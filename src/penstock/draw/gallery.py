@@ -1,5 +1,6 @@
-"""A folder of drawings: one SVG per schedule, and two pages that show them all, `index.html` and
-`README.md`.
+"""Write a gallery: a folder with one SVG per schedule and two pages that show all of them.
+
+The pages are `index.html`, and `README.md` for code hosts, which show Markdown but no HTML.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ from penstock.event import Timeline
 
 
 @dataclass(frozen=True)
-class Exhibit:
-    """One drawing: its name, which is the file's too; what is said of it; its row in the table."""
+class GalleryEntry:
+    """One drawing of a gallery.
+
+    Attributes:
+        name: name of the schedule and of the file, without its suffix.
+        about: a sentence on it.
+        timeline: what to draw.
+        cells: its row in the table, without the name.
+    """
 
     name: str
     about: str
@@ -29,20 +37,26 @@ class Exhibit:
 
 
 @dataclass(frozen=True)
-class Show:
-    """What stands around the drawings: a title, paragraphs before the table and after it, and the
-    table's head.
+class GalleryText:
+    """Text around the drawings of a gallery.
+
+    Attributes:
+        title: title of the pages.
+        introduction: paragraphs before the table.
+        columns: names of the table's columns, without the first, which is the schedule.
+        remarks: paragraphs after the table.
     """
 
     title: str
-    before: tuple[str, ...]
-    head: tuple[str, ...]
-    after: tuple[str, ...] = ()
+    introduction: tuple[str, ...]
+    columns: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
 
 
-def gallery(folder: Path, show: Show, exhibits: Sequence[Exhibit]) -> list[Path]:
-    """Draw every exhibit into `folder`, which is made if its parent exists; other files there are
-    left alone.
+def write_gallery(folder: Path, text: GalleryText, entries: Sequence[GalleryEntry]) -> list[Path]:
+    """Draw all entries into `folder` and write the pages that show them.
+
+    The folder is created if its parent exists. Other files in it are left alone.
 
     Returns:
         The files written.
@@ -53,69 +67,80 @@ def gallery(folder: Path, show: Show, exhibits: Sequence[Exhibit]) -> list[Path]
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise FileError(f"cannot make the folder {folder}: {error.strerror}") from error
-    drawings = {f"{each.name}.svg": svg([each.timeline]) for each in exhibits}
-    for name, drawing in {
-        **drawings,
-        "index.html": _page(show, exhibits),
-        "README.md": _markdown(show, exhibits),
-    }.items():
-        write(folder / name, drawing)
-    return [folder / name for name in (*drawings, "index.html", "README.md")]
+        raise FileError(f"cannot create the folder {folder}: {error.strerror}") from error
+    contents = {f"{entry.name}.svg": svg([entry.timeline]) for entry in entries}
+    contents["index.html"] = _html_page(text, entries)
+    contents["README.md"] = _markdown_page(text, entries)
+    for name, content in contents.items():
+        write(folder / name, content)
+    return [folder / name for name in contents]
 
 
-def _page(show: Show, exhibits: Sequence[Exhibit]) -> str:
-    """One file with all drawings in it; heads of columns sort the table."""
-    room = files("penstock.draw")
-    style = "".join(
-        room.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "gallery.css")
-    )
-    dark = room.joinpath("page_dark.css").read_text(encoding="utf-8") + dark_style("main")
+def _html_page(text: GalleryText, entries: Sequence[GalleryEntry]) -> str:
+    """Return one HTML file with all drawings; clicking on a column's head sorts the table."""
+    style = _resource("page.css") + _resource("gallery.css")
+    dark = _resource("page_dark.css") + dark_style("main")
     head = "".join(
         f'<th scope="col"><button type="button">{escape(name)}</button></th>'
-        for name in ("schedule", *show.head)
+        for name in ("schedule", *text.columns)
     )
-    rows = "".join(
-        f'<tr><td><a href="#{escape(each.name)}">{escape(each.name)}</a></td>{"".join(f"<td>{escape(cell)}</td>" for cell in each.cells)}</tr>'
-        for each in exhibits
-    )
-    sections = "".join(
-        f'<section id="{escape(each.name)}"><h2>{escape(each.name)}</h2><p>{escape(clean(each.about))}</p><p class="facts">'
-        + " · ".join(
-            f"{escape(name)} <b>{escape(cell)}</b>"
-            for name, cell in zip(show.head, each.cells, strict=True)
-        )
-        + f'</p><figure class="still">{svg([each.timeline], words=False)}</figure></section>\n'
-        for each in exhibits
-    )
-    script = room.joinpath("gallery.js").read_text(encoding="utf-8")
+    rows = "".join(_table_row(entry) for entry in entries)
+    sections = "".join(_section(entry, text.columns) for entry in entries)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-        f"<title>{escape(show.title)}</title>\n<style>{style}@media (prefers-color-scheme:dark){{{dark}}}</style>\n</head>\n<body>\n"
-        f"<main>\n<h1>{escape(show.title)}</h1>\n{_paragraphs(show.before)}"
-        f'<div class="wide"><table class="all"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>\n'
-        f"{_paragraphs(show.after)}{sections}</main>\n<script>{script}</script>\n</body>\n</html>\n"
+        f"<title>{escape(text.title)}</title>\n"
+        f"<style>{style}@media (prefers-color-scheme:dark){{{dark}}}</style>\n"
+        "</head>\n<body>\n"
+        f"<main>\n<h1>{escape(text.title)}</h1>\n{_paragraphs(text.introduction)}"
+        f'<div class="wide"><table class="all"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>\n"
+        f"{_paragraphs(text.remarks)}{sections}</main>\n"
+        f"<script>{_resource('gallery.js')}</script>\n</body>\n</html>\n"
     )
 
 
-def _paragraphs(words: Sequence[str]) -> str:
-    return "".join(f"<p>{escape(clean(each))}</p>\n" for each in words)
+def _resource(name: str) -> str:
+    """Return the text of a file of this package."""
+    return files("penstock.draw").joinpath(name).read_text(encoding="utf-8")
 
 
-def _markdown(show: Show, exhibits: Sequence[Exhibit]) -> str:
-    """The same for where pages of code hosts show Markdown and no HTML."""
-    rows = [f"| [{each.name}](#{each.name}) | {' | '.join(each.cells)} |" for each in exhibits]
-    parts = [
-        f"# {show.title}",
-        *show.before,
-        "\n".join(
-            [f"| schedule | {' | '.join(show.head)} |", "|---|" + "--:|" * len(show.head), *rows]
-        ),
-        *show.after,
-        *(
-            f"## {each.name}\n\n{clean(each.about)}\n\n![{each.name}]({each.name}.svg)"
-            for each in exhibits
-        ),
+def _table_row(entry: GalleryEntry) -> str:
+    """Return an entry's row of the table, with a link to its drawing."""
+    name = escape(entry.name)
+    cells = "".join(f"<td>{escape(cell)}</td>" for cell in entry.cells)
+    return f'<tr><td><a href="#{name}">{name}</a></td>{cells}</tr>'
+
+
+def _section(entry: GalleryEntry, columns: Sequence[str]) -> str:
+    """Return an entry's heading, figures and drawing."""
+    name = escape(entry.name)
+    facts = " · ".join(
+        f"{escape(column)} <b>{escape(cell)}</b>"
+        for column, cell in zip(columns, entry.cells, strict=True)
+    )
+    return (
+        f'<section id="{name}"><h2>{name}</h2><p>{escape(clean(entry.about))}</p>'
+        f'<p class="facts">{facts}</p>'
+        f'<figure class="still">{svg([entry.timeline], summary=False)}</figure></section>\n'
+    )
+
+
+def _paragraphs(texts: Sequence[str]) -> str:
+    """Return texts as HTML paragraphs."""
+    return "".join(f"<p>{escape(clean(text))}</p>\n" for text in texts)
+
+
+def _markdown_page(text: GalleryText, entries: Sequence[GalleryEntry]) -> str:
+    """Return the same page as Markdown, with links to the SVG files."""
+    table = [
+        f"| schedule | {' | '.join(text.columns)} |",
+        "|---|" + "--:|" * len(text.columns),
     ]
+    for entry in entries:
+        table.append(f"| [{entry.name}](#{entry.name}) | {' | '.join(entry.cells)} |")
+    parts = [f"# {text.title}", *text.introduction, "\n".join(table), *text.remarks]
+    for entry in entries:
+        image = f"![{entry.name}]({entry.name}.svg)"
+        parts.append(f"## {entry.name}\n\n{clean(entry.about)}\n\n{image}")
     return "\n\n".join(parts) + "\n"

@@ -1,5 +1,6 @@
-"""Timelines as one page: a figure that zooms, and the figures as tables. Nothing from the network,
-light and dark.
+"""Timelines as one HTML page: a figure that zooms, and tables of key figures.
+
+The page loads nothing from the network and follows the browser's light or dark colour scheme.
 """
 
 from __future__ import annotations
@@ -9,26 +10,25 @@ from html import escape
 from importlib.resources import files
 
 from penstock.draw.facts import busy_shares, clean, heading, percent, stages_of_rank
-from penstock.draw.memory import told
+from penstock.draw.memory import holder_text
 from penstock.draw.palette import dark_style
-from penstock.draw.scale import Clock, number
+from penstock.draw.scale import Clock, format_number
 from penstock.draw.svg import svg
-from penstock.draw.viewer import MOST_OPS, viewer
+from penstock.draw.viewer import MAX_VIEWER_OPS, viewer
 from penstock.event import Timeline
 from penstock.units import format_bytes
 
-#: With more ops than this, a page for readers without scripts would be twice as long for a picture
-#: too fine to read.
-_MOST_STILL = 5_000
+#: With more ops than this, the page has no static picture for browsers without scripts: it would
+#: double the length of the page, and the picture would be too fine to read.
+_MAX_STATIC_OPS = 5_000
 
 
 def html(panels: Sequence[Timeline], note: str = "") -> str:
-    """A page with the timelines drawn one above the other, and of each the figures per rank and per
-    stage.
+    """Return a page with the timelines one above the other, and tables per rank and per stage.
 
-    The figure zooms and pans along time, tells the numbers of what is pointed at and marks the ops
-    of the same micro-batch; `#t=3,7` behind the page's address opens it at 3 to 7 s. With more than
-    300,000 ops it is a still picture of sums.
+    The figure zooms and pans along time, shows the details of the box or arrow under the pointer
+    and marks the ops of the same micro-batch. Appending `#t=3,7` to the page's address opens it at
+    3 to 7 s. With more than 300,000 ops the figure is a static picture of time shares.
 
     Args:
         panels: the timelines.
@@ -40,23 +40,15 @@ def html(panels: Sequence[Timeline], note: str = "") -> str:
     body = [f"<h1>{title}</h1>"]
     if single:
         body.append(_key_figures(panels[0], clock))
-    ops = sum(len(panel.log.start) for panel in panels)
-    if ops > MOST_OPS:
-        body.append(
-            f'<figure class="still">{svg(panels, words=not single)}</figure><p>{ops:,} ops are too many for a figure '
-            f"that zooms: heights are shares of time. Draw fewer micro-batches, or the trace for Perfetto.</p>"
-        )
-    else:
-        body.append(
-            viewer(panels, title, svg(panels, words=not single) if ops <= _MOST_STILL else "")
-        )
+    body.append(_figure(panels, title))
     if note:
         body.append(f"<p>{escape(clean(note))}</p>")
     for panel in panels:
         if not single:
             body += [f"<h2>{escape(heading(panel))}</h2>", _key_figures(panel, clock)]
         body.append(f'<div class="tables">{_rank_table(panel, clock)}{_stage_table(panel)}</div>')
-    style = f"{_sheet('page.css')}@media (prefers-color-scheme:dark){{{_sheet('page_dark.css')}{dark_style('main')}}}"
+    dark = _style_sheet("page_dark.css") + dark_style("main")
+    style = f"{_style_sheet('page.css')}@media (prefers-color-scheme:dark){{{dark}}}"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
@@ -66,12 +58,29 @@ def html(panels: Sequence[Timeline], note: str = "") -> str:
     )
 
 
-def _sheet(name: str) -> str:
+def _figure(panels: Sequence[Timeline], title: str) -> str:
+    """Return the figure that zooms, or a static one where there are too many ops for it."""
+    ops = sum(len(panel.log.start) for panel in panels)
+    # A single timeline has its summary above the figure.
+    summary = len(panels) > 1
+    if ops > MAX_VIEWER_OPS:
+        return (
+            f'<figure class="still">{svg(panels, summary=summary)}</figure>'
+            f"<p>{ops:,} ops are too many for a figure that zooms: heights are shares of time. "
+            "Draw fewer micro-batches, or the trace for Perfetto.</p>"
+        )
+    static = svg(panels, summary=summary) if ops <= _MAX_STATIC_OPS else ""
+    return viewer(panels, title, static)
+
+
+def _style_sheet(name: str) -> str:
+    """Return the text of a style sheet of this package."""
     return files("penstock.draw").joinpath(name).read_text(encoding="utf-8")
 
 
 def _key_figures(panel: Timeline, clock: Clock) -> str:
-    entries = (
+    """Return the key figures of a timeline as a definition list."""
+    figures = (
         ("makespan", clock.exact(panel.makespan)),
         ("bubble ratio", percent(panel.bubble_ratio)),
         ("bubble ratio of the longest rank's span", percent(panel.span_bubble_ratio)),
@@ -79,20 +88,18 @@ def _key_figures(panel: Timeline, clock: Clock) -> str:
         ("stages", str(panel.stages)),
         ("ops", str(len(panel.log.start))),
     )
-    return (
-        "<dl>"
-        + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in entries)
-        + "</dl>"
-    )
+    entries = [f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures]
+    return f"<dl>{''.join(entries)}</dl>"
 
 
 def _rank_table(panel: Timeline, clock: Clock) -> str:
-    names = ["rank", "stages", "busy", "busy share", "idle share"]
+    """Return the table of busy and idle time per rank, with peak memory if it is known."""
+    columns = ["rank", "stages", "busy", "busy share", "idle share"]
     rows = []
-    for rank, (stages, share) in enumerate(
-        zip(stages_of_rank(panel), busy_shares(panel), strict=True)
-    ):
-        bar = f'<span class="bar"><i style="width:{number(100 * min(1.0, share), 1)}%"></i></span>'
+    stages_and_shares = zip(stages_of_rank(panel), busy_shares(panel), strict=True)
+    for rank, (stages, share) in enumerate(stages_and_shares):
+        bar_width = format_number(100 * min(1.0, share), 1)
+        bar = f'<span class="bar"><i style="width:{bar_width}%"></i></span>'
         rows.append(
             [
                 str(rank),
@@ -103,30 +110,38 @@ def _rank_table(panel: Timeline, clock: Clock) -> str:
             ]
         )
     if panel.peak_memory is not None:
-        names.append("peak memory")
-        for row, held in zip(rows, panel.peak_memory, strict=True):
-            row.append(format_bytes(held))
-    curves, holders = panel.memory, panel.memory_holders
-    if curves is not None and holders is not None:
-        names += ["peak at", "held by, at the peak"]
+        columns.append("peak memory")
+        for row, peak in zip(rows, panel.peak_memory, strict=True):
+            row.append(format_bytes(peak))
+    curves = panel.memory
+    if curves is not None and panel.memory_holders is not None:
+        columns += ["peak at", "held by, at the peak"]
         for rank, (row, curve) in enumerate(zip(rows, curves, strict=True)):
-            row += [clock.exact(curve.peak_at), escape(clean(told(panel, rank)))]
-    return _table("per rank", names, rows)
+            row += [clock.exact(curve.peak_at), escape(clean(holder_text(panel, rank)))]
+    return _table("per rank", columns, rows)
 
 
 def _stage_table(panel: Timeline) -> str:
-    ranks: list[list[int]] = [[] for _ in range(panel.stages)]
+    """Return the table of ranks and peak in flight per stage."""
+    ranks_of_stage: list[list[int]] = [[] for _ in range(panel.stages)]
     for rank, stages in enumerate(stages_of_rank(panel)):
         for stage in stages:
-            ranks[stage].append(rank)
-    rows = [
-        [str(stage), ", ".join(map(str, ranks[stage])) or "none", number(peak, 2)]
-        for stage, peak in enumerate(panel.peak_in_flight)
-    ]
+            ranks_of_stage[stage].append(rank)
+    rows = []
+    for stage, peak in enumerate(panel.peak_in_flight):
+        ranks = ", ".join(map(str, ranks_of_stage[stage])) or "none"
+        rows.append([str(stage), ranks, format_number(peak, 2)])
     return _table("per stage", ["stage", "ranks", "peak in flight"], rows)
 
 
-def _table(caption: str, names: list[str], rows: list[list[str]]) -> str:
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<div><table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+def _table(caption: str, columns: list[str], rows: list[list[str]]) -> str:
+    """Return an HTML table; cells are escaped already."""
+    head = "".join(f'<th scope="col">{name}</th>' for name in columns)
+    body = ""
+    for row in rows:
+        cells = "".join(f"<td>{cell}</td>" for cell in row)
+        body += f"<tr>{cells}</tr>"
+    return (
+        f"<div><table><caption>{caption}</caption><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )

@@ -1,4 +1,4 @@
-"""Drawings by format, and files written whole or not at all."""
+"""Render drawings by format, and write files atomically."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from penstock.errors import FileError, SettingError
 from penstock.event import Timeline
 
 FORMATS = ("txt", "svg", "png", "html", "json")
+_FORMAT_LIST = ".txt (terminal text), .svg, .png, .html and .json (Perfetto trace)"
 
 
 @dataclass(frozen=True)
-class Look:
-    """How to draw: `format` None is by the path's suffix, or text without a path; `width` and
-    `colour` are for text.
+class DrawOptions:
+    """How to draw.
+
+    Attributes:
+        format: name of the format. None selects it by the path's suffix, or text without a path.
+        width: width of a text drawing in columns.
+        colour: whether a text drawing has SGR colour codes.
     """
 
     format: str | None = None
@@ -29,26 +34,25 @@ class Look:
     colour: bool = False
 
 
-def put(
-    panels: Sequence[Timeline], path: str | Path | None, look: Look, note: str = ""
+def render(
+    panels: Sequence[Timeline], path: str | Path | None, options: DrawOptions, note: str = ""
 ) -> str | bytes:
-    """The drawing of `panels`, written to `path` if there is one.
+    """Return the drawing of `panels`, and write it to `path` if there is one.
 
     Raises:
-        SettingError: the format, or the suffix that stands for it, is none of the five; the width
-            is too small.
+        SettingError: the format or the path's suffix is unknown, or the width is too small.
         MissingExtra: PNG needs Matplotlib.
         FileError: `path` cannot be written.
     """
-    chosen = _format(path, look.format)
+    format_name = _select_format(path, options.format)
     drawing: str | bytes
-    if chosen == "txt":
-        drawing = text(panels, look.width, look.colour, note)
-    elif chosen == "svg":
+    if format_name == "txt":
+        drawing = text(panels, options.width, options.colour, note)
+    elif format_name == "svg":
         drawing = svg(panels, note)
-    elif chosen == "png":
+    elif format_name == "png":
         drawing = png(panels, note)
-    elif chosen == "html":
+    elif format_name == "html":
         drawing = html(panels, note)
     else:
         drawing = perfetto(panels)
@@ -57,50 +61,50 @@ def put(
     return drawing
 
 
-def _format(path: str | Path | None, format: str | None) -> str:  # noqa: A002 - the public argument's name
-    known = ".txt (terminal text), .svg, .png, .html and .json (Perfetto trace)"
-    if format is not None:
-        chosen = format.lower().removeprefix(".")
-        if chosen not in FORMATS:
-            raise SettingError(f"no drawing format is called {format!r}: there are {known}")
-        return chosen
+def _select_format(path: str | Path | None, format_option: str | None) -> str:
+    """Return the format that the option names, else the path's suffix, else text."""
+    if format_option is not None:
+        format_name = format_option.lower().removeprefix(".")
+        if format_name not in FORMATS:
+            raise SettingError(
+                f"unknown drawing format {format_option!r}: the formats are {_FORMAT_LIST}"
+            )
+        return format_name
     if path is None:
         return "txt"
-    chosen = Path(path).suffix.lower().removeprefix(".")
-    if chosen not in FORMATS:
-        what = f"the suffix {Path(path).suffix!r}" if chosen else "no suffix"
+    suffix = Path(path).suffix
+    format_name = suffix.lower().removeprefix(".")
+    if format_name not in FORMATS:
+        problem = f"the suffix {suffix!r}, which is no drawing format" if suffix else "no suffix"
         raise SettingError(
-            f"{path} has {what}, which is no drawing format: there are {known}. Rename it or give format="
+            f"{path} has {problem}: the formats are {_FORMAT_LIST}. Rename the file or pass format="
         )
-    return chosen
+    return format_name
 
 
-def write(path: Path, drawing: str | bytes) -> None:
-    """Put a drawing into a file, whole or not at all.
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file atomically: readers see either its old or its complete new content.
 
     Raises:
-        FileError: that cannot be done.
+        FileError: the file cannot be written.
     """
-    content = drawing if isinstance(drawing, bytes) else drawing.encode("utf-8")
+    encoded = content if isinstance(content, bytes) else content.encode("utf-8")
     partial: Path | None = None
     try:
         target = path.resolve()
         if target.exists() and not target.is_file() and not target.is_dir():
-            # A terminal or a pipe, such as /dev/stdout: nothing can take its place, so it is
-            # written to.
-            target.write_bytes(content)
+            # A terminal or a pipe, such as /dev/stdout, cannot be replaced by another file.
+            target.write_bytes(encoded)
             return
+        # In the same folder, since a file can only be replaced atomically within a file system.
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        partial.write_bytes(content)
+        partial.write_bytes(encoded)
         partial.replace(target)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # the latter two: a NUL in the name, links in a circle
+    # ValueError: a NUL in the name. RuntimeError: a cycle of links.
+    except (OSError, ValueError, RuntimeError) as error:
         if partial is not None:
             partial.unlink(missing_ok=True)
-        why = getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         if isinstance(error, FileNotFoundError):
-            why = f"there is no folder {path.parent}; make it first"
-        raise FileError(f"cannot write the drawing {path}: {why}") from error
+            reason = f"the folder {path.parent} does not exist; create it first"
+        raise FileError(f"cannot write the drawing {path}: {reason}") from error

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from penstock.schedule.op import Kind
 
-#: By kind, the colours of a rank's even and odd stages. Under simulated red and green blindness
-#: (Machado et al. 2009) any two
-#: kinds stay 18 or more apart in CIELAB, and 12 under blue blindness; lightness then tells them
-#: apart: B, U and E are dark.
+#: Fill colours by kind, for the first and the second shade. Under simulated red and green blindness
+#: (Machado et al. 2009) any two kinds stay 18 or more apart in CIELAB, and 12 or more under blue
+#: blindness; lightness then tells them apart: B, U and E are dark.
 FILLS = {
     Kind.F: ("#7eb0e8", "#4f86c6"),
     Kind.B: ("#17744a", "#4aa37a"),
@@ -18,14 +17,15 @@ FILLS = {
     Kind.L: ("#eda3b8", "#eda3b8"),
 }
 #: Fills on which numbers are white.
-DARK = ("#17744a", "#5b2a73", "#87101e")
+DARK_FILLS = ("#17744a", "#5b2a73", "#87101e")
 WHITE, BLACK = "#ffffff", "#10151c"
 
-#: Fills that dark grounds would swallow, and what stands for them there.
-ON_DARK = {Kind.U: "#9a5fbd", Kind.E: "#c2394d"}
+#: Replacements for fills that are hard to see on a dark background.
+FILLS_ON_DARK = {Kind.U: "#9a5fbd", Kind.E: "#c2394d"}
 
-#: Rules for what is not an op: selector, property, colour on light ground, colour on dark ground.
-_GROUND = (
+#: Style rules of elements that are not ops: selector, property, colour on a light background,
+#: colour on a dark background.
+_RULES = (
     (".bg", "fill", "#ffffff", "#14181e"),
     ("text", "fill", "#1d2530", "#e4e9f0"),
     (".s", "fill", "#4a5563", "#a9b4c2"),
@@ -44,37 +44,38 @@ _GROUND = (
 )
 
 
-def inks(kind: Kind) -> tuple[str, ...]:
-    """The colours of numbers on the two fills of a kind."""
-    return tuple(WHITE if fill in DARK else BLACK for fill in FILLS[kind])
+def number_colours(kind: Kind) -> tuple[str, ...]:
+    """Return the colours of numbers on the two fills of a kind."""
+    return tuple(WHITE if fill in DARK_FILLS else BLACK for fill in FILLS[kind])
 
 
-def fill_class(kind: Kind, odd: bool) -> str:
-    """The class of a box."""
-    return f"{kind}2" if odd else str(kind)
+def fill_class(kind: Kind, second_shade: bool) -> str:
+    """Return the CSS class of a box."""
+    return f"{kind}2" if second_shade else str(kind)
 
 
 def light_style() -> str:
-    """Style sheet of a drawing on its own: plain rules, since few viewers but browsers know
-    variables and media queries.
+    """Return the style sheet of a stand-alone drawing.
+
+    It has plain rules only: few SVG viewers other than browsers support variables and media
+    queries.
     """
-    rules = [f".penstock {selector}{{{key}:{light}}}" for selector, key, light, _ in _GROUND]
-    rules += [
-        f".penstock .{kind}{suffix}{{fill:{fill}}}"
-        for kind, fills in FILLS.items()
-        for suffix, fill in zip(("", "2"), fills, strict=True)
-    ]
-    return "".join([*rules, f".penstock .k{{fill:{BLACK}}}.penstock .v{{fill:{WHITE}}}"])
+    rules = [f".penstock {selector}{{{key}:{light}}}" for selector, key, light, _ in _RULES]
+    for kind, (first, second) in FILLS.items():
+        rules.append(f".penstock .{kind}{{fill:{first}}}")
+        rules.append(f".penstock .{kind}2{{fill:{second}}}")
+    rules.append(f".penstock .k{{fill:{BLACK}}}.penstock .v{{fill:{WHITE}}}")
+    return "".join(rules)
 
 
 def dark_style(scope: str) -> str:
-    """Rules for dark grounds, for within `scope`, a selector that makes them outweigh the light
-    ones.
+    """Return the rules for a dark background.
+
+    Args:
+        scope: a selector that precedes each rule, so that it takes precedence over the light rule.
     """
-    rules = [f"{scope} .penstock {selector}{{{key}:{dark}}}" for selector, key, _, dark in _GROUND]
-    rules += [f"{scope} .penstock .k{{fill:{BLACK}}}{scope} .penstock .v{{fill:{WHITE}}}"]
-    rules += [
-        f"{scope} .penstock .{kind},{scope} .penstock .{kind}2{{fill:{fill}}}"
-        for kind, fill in ON_DARK.items()
-    ]
+    rules = [f"{scope} .penstock {selector}{{{key}:{dark}}}" for selector, key, _, dark in _RULES]
+    rules.append(f"{scope} .penstock .k{{fill:{BLACK}}}{scope} .penstock .v{{fill:{WHITE}}}")
+    for kind, fill in FILLS_ON_DARK.items():
+        rules.append(f"{scope} .penstock .{kind},{scope} .penstock .{kind}2{{fill:{fill}}}")
     return "".join(rules)

@@ -14,30 +14,35 @@ from penstock.event import Event, Timeline
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.rules import needs
 
-#: The thread of a rank's ops; that of its link to rank r is r + 2. Neither a process nor a thread
-#: is 0, which Perfetto takes for
-#: the kernel's idle process (google/perfetto issues 394 and 560): the process of rank r is r + 1.
-_OPS = 1
+Entry = dict[str, object]
+
+#: Thread of a rank's ops; the thread of its link to rank r is r + 2, and the process of rank r is
+#: r + 1. No process or thread is 0, which Perfetto takes for the kernel's idle process
+#: (google/perfetto issues 394 and 560).
+_OPS_THREAD = 1
 
 
 def perfetto(panels: Sequence[Timeline]) -> str:
-    """Draw timelines as a trace: a process per rank, with a thread for its ops and one for every
-    link that starts there.
+    """Return timelines as a trace with one process per rank.
 
-    Where it is known what the ranks hold, each has a counter of bytes. Arrows go from the op that
-    made a value to the op that took it, or to the transfer's end where no op is known to have.
+    A process has one thread for its ops and one for each link that starts at the rank. If memory is
+    known, it also has a counter of bytes. Arrows go from the op that produces a value to the op
+    that consumes it, or to the end of the transfer if the consumer is unknown.
 
     Args:
-        panels: the timelines; of several, every process says whose it is.
+        panels: the timelines. If there are several, the names of processes include the timeline.
     """
-    entries: list[dict[str, object]] = []
-    for index, panel in enumerate(panels):
-        first = 1 + sum(before.ranks for before in panels[:index])
-        entries += _processes(panel, first, f", {heading(panel)}" if len(panels) > 1 else "")
-        entries += [_slice(panel, event, first) for event in panel.events]
-        entries += _counters(panel, first)
-        entries += _flows(panel, first, sum(len(before.events) for before in panels[:index]))
-    about = {
+    entries: list[Entry] = []
+    first_process, flow_id = 1, 0
+    for panel in panels:
+        suffix = f", {heading(panel)}" if len(panels) > 1 else ""
+        entries += _metadata(panel, first_process, suffix)
+        entries += [_slice(panel, event, first_process) for event in panel.events]
+        entries += _counters(panel, first_process)
+        entries += _flows(panel, first_process, flow_id)
+        first_process += panel.ranks
+        flow_id += len(panel.events)
+    summary = {
         "penstock": [
             {
                 "title": clean(panel.title),
@@ -50,126 +55,149 @@ def perfetto(panels: Sequence[Timeline]) -> str:
     }
     lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries)
     return (
-        f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
+        f'{{"displayTimeUnit":"ms","otherData":{json.dumps(summary)},'
+        f'"traceEvents":[\n{lines}\n]}}\n'
     )
 
 
-def _processes(panel: Timeline, first: int, whose: str) -> list[dict[str, object]]:
-    """Names and order of processes and threads."""
-    entries: list[dict[str, object]] = []
+def _metadata(panel: Timeline, first_process: int, suffix: str) -> list[Entry]:
+    """Return the names and the order of processes and threads.
+
+    Args:
+        panel: the timeline.
+        first_process: process of rank 0.
+        suffix: what follows the rank in the name of a process.
+    """
+    entries: list[Entry] = []
     links = {(event.rank, event.to_rank) for event in panel.events if event.to_rank is not None}
     for rank in range(panel.ranks):
-        process = {"ph": "M", "pid": first + rank, "tid": _OPS}
-        entries.append({"name": "process_name", **process, "args": {"name": f"rank {rank}{whose}"}})
+        process = first_process + rank
         entries.append(
-            {"name": "process_sort_index", **process, "args": {"sort_index": first + rank}}
+            _metadata_entry("process_name", process, _OPS_THREAD, {"name": f"rank {rank}{suffix}"})
         )
-        threads = [
-            (_OPS, "ops"),
-            *(
-                (target + 2, f"to rank {target}")
-                for source, target in sorted(links)
-                if source == rank
-            ),
-        ]
+        entries.append(
+            _metadata_entry("process_sort_index", process, _OPS_THREAD, {"sort_index": process})
+        )
+        threads = [(_OPS_THREAD, "ops")]
+        for source, target in sorted(links):
+            if source == rank:
+                threads.append((_link_thread(target), f"to rank {target}"))
         for thread, name in threads:
+            entries.append(_metadata_entry("thread_name", process, thread, {"name": name}))
             entries.append(
-                {"name": "thread_name", **process, "tid": thread, "args": {"name": name}}
+                _metadata_entry("thread_sort_index", process, thread, {"sort_index": thread})
             )
+    return entries
+
+
+def _metadata_entry(name: str, process: int, thread: int, args: Entry) -> Entry:
+    """Return one metadata entry of a process or thread."""
+    return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": args}
+
+
+def _link_thread(to_rank: int) -> int:
+    """Return the thread of a rank's link to another rank."""
+    return to_rank + 2
+
+
+def _track(event: Event, first_process: int) -> dict[str, int]:
+    """Return the process and thread of an event."""
+    thread = _OPS_THREAD if event.to_rank is None else _link_thread(event.to_rank)
+    return {"pid": first_process + event.rank, "tid": thread}
+
+
+def _slice(panel: Timeline, event: Event, first_process: int) -> Entry:
+    """Return the slice of an op or transfer on its track."""
+    args: Entry = {"stage": event.op.stage, "micro_batch": event.op.micro_batch}
+    if event.bytes:
+        args["bytes"] = event.bytes
+    if panel.slicing is not None and event.op.kind is not Kind.U:
+        args["micro_batch"] = panel.slicing.micro_batch_of[event.op.micro_batch]
+        args["slice"] = op_number(panel, event.op)
+    name, category = op_name(panel, event.op), event.op.kind.value
+    if event.to_rank is not None:
+        name, category = f"send {name}", "transfer"
+        args["to_rank"] = event.to_rank
+    start, end = _microseconds(event.start), _microseconds(event.end)
+    return {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "ts": start,
+        "dur": round(end - start, 3),
+        **_track(event, first_process),
+        "args": args,
+    }
+
+
+def _counters(panel: Timeline, first_process: int) -> list[Entry]:
+    """Return the memory counters of all ranks.
+
+    Of several changes at the same time, only the last is written: the bytes held from then on.
+    """
+    entries: list[Entry] = []
+    for rank, curve in enumerate(panel.memory or ()):
+        moments = [_microseconds(seconds) for seconds in curve.seconds.tolist()]
+        bytes_at = dict(zip(moments, curve.bytes.tolist(), strict=True))
+        for moment, size in bytes_at.items():
             entries.append(
                 {
-                    "name": "thread_sort_index",
-                    **process,
-                    "tid": thread,
-                    "args": {"sort_index": thread},
+                    "ph": "C",
+                    "name": "memory",
+                    "pid": first_process + rank,
+                    "ts": moment,
+                    "args": {"bytes": size},
                 }
             )
     return entries
 
 
-def _place(event: Event, first: int) -> dict[str, int]:
-    return {"pid": first + event.rank, "tid": _OPS if event.to_rank is None else event.to_rank + 2}
+def _flows(panel: Timeline, first_process: int, last_id: int) -> list[Entry]:
+    """Return one arrow per transfer.
 
-
-def _slice(panel: Timeline, event: Event, first: int) -> dict[str, object]:
-    args: dict[str, object] = {"stage": event.op.stage, "micro_batch": event.op.micro_batch}
-    if event.bytes:
-        args["bytes"] = event.bytes
-    if panel.slicing is not None and event.op.kind is not Kind.U:
-        args |= {
-            "micro_batch": panel.slicing.micro_batch_of[event.op.micro_batch],
-            "slice": op_number(panel, event.op),
-        }
-    name, kind = op_name(panel, event.op), event.op.kind.value
-    if event.to_rank is not None:
-        name, kind = f"send {name}", "transfer"
-        args["to_rank"] = event.to_rank
-    start, end = _microseconds(event.start), _microseconds(event.end)
-    return {
-        "name": name,
-        "cat": kind,
-        "ph": "X",
-        "ts": start,
-        "dur": round(end - start, 3),
-        **_place(event, first),
-        "args": args,
-    }
-
-
-def _counters(panel: Timeline, first: int) -> list[dict[str, object]]:
-    """What every rank holds; of several changes at a time the last, which is what it holds from
-    then on.
+    Args:
+        panel: the timeline.
+        first_process: process of rank 0.
+        last_id: the last id in use. Ids are numbers, since Perfetto reads text as hexadecimal.
     """
-    entries: list[dict[str, object]] = []
-    for rank, curve in enumerate(panel.memory or ()):
-        held = dict(
-            zip(map(_microseconds, curve.seconds.tolist()), curve.bytes.tolist(), strict=True)
-        )
-        entries += [
-            {
-                "ph": "C",
-                "name": "memory",
-                "pid": first + rank,
-                "ts": moment,
-                "args": {"bytes": count},
-            }
-            for moment, count in held.items()
-        ]
-    return entries
-
-
-def _flows(panel: Timeline, first: int, number: int) -> list[dict[str, object]]:
-    """One arrow per transfer, numbered on from `number`: Perfetto reads ids that are text as
-    hexadecimal.
-    """
-    made = {(event.rank, event.op): event for event in panel.compute}
-    taken: dict[tuple[int, Op], Event] = {}
-    for event in panel.compute:
-        for group in needs(event.op, panel.stages, panel.slicing):
-            for op in group:
-                taken.setdefault((event.rank, op), event)
-    entries: list[dict[str, object]] = []
+    producers = {(event.rank, event.op): event for event in panel.compute}
+    consumers = _first_consumers(panel)
+    entries: list[Entry] = []
+    flow_id = last_id
     for transfer in panel.events:
         if transfer.to_rank is None:
             continue
-        number += 1
-        maker = made.get((transfer.rank, transfer.op), transfer)
-        taker = taken.get((transfer.to_rank, transfer.op))
-        flow = {"name": "value", "cat": "flow", "id": number}
-        entries.append({**flow, "ph": "s", "ts": _within(maker, 0.999), **_place(maker, first)})
-        last, share = (taker, 0.001) if taker else (transfer, 0.999)
-        entries.append(
-            {**flow, "ph": "f", "bp": "e", "ts": _within(last, share), **_place(last, first)}
-        )
+        flow_id += 1
+        producer = producers.get((transfer.rank, transfer.op), transfer)
+        consumer = consumers.get((transfer.to_rank, transfer.op))
+        flow = {"name": "value", "cat": "flow", "id": flow_id}
+        start = _moment_within(producer, 0.999)
+        entries.append({**flow, "ph": "s", "ts": start, **_track(producer, first_process)})
+        target, share = (consumer, 0.001) if consumer else (transfer, 0.999)
+        end = _moment_within(target, share)
+        entries.append({**flow, "ph": "f", "bp": "e", "ts": end, **_track(target, first_process)})
     return entries
 
 
-def _within(event: Event, share: float) -> float:
-    """A moment inside an event: an arrow belongs to the slice that is open at its end, and at the
-    edges none may be.
+def _first_consumers(panel: Timeline) -> dict[tuple[int, Op], Event]:
+    """Return the first event on each rank that needs the value of an op."""
+    consumers: dict[tuple[int, Op], Event] = {}
+    for event in panel.compute:
+        for group in needs(event.op, panel.stages, panel.slicing):
+            for op in group:
+                consumers.setdefault((event.rank, op), event)
+    return consumers
+
+
+def _moment_within(event: Event, share: float) -> float:
+    """Return a moment inside an event, in microseconds.
+
+    Perfetto attaches the end of an arrow to the slice that is open at that moment. At an edge of
+    the event none may be open, so `share` is not 0 or 1.
     """
     return _microseconds(event.start + share * (event.end - event.start))
 
 
 def _microseconds(seconds: float) -> float:
+    """Convert seconds to microseconds, rounded to nanoseconds."""
     return round(seconds * 1e6, 3)

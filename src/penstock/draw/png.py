@@ -1,7 +1,7 @@
-"""Timelines as a PNG: the SVG, shape by shape, on Matplotlib's canvas, so that both look the same.
+"""Timelines as a PNG: the SVG drawn shape by shape with Matplotlib, so that both look the same.
 
-Matplotlib is an optional dependency; it brings a font of its own, so that numbers appear on
-machines that have none.
+Matplotlib is an optional dependency. It includes a font, so numbers also appear on machines without
+fonts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
 from penstock.draw.svg import svg
@@ -18,24 +18,31 @@ from penstock.errors import MissingExtra, SettingError
 from penstock.event import Timeline
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.path import Path
 
-#: Pixels per point: numbers of 8 points stay readable on a screen of today.
+#: Pixels per point: numbers of 8 points stay readable on a high-resolution screen.
 SCALE = 2.0
 #: Agg's own limit is 2^16 pixels a side.
-_MOST_PIXELS = 60_000
+_MAX_PIXELS = 60_000
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
-#: SVG's user units and Matplotlib's points, of which 72 make an inch.
+#: An SVG user unit is drawn as one Matplotlib point, of which 72 make an inch.
 _DPI = 72.0
 _ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 _RULE = re.compile(r"([^{}]+)\{([^{}]*)\}")
 _STEP = re.compile(r"([MLHVvZ])\s*([^MLHVvZ]*)")
 
 Style = dict[str, str]
+#: Tag and classes of an element, classes with a dot before them, as in a selector.
+Labels = frozenset[str]
+Point = tuple[float, float]
+#: Fill, stroke, stroke width in points, opacity.
+Look = tuple[str, str, float, float]
 
 
 def png(panels: Sequence[Timeline], note: str = "") -> bytes:
-    """Draw timelines as `svg` does, with two pixels per point.
+    """Return timelines drawn as in `svg`, with two pixels per point.
 
     Raises:
         MissingExtra: Matplotlib is not installed.
@@ -46,147 +53,223 @@ def png(panels: Sequence[Timeline], note: str = "") -> bytes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtra("matplotlib", "draw", "a drawing as .png") from error
-    root = ET.fromstring(svg(panels, note))  # noqa: S314 - see above
-    wide, high = float(root.get("width", "0")), float(root.get("height", "0"))
-    if max(wide, high) * SCALE > _MOST_PIXELS:
+    root = ET.fromstring(svg(panels, note))  # noqa: S314 - our own SVG, not a foreign file
+    width, height = float(root.get("width", "0")), float(root.get("height", "0"))
+    if max(width, height) * SCALE > _MAX_PIXELS:
         raise SettingError(
-            f"a PNG of {wide * SCALE:.0f} by {high * SCALE:.0f} pixels is too large to open; draw .svg or .html"
+            f"a PNG of {width * SCALE:.0f} by {height * SCALE:.0f} pixels is too large to open "
+            f"(limit {_MAX_PIXELS} a side); draw .svg or .html"
         )
-    figure = Figure(figsize=(wide / _DPI, high / _DPI), dpi=_DPI * SCALE)
+    figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI * SCALE)
     FigureCanvasAgg(figure)
-    shapes = _Shapes(root)
-    shapes.onto(figure, wide, high)
-    held = io.BytesIO()
+    _SvgPainter(root).paint(figure, width, height)
+    buffer = io.BytesIO()
     # No date and no version: the same timeline gives the same bytes.
-    figure.savefig(held, format="png", dpi=_DPI * SCALE, metadata={"Software": None})
-    return held.getvalue()
+    figure.savefig(buffer, format="png", dpi=_DPI * SCALE, metadata={"Software": None})
+    return buffer.getvalue()
 
 
 @dataclass
-class _Shapes:
-    """The drawing's shapes with what its style sheet says of them."""
+class _SvgPainter:
+    """Draws the shapes of an SVG on a Matplotlib figure, with the styles of its style sheet.
+
+    Attributes:
+        root: the SVG.
+        rules: specificity, selector (one set of labels per level) and style of each rule, in
+            ascending order of precedence.
+    """
 
     root: ET.Element
-    rules: list[tuple[int, tuple[frozenset[str], ...], Style]] = field(default_factory=list)
+    rules: list[tuple[int, tuple[Labels, ...], Style]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        """Parse the style sheet."""
         sheet = self.root.find(f"{_NAMESPACE}style")
-        for selectors, body in _RULE.findall("" if sheet is None else sheet.text or ""):
+        css = "" if sheet is None else sheet.text or ""
+        for selectors, body in _RULE.findall(css):
             style = dict(part.split(":", 1) for part in body.split(";") if part)
             for selector in selectors.split(","):
-                words = tuple(
-                    frozenset(re.findall(r"\.?[\w-]+", word)) for word in selector.split()
-                )
-                weight = sum(10 if name.startswith(".") else 1 for word in words for name in word)
-                self.rules.append((weight, words, style))
-        self.rules.sort(key=lambda rule: rule[0])  # stable: of equal weight the later one counts
+                levels = tuple(_selector_labels(part) for part in selector.split())
+                self.rules.append((sum(map(_specificity, levels)), levels, style))
+        # The sort is stable: of rules with the same specificity the later one takes precedence.
+        self.rules.sort(key=lambda rule: rule[0])
 
-    def style(self, line: Sequence[frozenset[str]]) -> Style:
-        """What holds for the last of these elements, given as their tags and classes from the root
-        down.
+    def style(self, ancestry: Sequence[Labels]) -> Style:
+        """Return the style that the rules give an element, without what it inherits.
+
+        Args:
+            ancestry: labels of the elements from the root down to the element itself.
         """
-        found: Style = {}
-        for _, words, style in self.rules:
-            if words[-1] <= line[-1] and all(
-                any(word <= element for element in line) for word in words[:-1]
-            ):
-                found |= style
-        return found
+        combined: Style = {}
+        for _, levels, style in self.rules:
+            if _matches(levels, ancestry):
+                combined |= style
+        return combined
 
-    def walk(
+    def shapes(
         self,
-        element: ET.Element,
-        line: tuple[frozenset[str], ...],
-        dx: float,
-        dy: float,
-        given: Style,
-    ) -> Iterator[tuple[ET.Element, Style, float, float]]:
-        """Every shape with its style and its shift, in order of drawing. Groups hand their style
-        down.
+        parent: ET.Element,
+        ancestry: tuple[Labels, ...],
+        shift: Point,
+        inherited: Style,
+    ) -> Iterator[tuple[ET.Element, Style, Point]]:
+        """Yield all shapes below an element with their style and shift, in drawing order.
+
+        Args:
+            parent: the element.
+            ancestry: labels of the elements from the root down to it.
+            shift: its position.
+            inherited: its style, which the elements below inherit.
         """
-        for child in element:
+        for child in parent:
             tag = child.tag.removeprefix(_NAMESPACE)
             if tag in ("style", "defs", "title"):
                 continue
-            here = (
-                *line,
-                frozenset([tag, *(f".{name}" for name in child.get("class", "").split())]),
-            )
-            style = given | self.style(here)
+            classes = child.get("class", "").split()
+            child_ancestry = (*ancestry, frozenset([tag, *(f".{name}" for name in classes)]))
+            style = inherited | self.style(child_ancestry)
             if child.get("marker-end"):
                 style["marker"] = "yes"
             if tag == "g":
-                shift = re.findall(r"-?[\d.]+", child.get("transform", "0 0"))
-                yield from self.walk(child, here, dx + float(shift[0]), dy + float(shift[1]), style)
+                translation = re.findall(r"-?[\d.]+", child.get("transform", "0 0"))
+                x, y = shift[0] + float(translation[0]), shift[1] + float(translation[1])
+                yield from self.shapes(child, child_ancestry, (x, y), style)
             else:
-                yield child, style, dx, dy
+                yield child, style, shift
 
-    def onto(self, figure: Figure, wide: float, high: float) -> None:
-        """Draw everything; places count from the upper left, as in the SVG."""
-        from matplotlib.collections import PathCollection
+    def paint(self, figure: Figure, width: float, height: float) -> None:
+        """Draw everything; coordinates count from the upper left, as in the SVG."""
         from matplotlib.path import Path
 
-        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, wide), ylim=(high, 0))
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
         axes.set_axis_off()
         top = (frozenset(["svg", ".penstock"]),)
-        layers: list[tuple[tuple[Any, ...], list[Path]]] = []
-        for order, (element, style, dx, dy) in enumerate(self.walk(self.root, top, 0.0, 0.0, {})):
-            tag = element.tag.removeprefix(_NAMESPACE)
-            if tag == "text":
-                axes.text(
-                    float(element.get("x", "0")) + dx,
-                    float(element.get("y", "0")) + dy,
-                    (element.text or "").replace("$", r"\$"),
-                    ha=_ANCHORS[style.get("text-anchor", "start")],
-                    va="baseline",
-                    color=style.get("fill", "black"),
-                    fontsize=float(style.get("font-size", "11px").removesuffix("px")),
-                    family="DejaVu Sans",
-                    fontweight="bold" if int(style.get("font-weight", "400")) >= 600 else "normal",
-                    zorder=order,
-                )
+        # Consecutive paths that look alike share a collection.
+        layers: list[tuple[Look, list[Path]]] = []
+        for order, (element, style, shift) in enumerate(self.shapes(self.root, top, (0, 0), {})):
+            if element.tag.removeprefix(_NAMESPACE) == "text":
+                _draw_text(axes, element, style, shift, order)
                 continue
-            vertices = _rectangle(element) if tag == "rect" else _path(element.get("d", ""))
-            moved = [(x + dx, y + dy) for x, y in vertices]
-            closed = tag == "rect" or element.get("d", "").endswith("Z")
-            looks = (
-                style.get("fill", "black") if closed else "none",
-                style.get("stroke", "none"),
-                float(style.get("stroke-width", "1")),
-                float(style.get("stroke-opacity", "1")),
-            )
-            if not layers or layers[-1][0] != looks:
-                layers.append((looks, []))
-            layers[-1][1].append(
-                Path(moved, closed=False) if not closed else Path([*moved, moved[0]], closed=True)
-            )
+            vertices, closed = _outline(element, shift)
+            look = _look(style, closed)
+            if not layers or layers[-1][0] != look:
+                layers.append((look, []))
+            corners = [*vertices, vertices[0]] if closed else vertices
+            layers[-1][1].append(Path(corners, closed=closed))
             if style.get("marker") and not closed:
-                head = ((style["stroke"], "none", 0.0, 1.0), [Path(_head(moved), closed=True)])
-                layers.append(head)
-        for order, ((fill, stroke, width, alpha), paths) in enumerate(layers):
-            axes.add_collection(
-                PathCollection(
-                    paths,
-                    facecolors=fill,
-                    edgecolors=stroke,
-                    linewidths=width if stroke != "none" else 0,
-                    alpha=alpha if alpha < 1 else None,
-                    zorder=order - len(layers),
-                )
-            )
+                arrow_look = (style["stroke"], "none", 0.0, 1.0)
+                layers.append((arrow_look, [Path(_arrow_head(vertices), closed=True)]))
+        for order, (look, paths) in enumerate(layers):
+            # Below all texts, which have the orders from 0 on.
+            _draw_paths(axes, paths, look, order - len(layers))
 
 
-def _rectangle(element: ET.Element) -> list[tuple[float, float]]:
-    x, y, wide, high = (float(element.get(name, "0")) for name in ("x", "y", "width", "height"))
-    return [(x, y), (x + wide, y), (x + wide, y + high), (x, y + high)]
+def _draw_paths(axes: Axes, paths: Sequence[Path], look: Look, order: int) -> None:
+    """Draw paths that look alike.
+
+    Args:
+        axes: where to draw.
+        paths: the paths.
+        look: their colours and line.
+        order: their place in the drawing order.
+    """
+    from matplotlib.collections import PathCollection
+
+    fill, stroke, line_width, opacity = look
+    axes.add_collection(
+        PathCollection(
+            paths,
+            facecolors=fill,
+            edgecolors=stroke,
+            linewidths=line_width if stroke != "none" else 0,
+            alpha=opacity if opacity < 1 else None,
+            zorder=order,
+        )
+    )
 
 
-def _path(steps: str) -> list[tuple[float, float]]:
-    """The corners of a path of straight lines, which is all that the SVG has."""
+def _selector_labels(part: str) -> Labels:
+    """Return the tag and classes that one part of a selector asks for."""
+    return frozenset(re.findall(r"\.?[\w-]+", part))
+
+
+def _specificity(labels: Labels) -> int:
+    """Return the CSS specificity of one part of a selector: classes outweigh tags."""
+    return sum(10 if name.startswith(".") else 1 for name in labels)
+
+
+def _matches(levels: Sequence[Labels], ancestry: Sequence[Labels]) -> bool:
+    """Return whether a selector matches the last element of `ancestry`.
+
+    The order of ancestors is not checked; no rule of our style sheets depends on it.
+    """
+    if not levels[-1] <= ancestry[-1]:
+        return False
+    return all(_in_any(level, ancestry) for level in levels[:-1])
+
+
+def _in_any(level: Labels, ancestry: Sequence[Labels]) -> bool:
+    """Return whether any element has all of the labels of one part of a selector."""
+    return any(level <= labels for labels in ancestry)
+
+
+def _draw_text(axes: Axes, element: ET.Element, style: Style, shift: Point, order: int) -> None:
+    """Draw a text element.
+
+    Args:
+        axes: where to draw.
+        element: the element.
+        style: its style.
+        shift: position of its group.
+        order: its place in the drawing order.
+    """
+    axes.text(
+        float(element.get("x", "0")) + shift[0],
+        float(element.get("y", "0")) + shift[1],
+        (element.text or "").replace("$", r"\$"),  # Matplotlib reads $ as mathematics
+        ha=_ANCHORS[style.get("text-anchor", "start")],
+        va="baseline",
+        color=style.get("fill", "black"),
+        fontsize=float(style.get("font-size", "11px").removesuffix("px")),
+        family="DejaVu Sans",
+        fontweight="bold" if int(style.get("font-weight", "400")) >= 600 else "normal",
+        zorder=order,
+    )
+
+
+def _look(style: Style, closed: bool) -> Look:
+    """Return the colours and line of a shape; an open path has no fill."""
+    return (
+        style.get("fill", "black") if closed else "none",
+        style.get("stroke", "none"),
+        float(style.get("stroke-width", "1")),
+        float(style.get("stroke-opacity", "1")),
+    )
+
+
+def _outline(element: ET.Element, shift: Point) -> tuple[list[Point], bool]:
+    """Return the corners of a rectangle or path, and whether it is closed."""
+    if element.tag.removeprefix(_NAMESPACE) == "rect":
+        vertices, closed = _rectangle(element), True
+    else:
+        steps = element.get("d", "")
+        vertices, closed = _path(steps), steps.endswith("Z")
+    return [(x + shift[0], y + shift[1]) for x, y in vertices], closed
+
+
+def _rectangle(element: ET.Element) -> list[Point]:
+    """Return the corners of a rectangle."""
+    x, y = float(element.get("x", "0")), float(element.get("y", "0"))
+    width, height = float(element.get("width", "0")), float(element.get("height", "0"))
+    return [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
+
+
+def _path(steps: str) -> list[Point]:
+    """Return the corners of a path of straight lines; our SVG has no other paths."""
     x = y = 0.0
     corners = []
-    for command, words in _STEP.findall(steps):
-        numbers = [float(word) for word in words.replace(",", " ").split()]
+    for command, arguments in _STEP.findall(steps):
+        numbers = [float(text) for text in arguments.replace(",", " ").split()]
         if command in "ML":
             x, y = numbers
         elif command == "H":
@@ -201,11 +284,11 @@ def _path(steps: str) -> list[tuple[float, float]]:
     return corners
 
 
-def _head(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The arrow head at a line's end: the SVG's marker."""
+def _arrow_head(line: Sequence[Point]) -> list[Point]:
+    """Return the corners of the arrow head at a line's end, as the SVG's marker draws it."""
     (x1, y1), (x2, y2) = line[-2:]
-    long = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5 or 1.0
-    ahead, aside = (x2 - x1) / long, (y2 - y1) / long
-    return [
-        (x2 - 6 * ahead + w * 2.5 * aside, y2 - 6 * aside - w * 2.5 * ahead) for w in (1, -1)
-    ] + [(x2, y2)] * 2
+    length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5 or 1.0
+    # Unit vector along the line.
+    dx, dy = (x2 - x1) / length, (y2 - y1) / length
+    base = [(x2 - 6 * dx + side * 2.5 * dy, y2 - 6 * dy - side * 2.5 * dx) for side in (1, -1)]
+    return [*base, (x2, y2), (x2, y2)]

@@ -1,11 +1,14 @@
-"""What tells the stages of one rank apart: the ways that micro-batches take through the ranks.
+"""Order of the stages of each rank, by the routes of micro-batches through the ranks.
 
-    interleaved, one way past every rank twice       bidirectional, two ways past every rank once
-        rank 0 | s0 s2                                   rank 0 | s0↓ s1↑
-        rank 1 | s1 s3                                   rank 1 | s1↓ s0↑
+A route is the sequence of ranks that a micro-batch visits on its way through the stages:
 
-A rank's stages are listed by way, then along it, so that in both pictures the second of every rank
-goes together.
+    interleaved, one route that visits       bidirectional, two routes that visit
+    every rank twice                         every rank once
+        rank 0 | s0 s2                           rank 0 | s0↓ s1↑
+        rank 1 | s1 s3                           rank 1 | s1↓ s0↑
+
+The stages of a rank are listed by route, then by position on it. So in both pictures the second
+stages of all ranks belong together and have the same shade.
 """
 
 from __future__ import annotations
@@ -21,86 +24,102 @@ from penstock.schedule.op import Kind
 
 DOWN, UP = "↓", "↑"
 
+#: A route through the ranks, as (stage, rank) in the order of stages.
+Route = list[tuple[int, int]]
+
 
 @dataclass(frozen=True)
-class Ways:
-    """Per rank, the stages whose ops it ran, by way and then along it; `arrows` has (rank, stage)
-    where ways run both ways.
+class StageOrder:
+    """Order of the stages of each rank, and the direction of their routes.
+
+    Attributes:
+        stages: per rank, the stages whose ops it ran, by route and then by position on it.
+        arrows: the direction at (rank, stage), if routes of both directions meet on a rank.
     """
 
     stages: tuple[tuple[int, ...], ...]
     arrows: dict[tuple[int, int], str]
 
     @classmethod
-    def of(cls, panel: Timeline) -> Ways:
-        """Those of a timeline."""
-        order: dict[tuple[int, int], int] = {}
-        heading: dict[tuple[int, int], str] = {}
-        for number, way in enumerate(_ways(panel)):
-            arrow = DOWN if way[0][1] < way[-1][1] else UP if way[0][1] > way[-1][1] else ""
-            for stage, rank in way:
-                order.setdefault((rank, stage), number)
-                heading.setdefault((rank, stage), arrow)
-        stages = tuple(
-            tuple(sorted(row, key=lambda stage: (order.get((rank, stage), 0), stage)))
-            for rank, row in enumerate(stages_of_rank(panel))
-        )
-        crossing = any(
-            len({heading.get((rank, stage)) for stage in row}) > 1
-            for rank, row in enumerate(stages)
-        )
-        return cls(stages, heading if crossing else {})
+    def of(cls, panel: Timeline) -> StageOrder:
+        """Return the order of a timeline's stages."""
+        route_index: dict[tuple[int, int], int] = {}
+        direction: dict[tuple[int, int], str] = {}
+        for index, route in enumerate(_routes(panel)):
+            arrow = _direction(route)
+            for stage, rank in route:
+                route_index.setdefault((rank, stage), index)
+                direction.setdefault((rank, stage), arrow)
+        stages = []
+        bidirectional = False
+        for rank, unordered in enumerate(stages_of_rank(panel)):
+            order = [(route_index.get((rank, stage), 0), stage) for stage in unordered]
+            stages.append(tuple(stage for _, stage in sorted(order)))
+            bidirectional |= len({direction.get((rank, stage)) for stage in unordered}) > 1
+        return cls(tuple(stages), direction if bidirectional else {})
 
     @property
-    def several(self) -> bool:
+    def has_shared_ranks(self) -> bool:
         """Whether any rank holds more than one stage."""
-        return any(len(row) > 1 for row in self.stages)
+        return any(len(stages) > 1 for stages in self.stages)
 
-    def odd(self, rank: int, stage: int) -> bool:
-        """Whether boxes of this stage are shaded: it is the second, fourth … of its rank."""
-        row = self.stages[rank]
-        return stage in row and row.index(stage) % 2 == 1
+    def is_second_shade(self, rank: int, stage: int) -> bool:
+        """Return whether boxes of a stage have the second shade.
 
-    def named(self, rank: int, stage: int) -> bool:
-        """Whether a box has to say its stage: its rank holds others, or not even this one."""
+        They do if it is the second, fourth and so on of its rank.
+        """
+        stages = self.stages[rank]
+        return stage in stages and stages.index(stage) % 2 == 1
+
+    def needs_stage_label(self, rank: int, stage: int) -> bool:
+        """Return whether a box has to name its stage, because it is not the only one of its rank.
+
+        The activations that a rank stores for another belong to a stage that it does not run.
+        """
         return len(self.stages[rank]) != 1 or self.stages[rank][0] != stage
 
-    def names(self) -> list[str]:
-        """Per rank its stages, `s0 s4`; nothing where every rank holds the one stage of its own
-        number.
+    def rank_labels(self) -> list[str]:
+        """Return the stages of each rank as text, `s0 s4`.
+
+        The texts are empty if every rank holds at most the one stage with its own number.
         """
-        if all(row in ((), (rank,)) for rank, row in enumerate(self.stages)):
+        if all(stages in ((), (rank,)) for rank, stages in enumerate(self.stages)):
             return [""] * len(self.stages)
-        rows = (
-            [f"s{stage}{self.arrows.get((rank, stage), '')}" for stage in row]
-            for rank, row in enumerate(self.stages)
-        )
-        return [" ".join(row) if len(row) <= 4 else f"{row[0]} … {row[-1]}" for row in rows]
+        labels = []
+        for rank, stages in enumerate(self.stages):
+            names = [f"s{stage}{self.arrows.get((rank, stage), '')}" for stage in stages]
+            labels.append(" ".join(names) if len(names) <= 4 else f"{names[0]} … {names[-1]}")
+        return labels
 
 
-def _ways(panel: Timeline) -> list[list[tuple[int, int]]]:
-    """Every way through the ranks that a micro-batch takes, as its stages with their ranks, the
-    first micro-batch's first.
-    """
+def _direction(route: Route) -> str:
+    """Return the arrow of a route, by its first and last rank; empty if they are the same."""
+    first_rank, last_rank = route[0][1], route[-1][1]
+    if first_rank < last_rank:
+        return DOWN
+    return UP if first_rank > last_rank else ""
+
+
+def _routes(panel: Timeline) -> list[Route]:
+    """Return all routes that micro-batches take, in the order of their first micro-batches."""
     ops = panel.log.ops
     forward = ops.of_kind(Kind.F)
     if not forward.any():
         return []
-    stages, stage = _counted(ops.stage[forward])
-    numbers, number = _counted(ops.micro_batch[forward])
-    ranks = np.full((len(numbers), len(stages)), -1, np.int64)
-    ranks[number, stage] = ops.rank[forward]
-    _, first = np.unique(ranks, axis=0, return_index=True)
-    return [
-        [
-            (int(stages[place]), int(rank))
-            for place, rank in enumerate(ranks[row].tolist())
-            if rank >= 0
-        ]
-        for row in sorted(first)
-    ]
+    stages, stage_index = _unique_with_index(ops.stage[forward])
+    micro_batches, micro_batch_index = _unique_with_index(ops.micro_batch[forward])
+    # Per micro-batch and stage the rank that ran its forward, -1 if none did.
+    ranks = np.full((len(micro_batches), len(stages)), -1, np.int64)
+    ranks[micro_batch_index, stage_index] = ops.rank[forward]
+    _, first_rows = np.unique(ranks, axis=0, return_index=True)
+    routes = []
+    for row in sorted(first_rows):
+        visits = zip(stages.tolist(), ranks[row].tolist(), strict=True)
+        routes.append([(int(stage), int(rank)) for stage, rank in visits if rank >= 0])
+    return routes
 
 
-def _counted(values: Array) -> tuple[Array, Array]:
-    found, places = np.unique(values, return_inverse=True)
-    return found, places.reshape(-1)
+def _unique_with_index(values: Array) -> tuple[Array, Array]:
+    """Return the sorted unique values, and per value its index among them."""
+    unique, index = np.unique(values, return_inverse=True)
+    return unique, index.reshape(-1)

@@ -1,20 +1,21 @@
-"""How wide words will be in a sans-serif font that is not known, estimated from above."""
+"""Estimated size of text in a sans-serif font that is not known, and line breaking by it."""
 
 from __future__ import annotations
 
 import unicodedata
 
-#: Widths in ems. DejaVu Sans, the widest of the usual sans-serif fonts, has 0.64 for digits and
-#: 0.99 for a W.
+#: Widths of characters in ems, estimated from above. DejaVu Sans, the widest of the common
+#: sans-serif fonts, has 0.64 for digits and 0.99 for a W.
 _NARROW, _USUAL, _CAPITAL, _BROAD, _FULL = 0.42, 0.65, 0.79, 1.0, 1.1
 
 
-def text_width(words: str, size: float) -> float:
-    """An upper estimate of the points that `words` take at font size `size`."""
-    return size * sum(map(_ems, words))
+def text_width(text: str, size: float) -> float:
+    """Return an upper estimate of the width of `text` in points at font size `size`."""
+    return size * sum(map(_character_width, text))
 
 
-def _ems(character: str) -> float:
+def _character_width(character: str) -> float:
+    """Return an upper estimate of the width of a character in ems."""
     if character in "WM@%mw…—":
         return _BROAD
     if unicodedata.east_asian_width(character) in "WF" or ord(character) > 0x2E7F:
@@ -24,37 +25,50 @@ def _ems(character: str) -> float:
     return _CAPITAL if character.isupper() or character in "+<>=~#&" else _USUAL
 
 
-def wrapped(words: str, size: float, room: float) -> list[str]:
-    """`words` in lines of at most `room` points, broken at spaces, and within a word that alone is
-    too long.
+def wrap_text(text: str, size: float, max_width: float) -> list[str]:
+    """Break `text` into lines of at most `max_width` points.
+
+    Lines are broken at spaces, and within a word that is too long for a line of its own.
+
+    Args:
+        text: the text; runs of spaces count as one.
+        size: font size in points.
+        max_width: width of a line in points.
     """
     lines: list[str] = []
     line = ""
-    for word in words.split():
-        if line and text_width(f"{line} {word}", size) <= room:
+    for word in text.split():
+        if line and text_width(f"{line} {word}", size) <= max_width:
             line = f"{line} {word}"
             continue
         if line:
             lines.append(line)
         line = ""
         for character in word:
-            if line and text_width(line + character, size) > room:
+            if line and text_width(line + character, size) > max_width:
                 lines.append(line)
                 line = ""
             line += character
     return [*lines, line] if line else lines
 
 
-def flowing(widths: list[float], between: float, room: float) -> list[list[int]]:
-    """Entries of these widths side by side in lines of at most `room` points: the indices of each
-    line's entries.
+def flow_lines(widths: list[float], gap: float, max_width: float) -> list[list[int]]:
+    """Distribute entries over lines of at most `max_width` points.
+
+    Args:
+        widths: width of each entry in points.
+        gap: distance between two entries of a line in points.
+        max_width: width of a line; an entry wider than it gets a line of its own.
+
+    Returns:
+        Per line, the indices of its entries.
     """
     lines: list[list[int]] = []
     used = 0.0
     for index, width in enumerate(widths):
-        if lines and used + between + width <= room:
+        if lines and used + gap + width <= max_width:
             lines[-1].append(index)
-            used += between + width
+            used += gap + width
         else:
             lines.append([index])
             used = width
