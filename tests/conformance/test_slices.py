@@ -105,7 +105,7 @@ def pipeline(schedule, name="gpt", recompute="never", samples=10):
 def nothing_is_held(pipe):
     """Whether no stage keeps anything of a batch."""
     return all(
-        not (stage._kept or stage._pending or stage._pasts.waiting or stage._pasts._grads)
+        not (stage._saved or stage._pending or stage._pasts.waiting or stage._pasts._grads)
         for stage in pipe._local_stages
     )
 

@@ -106,7 +106,7 @@ def test_a_steady_step_of_pipedream_reads_each_loss_once(rows):
     """Its losses are told as numbers, and their mean goes back to the device, where losses are."""
     row = rows["pipedream, recompute never"]
     assert row["log"] == {"h2d": BATCH["h2d"] + 1, "wait _local_scalar_dense": 4}
-    assert files(row, "wait _local_scalar_dense") == {"runtime/results.py"}
+    assert files(row, "wait _local_scalar_dense") == {"ranks/results.py"}
 
 
 @pytest.mark.parametrize(("recompute", "stages"), [("except_last", 3), ("always", 4)])

@@ -207,7 +207,9 @@ def _started(tmp_path, profile):
     for line in process.stderr:
         if line.startswith("epoch 1:"):
             break
-    return process, psutil.Process(process.pid).children(recursive=True)
+    # The ranks, and the fork server that started them.
+    children = psutil.Process(process.pid).children(recursive=True)
+    return process, [child for child in children if "RANK" in child.environ()]
 
 
 def test_killing_a_rank_ends_the_run_and_says_who_died(tmp_path, profile):

@@ -58,7 +58,7 @@ def end(pipe, trap, others):
 def left_in(pipe):
     """Everything that stages keep between a forward and its backward."""
     return [
-        state for stage in pipe._local_stages for state in (stage._kept, stage._pending) if state
+        state for stage in pipe._local_stages for state in (stage._saved, stage._pending) if state
     ]
 
 

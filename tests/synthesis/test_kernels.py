@@ -78,7 +78,7 @@ def test_python_alone_finds_what_numba_finds(monkeypatch):
     fast = Search(problem, 0.0, seed=3)
     fast.run(math.inf, 1)
     monkeypatch.setitem(sys.modules, "numba", None)
-    names = ["compiled", "play", "build", "anneal", "rules", "words", "local"]
+    names = ["numba_compile", "evaluate", "list_schedule", "anneal", "rules", "encoding", "local"]
     modules = {name: importlib.import_module(f"penstock.synthesis.{name}") for name in names}
     try:
         for module in modules.values():

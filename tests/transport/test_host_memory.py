@@ -13,8 +13,8 @@ from penstock.transport.host_memory import disable_memory_trimming, trim_memory
 #: Page faults of taking and leaving the same 64 MiB ten times over.
 PROGRAM = """
 import resource, sys
-from penstock.transport.host_memory import keep_freed_memory
-kept = keep_freed_memory() if "keep" in sys.argv else False
+from penstock.transport.host_memory import disable_memory_trimming
+kept = disable_memory_trimming() if "keep" in sys.argv else False
 import torch
 def turn():
     parts = [torch.ones(2**20) for _ in range(16)]

@@ -40,7 +40,7 @@ def with_batch_updates(ops: Sequence[Op], micro_batches: int) -> Program:
     updates when its own part of the batch is done.
 
     >>> text = "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3"
-    >>> print(*with_updates_of_batches([Op.parse(word) for word in text.split()], 2))
+    >>> print(*with_batch_updates([Op.parse(word) for word in text.split()], 2))
     0F0 0F1 0B0 0F2 0B1 0U1 0F3 0B2 0B3 0U2
 
     Args:

@@ -45,8 +45,8 @@ HOLDERS = ("weights", "gradients", "optimizer", "activations", "boundary", "reco
 class Changes:
     """Growth of a rank's memory at the start and at the end of every op, in bytes.
 
-    kept_at_start, kept_at_end: activations saved for the backward.
-    again_at_start, again_at_end: activations that recompute produces again.
+    saved_at_start, saved_at_end: activations saved for the backward.
+    recomputed_at_start, recomputed_at_end: activations that recompute produces again.
     """
 
     saved_at_start: Array
