@@ -194,7 +194,7 @@ def test_profile_measures_and_writes(penstock, tmp_path):
         (("simulate", "--csv", "nowhere.csv"), "cannot read the schedule nowhere.csv"),
         (("simulate", "--csv", "x.csv", "--stages", 2), "--csv holds the whole schedule"),
         (("draw", *SMALL, "out.bmp"), "no drawing format"),
-        (("draw", *SMALL, "no/such/folder/out.svg"), "no folder"),
+        (("draw", *SMALL, "no/such/folder/out.svg"), "the folder no/such/folder does not exist"),
         (("partition",), "name a profile"),
         (("partition", "nowhere.json", "--stages", 2), "cannot read the profile nowhere.json"),
         (("plan", "nowhere.json"), "cannot read the profile nowhere.json"),
