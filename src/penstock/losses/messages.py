@@ -63,5 +63,5 @@ def count_differs(number: int, expected: float, count: float) -> str:
     """Of a micro-batch that counts another number than was expected."""
     return (
         f"the loss of micro-batch {number} is divided by {count:g}, and {expected:g} was expected: what it counts does not depend on the "
-        f"batch's targets alone, or not in proportion to its samples, so the micro-batches cannot be weighed before the first backward. {WAYS_OUT}"
+        f"batch's targets alone, or not in proportion to its samples, so the micro-batches cannot be weighted before the first backward. {WAYS_OUT}"
     )

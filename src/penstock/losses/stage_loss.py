@@ -112,7 +112,7 @@ class StageLoss:
         return loss
 
     def _divided(self, batch: Batch, number: int, loss: tuple[Any, ...]) -> Tensor:
-        """A loss of the form (sum, count), to be weighed by 1 / the count of the batch.
+        """A loss of the form (sum, count), to be weighted by 1 / the count of the batch.
 
         Raises:
             SettingError: the count is not the one that was expected.
