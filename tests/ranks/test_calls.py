@@ -85,6 +85,19 @@ def test_the_same_batches_are_no_difference():
     assert float(batch.checksum()) == batch.checksum() < 2**53
 
 
+def test_a_batch_that_a_layer_changes_in_place_is_no_difference():
+    """Numbers are read while the rank waits; those of the next batches are then read at once."""
+    one, other = two_ranks()
+    x = X.clone()
+    batch, source = begun(one, x, Y), begun(other, X, Y)
+    batch.inputs[0].mul_(2)
+    one.verify(1, float(source.checksum()), batch)
+    later = begun(one, X, Y)
+    assert later.pending_check is None
+    with pytest.raises(RanksDiffer, match="different batches"):
+        one.verify(1, float(begun(other, X + 1, Y).checksum()), later)
+
+
 OTHERS = {
     "content": ((X + 1, Y), "different batches.*values 0, 1, 2, 3.*values 1, 2, 3, 4"),
     "labels": ((X, Y.flip(0)), "different batches.*0, 1, 2, 3 .*7, 6, 5, 4"),

@@ -135,6 +135,7 @@ class ComparedCalls(Calls):
         self._number = self._batches = 0
         self._forms: dict[object, str] = {}
         self.check_data = True
+        self._changed_in_place = False
         board.calls = self
 
     def enter(self, call: str) -> None:
@@ -163,14 +164,25 @@ class ComparedCalls(Calls):
         entry = Call(self._number, call, form, check)
         self._recent.append(entry)
         if tensors and self._readable(tensors, turn, whole=whole):
-            batch.pending_check = partial(self._read, entry, tensors, turn)
-        if whole:
+            versions = _versions(tensors)
+            batch.pending_check = partial(self._read, entry, tensors, versions, turn)
+        if whole or self._changed_in_place or any(map(Tensor.is_inference, tensors)):
             batch.checksum()
+        if whole:
             self._meet(self._recent[-1], batch.step, whole_checksum(tensors))
         return batch
 
-    def _read(self, entry: Call, tensors: Sequence[Tensor], turn: int) -> int:
-        """Add the numbers of a batch to its call. Returns the checksum."""
+    def _read(
+        self, entry: Call, tensors: Sequence[Tensor], versions: Sequence[int], turn: int
+    ) -> int:
+        """Add the numbers of a batch to its call. Returns the checksum.
+
+        If a layer has changed the batch in place meanwhile, its numbers are no longer those that
+        were given. They then do not count, and those of later batches are read at once.
+        """
+        if _versions(tensors) != versions:
+            self._changed_in_place = True
+            return entry.check
         content, values = batch_checksum(tensors, turn)
         complete = entry._replace(check=entry.check | 1 + content % _MASK, values=values)
         for place in range(len(self._recent)):
@@ -368,6 +380,11 @@ def _description(row: Sequence[Any], *, with_values: bool) -> str:
     if not values or not with_values:
         return f"{name} with {form}"
     return f"{name} with {form}, values {values} (checksum {check & _MASK:x})"
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return autograd's counts of changes in place; inference tensors have none."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @lru_cache(maxsize=1024)
