@@ -105,7 +105,12 @@ def pipeline(schedule, name="gpt", recompute="never", samples=10):
 def nothing_is_held(pipe):
     """Whether no stage keeps anything of a batch."""
     return all(
-        not (stage._saved or stage._pending or stage._pasts.waiting or stage._pasts._grads)
+        not (
+            stage._saved
+            or stage._pending
+            or stage._slice_states.waiting
+            or stage._slice_states._grads
+        )
         for stage in pipe._local_stages
     )
 
@@ -312,9 +317,9 @@ def test_recompute_except_last_spares_all_slices_of_the_last_micro_batch(along):
     pipe, _, x, y = pipeline(schedule, recompute="except_last", samples=12)
     forwards = []
     for stage in pipe._local_stages:
-        run = stage._run
-        stage._run = lambda batch, n, *rest, run=run, index=stage.index: (
-            forwards.append((index, n)) or run(batch, n, *rest)
+        build = stage._builder.build
+        stage._builder.build = lambda batch, n, *rest, build=build, index=stage.index: (
+            forwards.append((index, n)) or build(batch, n, *rest)
         )
     pipe.train_batch(x, y)
     assert sorted(forwards) == [

@@ -205,9 +205,9 @@ def test_without_ignored_targets_shares_are_the_very_floats_of_the_samples():
     seen = []
     right = type(pipe._local_stages[-1])._first_grad
 
-    def note(stage, found, number, root, side=False):
-        seen.append((found.loss_weights[number], found.shares[number]))
-        return right(stage, found, number, root, side)
+    def note(stage, batch, number, root, *, side=False):
+        seen.append((batch.loss_weights[number], batch.shares[number]))
+        return right(stage, batch, number, root, side=side)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(pipe._local_stages[-1]), "_first_grad", note)

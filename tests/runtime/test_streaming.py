@@ -74,7 +74,7 @@ def test_a_stream_never_holds_more_marks_or_batches_than_it_needs():
         held.append(
             (
                 max(len(interpreter.marks) for interpreter in pipe._assembly.interpreters.values()),
-                len(stream._under_way._batches),
+                len(stream._in_flight._batches),
             )
         )
     assert max(marks for marks, _ in held) <= 60

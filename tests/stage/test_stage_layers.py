@@ -10,17 +10,23 @@ from torch import nn
 
 from penstock.batches.batch import make_batch
 from penstock.optim.update import Update
-from penstock.stage.stage import Stage, StageLayer
+from penstock.stage.stage import Stage
+from penstock.stage.stage_layers import StageLayer, StageLayers
 
 CPU = torch.device("cpu")
 
 
-def stage(modules, **options):
-    """The only stage of a model."""
+def stage(modules, *, recompute="never", autocast=None, **options):
+    """The only stage of a model; further options are those of its layers."""
     layers = [StageLayer(index, str(index), module) for index, module in enumerate(modules)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     return Stage(
-        0, layers, CPU, Update.make(parameters, None), 0, loss=nn.functional.mse_loss, **options
+        0,
+        StageLayers(layers, CPU, 0, **options),
+        Update.make(parameters, None),
+        recompute,
+        nn.functional.mse_loss,
+        autocast=autocast,
     )
 
 
@@ -83,14 +89,11 @@ def test_an_exit_makes_what_crosses_of_what_the_last_layer_returns():
     layer = StageLayer(0, "0", first)
     exit_stage = Stage(
         0,
-        [layer],
-        CPU,
+        StageLayers([layer], CPU, 0, exit=lambda value: {"sent": value}),
         Update.make(list(first.parameters()), None),
-        0,
-        exit=lambda value: {"kept": value},
     )
     sent = exit_stage.forward(make_batch(x, x, 1, step=0, training=True), 0, None)
-    assert sent.value().keys() == {"kept"}
+    assert sent.value().keys() == {"sent"}
 
 
 @pytest.mark.parametrize("recomputed", [{0, 1, 2}, {2, 3, 4, 5}, {5}, set(range(7))])
@@ -119,7 +122,7 @@ def test_layers_that_run_again_hold_less():
     )
     trained(plain, x, y)
     trained(again, x, y)
-    assert again.held.peak < plain.held.peak
+    assert again.activation_meter.peak < plain.activation_meter.peak
 
 
 def test_compiled_layers_give_the_same():
@@ -129,7 +132,7 @@ def test_compiled_layers_give_the_same():
     x, y = data()
     plain, compiled = stage(layers()), stage(layers(), compile={"backend": "aot_eager"})
     assert trained(plain, x, y) == pytest.approx(trained(compiled, x, y), rel=1e-6)
-    assert len(compiled._running._parts) == 3
+    assert len(compiled.runner._parts) == 3
 
 
 def test_mixed_precision_computes_in_it_and_keeps_gradients_whole():

@@ -60,6 +60,7 @@ class Update:
         factory: OptimizerFactory | None,
         borrowed: Iterable[nn.Parameter] = (),
         place: str = "a stage",
+        clip_value: float | None = None,
     ) -> Update:
         """Create the optimizer over a stage's parameters; a stage without parameters has none.
 
@@ -72,6 +73,7 @@ class Update:
             factory: creates the optimizer.
             borrowed: parameters that another stage steps.
             place: location for messages.
+            clip_value: largest absolute value of a gradient at a step; None for no limit.
 
         Raises:
             SettingError: see `make_optimizer`.
@@ -86,7 +88,7 @@ class Update:
         optimizer = None
         if factory is not None and candidates:
             optimizer = make_optimizer(factory, candidates, place)
-        update = cls([], optimizer, factory, [], candidates, borrowed_candidates, place)
+        update = cls([], optimizer, factory, [], candidates, borrowed_candidates, place, clip_value)
         if optimizer is not None:
             update._optimizers.append(optimizer)
         update.refresh()

@@ -1,37 +1,32 @@
-"""The ranks of this process with their stages, replica groups, tied weights and weight rules."""
+"""The ranks of this process with their stages, replica groups and tied weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.checkpoint.checkpoint import VersionedStage
 from penstock.errors import SettingError
-from penstock.optim.catalogue import stage_weights
 from penstock.optim.factory import OptimizerFactory, check_alike, group_numbers
 from penstock.optim.schedulers import stand_in
-from penstock.optim.stage_weights import Site, StageWeights
 from penstock.ranks.clock import clock_for
+from penstock.ranks.peer_guard import PeerGuard
 from penstock.ranks.run_config import RunConfig
 from penstock.ranks.tied_weights import Shared, Tied, shared_tensors
 from penstock.ranks.world import World
 from penstock.runtime.interpreter import Interpreter
 from penstock.schedule.op import Schedule
-from penstock.stage.replicas import Copies, WaveReplicaExchange
+from penstock.stage.activation_meter import ActivationMeter
+from penstock.stage.replicas import ReplicaGroup
 from penstock.stage.stage import Stage
 from penstock.stage.stage_builder import StageBuilder, Training, parameter_names
 from penstock.stage.stage_state import Placed
 from penstock.tracing.meta_layers import without_others
 from penstock.tracing.traced_chain import TracedChain
 from penstock.transport.compressed import CompressedTransport
-from penstock.transport.payload import TensorForm
-from penstock.weights.compatibility import rule_of
-from penstock.weights.weight_uses import Uses, uses
+from penstock.transport.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -53,11 +48,11 @@ class Assembly:
     traced: TracedChain
     world: World
     setting: RunConfig
-    interpreters: Mapping[int, Interpreter] = field(default_factory=dict)
-    wave_replicas: Mapping[int, Mapping[int, Copies]] = field(default_factory=dict)
-    shared: tuple[Shared, ...] = ()
-    tied: Mapping[int, Tied] = field(default_factory=dict)
-    make: OptimizerFactory | None = None
+    interpreters: Mapping[int, Interpreter]
+    wave_replicas: Mapping[int, Mapping[int, ReplicaGroup]]
+    shared: tuple[Shared, ...]
+    tied: Mapping[int, Tied]
+    make: OptimizerFactory | None
     _stand_ins: list[Optimizer] = field(default_factory=list)
 
     @property
@@ -82,8 +77,8 @@ class Assembly:
 
         def share(rank: int) -> None:
             interpreter = self.interpreters[rank]
-            for copies in {**interpreter.copies, **self.wave_replicas[rank]}.values():
-                copies.share_weights()
+            for replicas in {**interpreter.replicas, **self.wave_replicas[rank]}.values():
+                replicas.share_weights()
             if rank in self.tied:
                 self.tied[rank].begin()
             interpreter.finish()
@@ -154,80 +149,6 @@ class Assembly:
         """Return the names in the chain of all parameters of a stage."""
         return parameter_names(self.traced, stage.layers)
 
-    def attach_weight_rules(self) -> list[VersionedStage]:
-        """Attach a weight rule to every stage of a stream, starting from the present parameters."""
-        setting = self.setting
-        rule = rule_of(setting.schedule, setting.weights, setting.weights_options)
-        version_uses = uses(setting.schedule, rule)
-        for stage in self.stages:
-            stage.allow_weight_changes()
-        for rank, interpreter in self.interpreters.items():
-            interpreter.weights = {
-                index: self._stage_weights(version_uses, stage, self.wave_replicas[rank].get(index))
-                for index, stage in interpreter.stages.items()
-            }
-        return self.versioned()
-
-    def versions_kept(self) -> tuple[int, ...]:
-        """Return, by stage of a stream, the peak number of its weight versions on any rank.
-
-        Every rank must call this.
-        """
-        stages, world = len(self.setting.lengths), self.world
-        form = TensorForm((stages,), "int64", wants_grad=False)
-        peaks: dict[int, list[Tensor]] = {}
-        for rank, interpreter in self.interpreters.items():
-            row = torch.zeros(stages, dtype=torch.int64)
-            for index, weights in interpreter.weights.items():
-                row[index] = weights.peak_versions
-            peaks[rank] = [row]
-        gathered = world.gather(peaks, {rank: [form] for rank in range(world.size)})
-        maximum = torch.stack([row for (row,) in gathered.values()]).amax(0) if gathered else None
-        return tuple(int(count) for count in world.broadcast(maximum, 0, form))
-
-    def versioned(self) -> list[VersionedStage]:
-        """Return the local stages of a stream with their weight rules."""
-        holders = self.setting.schedule.ranks_of_stage
-        return [
-            VersionedStage(
-                rank,
-                stage,
-                interpreter.weights[index],
-                holders[index].index(rank) if index in self.wave_replicas[rank] else 0,
-            )
-            for rank, interpreter in self.interpreters.items()
-            for index, stage in interpreter.stages.items()
-            if index in interpreter.weights
-        ]
-
-    def _stage_weights(
-        self, version_uses: Uses, stage: Stage, copies: Copies | None
-    ) -> StageWeights:
-        """Return the weight rule of a stage.
-
-        Args:
-            version_uses: the weight version that each op reads.
-            stage: the stage.
-            copies: its replica group, if its replicas average weights after waves.
-        """
-        setting, stream = self.setting, self.setting.schedule.stream
-        assert stream is not None
-        rule = rule_of(setting.schedule, setting.weights, setting.weights_options)
-        return stage_weights(
-            Site(
-                stage.update,
-                lru_cache(maxsize=256)(lambda number: version_uses.at(stage.index, number)),
-                rule,
-                rule.with_defaults(setting.weights_options),
-                stage.index,
-                version_uses.staleness(stage.index),
-                stream.pipelines,
-                stream.waves,
-                None if copies is None else WaveReplicaExchange(copies),
-                len(setting.lengths),
-            )
-        )
-
 
 def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Training) -> Assembly:
     """Make the stages of the local ranks.
@@ -239,77 +160,65 @@ def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Tr
     shared = shared_tensors(traced.description, setting.lengths, setting.schedule)
     builder = StageBuilder(traced, setting, world, training, shared)
     interpreters: dict[int, Interpreter] = {}
-    wave_replicas: dict[int, dict[int, Copies]] = {}
+    wave_replicas: dict[int, dict[int, ReplicaGroup]] = {}
     tied: dict[int, Tied] = {}
+    stream = setting.schedule.stream
+    in_waves = stream is not None and stream.waves is not None
     for rank in world.local_ranks:
-        stages, shared_here = builder.build_stages(rank)
-        interpreter = _make_interpreter(rank, stages, world, training.options.boundary, setting)
-        interpreters[rank] = interpreter
-        replicas = _make_replicas(interpreter, world, setting.schedule, shared_here)
-        wave_replicas[rank] = {}
-        stream = setting.schedule.stream
-        if stream is None or stream.waves is None:
-            interpreter.copies = replicas
-        else:
-            wave_replicas[rank] = replicas
+        meter = ActivationMeter()
+        stages, shared_here = builder.build_stages(rank, meter)
+        guard = PeerGuard(rank, world.board(rank))
+        replicas = _make_replicas(rank, stages, guard, world, setting.schedule, shared_here)
+        wave_replicas[rank] = replicas if in_waves else {}
+        interpreters[rank] = Interpreter(
+            rank,
+            stages,
+            len(setting.lengths),
+            _stage_links(world.transport(rank), training.options.boundary),
+            world.board(rank),
+            clock_for(world.device(rank)),
+            {} if in_waves else replicas,
+            meter,
+        )
         tied_tensors = [(entry, tensor) for entry, tensor in shared_here if len(entry.ranks) > 1]
         if tied_tensors:
-            transport = world.transport(rank)
-            tied[rank] = Tied(rank, tied_tensors, transport, interpreter.guard)
+            tied[rank] = Tied(rank, tied_tensors, world.transport(rank), guard)
     _check_optimizers(traced, interpreters)
     if len(world.local_ranks) < world.size:
         traced = without_others(traced, _local_layers(interpreters))
     return Assembly(traced, world, setting, interpreters, wave_replicas, shared, tied, builder.make)
 
 
-def _make_interpreter(
-    rank: int, stages: Mapping[int, Stage], world: World, boundary: str | None, setting: RunConfig
-) -> Interpreter:
-    """Make the interpreter of a rank.
+def _stage_links(transport: Transport, boundary: str | None) -> Transport:
+    """Return the links between stages: those of the rank, with the compression of activations."""
+    return transport if boundary is None else CompressedTransport(transport, boundary)
+
+
+def _make_replicas(
+    rank: int,
+    stages: Mapping[int, Stage],
+    guard: PeerGuard,
+    world: World,
+    schedule: Schedule,
+    shared: Sequence[tuple[Shared, Tensor]],
+) -> dict[int, ReplicaGroup]:
+    """Make the replica groups of a rank's stages that other ranks have too.
 
     Args:
         rank: the rank.
         stages: its stages.
-        world: all ranks.
-        boundary: the compression of activations between stages, if any.
-        setting: what is run.
-    """
-    transport = world.transport(rank)
-    interpreter = Interpreter(
-        rank,
-        stages,
-        len(setting.lengths),
-        transport if boundary is None else CompressedTransport(transport, boundary),
-        world.board(rank),
-        clock_for(world.device(rank)),
-    )
-    for stage in stages.values():
-        stage.held = interpreter.activation_meter
-    return interpreter
-
-
-def _make_replicas(
-    interpreter: Interpreter,
-    world: World,
-    schedule: Schedule,
-    shared: Sequence[tuple[Shared, Tensor]],
-) -> dict[int, Copies]:
-    """Make the replica groups of a rank's stages that other ranks have too.
-
-    Args:
-        interpreter: the rank.
+        guard: converts errors of the transport.
         world: all ranks.
         schedule: which ranks have which stages.
         shared: tensors of this rank that several stages use.
     """
-    rank = interpreter.rank
     shared_tensors_here = [tensor for _, tensor in shared]
-    replicas: dict[int, Copies] = {}
-    for index, stage in interpreter.stages.items():
+    replicas: dict[int, ReplicaGroup] = {}
+    for index, stage in stages.items():
         ranks = schedule.ranks_of_stage[index]
         if len(ranks) > 1:
-            replicas[index] = Copies(
-                stage, ranks, rank, world.transport(rank), interpreter.guard, shared_tensors_here
+            replicas[index] = ReplicaGroup(
+                stage, ranks, rank, world.transport(rank), guard, shared_tensors_here
             )
     return replicas
 

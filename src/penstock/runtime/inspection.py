@@ -44,7 +44,10 @@ class Inspection:
         )
         if not any(rows.values()):
             raise RunError("there is no timeline yet: train a batch first")
-        timeline = measured(self._world, self.setting.schedule, self._assembly.interpreters, rows)
+        weights = {} if self._stream is None else self._stream.weights.by_rank
+        timeline = measured(
+            self._world, self.setting.schedule, self._assembly.interpreters, rows, weights
+        )
         if played is None:
             return timeline
         return replace(
@@ -56,7 +59,7 @@ class Inspection:
         """By stage, the peak number of its weight versions on any rank so far."""
         if self._stream is None:
             return (1,) * len(self.setting.lengths)
-        return self._assembly.versions_kept()
+        return self._stream.weights.peak_versions()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the local stages with their names in the model.

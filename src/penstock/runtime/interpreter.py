@@ -8,27 +8,43 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from penstock.batches.batch import Batch
 from penstock.batches.in_flight import BatchesInFlight
-from penstock.errors import DeadlineExceeded, PeerFailed, RunError, StageFailed
+from penstock.errors import DeadlineExceeded, PeerFailed, StageFailed
 from penstock.optim.stage_weights import StageWeights
 from penstock.ranks.clock import Clock, Mark
+from penstock.ranks.peer_guard import PeerGuard
 from penstock.ranks.status_board import Board
 from penstock.runtime.program_steps import Step, steps_of
 from penstock.schedule.lower import Action, Message
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
 from penstock.stage.activation_meter import ActivationMeter, optimizer_bytes
-from penstock.stage.replicas import Copies
+from penstock.stage.replicas import ReplicaGroup
 from penstock.stage.stage import Stage
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Arrival, Transport, TransportLost, TransportTimeout
 
-T = TypeVar("T")
-
 #: Size of the cache of programs. Small batches and evaluation have other programs than training.
 _MAX_PROGRAMS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What the ops of one call read and change beside the stages.
+
+    Attributes:
+        batches: the batches in flight.
+        updates: whether a U updates the weights; otherwise it only sums the gradients of replicas.
+        weights: in a stream, by stage, its weight rule, which provides the weight version that each
+            op reads; empty outside a stream, where ops read the parameters.
+        on_loss: called when the loss of a micro-batch has been computed.
+    """
+
+    batches: BatchesInFlight
+    updates: bool = True
+    weights: Mapping[int, StageWeights] = field(default_factory=dict)
+    on_loss: Callable[[Batch], None] | None = None
 
 
 @dataclass
@@ -42,11 +58,8 @@ class Interpreter:
         transport: its end of the links to other ranks.
         board: where it publishes its status.
         clock: measures the times of ops.
-        copies: by stage, its group of replicas, for stages that average gradients at every U.
-        weights: by stage, its weight rule, which provides the weight version that each op of a
-            stream reads.
-        on_loss: called when the loss of a micro-batch has been computed.
-        activation_meter: counts the bytes of saved activations.
+        replicas: by stage, its group of replicas, for stages that average gradients at every U.
+        activation_meter: counts the bytes of saved activations of the stages.
         marks: by op, the clock marks of its start and end.
     """
 
@@ -56,24 +69,23 @@ class Interpreter:
     transport: Transport
     board: Board
     clock: Clock
-    copies: Mapping[int, Copies] = field(default_factory=dict)
-    weights: Mapping[int, StageWeights] = field(default_factory=dict)
-    on_loss: Callable[[Batch], None] | None = None
-    activation_meter: ActivationMeter = field(default_factory=ActivationMeter)
+    replicas: Mapping[int, ReplicaGroup]
+    activation_meter: ActivationMeter
     marks: dict[Op, tuple[Mark, Mark]] = field(default_factory=dict)
     _arrivals: dict[Message, Arrival] = field(default_factory=dict)
     _values: dict[Message, Payload] = field(default_factory=dict)
     # Activations that other ranks have evicted to this one, by stage and micro-batch.
     _evicted_here: dict[tuple[int, int], Payload] = field(default_factory=dict)
-    _updating: bool = True
-    _streaming: bool = True
     _batch_step: int = 0
     _computing: bool = False
     _op_start: Mark = None
-    # What the rank waits for (a rank, or a description), and since when.
+    # The rank, or an op of one, that this rank waits for, and since when.
     _waits_for: int | str = ""
     _waits_since: float = 0.0
     _programs: dict[int, tuple[Sequence[Action], tuple[Step, ...]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.guard = PeerGuard(self.rank, self.board)
 
     def play(self, program: Sequence[Action], batch: Batch, *, update: bool = True) -> None:
         """Run a program on one batch.
@@ -90,38 +102,36 @@ class Interpreter:
             DeadlineExceeded: a message did not arrive in time.
         """
         self.begin()
-        self._updating, self._streaming = update, False
         cached = self._programs.get(id(program))
         # The id may have been reused by another program: compare the object, too.
         if cached is None or cached[0] is not program:
             if len(self._programs) > _MAX_PROGRAMS:
                 self._programs.clear()
             cached = self._programs[id(program)] = program, steps_of(program, self.stage_count)
-        self._run(cached[1], BatchesInFlight.alone(batch))
+        self._run(cached[1], RunContext(BatchesInFlight.alone(batch), update))
         self.finish()
 
     def begin(self) -> None:
-        """Reset times and memory counters; the ops that follow are of a stream, with updates."""
-        self._updating = self._streaming = True
+        """Reset times and memory counters, before a batch or a stream."""
         self.marks.clear()
         self.clock.begin()
         self.activation_meter.begin()
 
-    def run_actions(self, actions: Sequence[Action], batches: BatchesInFlight) -> None:
+    def run_actions(self, actions: Sequence[Action], context: RunContext) -> None:
         """Run the next part of the program of a stream. Raises as `play`.
 
         Args:
             actions: ops and transfers.
-            batches: the batches in flight, which include all that the actions refer to.
+            context: its batches include all that the actions refer to.
         """
         self.clock.begin()
-        self._run(steps_of(actions, self.stage_count), batches)
+        self._run(steps_of(actions, self.stage_count), context)
 
-    def _run(self, steps: Sequence[Step], batches: BatchesInFlight) -> None:
+    def _run(self, steps: Sequence[Step], context: RunContext) -> None:
         step: Step | None = None
         try:
             for step in steps:
-                self._step(step, batches)
+                self._step(step, context)
         except BaseException as error:
             self.forget()
             translated = self._translate_error(error, step)
@@ -135,12 +145,12 @@ class Interpreter:
 
         Raises as `play`.
         """
-        self._guard("its sends to leave", lambda: self.transport.release(before))
+        self.guard.during("its sends to leave", lambda: self.transport.release(before))
 
     def finish(self) -> None:
         """Wait until all messages that this rank sends have left. Raises as `play`."""
         try:
-            self._guard("its sends to leave", self.transport.drain)
+            self.guard.during("its sends to leave", self.transport.drain)
         except BaseException:
             self.forget()
             raise
@@ -151,38 +161,33 @@ class Interpreter:
             state.clear()
         for stage in self.stages.values():
             stage.forget()
-        for copies in self.copies.values():
-            copies.forget()
+        for replicas in self.replicas.values():
+            replicas.forget()
 
-    def guard(self, rank: int, action: Callable[[], T]) -> T:
-        """Call `action`, which may wait for `rank`; convert errors of the transport.
-
-        Raises:
-            PeerFailed, DeadlineExceeded: see `play`.
-        """
-        return self._guard(f"rank {rank}", action)
-
-    def peak_bytes(self) -> int:
+    def peak_bytes(self, weights: Mapping[int, StageWeights]) -> int:
         """Return the peak memory of the rank in bytes, without workspace.
 
         Counted are weights in all their versions, gradients, optimizer state, and activations.
+
+        Args:
+            weights: in a stream, by stage, its weight rule.
         """
         total = self.activation_meter.peak
         # By id of the tensor: a weight that several stages of the rank use counts once.
         tensor_bytes: dict[int, int] = {}
         gradient_bytes: dict[int, int] = {}
         for index, stage in self.stages.items():
-            update, weights = stage.update, self.weights.get(index)
+            update, rule = stage.update, weights.get(index)
             for tensor in stage.tensors():
                 tensor_bytes[id(tensor)] = tensor.nbytes
             for parameter in (*update.parameters, *update.borrowed):
                 gradient_bytes[id(parameter)] = parameter.nbytes
             total += optimizer_bytes(update.optimizer)
-            if weights is not None:
+            if rule is not None:
                 # The newest version is the parameters, which are counted above.
-                total += weights.held_bytes()
+                total += rule.held_bytes()
                 total -= sum(parameter.nbytes for parameter in update.parameters)
-                total += sum(map(optimizer_bytes, weights.more_optimizers()))
+                total += sum(map(optimizer_bytes, rule.more_optimizers()))
         return total + sum(tensor_bytes.values()) + sum(gradient_bytes.values())
 
     def seconds(self, ops: Sequence[Op]) -> list[tuple[float, float]]:
@@ -192,8 +197,9 @@ class Interpreter:
             for start, end in map(self.marks.__getitem__, ops)
         ]
 
-    def _step(self, step: Step, batches: BatchesInFlight) -> None:
+    def _step(self, step: Step, context: RunContext) -> None:
         """Run one op with its receives and sends; note in `_waits_for` what they wait for."""
+        batches = context.batches
         for peer, message in step.posts:
             if (entry := batches.find(message.micro_batch)) is not None:
                 self._waits_for, self._waits_since = peer, time.monotonic()
@@ -204,14 +210,14 @@ class Interpreter:
         if op is None or step.kind is Kind.U:
             if op is not None:
                 self._start_op(step)
-                self._update(op)
+                self._update(op, context)
                 self._end_op(op)
         elif (entry := batches.find(step.number)) is not None:
-            batch, number = entry
+            batch, _ = entry
             self._batch_step = batch.step
             arrived = None if step.input_message is None else self._receive(step, batch)
             self._start_op(step)
-            result = self._compute(op, batch, number, arrived)
+            result = self._compute(op, entry, arrived, context)
             self._end_op(op)
             if result is not None and step.output_message is not None:
                 self._values[step.output_message] = result
@@ -255,7 +261,7 @@ class Interpreter:
             waits_for = (
                 self._waits_for if isinstance(self._waits_for, str) else f"rank {self._waits_for}"
             )
-            return self._transport_error(error, waits_for, time.monotonic() - self._waits_since)
+            return self.guard.error(error, waits_for, time.monotonic() - self._waits_since)
         if (
             not computing
             or step is None
@@ -272,26 +278,28 @@ class Interpreter:
         )
 
     def _compute(
-        self, op: Op, batch: Batch, number: int, arrived: Payload | None
+        self, op: Op, entry: tuple[Batch, int], arrived: Payload | None, context: RunContext
     ) -> Payload | None:
         """Run a computing op (F, B, I, W) or an op that moves activations; return its result.
 
         Args:
             op: the op.
-            batch: its batch.
-            number: its number in the batch.
+            entry: its batch, and its number in the batch.
             arrived: its input from another stage or rank.
+            context: what ops read and change beside the stages.
         """
+        batch, number = entry
         if op.kind in ACTIVATION_MOVES:
             return self._move_activations(op, batch, number, arrived)
-        stage, weights = self.stages[op.stage], self._weights(op.stage)
+        stage = self.stages[op.stage]
+        weights = context.weights.get(op.stage) if context.weights else None
         if op.kind is Kind.F:
             if weights is not None:
                 weights.before_forward(op.micro_batch)
             output = stage.forward(batch, number, arrived)
-            if self.on_loss is not None and stage.loss is not None:
-                on_loss = self.on_loss
-                self._guard("its loss to leave", lambda: on_loss(batch))
+            if context.on_loss is not None and stage.loss is not None:
+                on_loss = context.on_loss
+                self.guard.during("its loss to leave", lambda: on_loss(batch))
             return output
         if weights is not None:
             weights.before_backward(op.micro_batch)
@@ -306,17 +314,14 @@ class Interpreter:
             weights.finished(op.micro_batch)
         return result
 
-    def _weights(self, stage: int) -> StageWeights | None:
-        """Return a stage's weight rule; None outside a stream, where ops read the parameters."""
-        return self.weights.get(stage) if self._streaming else None
-
-    def _update(self, op: Op) -> None:
-        if op.stage in self.copies:
-            self.board.doing(f"waits for the other copies at {op}")
-            self.copies[op.stage].all_reduce()
-        if not self._updating:
+    def _update(self, op: Op, context: RunContext) -> None:
+        """Run a U: sum the gradients of replicas, and update the weights."""
+        if op.stage in self.replicas:
+            self.board.doing(f"waits for the other replicas at {op}")
+            self.replicas[op.stage].all_reduce()
+        if not context.updates:
             return
-        weights = self._weights(op.stage)
+        weights = context.weights.get(op.stage)
         if weights is not None:
             weights.update(op.micro_batch)
         else:
@@ -343,29 +348,3 @@ class Interpreter:
         else:
             self.stages[op.stage].load(batch, number, arrived)
         return None
-
-    def _guard(self, waited_for: str, action: Callable[[], T]) -> T:
-        """Call `action`; convert errors of the transport into those of a run."""
-        started = time.monotonic()
-        try:
-            return action()
-        except (TransportTimeout, TransportLost) as error:
-            waited_s = time.monotonic() - started
-            raise self._transport_error(error, waited_for, waited_s) from error
-
-    def _transport_error(
-        self, error: TransportTimeout | TransportLost, waited_for: str, waited_s: float
-    ) -> RunError:
-        """Return the error of a run for an error of the transport.
-
-        Args:
-            error: what the transport raised.
-            waited_for: what the rank waited for.
-            waited_s: seconds for which it waited.
-        """
-        if isinstance(error, TransportTimeout):
-            return DeadlineExceeded(self.rank, waited_for, waited_s, self.board.elsewhere())
-        reason = self.board.failure(patience_s=2.0)
-        return PeerFailed(
-            self.rank, waited_for, reason or "the rank that was to send it ended without a message"
-        )

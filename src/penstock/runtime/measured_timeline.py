@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from penstock.event import Event, Timeline
+from penstock.optim.stage_weights import StageWeights
 from penstock.ranks.world import World
 from penstock.runtime.interpreter import Interpreter
 from penstock.schedule.op import Op, Schedule
@@ -17,7 +18,11 @@ Rows = Mapping[int, Sequence[tuple[Op, Op]]]
 
 
 def measured(
-    world: World, schedule: Schedule, interpreters: Mapping[int, Interpreter], rows: Rows
+    world: World,
+    schedule: Schedule,
+    interpreters: Mapping[int, Interpreter],
+    rows: Rows,
+    weights: Mapping[int, Mapping[int, StageWeights]],
 ) -> Timeline:
     """Gather the times of some ops and the peak memory of all ranks. Every process calls it.
 
@@ -26,6 +31,7 @@ def measured(
         schedule: the schedule.
         interpreters: those of the ranks of this process.
         rows: the ops of all ranks.
+        weights: in a stream, by rank and stage, its weight rule.
 
     Returns:
         The timeline, the same in every process.
@@ -34,7 +40,8 @@ def measured(
     local = {}
     for rank, interpreter in interpreters.items():
         seconds = interpreter.seconds([run_op for _, run_op in rows[rank]])
-        local[rank] = [torch.tensor([*seconds, (interpreter.peak_bytes(), 0)], dtype=torch.float64)]
+        peak_bytes = interpreter.peak_bytes(weights.get(rank, {}))
+        local[rank] = [torch.tensor([*seconds, (peak_bytes, 0)], dtype=torch.float64)]
     forms = {
         rank: [TensorForm((len(ops) + 1, 2), "float64", wants_grad=False)]
         for rank, ops in rows.items()
@@ -48,8 +55,8 @@ def measured(
     peaks: list[int] = []
     for rank, ops in rows.items():
         events += [Event(rank, op, *next(table_rows)) for op, _ in ops]
-        peak_bytes, _ = next(table_rows)
-        peaks.append(int(peak_bytes))
+        peak, _ = next(table_rows)
+        peaks.append(int(peak))
     return Timeline.of(
         events, len(rows), schedule.stages, tuple(peaks), source="measured", title=schedule.name
     )

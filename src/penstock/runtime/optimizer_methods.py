@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.errors import SettingError
 from penstock.optim.param_groups import ParameterGroup, parameter_groups_of, set_learning_rates
 from penstock.runtime import torch_optimizer_state as plain_state
 from penstock.runtime.assembly import Assembly
@@ -86,6 +87,7 @@ class Optimizing:
                 weight rule keeps several optimizers for a stage.
         """
         self._settle()
+        self._check_single_optimizers("has no form in plain PyTorch")
         return plain_state.collect(self._assembly)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -100,10 +102,28 @@ class Optimizing:
                 parameters, or tensors have other shapes. No rank has changed anything.
         """
         if self._stream is not None:
-            self._stream.begin_anew()
+            self._stream.empty()
+        self._check_single_optimizers("cannot be taken from plain PyTorch")
         plain_state.restore(self._assembly, state)
         if self._stream is not None:
-            self._assembly.attach_weight_rules()
+            self._stream.weights.restart()
+
+    def _check_single_optimizers(self, problem: str) -> None:
+        """Check that each stage has a single optimizer.
+
+        Args:
+            problem: the end of the sentence "the optimizer's state ...".
+
+        Raises:
+            SettingError: a weight rule keeps further ones.
+        """
+        has_more = self._stream is not None and self._stream.weights.has_more_optimizers()
+        if has_more or self._assembly.lives > 1:
+            raise SettingError(
+                f"the optimizer's state {problem}: {self._assembly.setting.schedule.name} keeps "
+                "several copies of the weights, each with an optimizer of its own. Use save() and "
+                "load()"
+            )
 
     def _settle(self) -> None:
         """Finish all batches in flight of an asynchronous schedule."""

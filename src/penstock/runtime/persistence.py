@@ -96,7 +96,7 @@ class Persistence:
         )
         options = CheckpointOptions(self._rule(), self.assembly.lives, nonfinite)
         world, placed = self.assembly.world, self.assembly.placed
-        versioned = self.assembly.versioned()
+        versioned = self._versions()
         checkpoint.save(Path(folder), world, placed, progress, versioned, options)
 
     def load(
@@ -124,9 +124,9 @@ class Persistence:
             Path(folder),
             self.assembly.world,
             self.assembly.placed,
-            self.assembly.versioned(),
+            self._versions(),
             options,
-            None if self.stream is None else self._begin_anew,
+            None if self.stream is None else self._restart_stream,
         )
         self.together.restore(self.progress.scaler)
         # Fewer schedulers may exist than were saved: `check_schedulers` looks before training.
@@ -134,11 +134,16 @@ class Persistence:
             scheduler.load_json(text)
         return self.progress.step
 
-    def _begin_anew(self) -> Sequence[VersionedStage]:
-        """Empty the stream, and initialise the weight rules from the current parameters."""
+    def _versions(self) -> Sequence[VersionedStage]:
+        """Return the local stages with weight rules; none for a synchronous schedule."""
+        return [] if self.stream is None else self.stream.weights.versions()
+
+    def _restart_stream(self) -> Sequence[VersionedStage]:
+        """Empty the stream, and start the weight rules from the current parameters."""
         assert self.stream is not None
-        self.stream.begin_anew()
-        return self.assembly.attach_weight_rules()
+        self.stream.empty()
+        self.stream.weights.restart()
+        return self.stream.weights.versions()
 
     def _rule(self) -> RuleFacts | None:
         """Describe the weight rule of an asynchronous schedule; None for other schedules."""

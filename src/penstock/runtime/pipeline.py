@@ -196,7 +196,6 @@ class Pipeline(Optimizing, ModelState, Inspection):
         self._player = Player(self._assembly, self._together)
         self._stream: Streaming | None = None
         if self.setting.schedule.stream is not None:
-            self._assembly.attach_weight_rules()
             self._stream = Streaming(self._assembly, stream_increments(self._assembly))
         self._persistence = Persistence(self._assembly, self._together, self._stream)
         self._preparation = Preparation(self._assembly, autocast, self._drain)
@@ -460,10 +459,10 @@ class Pipeline(Optimizing, ModelState, Inspection):
         self._world.calls.enter("load_state_dict")
         self._mark_stale()
         if self._stream is not None:
-            self._stream.begin_anew()
+            self._stream.empty()
         incompatible_keys = state.load(self._assembly.placed, tensors, strict=strict)
         if self._stream is not None:
-            self._assembly.attach_weight_rules()
+            self._stream.weights.restart()
         return incompatible_keys
 
     def save(self, folder: str | Path, *, allow_nonfinite: bool = False) -> None:

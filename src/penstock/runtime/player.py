@@ -126,8 +126,8 @@ class Player:
         """
         interpreter = self.assembly.interpreters[rank]
         if mode is not Mode.EVALUATE:
-            for copies in interpreter.copies.values():
-                copies.begin()
+            for replicas in interpreter.replicas.values():
+                replicas.begin()
         if not self.assembly.steps:
             # Without an optimizer, the caller may have changed the weights since.
             self.together.send_tied_weights(rank)

@@ -17,6 +17,8 @@ from penstock.batches.in_flight import BatchesInFlight
 from penstock.errors import RunError
 from penstock.ranks.results import StreamLosses
 from penstock.runtime.assembly import Assembly
+from penstock.runtime.interpreter import RunContext
+from penstock.runtime.stream_weights import StreamWeights
 from penstock.schedule.increments import Portions
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.period import with_batch_count
@@ -45,15 +47,14 @@ class Streaming:
         self.world = self.assembly.world
         self.schedule = self.assembly.setting.schedule
         self.interpreters = self.assembly.interpreters
-        self._under_way = BatchesInFlight(self.schedule.micro_batches)
+        self.weights = StreamWeights(self.assembly)
+        self._in_flight = BatchesInFlight(self.schedule.micro_batches)
         period_batches = self.portions.period.batches
         self._losses = StreamLosses(self.world, with_batch_count(self.schedule, period_batches))
         # Times are stored for the batches of a timeline, and for those that ranks may have begun
         # after them.
         longest = with_batch_count(self.schedule, 2 * self.schedule.batches + period_batches)
         self._most_marks = {rank: len(longest.programs[rank]) for rank in self.interpreters}
-        for interpreter in self.interpreters.values():
-            interpreter.on_loss = self._losses.tell
 
     def feed(self, batch: Batch) -> None:
         """Feed a batch to the ranks, and run the ops that become possible with it.
@@ -69,7 +70,7 @@ class Streaming:
                 interpreter.begin()
             self._drained = False
         index = self._fed
-        self._under_way.add(index, batch)
+        self._in_flight.add(index, batch)
         self._sizes.append(len(batch.inputs))
         # Broken until the batch is complete: an exception anywhere leaves it so.
         self._broken = True
@@ -105,15 +106,15 @@ class Streaming:
         self._collect(self._fed)
         self._drained, self._broken = True, False
 
-    def begin_anew(self) -> None:
-        """Empty the stream before parameters get new values.
+    def empty(self) -> None:
+        """Empty the stream before parameters get new values; call `weights.restart` afterwards.
 
         Batches in flight are completed; after a failure they are dropped, and the failure is
         cleared.
         """
         if not self._broken:
             self.flush()
-        self._under_way.clear()
+        self._in_flight.clear()
         self._losses.clear()
         self.ready.clear()
         for interpreter in self.interpreters.values():
@@ -162,7 +163,7 @@ class Streaming:
     def _play(self, rank: int, index: int) -> None:
         """Run a rank's ops for batch `index`."""
         interpreter = self.interpreters[rank]
-        interpreter.run_actions(self.portions.increment(rank, index), self._under_way)
+        interpreter.run_actions(self.portions.increment(rank, index), self._context(rank))
         # With what has been sent by now, every rank can complete its increment, and receive the
         # messages of completed batches: so waiting for these sends cannot block for ever.
         interpreter.release(
@@ -175,16 +176,21 @@ class Streaming:
     def _drain(self, rank: int) -> None:
         """Run a rank's remaining ops, and bring all replicas to the same weights."""
         interpreter = self.interpreters[rank]
-        interpreter.run_actions(self.portions.remainder(rank, self._fed), self._under_way)
-        for weights in interpreter.weights.values():
-            weights.drain()
-        for copies in self.assembly.wave_replicas[rank].values():
-            copies.share_weights()
+        interpreter.run_actions(self.portions.remainder(rank, self._fed), self._context(rank))
+        self.weights.drain(rank)
+        for replicas in self.assembly.wave_replicas[rank].values():
+            replicas.share_weights()
         interpreter.finish()
+
+    def _context(self, rank: int) -> RunContext:
+        """Return what the ops of a rank read and change beside its stages."""
+        return RunContext(
+            self._in_flight, weights=self.weights.by_rank[rank], on_loss=self._losses.tell
+        )
 
     def _collect(self, done: int) -> None:
         """Move the losses of the batches before `done` to `ready`."""
         for index in range(self._done, done):
-            batch = self._under_way.take(index)
+            batch = self._in_flight.take(index)
             self.ready.append((batch.step, self._losses.mean(batch)))
         self._done = done

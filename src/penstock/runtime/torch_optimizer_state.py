@@ -101,10 +101,8 @@ def collect(assembly: Assembly) -> dict[str, Any]:
 
     Raises:
         SettingError: there is no optimizer; the stages' optimizers have different groups or
-            options; a weight rule keeps more than one optimizer for a stage; or an optimizer keeps
-            something else than tensors and plain values.
+            options; or an optimizer keeps something else than tensors and plain values.
     """
-    _check_single(assembly, "has no form in plain PyTorch")
     optimizers = assembly.optimizers()
     tensors, local_parts = _local_parts(assembly)
     parts = _exchange(assembly, local_parts)
@@ -149,7 +147,6 @@ def restore(assembly: Assembly, state: Mapping[str, Any]) -> None:
         SettingError: as for `collect`; or the state is not of an optimizer over these parameters.
             Nothing has changed.
     """
-    _check_single(assembly, "cannot be taken from plain PyTorch")
     optimizers = assembly.optimizers()
     _, local_parts = _local_parts(assembly, with_state=False)
     numbering = _numbering(assembly, _exchange(assembly, local_parts))
@@ -399,28 +396,6 @@ def _group_error(first: Sequence[str], second: Sequence[str]) -> SettingError:
         f"{', '.join(second)}, which one optimizer cannot have: pass parameter_groups=, which "
         "creates the same groups on every stage"
     )
-
-
-def _check_single(assembly: Assembly, problem: str) -> None:
-    """Check that each stage has a single optimizer.
-
-    Args:
-        assembly: the ranks of this process.
-        problem: the end of the sentence "the optimizer's state ...".
-
-    Raises:
-        SettingError: a weight rule keeps further ones.
-    """
-    has_more = any(
-        weights.more_optimizers()
-        for interpreter in assembly.interpreters.values()
-        for weights in interpreter.weights.values()
-    )
-    if has_more or assembly.lives > 1:
-        raise SettingError(
-            f"the optimizer's state {problem}: {assembly.setting.schedule.name} keeps several "
-            "copies of the weights, each with an optimizer of its own. Use save() and load()"
-        )
 
 
 def _join_counts(counts: Sequence[int]) -> str:

@@ -150,8 +150,9 @@ class Trainability:
         for stage in self.made.stages:
             stage.update.refresh()
         for rank, interpreter in self.made.interpreters.items():
-            for copies in (*interpreter.copies.values(), *self.made.wave_replicas[rank].values()):
-                copies.refresh()
+            wave_replicas = self.made.wave_replicas[rank]
+            for replicas in (*interpreter.replicas.values(), *wave_replicas.values()):
+                replicas.refresh()
             if rank in self.made.tied:
                 self.made.tied[rank].refresh()
         self.together.trained |= thawed

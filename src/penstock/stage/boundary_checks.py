@@ -83,13 +83,13 @@ class Watch:
     """One run of layers that may modify their inputs.
 
     Attributes:
-        given: the inputs to run the layers on.
+        inputs: those to run the layers on.
     """
 
     def __init__(
         self, in_place: InPlaceChanges, training: bool, inputs: Payload, *, copied: bool
     ) -> None:
-        self.given = inputs
+        self.inputs = inputs
         self._in_place, self._training, self._copied = in_place, training, copied
         self._tensors = inputs.tensors
         self._versions = versions_of(self._tensors)
@@ -104,7 +104,7 @@ class Watch:
         if self._versions is None or versions is None:
             return
         modified = [before != after for before, after in zip(self._versions, versions, strict=True)]
-        check_shared(self.given.shared, modified)
+        check_shared(self.inputs.shared, modified)
         self._in_place.record(training=self._training, modified=any(modified), copied=self._copied)
 
 

@@ -9,6 +9,7 @@ recognised, else at the first micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -146,11 +147,14 @@ class ReplicatedStage(Stage):
     the buffers that the first one did not change.
     """
 
-    schedule_name: str = "the schedule"
+    def __init__(self, schedule_name: str, *args: Any, **options: Any) -> None:
+        """Make the replica. Arguments after the name of the schedule as for `Stage`."""
+        self._schedule_name = schedule_name
+        super().__init__(*args, **options)
 
     def __post_init__(self) -> None:
+        self.runner = cast("StageLayers", _ObservedLayers(self.runner, self._refuse))
         super().__post_init__()
-        self._running = cast("StageLayers", _ObservedLayers(self._running, self._refuse))
 
     def forward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload | None:
         """See `Stage.forward`.
@@ -174,7 +178,7 @@ class ReplicatedStage(Stage):
             SettingError: always.
         """
         raise SettingError(
-            f"{self.schedule_name} holds copies of stage {self.index}, each of which runs some of "
+            f"{self._schedule_name} holds copies of stage {self.index}, each of which runs some of "
             "the micro-batches, and its layers would train to other numbers than in one copy: "
             f"{'; '.join(findings)}. {REMEDY}. Nothing has been updated"
         )
@@ -231,15 +235,21 @@ class HookedStage(Stage):
             )
 
 
-def stage_class(layers: Sequence[StageLayer], copies: int) -> type[Stage]:
-    """Return the class of stage with the checks that some layers need.
+def stage_class(
+    layers: Sequence[StageLayer], schedule: Schedule, index: int
+) -> Callable[..., Stage]:
+    """Return the class of a stage, with the checks that its layers need.
 
     Args:
         layers: the layers of the stage.
-        copies: the number of ranks that hold the stage.
+        schedule: which ranks hold it.
+        index: the stage.
+
+    Returns:
+        The class, called with the arguments of `Stage`.
     """
-    if copies > 1:
-        return ReplicatedStage
+    if len(schedule.ranks_of_stage[index]) > 1:
+        return partial(ReplicatedStage, schedule.name)
     weights = (weight for layer in layers for weight in layer.module.parameters())
     hooked = any(weight_hook(weight) == "register_post_accumulate_grad_hook" for weight in weights)
     return HookedStage if hooked else Stage

@@ -50,7 +50,7 @@ class Round(IntEnum):
 
 
 @dataclass
-class Copies:
+class ReplicaGroup:
     """One rank's replica of a stage, and its communication with the others.
 
     Attributes:
@@ -257,7 +257,7 @@ class WaveReplicaExchange:
         replica: the replica of this rank.
     """
 
-    replica: Copies
+    replica: ReplicaGroup
 
     @property
     def copies(self) -> int:

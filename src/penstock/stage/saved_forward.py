@@ -1,4 +1,4 @@
-"""What a stage saves of one forward for its backward."""
+"""What a stage saves of a forward for its backward."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from penstock.transport.payload import Payload
 
 @dataclass(slots=True)
 class InputGrads:
-    """The gradients of leaves as the graph made them.
+    """Records the gradients of leaves as the graph produces them.
 
-    What autograd adds to `leaf.grad` it lays out like the leaf. Without a boundary the gradient
-    would go on as it is, and a sum over it in another order of memory rounds otherwise.
+    Autograd gives `leaf.grad` the memory layout of the leaf. Without a stage boundary the gradient
+    would keep its own layout, and a sum over it in another order of memory rounds differently.
     """
 
     _grads: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, leaves: Sequence[Tensor]) -> InputGrads:
-        """Those of leaves that want gradients."""
+        """Record the gradients of leaves that require them."""
         grads = cls()
         for place, leaf in enumerate(leaves):
             leaf.register_hook(partial(grads._note, place))  # type: ignore[no-untyped-call]  # torch's
@@ -36,12 +36,16 @@ class InputGrads:
         self._grads[place] = grad
 
     def take(self, leaves: Sequence[Tensor]) -> tuple[list[Tensor | None], bool]:
-        """The gradients, None where there is none; and whether all are laid out like their leaves."""
+        """Return the gradients and forget them.
+
+        Returns:
+            By leaf, its gradient or None; and whether all have the memory layout of their leaves.
+        """
         grads = [self._grads.get(place) for place in range(len(leaves))]
         self._grads.clear()
         pairs = zip(leaves, grads, strict=True)
-        alike = all(grad is None or _same_layout(leaf, grad) for leaf, grad in pairs)
-        return grads, alike
+        same_layout = all(grad is None or _same_layout(leaf, grad) for leaf, grad in pairs)
+        return grads, same_layout
 
 
 def _same_layout(leaf: Tensor, grad: Tensor) -> bool:
@@ -50,38 +54,48 @@ def _same_layout(leaf: Tensor, grad: Tensor) -> bool:
 
 @dataclass(slots=True)
 class SavedForward:
-    """One micro-batch's inputs as leaves, and the roots of its graph: its outputs, losses and past.
+    """What the backward of one micro-batch needs.
+
+    The roots of the graph are the outputs that require a gradient, then the losses of this stage,
+    then the state for the next slice.
 
     Attributes:
-        inputs: the leaves.
-        found: more leaves, where the micro-batch is a slice: the past of the slices before.
-        roots: None where the forward runs again, from `inputs` and what its `first` forward saw.
-        own: how many of the roots take no gradient from the next stage: side losses, and the loss
-            on the last stage.
-        first: see `roots`.
-        saved: what is handed to another rank meanwhile.
-        size: bytes.
-        flags: which tensors of the output, and then of the past, want a gradient.
-        loss: the loss among the roots; None where the forward runs again, whose graph it would
-            keep alive.
-        input_grads: what `InputGrads` has seen.
+        inputs: the inputs of the stage, as leaves.
+        slice_state: where the micro-batch is a slice, the state of the slices before, as leaves.
+        roots: None if the forward is recomputed for the backward.
+        loss_root_count: number of the roots that take no gradient from the next stage: side losses,
+            and on the last stage the loss.
+        first: the state in which the forward is recomputed, and its fingerprint.
+        saved: the tensors that may be evicted to another rank until the backward.
+        size: bytes that are held.
+        requires_grad: which tensors of the output, and then of the state for the next slice,
+            require a gradient.
+        loss: the loss among the roots; None if the forward is recomputed, since it would keep the
+            graph alive.
+        input_grads: records the gradients of the inputs.
     """
 
     inputs: Payload
-    found: dict[int, Any]
+    slice_state: dict[int, Any]
     roots: list[Tensor] | None
-    own: int
+    loss_root_count: int
     first: FirstForward | None
     saved: Saved | None = None
     size: int = 0
-    flags: tuple[bool, ...] = ()
+    requires_grad: tuple[bool, ...] = ()
     loss: Tensor | None = None
     input_grads: InputGrads | None = None
 
 
 @dataclass(slots=True)
 class FastForward:
-    """The same on the fast path: one tensor comes in, one goes out, and nothing else is asked for."""
+    """What the backward of a micro-batch of the fast path needs.
+
+    Attributes:
+        leaf: the input, if it requires a gradient.
+        root: the output or, on the last stage, the loss, if it requires a gradient.
+        size: bytes that are held.
+    """
 
     leaf: Tensor | None
     root: Tensor | None

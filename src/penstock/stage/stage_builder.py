@@ -17,9 +17,11 @@ from penstock.ranks.run_config import RunConfig
 from penstock.ranks.tied_weights import Shared, tensors_of
 from penstock.ranks.world import World
 from penstock.schedule.op import Kind
+from penstock.stage.activation_meter import ActivationMeter
 from penstock.stage.foreign_parameters import ModelParameters, Reach
-from penstock.stage.replica_check import ReplicatedStage, stage_class
+from penstock.stage.replica_check import stage_class
 from penstock.stage.stage import Loss, Stage, StageLayer
+from penstock.stage.stage_layers import StageLayers
 from penstock.stage.training_options import Options
 from penstock.tracing.materialise import materialise
 from penstock.tracing.traced_chain import TracedChain
@@ -81,8 +83,15 @@ class StageBuilder:
             parts = (part for module in self.traced.modules for part in module.modules())
             remember_code([*parts, self.training.loss])
 
-    def build_stages(self, rank: int) -> tuple[dict[int, Stage], list[tuple[Shared, Tensor]]]:
-        """Return the stages of a rank, by index, and the shared tensors that it has."""
+    def build_stages(
+        self, rank: int, activation_meter: ActivationMeter
+    ) -> tuple[dict[int, Stage], list[tuple[Shared, Tensor]]]:
+        """Return the stages of a rank, by index, and the shared tensors that it has.
+
+        Args:
+            rank: the rank.
+            activation_meter: the rank's counter of saved activations.
+        """
         indices = self.setting.schedule.stages_of_rank[rank]
         layers = [layer for index in indices for layer in range(*self._bounds[index])]
         modules = dict(zip(layers, self._modules(rank, indices, layers), strict=True))
@@ -90,7 +99,12 @@ class StageBuilder:
             self.traced, ((self.traced.layers[i].name, modules[i]) for i in layers)
         )
         shared_here = [(entry, tensors[entry.name]) for entry in self.shared if rank in entry.ranks]
-        stages = {index: self._build_stage(rank, index, modules, shared_here) for index in indices}
+        stages: dict[int, Stage] = {}
+        for index in indices:
+            bounds = range(*self._bounds[index])
+            stage_layers = [StageLayer(i, self.traced.layers[i].name, modules[i]) for i in bounds]
+            borrowed = _borrowed_parameters(rank, index, shared_here)
+            stages[index] = self._build_stage(rank, index, stage_layers, borrowed, activation_meter)
         return stages, shared_here
 
     def _modules(self, rank: int, indices: Sequence[int], layers: Sequence[int]) -> list[nn.Module]:
@@ -147,53 +161,66 @@ class StageBuilder:
         self,
         rank: int,
         index: int,
-        modules: Mapping[int, nn.Module],
-        shared_here: Sequence[tuple[Shared, Tensor]],
+        layers: Sequence[StageLayer],
+        borrowed: Sequence[nn.Parameter],
+        activation_meter: ActivationMeter,
     ) -> Stage:
         """Make one stage of a rank.
 
         Args:
             rank: the rank.
             index: the stage.
-            modules: by layer, the modules of the rank.
-            shared_here: shared tensors that the rank has.
+            layers: its layers, with the modules of the rank.
+            borrowed: its parameters that the optimizer of another stage updates.
+            activation_meter: the rank's counter of saved activations.
         """
-        traced, setting, training = self.traced, self.setting, self.training
-        first, end = self._bounds[index]
-        layers = [StageLayer(i, traced.layers[i].name, modules[i]) for i in range(first, end)]
-        names = parameter_names(traced, layers)
+        setting, training = self.setting, self.training
+        options = training.options
+        names = parameter_names(self.traced, layers)
         if self._groups is not None:
             self._groups.know(names)
-        borrowed = _borrowed_parameters(rank, index, shared_here)
-        update = Update.make(list(names), self.make, borrowed, f"stage {index}")
-        update.clip_value = training.options.clip_grad_value
         evictions = (op for op in setting.schedule.programs[rank] if op.kind is Kind.E)
-        evicted = {op.micro_batch for op in evictions if op.stage == index}
-        device, last = self.world.device(rank), index == len(setting.lengths) - 1
-        entry = traced.entries.get(first) if index else None
-        make_stage = stage_class(layers, len(setting.schedule.ranks_of_stage[index]))
-        stage = make_stage(
+        update = Update.make(
+            list(names), self.make, borrowed, f"stage {index}", options.clip_grad_value
+        )
+        last = index == len(setting.lengths) - 1
+        make_stage = stage_class(layers, setting.schedule, index)
+        return make_stage(
             index,
-            layers,
-            device,
+            self._stage_layers(rank, index, layers),
             update,
-            training.seed,
             setting.recompute,
             training.loss if last else None,
-            evicted,
-            entry=None if entry is None else entry.to(device),
-            exit=None if last else traced.exits.get(end - 1),
-            autocast=training.options.autocast,
-            recomputed=setting.recomputed,
-            segment_starts=setting.segment_starts,
-            compile=training.options.compiled,
-            offload=training.options.offload,
+            options.loss_division,
+            evicted={op.micro_batch for op in evictions if op.stage == index},
+            activation_meter=activation_meter,
+            autocast=options.autocast,
             reach=Reach(index, names, self._model),
-            loss_options=training.options.loss_division,
         )
-        if isinstance(stage, ReplicatedStage):
-            stage.schedule_name = setting.schedule.name
-        return stage
+
+    def _stage_layers(self, rank: int, index: int, layers: Sequence[StageLayer]) -> StageLayers:
+        """Return the runner of a stage's layers.
+
+        Args:
+            rank: the rank.
+            index: the stage.
+            layers: its layers.
+        """
+        setting, training = self.setting, self.training
+        first, end = self._bounds[index]
+        device, last = self.world.device(rank), index == len(setting.lengths) - 1
+        entry = self.traced.entries.get(first) if index else None
+        return StageLayers(
+            layers,
+            device,
+            training.seed,
+            None if entry is None else entry.to(device),
+            None if last else self.traced.exits.get(end - 1),
+            setting.recomputed,
+            setting.segment_starts,
+            training.options.compiled,
+            training.options.offload,
+        )
 
 
 def _borrowed_parameters(
