@@ -1,5 +1,7 @@
-"""The caller's loss function as the last stage calls it: its targets, its random numbers, and
-copies for evaluations beside training.
+"""Calls of the loss function on the last stage.
+
+Moves targets to the device, seeds random numbers, and copies the loss for evaluations that must not
+change it.
 """
 
 from __future__ import annotations
@@ -56,9 +58,9 @@ class LossCall:
     """One loss function on one device.
 
     Attributes:
-        loss: `loss(output, target)`, on the device.
-        device: of the last stage.
-        seed: of random numbers, which depend on it, the step and the micro-batch.
+        loss: `loss(output, target)`, with its tensors on the device.
+        device: the device of the last stage.
+        seed: seed of its random numbers, which also depend on the step and the micro-batch.
     """
 
     loss: Callable[[Any, Any], Any]
@@ -72,7 +74,7 @@ class LossCall:
         self._on_host = self.device.type == "cpu"
 
     def __call__(self, batch: Batch, number: int, value: Any, target: Any) -> Any:
-        """The loss of one micro-batch or slice, or of the whole batch where `number` is -1."""
+        """Return the loss of a micro-batch or slice; of the whole batch if `number` is -1."""
         if not self.draws:
             return self.loss(value, target)
         with drawing(self.device):
@@ -81,14 +83,14 @@ class LossCall:
             return self.loss(value, target)
 
     def target(self, batch: Batch, number: int) -> Any:
-        """The targets of one micro-batch or slice, on the device."""
+        """Return the targets of a micro-batch or slice, on the device."""
         assert batch.targets is not None
         if not self._on_host:
             return device_batch(batch, self.device).part(TARGETS, number)
         return self._moved(batch.targets[number])
 
     def whole_target(self, batch: Batch) -> Any:
-        """The targets of the batch, on the device."""
+        """Return the targets of the batch, on the device."""
         if not self._on_host:
             return device_batch(batch, self.device).whole(TARGETS)
         return self._moved(batch.whole[1])
@@ -99,8 +101,9 @@ class LossCall:
         return map_tensors(lambda leaf: leaf.to(self.device), target)
 
     def untouched(self) -> Callable[[Any, Any], Any]:
-        """The loss for an evaluation that must leave nothing behind: of a module a copy, whose
-        buffers and counters are its own.
+        """Return the loss for an evaluation that must not change its state.
+
+        A module is copied, with its buffers and counters.
         """
         loss = getattr(self.loss, "_torchdynamo_orig_callable", self.loss)
         loss = getattr(loss, "_orig_mod", loss)
@@ -111,7 +114,7 @@ class LossCall:
 
 
 def is_torchs_loss(loss: object) -> bool:
-    """Whether a loss is one of torch's own, as it comes."""
+    """Whether a loss is one of torch's own, unmodified."""
     while isinstance(loss, functools.partial):
         loss = loss.func
     if isinstance(loss, nn.Module):
@@ -121,10 +124,10 @@ def is_torchs_loss(loss: object) -> bool:
 
 
 def on_device(loss: Any, device: torch.device) -> Any:
-    """A loss whose weights are on the device: those of a module, and those given by
-    `functools.partial`.
+    """Return a loss whose tensors are on the device.
 
-    The caller's own module stays as it is.
+    These are the parameters and buffers of a module, and the arguments of a `functools.partial`.
+    The caller's module is not changed.
     """
     if isinstance(loss, nn.Module):
         tensors = [*loss.buffers(), *loss.parameters()]
@@ -141,10 +144,10 @@ def on_device(loss: Any, device: torch.device) -> Any:
 
 
 def one_number(loss: Any) -> Tensor:
-    """A loss as a tensor without dimensions.
+    """Return a loss as a zero-dimensional tensor.
 
     Raises:
-        SettingError: it is none, or has several elements.
+        SettingError: it is not a tensor, or has several elements.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

@@ -1,10 +1,10 @@
-"""What the graph that autograd records of a loss tells about samples: which functions of them are
-nonlinear, and whether they meet.
+"""Analysis of the autograd graph of a loss.
 
-A numeric test cannot see all of this. `(loss - b).abs() + b` (flooding, Ishida et al., 2020) equals
-`loss` as long as the loss of every part is above `b`, so parts of a batch add up early in the
-training and no longer do so late in it. In the graph, the absolute value of one number that all
-samples went into is there from the beginning.
+It finds functions that are nonlinear in the batch, and whether samples interact. A numeric test
+cannot show all of this. `(loss - b).abs() + b` (flooding, Ishida et al., 2020) equals `loss` as
+long as the loss of every part is above `b`: the losses of parts of a batch then add up early in the
+training, but not late in it. The graph shows from the beginning that the absolute value is taken of
+one number to which all samples contribute.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ _VIEWS = frozenset({"ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackwar
 
 @dataclass(frozen=True)
 class Nonlinearity:
-    """A function that is linear in parts, of a model's output.
+    """A piecewise linear function that is applied to a model's output.
 
     Attributes:
-        name: the function's, such as "Abs".
-        size: how many elements it acts on.
+        name: name of the function, such as "Abs".
+        size: number of elements that it acts on.
     """
 
     name: str
@@ -82,12 +82,14 @@ class Nonlinearity:
 
 
 def nonlinearities(loss: Tensor, outputs: Iterable[Tensor]) -> list[Nonlinearity]:
-    """The functions of `outputs` that are linear in parts, in the graph of `loss`, in the order in
-    which the graph is walked.
+    """Return the piecewise linear functions of `outputs` in the graph of `loss`.
 
     Args:
         loss: one number, with its graph.
         outputs: leaves of that graph.
+
+    Returns:
+        The functions in the order of the walk over the graph.
     """
     identities = {id(leaf) for leaf in outputs}
     depends: dict[Any, bool] = {}
@@ -115,13 +117,14 @@ def nonlinearities(loss: Tensor, outputs: Iterable[Tensor]) -> list[Nonlinearity
 def nonlinear_in_batch(
     first: Sequence[Nonlinearity], second: Sequence[Nonlinearity], joined: Sequence[Nonlinearity]
 ) -> str | None:
-    """The name of a function that acts on something that does not grow with the batch, such as a
-    mean over its samples.
+    """Return the name of a function that acts on a value whose size does not grow with the batch.
+
+    Such a value is a mean over samples, for example.
 
     Args:
         first: the functions in the loss of a part of a batch.
         second: those of another part.
-        joined: those of both parts in one batch. Where it has more of them, they come once per
+        joined: those of both parts in one batch. If it has more of them, they occur once per
             sample.
     """
     names = [function.name for function in first]
@@ -136,11 +139,12 @@ def nonlinear_in_batch(
 
 
 def is_per_row(likelihood: Any, target: Tensor) -> bool:
-    """Whether a negative log-likelihood is over rows of an output, each with its own target, so
-    that no sample sees another.
+    """Whether a negative log-likelihood is over rows of an output, each with its own target.
+
+    Samples then do not interact.
 
     Args:
-        likelihood: its node, above a leaf.
+        likelihood: the node of the likelihood.
         target: the targets of a micro-batch.
     """
     if (
@@ -175,14 +179,15 @@ def _keeps_rows(node: Any) -> bool:
 
 
 def _is_first(node: Any, dim: int) -> bool:
-    """Whether a dimension of a node's result is the first; nodes keep negative numbers as unsigned
-    ones.
+    """Whether a dimension of a node's result is the first.
+
+    Nodes store negative numbers as unsigned ones.
     """
     return signed(dim) % len(node._input_metadata[0].shape) == 0
 
 
 def _function(node: Any) -> str:
-    """A node's name without `Backward0`."""
+    """Return a node's name without `Backward0`."""
     name: str = node.name()
     return name.rstrip("0123456789").removesuffix("Backward")
 
@@ -192,7 +197,7 @@ def _is_piecewise(node: Any) -> bool:
 
 
 def _size(node: Any) -> int:
-    """The elements that a node's function acts on; of a maximum, those that come out."""
+    """Return the number of elements that a node acts on; of a maximum, of its result."""
     if _function(node) in _PIECEWISE_LOSSES:
         return int(node._saved_self.numel())
     return math.prod(node._input_metadata[0].shape)

@@ -1,9 +1,8 @@
-"""The loss of a whole batch at once, on the joined outputs of all micro-batches: for losses in
-which samples see each other.
+"""The loss of a whole batch, computed once on the joined outputs of all micro-batches.
 
-Every micro-batch has a root of its own, a 0 whose backward hands its outputs their part of the
-gradient of the joined loss. That loss is computed when the last forward has run, and its gradient
-when the first backward asks for it.
+It serves losses in which samples interact. The backward of every micro-batch starts at a root of
+its own: a 0 whose backward returns the micro-batch's part of the gradient of the joined loss. That
+loss is computed after the last forward, and its gradient when the first backward asks for it.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ _BACKWARD = (Kind.B, Kind.I)
 
 
 def check_joint(schedule: Schedule) -> None:
-    """Refuse a schedule whose last stage does not run all forwards before its first backward, on
-    one rank.
+    """Refuse a schedule whose last stage starts a backward before all forwards have run.
 
     Raises:
-        ScheduleError: it does not.
+        ScheduleError: it does, or several ranks hold the last stage.
     """
     if schedule.micro_batches == 1:
         return
@@ -61,7 +59,15 @@ def check_joint(schedule: Schedule) -> None:
 
 @dataclass
 class _Joint:
-    """One batch's outputs, and what is made of them."""
+    """The outputs of one batch, the loss on all of them, and its gradients.
+
+    Attributes:
+        batch: the batch.
+        outputs: by micro-batch, its output without its graph.
+        leaves: by micro-batch, the tensors of its output.
+        loss: the loss; None until all outputs are there.
+        grads: by micro-batch, the gradients of its tensors; None until the first backward.
+    """
 
     batch: Batch
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -70,7 +76,7 @@ class _Joint:
     grads: dict[int, list[Tensor]] | None = None
 
     def add(self, number: int, value: Any) -> None:
-        """Take in one micro-batch's output, without its graph."""
+        """Add the output of one micro-batch, without its graph."""
         leaves, structure = flatten(value)
         parts = [
             leaf.detach().requires_grad_(self.batch.training and leaf.is_floating_point())
@@ -82,7 +88,7 @@ class _Joint:
         self.leaves[number] = [leaf for leaf in parts if isinstance(leaf, Tensor)]
 
     def grads_of(self, number: int, start: Tensor) -> list[Tensor]:
-        """The gradient of one micro-batch's outputs, given that of the loss."""
+        """Return the gradients of one micro-batch's outputs, given that of the loss."""
         if self.grads is None:
             self.grads = self._all_grads(start)
         return self.grads[number]
@@ -111,7 +117,7 @@ class _Joint:
 
 
 class _Part(Function):
-    """A 0 whose backward is a micro-batch's part of the joined loss's."""
+    """A 0 whose backward returns a micro-batch's part of the gradient of the joined loss."""
 
     @staticmethod
     def forward(
@@ -138,8 +144,9 @@ class JointLosses:
     _now: _Joint | None = None
 
     def of(self, batch: Batch, number: int, value: Any) -> tuple[Tensor, Tensor]:
-        """The root of one micro-batch's backward, and what it adds to the reported loss: 0, but for
-        the last one.
+        """Return the root of one micro-batch's backward, and its part of the reported loss.
+
+        The part is the loss of the batch for the last micro-batch, and 0 for all others.
 
         Raises:
             SettingError: an output has no samples.

@@ -1,15 +1,15 @@
-"""What each micro-batch's loss counts for in the loss of the batch, so that their sum is the loss
-of the undivided batch.
+"""Weights of micro-batches in the loss of a batch.
 
-A mean over samples counts by samples, a mean over tokens that are not padding by those, a sum
-counts as it is. Every rank has the whole batch's targets, so the last stage knows all weights
-before its first backward. Where they come from, in this order:
+With these weights the losses of the micro-batches add up to the loss of the undivided batch. A mean
+over samples weighs a micro-batch by its samples, a mean over tokens that are not padding by those
+tokens, and a sum by 1. Every rank has the targets of the whole batch, so the last stage knows all
+weights before its first backward. They are determined by the first of these that applies:
 
-1. `loss_weight(target)`, which the caller gives.
+1. `loss_weight(target)` of the caller.
 2. The count of a loss that returns `(sum, count)`.
-3. The loss's own divisor (`loss_symbolic.py`), or that of a loss that a traced model computes
-   itself (`loss_traced.py`).
-4. The shares of samples, or 1 each, whichever a numeric test says (`loss_probe.py`). It also checks
+3. The divisor of the loss, read from its graph (`symbolic.py`), or from the graph of a traced model
+   that computes its loss itself (`traced_loss.py`).
+4. A numeric test of whether the loss is a mean or a sum over samples (`probe.py`). It also checks
    3, except for torch's own losses.
 
 A loss that adds up in none of these ways is refused.
@@ -17,7 +17,6 @@ A loss that adds up in none of these ways is refused.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,16 +26,15 @@ from torch import Tensor, nn
 
 from penstock.batches.batch import Batch
 from penstock.errors import SettingError
+from penstock.losses.additivity import AdditivityTest
 from penstock.losses.call import LossCall
 from penstock.losses.graph import is_per_row
 from penstock.losses.messages import (
     WAYS_OUT,
     count_differs,
     model_loss,
-    nonlinear_in_samples,
-    not_additive,
 )
-from penstock.losses.probe import Draws, ReturnsCount, consistent
+from penstock.losses.probe import ReturnsCount
 from penstock.losses.shares import (
     additive,
     agreed,
@@ -60,21 +58,21 @@ from penstock.losses.view import View
 from penstock.modules.side_loss import collect_side_losses
 from penstock.values.structure import tensors_of
 
-#: Forms of batches that are remembered.
+#: Number of forms of batches whose analysis is cached.
 _MOST_FORMS = 256
-#: A loss whose divisor is not known is tested on every batch up to this one, and then ever more
-#: rarely.
+#: A loss whose divisor is unknown is tested on every batch up to this one, then on batches 128,
+#: 256, 512 and so on.
 _ALWAYS_UP_TO = 64
 
 
-#: Elements of a micro-batch's output from which on the test's copies of it (64 MiB each in float32)
-#: are worth avoiding.
+#: Elements of a micro-batch's output above which the test's copies of it (64 MiB each in float32)
+#: are avoided if the graph suffices.
 _LARGE_OUTPUT = 1 << 24
 
 
 @dataclass(frozen=True)
 class Classes:
-    """A mean over class indices that are a leaf of the targets: its divisor is counted there."""
+    """The leaf of the targets that holds the class indices over which a loss is a mean."""
 
     leaf: int
     ignore_index: int
@@ -83,13 +81,13 @@ class Classes:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What is known of a loss on batches of one form.
+    """Results of analysing a loss on batches of one form.
 
     Attributes:
-        weights: where they are the same for all batches of this form.
-        classes: where they are counted in class indices.
-        adds_up: how a loss of an unknown form adds up, "shares" or "sums": over samples, and over
-            the tokens of slices.
+        weights: the weights, if they are equal for all batches of this form.
+        classes: the class indices, if the weights are counted in them.
+        adds_up: "shares" (a mean) or "sums", over samples and over the tokens of slices, for a loss
+            whose graph is not understood.
     """
 
     weights: list[float] | None = None
@@ -99,7 +97,13 @@ class Knowledge:
 
 @dataclass(frozen=True)
 class _Form:
-    """Weights from a loss's own form. `counts`: its divisors, if it is one term."""
+    """Weights that were read from the graph of a loss.
+
+    Attributes:
+        weights: by micro-batch, its weight.
+        counts: by micro-batch, its divisor, if the loss is a single term.
+        first: the evaluation of the loss on the first micro-batch.
+    """
 
     weights: list[float]
     counts: Mapping[int, float]
@@ -108,12 +112,12 @@ class _Form:
 
 @dataclass
 class LossWeights:
-    """The weights of one loss, on one copy of the last stage.
+    """The weights of one loss, on one replica of the last stage.
 
     Attributes:
         call: the loss.
-        loss_weight: from a micro-batch's targets to how much it counts, if the caller gave one.
-        layers: the stage's modules, for losses that the model computes itself.
+        loss_weight: returns the weight of a micro-batch for its targets, if the caller gave it.
+        layers: the modules of the stage, for losses that the model computes itself.
     """
 
     call: LossCall
@@ -121,22 +125,25 @@ class LossWeights:
     layers: Sequence[nn.Module] = ()
     _known: dict[object, Knowledge] = field(default_factory=dict)
     _batches: int = 0
-    _warned: bool = False
+    _additivity: AdditivityTest = field(default_factory=AdditivityTest)
     _model_sums: bool = False
 
     def __post_init__(self) -> None:
         self._model = ModelLoss.of(self.layers, self.call.device)
 
     def of(self, batch: Batch, number: int, value: Any) -> list[float]:
-        """The weights of all micro-batches, or slices, before the first of their losses.
+        """Return the weights of all micro-batches or slices of a batch.
+
+        Called before the first loss of the batch is computed.
 
         Args:
             batch: the batch, which has targets.
-            number: the micro-batch that is here.
+            number: a micro-batch that has been run.
             value: the model's output for it, with its graph.
 
         Raises:
-            SettingError: the loss does not add up, or cannot be known to.
+            SettingError: the losses of micro-batches do not add up to that of the batch, or that
+                cannot be determined.
         """
         if len(batch.inputs) == 1:
             return batch.shares
@@ -171,7 +178,7 @@ class LossWeights:
         self._known[key] = knowledge
 
     def _by_caller(self, batch: Batch) -> list[float]:
-        """Weights by `loss_weight`."""
+        """Return the weights by `loss_weight`."""
         assert self.loss_weight is not None
         counts = [
             _as_number(self.loss_weight(self.call.target(batch, number)), number)
@@ -181,7 +188,7 @@ class LossWeights:
         return weights_of(counts, sum(counts), batch.shares)
 
     def _counted(self, batch: Batch, classes: Classes) -> list[float]:
-        """Weights of a mean over class indices."""
+        """Return the weights of a mean over class indices."""
         whole = tensors_of(batch.whole[1])[classes.leaf]
         if classes.weight is None and not bool((whole == classes.ignore_index).any()):
             return batch.shares
@@ -194,10 +201,14 @@ class LossWeights:
         batch.loss_counts = dict(enumerate(counts))
         return weights_of(counts, sum(counts), batch.shares)
 
-    # -- by the loss's own form
-    # -------------------------------------------------------------------------------------------
-
     def _by_loss(self, views: Sequence[View], key: object, *, test: bool) -> list[float]:
+        """Return the weights that the graph of the loss shows, or else a numeric test.
+
+        Args:
+            views: evaluations of the loss, one per partner of the numeric test.
+            key: the form of the batch.
+            test: whether to check the weights by the numeric test.
+        """
         view = views[0]
         batch = view.batch
         try:
@@ -207,8 +218,9 @@ class LossWeights:
             weights_by_form = self._divided(view, first)
         except Unpredictable:
             raise SettingError(
-                "the loss returns (sum, count), and its count depends on the model's output: the counts of the micro-batches to come "
-                f"are not known before the first backward. {WAYS_OUT}"
+                "the loss returns (sum, count), and its count depends on the model's output: the "
+                "counts of the micro-batches to come are not known before the first backward. "
+                f"{WAYS_OUT}"
             ) from None
         except UnknownForm:
             return self._tested(views, key, None)
@@ -226,10 +238,10 @@ class LossWeights:
         return weights_by_form.weights
 
     def _divided(self, view: View, first: Evaluation) -> _Form:
-        """Weights from the divisors of all micro-batches and of the whole batch, term by term.
+        """Return the weights by the divisors of all micro-batches and of the whole batch.
 
         Raises:
-            UnknownForm: the terms do not count alike.
+            UnknownForm: the terms of the loss have different weights.
         """
         batch = view.batch
         rows = [
@@ -244,7 +256,7 @@ class LossWeights:
         return _Form(agreed(columns), dict(enumerate(counts)), first)
 
     def _classes(self, view: View, form: _Form) -> Classes | None:
-        """The leaf of the targets that is the loss's class indices, if one is."""
+        """Return the leaf of the targets that holds the class indices; None if none does."""
         node = form.first.terms[0].node
         if len(form.first.terms) > 1 or node is None or node._saved_reduction != 1:
             return None
@@ -255,8 +267,9 @@ class LossWeights:
         return None
 
     def _is_per_row(self, view: View, form: _Form) -> bool:
-        """Whether the loss's graph alone shows that no sample sees another: nothing is left to
-        test.
+        """Whether the graph of the loss shows that samples do not interact.
+
+        The numeric test is then unnecessary.
         """
         node = form.first.terms[0].node
         if len(form.first.terms) > 1 or node is None:
@@ -269,11 +282,8 @@ class LossWeights:
         target = self.call.target(view.batch, view.number)
         return type(target) is Tensor and is_per_row(node, target)
 
-    # -- by the model
-    # ------------------------------------------------------------------------------------------------------
-
     def _by_model(self, view: View, first: Evaluation) -> list[float]:
-        """Weights of a loss that the model computes, alone or beside terms of the caller's."""
+        """Return the weights of a loss that the model computes, with terms of the caller."""
         batch = view.batch
         terms = [term for term in first.terms if term.leaf is None]
         columns: list[list[float]] = []
@@ -284,8 +294,10 @@ class LossWeights:
                 place = next(i for i, leaf in enumerate(first.leaves) if leaf is term.leaf)
                 columns += self._model_columns(view, place)
             if terms:
-                rows = [_own(view.evaluation(number).terms) for number in batch.numbers]
-                columns += columns_of(rows, _own(view.evaluation(None).terms), batch.shares)
+                rows = [_caller_terms(view.evaluation(number).terms) for number in batch.numbers]
+                columns += columns_of(
+                    rows, _caller_terms(view.evaluation(None).terms), batch.shares
+                )
             return agreed(columns)
         except UnknownForm as error:
             raise SettingError(model_loss(str(error))) from error
@@ -311,18 +323,17 @@ class LossWeights:
                 }
         return [ones(view.batch) if self._model_sums else view.batch.shares]
 
-    # -- by numbers
-    # ----------------------------------------------------------------------------------------------------------
-
     def _tested(self, views: Sequence[View], key: object, form: _Form | None) -> list[float]:
-        """Weights that the numbers agree with: those that are known, else shares or ones."""
+        """Return the weights that the numeric test confirms.
+
+        Args:
+            views: evaluations of the loss.
+            key: the form of the batch.
+            form: weights from the graph, which are tried first; else a mean or a sum over samples.
+        """
         batch = views[0].batch
-        ways: dict[bool, str] = {}
         try:
-            for view in views:
-                way = self._way(view, form)
-                if way is not None:
-                    ways[view.along_tokens] = way
+            ways = self._additivity.ways(views, has_counts=form is not None)
         except ReturnsCount:
             return self._by_counts(views[0])
         if form is not None and all(way == "counts" for way in ways.values()):
@@ -331,47 +342,8 @@ class LossWeights:
         self._remember(key, Knowledge(adds_up=adds_up))
         return additive(batch, adds_up)
 
-    def _way(self, view: View, form: _Form | None) -> str | None:
-        """How the loss of a pair is made of its parts'; None where that cannot be tested.
-
-        Raises:
-            SettingError: in no known way.
-        """
-        sizes = view.sizes
-        total = sum(sizes)
-        ways = {"shares": (sizes[0] / total, sizes[1] / total), "sums": (1.0, 1.0)}
-        try:
-            if form is not None:
-                ways = {"counts": _pair_weights(view), **ways}
-            readings = view.readings()
-        except ReturnsCount:
-            raise
-        except Draws:
-            self._warn("draws random numbers, others for each part of a batch")
-            return None
-        except Exception as error:  # noqa: BLE001 - whatever a loss raises on what it was not made for
-            if form is None:
-                self._warn(f"raises on parts of a batch ({type(error).__name__}: {error})")
-            return None
-        if not readings:
-            return None
-        way = consistent(readings, ways)
-        if way is None:
-            expected = ways.get("counts", ways["shares"])
-            worst = readings[0]
-            for reading in readings:
-                if not reading.fits(expected):
-                    worst = reading
-                    break
-            raise SettingError(not_additive(worst, sizes, ways, view.along_tokens))
-        function = next((reading.nonlinear for reading in readings if reading.nonlinear), None)
-        if function is not None:
-            raise SettingError(nonlinear_in_samples(function, view.along_tokens))
-        return way
-
     def _by_counts(self, view: View) -> list[float]:
-        """Weights of a loss that returns (sum, count), by what it counts for the output that is
-        here.
+        """Return the weights of a loss that returns (sum, count), by its counts for one output.
 
         Raises:
             SettingError: it does not return such a pair for the targets of another micro-batch.
@@ -381,31 +353,20 @@ class LossWeights:
             counts = [float(view.in_numbers(number)[1]) for number in batch.numbers]
         except Exception as error:
             raise SettingError(
-                "the loss returns (sum, count), and its counts for the micro-batches to come could not be told from the output of the "
-                f"first ({type(error).__name__}: {error}). {WAYS_OUT}"
+                "the loss returns (sum, count), and its counts for the micro-batches to come could "
+                f"not be told from the output of the first ({type(error).__name__}: {error}). "
+                f"{WAYS_OUT}"
             ) from error
         batch.loss_counts = dict(enumerate(counts))
         return over_total(counts)
 
-    def _warn(self, reason: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                "whether the losses of micro-batches add up to that of the batch could not be tested, for the loss "
-                f"{reason}. Micro-batches count in proportion to what the loss is divided by where that is known, and to their samples "
-                f"where it is not; compare_with_one_device tells whether that is right. {WAYS_OUT}",
-                stacklevel=2,
-            )
-
-    # -- afterwards
-    # ------------------------------------------------------------------------------------------------------------
-
     def check(self, batch: Batch, number: int, loss: Tensor) -> None:
-        """Whether a loss is divided by what it was expected to be. It costs a few microseconds, on
-        the CPU.
+        """Check that the loss of a micro-batch has the divisor that its weight assumes.
+
+        It costs a few microseconds, and is done on the CPU alone.
 
         Raises:
-            SettingError: it is not.
+            SettingError: the divisor differs.
         """
         expected = batch.loss_counts.get(number)
         if expected is None or not loss.requires_grad or self.call.device.type != "cpu":
@@ -420,16 +381,8 @@ class LossWeights:
             raise SettingError(count_differs(number, expected, terms[0].divisor))
 
 
-def _pair_weights(view: View) -> tuple[float, float]:
-    """The weights of a pair in both joined, by the loss's divisors."""
-    whole = view.joined_evaluation().terms[0].divisor
-    if not whole:
-        raise UnknownForm("a pair that counts nothing")
-    first, second = (view.evaluation(number).terms[0].divisor / whole for number in view.pair)
-    return first, second
-
-
-def _own(terms: Sequence[Term]) -> list[Term]:
+def _caller_terms(terms: Sequence[Term]) -> list[Term]:
+    """Return the terms that the caller's loss computes, not the model."""
     return [term for term in terms if term.leaf is None]
 
 
@@ -447,16 +400,17 @@ def _forms_of(target: Any) -> object:
 
 
 def _as_number(count: Any, number: int) -> float:
-    """What `loss_weight` returned, as a number.
+    """Return the result of `loss_weight` as a number.
 
     Raises:
-        SettingError: it is none, or below 0.
+        SettingError: it is not a number, or below 0.
     """
     if isinstance(count, Tensor) and count.numel() == 1:
         count = count.item()
     if isinstance(count, bool) or not isinstance(count, (int, float)) or not count >= 0:
         raise SettingError(
-            f"loss_weight must return one number of 0 or more for the targets of a micro-batch; for micro-batch {number} it returned "
+            "loss_weight must return one number of 0 or more for the targets of a micro-batch; for "
+            f"micro-batch {number} it returned "
             f"{count if isinstance(count, (int, float)) else type(count).__name__}"
         )
     return float(count)

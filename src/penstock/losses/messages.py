@@ -1,10 +1,10 @@
-"""What is said of losses that cannot be divided into micro-batches."""
+"""Error messages for losses that cannot be divided into micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.losses.probe import Reading
+from penstock.losses.probe import Reading, Way
 
 WAYS_OUT = (
     "Ways out: Pipeline(loss_weight=lambda target: ...) says how much the targets of a micro-batch count, such as "
@@ -16,10 +16,10 @@ WAYS_OUT = (
 def not_additive(
     reading: Reading,
     sizes: tuple[int, int],
-    ways: Mapping[str, tuple[float, float]],
+    ways: Mapping[Way, tuple[float, float]],
     along_tokens: bool,
 ) -> str:
-    """Of a loss that is the sum of its parts in no known way."""
+    """Return the message for a loss that does not add up in any known way."""
     unit = "tokens" if along_tokens else "samples"
     mean, total = ways["shares"], ways["sums"]
     values = reading.first, reading.second
@@ -42,7 +42,7 @@ def not_additive(
 
 
 def nonlinear_in_samples(function: str, along_tokens: bool) -> str:
-    """Of a loss with a nonlinear function of what was reduced over its samples."""
+    """Return the message for a nonlinear function of a value that was reduced over samples."""
     unit = "tokens" if along_tokens else "samples"
     return (
         f"the loss is a nonlinear function of a mean or sum over {unit}: {function.lower()} acts on a value to which all {unit} of a batch "
@@ -52,7 +52,7 @@ def nonlinear_in_samples(function: str, along_tokens: bool) -> str:
 
 
 def model_loss(reason: str) -> str:
-    """Of a loss that the model computes, in a form that is not understood."""
+    """Return the message for a loss that the model computes, in a form that is not understood."""
     return (
         f"the model computes its loss itself, and how the losses of micro-batches add up to that of the batch cannot be read from it "
         f"({reason}). Compute the loss from the model's output instead, or say how much micro-batches count. {WAYS_OUT}"
@@ -60,7 +60,7 @@ def model_loss(reason: str) -> str:
 
 
 def count_differs(number: int, expected: float, count: float) -> str:
-    """Of a micro-batch that counts another number than was expected."""
+    """Return the message for a micro-batch with another divisor than was expected."""
     return (
         f"the loss of micro-batch {number} is divided by {count:g}, and {expected:g} was expected: what it counts does not depend on the "
         f"batch's targets alone, or not in proportion to its samples, so the micro-batches cannot be weighted before the first backward. {WAYS_OUT}"

@@ -1,5 +1,6 @@
-"""Weights that a loss has of its own, which no optimizer of a pipeline steps: found before anything
-is run.
+"""Trainable weights of a loss, which no stage's optimizer would update.
+
+They are found before anything is run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _DEEPEST = 4
 
 
 def check_training(traced: TracedChain, loss: object, optimizer: object) -> None:
-    """Refuse a loss or an optimizer with which training would leave weights out.
+    """Refuse a loss or an optimizer with which some weights would not be trained.
 
     Raises:
         SettingError: see `check_loss` and `check_factory`.
@@ -33,15 +34,15 @@ def check_training(traced: TracedChain, loss: object, optimizer: object) -> None
 
 
 def check_loss(traced: TracedChain, loss: object) -> None:
-    """Refuse a loss that has trainable weights besides the model's.
+    """Refuse a loss that has trainable weights beside the model's.
 
-    Looked at are the loss, if it is a module, what a bound method or a partial is of, and what a
-    function refers to: by its closure, its defaults, its globals, and the functions that it calls.
-    A module that shares weights with the model is let pass: what the loss makes of them is seen
-    when it runs (`runtime.reach`).
+    The check covers the loss if it is a module, the objects of bound methods and partials, and
+    what a function refers to in its closure, its defaults, its globals and the functions that it
+    calls. A module that shares weights with the model is accepted here; `stage.foreign_parameters`
+    checks its use when it runs.
 
     Raises:
-        SettingError: there is one; the message has its place.
+        SettingError: there is one; the message says where.
     """
     if not callable(loss):
         raise SettingError(
@@ -75,7 +76,7 @@ def _trainable(value: object, excluded: set[int]) -> list[tuple[str, Tensor]]:
 
 
 def _referred(loss: object) -> Iterator[tuple[str, object]]:
-    """Modules and tensors that a loss refers to, each once, with words for where they are."""
+    """Yield the modules and tensors that a loss refers to, each once, with their place."""
     visited: set[int] = set()
     stack: list[tuple[str, object, int]] = [("loss=", loss, 0)]
     if not isinstance(loss, (nn.Module, FunctionType, MethodType, functools.partial)):
@@ -126,7 +127,7 @@ def _parts_of_function(function: Callable[..., Any]) -> Iterator[tuple[str, obje
 
 
 def _closure_of(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """The variables of enclosing functions that a function reads, with their values."""
+    """Yield names and values of the variables of enclosing functions that a function reads."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     for key, cell in cells:
         with contextlib.suppress(ValueError):  # not assigned yet
@@ -134,7 +135,7 @@ def _closure_of(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def _globals_of(code: CodeType) -> Iterator[str]:
-    """The globals that a function reads, in functions and comprehensions inside it, too."""
+    """Yield the globals that a function reads, also in nested functions and comprehensions."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield str(instruction.argval)

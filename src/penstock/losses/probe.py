@@ -1,11 +1,10 @@
-"""A numeric test of how a loss adds up: of two parts of a batch alone, and of the two as one.
+"""A numeric test of how a loss adds up over two parts of a batch.
 
-What a loss is divided by can be read from its graph, but not whether samples see each other, as
-they do in a contrastive loss. So the loss is evaluated on two parts `a` and `b` and on both joined,
-`j`. A loss that adds up has `loss(j) = w_a loss(a) + w_b loss(b)`, with weights that are shares of
-a count, shares of the samples, or 1 where it is a sum. The gradients with respect to the outputs
-add up likewise. They are compared too, as the values do not tell all: `loss / loss.detach()` is 1
-on every part.
+The divisor of a loss can be read from its graph, but not whether samples interact, as in a
+contrastive loss. The loss is therefore evaluated on two parts `a` and `b` and on both joined, `j`.
+A loss that adds up has `loss(j) = w_a loss(a) + w_b loss(b)`, where the weights are shares of a
+count, shares of the samples, or 1 for a sum. The gradients with respect to the outputs add up
+likewise, and are compared too: `loss / loss.detach()` is 1 on every part.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +28,9 @@ from penstock.values.structure import map_tensors, tensors_of
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4}
 _COARSE = 0.03
 
+#: How losses add up: by the divisors that the graph shows ("counts"), as a mean over samples or
+#: tokens ("shares"), or as a sum.
+Way = Literal["counts", "shares", "sums"]
 Loss = Callable[[Any, Any], Any]
 Change = Callable[[Tensor, int], Tensor]
 
@@ -43,14 +45,13 @@ class Draws(Exception):
 
 @dataclass(frozen=True)
 class Pair:
-    """Two parts of a batch: their targets and sizes, and an output for one of them to make outputs
-    of.
+    """Two parts of a batch.
 
     Attributes:
-        targets: of both.
-        sizes: samples of both, or tokens where parts follow each other in the same sequences.
-        output: a model's output, without its graph.
-        dim: along which parts are joined: 0 for samples, 1 for tokens.
+        targets: the targets of both.
+        sizes: the samples of both, or the tokens if the parts are slices of the same sequences.
+        output: an output of the model, without its graph, from which outputs of both are made.
+        dim: the dimension along which parts are joined: 0 for samples, 1 for tokens.
         count: samples, or tokens, of `output`.
     """
 
@@ -63,11 +64,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class GradientFit:
-    """The gradient of a part of an output, in the joined loss (`g_j`) and in the loss of the part
-    alone (`g`).
+    """Comparison of the gradient `g` of a part's loss with that of the joined loss, `g_j`.
+
+    Both are with respect to the output of the part.
 
     Attributes:
-        factor: the `f` that makes `g_j - f g` the smallest.
+        factor: the `f` that minimises the norm of `g_j - f g`.
         remainder: the norm of `g_j - factor g`.
         alone: the norm of `g`.
         joined: the norm of `g_j`.
@@ -94,7 +96,7 @@ class GradientFit:
         )
 
     def distance(self, weight: float) -> float:
-        """The norm of `g_j - weight g`; the remainder is orthogonal to `g`."""
+        """Return the norm of `g_j - weight g`; the remainder is orthogonal to `g`."""
         if not weight:
             return self.joined
         return math.hypot(self.remainder, (weight - self.factor) * self.alone)
@@ -102,14 +104,14 @@ class GradientFit:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a loss was on the parts, and on both joined.
+    """The loss on two parts and on both joined.
 
     Attributes:
         first: the loss of the first part.
-        second: of the second.
-        joined: of both in one batch.
-        tolerance: how far they may be apart, in proportion.
-        gradients: of both parts; none where a gradient is not finite.
+        second: the loss of the second part.
+        joined: the loss of both in one batch.
+        tolerance: largest relative difference.
+        gradients: the comparison of the gradients of both parts; empty if one is not finite.
         nonlinear: the function that acts on a value to which all samples contribute, if there is
             one.
     """
@@ -122,7 +124,7 @@ class Reading:
     nonlinear: str | None = None
 
     def fits(self, weights: tuple[float, float]) -> bool:
-        """Whether the joined loss, and its gradient, are the sums of the parts' with these weights."""
+        """Whether joined loss and gradient are the sums of the parts' with these weights."""
         return self.values_fit(weights) and self._gradients_fit(weights)
 
     def _gradients_fit(self, weights: tuple[float, float]) -> bool:
@@ -134,7 +136,7 @@ class Reading:
         return distance <= self.tolerance * max(size, 1e-12)
 
     def values_fit(self, weights: tuple[float, float]) -> bool:
-        """Whether the values do, without the gradients."""
+        """Whether the joined loss is the sum of the parts' with these weights."""
         parts = [
             weight * value
             for weight, value in zip(weights, (self.first, self.second), strict=True)
@@ -145,7 +147,7 @@ class Reading:
 
     @property
     def finite(self) -> bool:
-        """Whether there is anything to compare."""
+        """Whether all three losses are finite."""
         return all(math.isfinite(value) for value in (self.first, self.second, self.joined))
 
 
@@ -153,7 +155,7 @@ def readings(loss: Loss, pair: Pair) -> list[Reading]:
     """Evaluate the loss on several different outputs.
 
     Raises:
-        Exception: whatever the loss raises on the model's own outputs.
+        Exception: any exception of the loss on the model's own outputs.
     """
     results = [_reading(loss, pair, _rolled)]
     for change in (_mirrored, _moved, _amplified, _attenuated):
@@ -165,7 +167,7 @@ def readings(loss: Loss, pair: Pair) -> list[Reading]:
 
 
 def _reading(loss: Loss, pair: Pair, change: Change) -> Reading:
-    """The loss on the model's outputs for the first part, and on changed ones for the second."""
+    """Evaluate the loss on the model's outputs for one part, and changed ones for the other."""
     outputs = [
         _output(pair, size, change if second else _same) for second, size in enumerate(pair.sizes)
     ]
@@ -189,8 +191,10 @@ def _reading(loss: Loss, pair: Pair, change: Change) -> Reading:
 def _gradient_fits(
     parts: tuple[_Evaluation, _Evaluation], joined: _Evaluation, dim: int
 ) -> tuple[GradientFit, ...]:
-    """How the gradients of both parts are found in that of both joined; nothing where one is not
-    finite.
+    """Compare the gradients of both parts with that of both joined.
+
+    Returns:
+        One comparison per part; none if a gradient is not finite.
     """
     fits = []
     ends = [0] * len(joined.gradients)
@@ -206,7 +210,7 @@ def _gradient_fits(
 
 
 def _dot(one: Tensor, other: Tensor) -> float:
-    """The inner product of two gradients, as real numbers."""
+    """Return the inner product of two gradients, as real numbers."""
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
     if one.dtype.itemsize < torch.float32.itemsize:
@@ -215,9 +219,9 @@ def _dot(one: Tensor, other: Tensor) -> float:
 
 
 def consistent(
-    readings_of_loss: Sequence[Reading], ways: Mapping[str, tuple[float, float]]
-) -> str | None:
-    """The first of some ways of weighing both parts that fits all readings."""
+    readings_of_loss: Sequence[Reading], ways: Mapping[Way, tuple[float, float]]
+) -> Way | None:
+    """Return the first way of weighting both parts that fits all readings; None if none does."""
     for name, weights in ways.items():
         if all(reading.fits(weights) for reading in readings_of_loss):
             return name
@@ -225,7 +229,7 @@ def consistent(
 
 
 def join_values(values: list[Any], dim: int) -> Any:
-    """Nested tensors, in any classes, as one.
+    """Join nested tensors, in any classes, into one value.
 
     Raises:
         SettingError: a tensor among them has no dimension.
@@ -234,16 +238,16 @@ def join_values(values: list[Any], dim: int) -> Any:
 
 
 def _output(pair: Pair, size: int, change: Change) -> Any:
-    """An output for `size` samples or tokens, changed."""
+    """Return an output for `size` samples or tokens, changed by `change`."""
     outputs = repeated(pair.output, pair.dim, pair.count, size)
     return _mapped(outputs, change, pair.dim)
 
 
 def repeated(output: Any, dim: int, count: int, size: int) -> Any:
-    """An output for `size` samples or tokens: the `count` that there are, over and over.
+    """Return an output for `size` samples or tokens, by repeating the `count` that there are.
 
     Raises:
-        SettingError: a tensor in it has not that many along the dimension.
+        SettingError: a tensor in it does not have that many along the dimension.
     """
 
     def chosen(leaf: Tensor, dim: int) -> Tensor:
@@ -265,17 +269,17 @@ def _same(leaf: Tensor, _: int) -> Tensor:
 
 
 def _rolled(leaf: Tensor, dim: int) -> Tensor:
-    """The samples in another order: values that the loss is made for."""
+    """Return the samples in another order, whose values the loss supports."""
     return leaf.roll(1, dim)
 
 
 def _mirrored(leaf: Tensor, dim: int) -> Tensor:
-    """The features in another order; of probabilities these stay probabilities."""
+    """Return the features in another order; probabilities stay probabilities."""
     return leaf.flip(-1) if leaf.dim() > dim + 1 and leaf.is_floating_point() else leaf
 
 
 def _moved(leaf: Tensor, _: int) -> Tensor:
-    """Other values: probabilities and rates halved, all else moved down."""
+    """Return other values: probabilities and rates halved, all others shifted down."""
     if not leaf.is_floating_point() or not leaf.numel():
         return leaf
     if bool((leaf >= 0).all()):
@@ -284,14 +288,14 @@ def _moved(leaf: Tensor, _: int) -> Tensor:
 
 
 def _amplified(leaf: Tensor, dim: int) -> Tensor:
-    """Larger values, where there are some below 0; other ones may be probabilities."""
+    """Return larger values if there are values below 0; others may be probabilities."""
     if not leaf.is_floating_point() or bool((leaf >= 0).all()):
         return _mirrored(leaf, dim)
     return leaf * 4
 
 
 def _attenuated(leaf: Tensor, _: int) -> Tensor:
-    """Smaller values, such as late in the training."""
+    """Return smaller values, as late in the training."""
     return leaf / 8 if leaf.is_floating_point() else leaf
 
 
@@ -301,9 +305,9 @@ class _Evaluation:
 
     Attributes:
         value: the loss.
-        dtype: its precision.
-        gradients: with respect to the floating-point leaves of the output, in their order.
-        functions: the nonlinear functions in it.
+        dtype: its dtype.
+        gradients: with respect to the floating-point leaves of the output, in order.
+        functions: the piecewise linear functions in it.
     """
 
     value: float
@@ -313,8 +317,7 @@ class _Evaluation:
 
 
 def _evaluate(loss: Loss, output: Any, target: Any) -> _Evaluation:
-    """The loss and its gradient. Nothing of the caller's is changed, nor is a gradient added
-    anywhere.
+    """Evaluate the loss and its gradient, without changing any tensor or gradient of the caller.
 
     Raises:
         ReturnsCount: the loss returns (sum, count).
@@ -344,5 +347,5 @@ def _evaluate(loss: Loss, output: Any, target: Any) -> _Evaluation:
 
 
 def copied(value: Any) -> Any:
-    """A value whose tensors may be changed in place."""
+    """Return a value with cloned tensors, which may be changed in place."""
     return map_tensors(Tensor.clone, value)

@@ -1,6 +1,4 @@
-"""Arithmetic of weights: counts in proportion to their total, and shares of samples where these are
-the same.
-"""
+"""Arithmetic of the weights of micro-batches."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ _ROUNDING = 1e-9
 
 
 def weights_of(counts: Sequence[float], total: float, shares: Sequence[float]) -> list[float]:
-    """Counts in proportion to their total; the shares of samples where it is 0, as nothing has a
-    weight then.
+    """Return counts divided by their total.
+
+    If the total is 0, nothing has a weight, and the shares of samples are returned.
     """
     if not total:
         return list(shares)
@@ -24,10 +23,10 @@ def weights_of(counts: Sequence[float], total: float, shares: Sequence[float]) -
 
 
 def over_total(counts: Sequence[float]) -> list[float]:
-    """Weights of sums whose counts are these.
+    """Return the weights of sums with these counts: 1 / the total for each.
 
     Raises:
-        SettingError: there is nothing to divide by.
+        SettingError: the total is not above 0.
     """
     total = sum(counts)
     if not total > 0:
@@ -38,7 +37,12 @@ def over_total(counts: Sequence[float]) -> list[float]:
 
 
 def additive(batch: Batch, adds_up: tuple[str, str]) -> list[float]:
-    """Weights of a loss that adds up over samples, and over tokens, as a mean or as a sum."""
+    """Return the weights of a loss that is a mean or a sum.
+
+    Args:
+        batch: the batch.
+        adds_up: "shares" for a mean or "sums" for a sum, over samples and over tokens.
+    """
     if adds_up == ("shares", "shares"):
         return batch.shares
     weights = ones(batch)
@@ -52,7 +56,7 @@ def additive(batch: Batch, adds_up: tuple[str, str]) -> list[float]:
 
 
 def snapped(weights: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """Weights that are the shares of samples but for rounding, as those."""
+    """Return the shares of samples if the weights equal them up to rounding, else the weights."""
     if all(same(weight, share, _ROUNDING) for weight, share in zip(weights, shares, strict=True)):
         return list(shares)
     return list(weights)
@@ -61,15 +65,15 @@ def snapped(weights: Sequence[float], shares: Sequence[float]) -> list[float]:
 def columns_of(
     rows: Sequence[Sequence[Term]], whole: Sequence[Term], shares: Sequence[float]
 ) -> list[list[float]]:
-    """The weights of all micro-batches, one list per term of the loss.
+    """Return the weights of all micro-batches, one list per term of the loss.
 
     Args:
         rows: the terms of each micro-batch's loss.
         whole: the terms of the loss of the batch.
-        shares: of the samples, by micro-batch.
+        shares: by micro-batch, its share of the samples.
 
     Raises:
-        UnknownForm: a micro-batch's loss has other terms than the batch's.
+        UnknownForm: the loss of a micro-batch has other terms than that of the batch.
     """
     if any(len(terms) != len(whole) for terms in rows):
         raise UnknownForm("terms that come and go")
@@ -81,7 +85,7 @@ def columns_of(
 
 
 def agreed(columns: Sequence[list[float]]) -> list[float]:
-    """The weights that all terms of a loss have.
+    """Return the weights, which must be equal for all terms of a loss.
 
     Raises:
         UnknownForm: they differ.
@@ -93,5 +97,5 @@ def agreed(columns: Sequence[list[float]]) -> list[float]:
 
 
 def ones(batch: Batch) -> list[float]:
-    """The weights of a loss that is a sum: 1 for each micro-batch."""
+    """Return the weights of a loss that is a sum: 1 for each micro-batch."""
     return [1.0] * len(batch.inputs)

@@ -1,4 +1,4 @@
-"""The loss of the last stage: its weight in the loss of the batch, and the gradient that it starts."""
+"""The loss on the last stage: its weight in the loss of the batch, and its initial gradient."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_STARTS = 64
 
 @dataclass(frozen=True)
 class LossOptions:
-    """How a loss is divided into micro-batches; `Pipeline` says what each is."""
+    """How a loss is divided into micro-batches; see the arguments of `Pipeline`."""
 
     loss_weight: Callable[[Any], Any] | None = None
     loss_on: str = "micro_batch"
@@ -36,14 +36,14 @@ class LossOptions:
 
 @dataclass
 class StageLoss:
-    """`loss(output, target)`, where it is computed.
+    """The loss function where it is computed.
 
     Attributes:
-        loss: what the caller gave.
-        device: of the stage.
-        options: how it is divided.
-        seed: of what the loss draws.
-        layers: the stage's modules.
+        loss: the loss function of the caller.
+        device: the device of the stage.
+        options: how the loss is divided.
+        seed: seed of the random numbers that the loss draws.
+        layers: the modules of the stage.
     """
 
     loss: Loss
@@ -58,8 +58,15 @@ class StageLoss:
         self._joint = JointLosses(self._call) if self.options.loss_on == "batch" else None
 
     def of(self, batch: Batch, micro_batch: int, value: Any, sides: Sequence[Tensor]) -> Any:
-        """The micro-batch's loss, which goes into the batch's with its weight, side losses added;
-        without targets, its outputs are kept for the caller.
+        """Return the loss of a micro-batch, and store its part of the reported loss.
+
+        Without targets, outputs are stored for the caller instead.
+
+        Args:
+            batch: the batch.
+            micro_batch: number of the micro-batch or slice.
+            value: the output of the model.
+            sides: side losses, which are added to the reported loss.
 
         Raises:
             SettingError: the loss is not one number, or the losses of micro-batches do not add up
@@ -90,15 +97,16 @@ class StageLoss:
         return loss
 
     def targets(self, batch: Batch, number: int) -> list[Tensor]:
-        """The tensors among the targets of one micro-batch or slice, on the device."""
+        """Return the tensors among the targets of a micro-batch or slice, on the device."""
         if batch.targets is None:
             return []
         on_host = self.device.type == "cpu"
         return tensors_of(batch.targets[number] if on_host else self._call.target(batch, number))
 
     def _by_share(self, batch: Batch, number: int, value: Any, weight: float) -> Tensor:
-        """The same for one of torch's own losses, whose counts are known: the fast path of
-        training.
+        """Return the loss of a micro-batch for one of torch's own losses, whose divisor is known.
+
+        This is the fast path of training; see `of`.
         """
         assert batch.targets is not None
         target = batch.targets[number]
@@ -112,10 +120,10 @@ class StageLoss:
         return loss
 
     def _divided(self, batch: Batch, number: int, loss: tuple[Any, ...]) -> Tensor:
-        """A loss of the form (sum, count), to be weighted by 1 / the count of the batch.
+        """Return the sum of a loss of the form (sum, count), whose weight is 1 / the batch's count.
 
         Raises:
-            SettingError: the count is not the one that was expected.
+            SettingError: the count is not the expected one.
         """
         if len(loss) != 2:
             raise SettingError(
@@ -146,8 +154,10 @@ class StageLoss:
 
 
 def reported(batch: Batch, number: int, loss: Tensor, sides: Sequence[Tensor]) -> Tensor:
-    """What a micro-batch adds to the reported loss: its own with its weight, and side losses with
-    its share of the samples.
+    """Return a micro-batch's part of the reported loss.
+
+    It is the loss times its weight, plus the side losses times the micro-batch's share of the
+    samples.
     """
     assert batch.loss_weights is not None
     weight, share = batch.loss_weights[number], batch.shares[number]
@@ -159,7 +169,7 @@ def reported(batch: Batch, number: int, loss: Tensor, sides: Sequence[Tensor]) -
 
 
 def nothing(value: Any, loss: Tensor) -> Tensor:
-    """A loss of 0 whose gradients are 0 for all that the model has put out."""
+    """Return a loss of 0, with gradients of 0 for all outputs of the model."""
     leaves = [leaf for leaf in tensors_of(value) if leaf.requires_grad]
     # Where the model computes its loss itself, that is one of its outputs, and its own backward may
     # divide by 0.
@@ -170,12 +180,12 @@ def nothing(value: Any, loss: Tensor) -> Tensor:
 
 @dataclass
 class Starts:
-    """Gradients that the backward of a loss starts with, by their value and type."""
+    """Initial gradients of losses, cached by value and dtype."""
 
     _grads: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
     def of(self, value: float, root: Tensor) -> Tensor:
-        """Return the gradient `value` of `root`, which is one number. It must not be changed."""
+        """Return the gradient `value` for `root`, which is one number. It must not be changed."""
         grad = self._grads.get((value, root.dtype))
         if grad is None:
             if len(self._grads) >= _MOST_STARTS:
@@ -185,5 +195,5 @@ class Starts:
 
 
 def total(terms: Sequence[Tensor]) -> Tensor:
-    """The sum of numbers, without their graphs."""
+    """Return the sum of some numbers, without their graphs."""
     return torch.stack([term.detach() for term in terms]).sum()

@@ -1,9 +1,8 @@
-"""A loss evaluated on outputs without contents and targets with theirs: what it is divided by,
-before any output is there.
+"""Evaluation of a loss on meta outputs and real targets, to find its divisor in advance.
 
-Outputs are tensors on the meta device; targets are real. An op that takes an output gives a tensor
-without contents, every other op is computed. What the loss is divided by depends on targets alone
-in most losses, and so has its value in the end, at next to no cost in time and none in memory.
+Outputs are tensors on the meta device; targets are real. An op with an output among its arguments
+returns a meta tensor, and every other op is computed. The divisor of most losses depends on targets
+alone, and is therefore a known number at the end, at almost no cost in time and memory.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class Evaluation:
     """The form of a loss on some targets.
 
     Attributes:
-        terms: what the loss adds up; of a loss that returns (sum, count) one, whose divisor is the
+        terms: the terms of the loss; of a loss that returns (sum, count) one, whose divisor is the
             count.
         by_values: whether divisors may depend on the values of targets, and not on their shapes
             alone.
-        leaves: the outputs without contents, in the order of their leaves.
+        leaves: the meta outputs, in the order of their leaves.
         counted: whether the loss returns (sum, count).
     """
 
@@ -50,7 +49,7 @@ class Evaluation:
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes what takes real tensors alone."""
+    """Computes ops on real tensors, and propagates shapes through ops on meta tensors."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -87,7 +86,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _note(self, func: Any, args: Sequence[Any], leaves: Sequence[Tensor], result: Any) -> None:
-        """Take note where the values of targets become numbers or shapes."""
+        """Note whether an op turns values of targets into numbers or shapes."""
         if self.by_values or not leaves:
             return
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -96,7 +95,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.by_values = not results or shape_by_values or _reduces(leaves, results)
 
     def _index(self, index: Any) -> list[Any]:
-        """A mask as the places where it is true: how many there are is known."""
+        """Replace a mask by as many indices as it has true elements."""
         if not _is_mask(index) or index.is_meta:
             return [index]
         self.by_values = True
@@ -118,17 +117,18 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_mask(index: Any) -> bool:
+    """Whether an index is a mask."""
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _reduces(leaves: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
-    """Whether an op makes one number of several."""
+    """Whether an op reduces several elements to one."""
     several = any(leaf.numel() > 1 for leaf in leaves)
     return several and any(leaf.numel() == 1 for leaf in results)
 
 
 def _moves_to_meta(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op puts real tensors, or none, on the meta device."""
+    """Whether an op creates a tensor on the meta device, or moves a real one there."""
     device = kwargs.get("device")
     if device is None or torch.device(device).type != "meta":
         return False
@@ -143,11 +143,11 @@ def _without_contents(value: Any) -> Any:
 
 
 def outputs_like(value: Any, extents: tuple[int, int], new_extents: tuple[int, int]) -> Any:
-    """Return a model's output for other samples and tokens, without contents.
+    """Return a model's output for other samples and tokens, on the meta device.
 
     Args:
         value: an output.
-        extents: its samples, and the tokens of each; tokens are 0 where sequences are not cut.
+        extents: its samples, and the tokens of each; tokens are 0 if sequences are not cut.
         new_extents: those of the result.
 
     Raises:
@@ -166,7 +166,7 @@ def outputs_like(value: Any, extents: tuple[int, int], new_extents: tuple[int, i
 def resized(
     shape: tuple[int, ...], extents: tuple[int, int], new_extents: tuple[int, int]
 ) -> tuple[int, ...]:
-    """The shape of an output for other samples and tokens; see `outputs_like`."""
+    """Return the shape of an output for other samples and tokens; see `outputs_like`."""
     if not shape:
         return shape
     (samples, tokens), (new_samples, new_tokens) = extents, new_extents
@@ -184,9 +184,7 @@ def resized(
 
 @contextmanager
 def apart_from_stage() -> Iterator[None]:
-    """Record graphs of their own: the hooks of the stage on what its graph saves do not see what
-    these save.
-    """
+    """Record graphs that the saved-tensor hooks of the stage do not see."""
     with (
         torch.inference_mode(mode=False),
         torch.enable_grad(),
@@ -199,7 +197,7 @@ def evaluate(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> Evalu
     """Evaluate a loss on an output of `outputs_like` and real targets.
 
     Raises:
-        UnknownForm: the loss is no sum that is divided by a number, or cannot be evaluated so.
+        UnknownForm: the loss is not a sum divided by a number, or cannot be evaluated so.
         Unpredictable: it returns a count that depends on the output.
     """
     tensors = tensors_of(target)

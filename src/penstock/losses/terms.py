@@ -1,10 +1,9 @@
-"""What a loss is divided by, read from the graph that autograd has recorded of it.
+"""The divisor of a loss, read from the graph that autograd has recorded.
 
-Most losses are a sum over samples, tokens or pixels, divided by a number: how many of them there
-are, or how many of them count. The loss of a batch is then the sum of the micro-batches' losses,
-each multiplied by its own divisor and divided by the batch's. The graph shows the divisor:
-`NllLossBackward0` has saved the total weight of its targets, a mean the number of its elements, and
-a division its denominator.
+Most losses are a sum over samples, tokens or pixels, divided by the number of them, or of those
+that count. The loss of a batch is then the sum of the micro-batches' losses, each multiplied by its
+own divisor and divided by the batch's. The graph shows the divisor: `NllLossBackward0` has saved
+the total weight of its targets, a mean the number of its elements, and a division its denominator.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _ELEMENTWISE = frozenset(
 
 
 class UnknownForm(Exception):
-    """The graph is not of a sum that is divided by a number."""
+    """The graph is not that of a sum divided by a number."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,9 @@ class Term:
 
     Attributes:
         divisor: 1 for a plain sum.
-        node: the node of a negative log-likelihood, where the term is nothing else.
-        leaf: the tensor that the graph begins with, where the term is that tensor, multiplied by 1
-            / `divisor`.
-        summed: whether the term is a sum that is divided by nothing but constants.
+        node: the node of a negative log-likelihood, if the term is nothing else.
+        leaf: the leaf of the graph, if the term is that tensor times 1 / `divisor`.
+        summed: whether the term is a sum that is divided by constants only.
     """
 
     divisor: float
@@ -79,7 +77,7 @@ class Term:
 
 
 def terms_of(loss: Tensor) -> list[Term]:
-    """The terms that a loss is the sum of.
+    """Return the terms of which a loss is the sum.
 
     Raises:
         UnknownForm: it is another function of them.
@@ -92,7 +90,7 @@ def terms_of(loss: Tensor) -> list[Term]:
 
 
 def _terms(node: Any, factor: float) -> list[Term]:
-    """The terms of `node`, multiplied by `factor`."""
+    """Return the terms of `node`, multiplied by `factor`."""
     node, factor = _unscaled(node, factor)
     name = node.name()
     if name in ("AddBackward0", "SubBackward0"):
@@ -109,7 +107,7 @@ def _terms(node: Any, factor: float) -> list[Term]:
 
 
 def _unscaled(node: Any, factor: float) -> tuple[Any, float]:
-    """The first node that does more than multiply, and the product of the factors before it."""
+    """Return the first node that does more than multiply, and the product of the factors."""
     while True:
         name = node.name()
         if name in _SAME_VALUE:
@@ -141,7 +139,7 @@ def _divisor(node: Any, name: str) -> float:
 
 
 def nll_count(node: Any) -> float:
-    """The total weight of the targets of a negative log-likelihood."""
+    """Return the total weight of the targets of a negative log-likelihood."""
     total = node._saved_total_weight
     if not total.is_meta:
         return float(total)
@@ -149,15 +147,15 @@ def nll_count(node: Any) -> float:
 
 
 def ignored_index(node: Any) -> int:
-    """The class that the node ignores."""
+    """Return the class that the node ignores."""
     return signed(node._saved_ignore_index)
 
 
 def class_count(target: Tensor, weight: Tensor | None, ignore_index: int) -> float:
-    """The total weight of targets that are class indices.
+    """Return the total weight of targets that are class indices.
 
     Raises:
-        UnknownForm: the values are not known.
+        UnknownForm: the values are unknown, since they depend on outputs.
     """
     if target.is_meta or (weight is not None and weight.is_meta):
         raise UnknownForm("targets that depend on outputs")
@@ -171,10 +169,10 @@ def class_count(target: Tensor, weight: Tensor | None, ignore_index: int) -> flo
 def class_counts(
     targets: Sequence[Tensor], weight: Tensor | None, ignore_index: int
 ) -> list[float]:
-    """The total weights of several targets that are class indices.
+    """Return the total weights of several targets that are class indices.
 
-    What is in host memory is counted there, and no device is waited for. Else the device is waited
-    for once.
+    Targets in host memory are counted there, without waiting for a device. Otherwise the host
+    waits for the device once.
     """
     tensors = [*targets] if weight is None else [*targets, weight]
     if all(tensor.is_cpu for tensor in tensors):
@@ -190,7 +188,7 @@ def class_counts(
 
 
 def signed(number: int) -> int:
-    """A number that a node has saved: those below 0 come out as unsigned ones."""
+    """Return a number that a node has saved; nodes return those below 0 as unsigned ones."""
     return number - 2**64 if number >= 2**63 else number
 
 
@@ -236,15 +234,15 @@ _SCALING: dict[str, Callable[[Any], tuple[float, Any]]] = {
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether a leaf of some output could have a gradient."""
+    """Whether a leaf of an output can have a gradient."""
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def same(one: float, other: float, tolerance: float = 1e-6) -> bool:
-    """Whether two counts are the same number but for rounding."""
+    """Whether two counts are equal up to rounding."""
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-12)
 
 
 def detached(value: Any) -> Any:
-    """A tensor without its graph; anything else as it is."""
+    """Return a tensor without its graph; any other value unchanged."""
     return value.detach() if isinstance(value, torch.Tensor) else value

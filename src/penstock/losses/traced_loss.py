@@ -1,8 +1,8 @@
-"""A loss that the model computes itself, as models of `transformers` do from labels among their
-inputs: what it is divided by.
+"""The divisor of a loss that a traced model computes itself.
 
-Of a traced model the graph shows it. The labels are made of the inputs alone, and every rank has
-these, so the counts of all micro-batches are known before their forwards.
+Models of `transformers` do so from labels among their inputs. The graph of a traced model shows the
+divisor. The labels depend on the inputs alone, which every rank has, so that the counts of all
+micro-batches are known before their forwards.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _SHAPE_ALONE = frozenset(
 
 @dataclass
 class ModelLoss:
-    """The last layer of a traced model.
+    """The last layer of a traced model, which computes the loss.
 
     Attributes:
         layer: the layer.
@@ -84,17 +84,19 @@ class ModelLoss:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], device: torch.device) -> ModelLoss | None:
-        """Of a stage's layers; None where the model is not a traced one."""
+        """Return that of a stage's layers; None if the model is not traced."""
         last = layers[-1] if layers else None
         return cls(last, device) if isinstance(last, TracedLayer) else None
 
     def weights(self, batch: Batch, place: int) -> list[list[float]]:
-        """Term by term, the weights of the micro-batches in the loss that is leaf `place` of the
-        model's output.
+        """Return the weights of the micro-batches, one list per term of the loss.
+
+        Args:
+            batch: the batch.
+            place: index of the loss among the leaves of the model's output.
 
         Raises:
-            UnknownForm: the loss is no sum that is divided by a number, or samples see each other
-                in it.
+            UnknownForm: the loss is not a sum divided by a number, or samples interact in it.
         """
         rows = []
         for number, share in zip(batch.numbers, batch.shares, strict=True):
@@ -110,14 +112,14 @@ class ModelLoss:
         return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[number])
 
     def _terms(self, inputs: StageInputs, share: float, place: int) -> list[float | None]:
-        """By term what the micro-batch counts; None for a sum."""
+        """Return the count of a micro-batch in each term; None for a sum."""
         variant = inputs.variant(self.layer.training)
         reading = _Reading(inputs, variant, self.layer, share)
         return reading.terms(_output(variant, place))
 
 
 def _column(counts: Sequence[float | None], shares: list[float]) -> list[float]:
-    """The weights of the micro-batches in one term; see `_terms` for `counts`."""
+    """Return the weights of the micro-batches in one term; see `_terms` for `counts`."""
     if all(count is None for count in counts):
         return [1.0] * len(counts)
     total = sum(count or 0.0 for count in counts)
@@ -125,7 +127,7 @@ def _column(counts: Sequence[float | None], shares: list[float]) -> list[float]:
 
 
 def _output(variant: Variant, place: int) -> fx.Node:
-    """The node of a leaf of the model's output."""
+    """Return the node of a leaf of the model's output."""
     nodes = [node for node in variant.flow.outputs if node is not None]
     places = [torch.empty(0, device="meta") for _ in nodes]
     chosen = tensors_of(variant.output(places))[place]
@@ -137,7 +139,14 @@ def _output(variant: Variant, place: int) -> fx.Node:
 
 @dataclass
 class _Reading:
-    """Reads one graph with one micro-batch's inputs."""
+    """Reads one graph with the inputs of one micro-batch.
+
+    Attributes:
+        inputs: the inputs of the stage.
+        variant: the graph.
+        layer: the layer that it belongs to.
+        share: the micro-batch's share of the samples.
+    """
 
     inputs: StageInputs
     variant: Variant
@@ -145,7 +154,7 @@ class _Reading:
     share: float
 
     def terms(self, node: fx.Node) -> list[float | None]:
-        """By term of a node what the micro-batch counts; None for a sum."""
+        """Return the count of the micro-batch in each term of a node; None for a sum."""
         name = op_name(node)
         if name in _SAME_VALUE:
             return self.terms(_node(node.args[0]))
@@ -156,14 +165,14 @@ class _Reading:
         return [self._reduction(node, name)]
 
     def _product(self, node: fx.Node, *, times: bool) -> list[float | None]:
-        """The terms of a product or a quotient of terms with a number."""
+        """Return the terms of a product or quotient of terms with a number."""
         first, second = node.args[0], node.args[1]
         if times and (not isinstance(first, fx.Node) or self._is_known(first)):
             first, second = second, first
         return self._scaled(self.terms(_node(first)), second, times)
 
     def _sum(self, node: fx.Node) -> list[float | None]:
-        """The terms of both sides; what depends on no output is a constant."""
+        """Return the terms of both operands; a value that depends on no output is a constant."""
         terms: list[float | None] = []
         for part in node.args[:2]:
             if isinstance(part, fx.Node) and not self._is_known(part):
@@ -171,7 +180,7 @@ class _Reading:
         return terms
 
     def _reduction(self, node: fx.Node, name: str) -> float | None:
-        """What the micro-batch counts in a reduction to one number."""
+        """Return the count of the micro-batch in a reduction to one number; None for a sum."""
         if name in _NLL:
             return self._nll(node)
         if name in _ELEMENTWISE:
@@ -190,7 +199,7 @@ class _Reading:
         return node in flow.recomputed or node in flow.constants
 
     def _scaled(self, terms: list[float | None], by: Any, times: bool) -> list[float | None]:
-        """Terms that are multiplied or divided by something."""
+        """Return terms multiplied or divided by a value."""
         if not isinstance(by, fx.Node):
             return terms  # a number, the same for all micro-batches
         if not self._is_known(by):
@@ -219,7 +228,7 @@ class _Reading:
         return class_count(value, self._weight(node), int(_argument(node, "ignore_index", -100)))
 
     def _ctc(self, node: fx.Node) -> float | None:
-        """A mean over samples, each divided by its own number of labels; or a sum."""
+        """Return the count in a CTC loss: a mean over samples, or a sum."""
         reduction = node.args[_CTC_REDUCTION]
         if reduction in ("sum", SUM):
             return None
@@ -246,7 +255,7 @@ def _node(value: Any) -> fx.Node:
 
 
 def _argument(node: fx.Node, name: str, otherwise: Any) -> Any:
-    """An argument of an op by its name in the schema."""
+    """Return an argument of an op by its name in the schema."""
     if name in node.kwargs:
         return node.kwargs[name]
     arguments = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -255,7 +264,7 @@ def _argument(node: fx.Node, name: str, otherwise: Any) -> Any:
 
 
 def _depends_on_contents(node: fx.Node) -> bool:
-    """Whether a value depends on what the inputs contain, and not on their shapes alone."""
+    """Whether a value depends on the contents of the inputs, and not on shapes alone."""
     waiting, visited = [node], {node}
     while waiting:
         current = waiting.pop()

@@ -1,5 +1,6 @@
-"""A batch as the last stage sees it before its first loss: one micro-batch's output, and the
-targets of all.
+"""The batch as the last stage can see it before its first loss.
+
+It has the output of one micro-batch, and the targets of all.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from penstock.values.structure import map_tensors
 
 @dataclass(frozen=True)
 class View:
-    """Evaluations of a loss that leave no trace.
+    """Evaluations of a loss that change no state.
 
     Attributes:
         call: the loss.
         batch: the batch, which has targets.
-        number: the micro-batch, or slice, whose output is here.
+        number: the micro-batch, or slice, whose output is available.
         value: that output.
-        partner: another one, that the numeric test joins it with.
+        partner: another micro-batch, which the numeric test joins with it.
     """
 
     call: LossCall
@@ -47,10 +48,17 @@ class View:
 
     @classmethod
     def all(cls, call: LossCall, batch: Batch, number: int, value: Any, turn: int) -> list[View]:
-        """The views of a batch: with another micro-batch, and with a neighbour in the same
-        sequences where these are cut.
+        """Return the views of a batch.
 
-        With `turn` other micro-batches come up from batch to batch.
+        There is one with another micro-batch and, if sequences are cut, one with a neighbouring
+        slice of the same sequences.
+
+        Args:
+            call: the loss.
+            batch: the batch.
+            number: the micro-batch whose output is available.
+            value: that output.
+            turn: number of the batch, which selects another partner for each batch.
         """
         rows = batch.rows()
         row = next(row for row in rows if number in row)
@@ -66,31 +74,32 @@ class View:
 
     @property
     def along_tokens(self) -> bool:
-        """Whether the two are slices of the same sequences."""
+        """Whether the pair are slices of the same sequences."""
         return any(self.number in row and self.partner in row for row in self.batch.rows())
 
     @property
     def pair(self) -> tuple[int, int]:
-        """Both numbers, in order."""
+        """Both numbers, ascending."""
         return min(self.number, self.partner), max(self.number, self.partner)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The samples of the pair, or the tokens of each of their samples."""
+        """The number of samples of both, or of tokens per sample if they are slices."""
         axis = int(self.along_tokens)
         first, second = (self.extents(number)[axis] for number in self.pair)
         return first, second
 
     def extents(self, number: int | None) -> tuple[int, int]:
-        """Samples and tokens of a micro-batch or slice, or of the batch; 0 tokens where sequences
-        are not cut.
+        """Return the samples and tokens of a micro-batch or slice; of the batch if None.
+
+        Tokens are 0 if sequences are not cut.
         """
         value = self.batch.whole[0] if number is None else self.batch.inputs[number]
         samples = sample_count(value, "the inputs")
         return samples, token_count(value, "the inputs") if self.batch.cuts_tokens else 0
 
     def evaluation(self, number: int | None) -> Evaluation:
-        """The loss on outputs without contents, for a micro-batch or slice, or for the batch.
+        """Evaluate the loss on meta outputs for a micro-batch or slice; for the batch if None.
 
         Raises:
             UnknownForm, Unpredictable: see `evaluate`.
@@ -102,7 +111,7 @@ class View:
         return self._evaluation(self.extents(number), target)
 
     def joined_evaluation(self) -> Evaluation:
-        """Likewise for the pair, joined."""
+        """Evaluate the loss on meta outputs for the joined pair. Raises as `evaluation`."""
         (samples, tokens), (others, lengths) = (self.extents(number) for number in self.pair)
         if self.along_tokens:
             return self._evaluation((samples, tokens + lengths), self._joined_target())
@@ -119,11 +128,11 @@ class View:
         return evaluate(self.call.untouched(), output, target)
 
     def readings(self) -> list[Reading]:
-        """The loss on the pair, in numbers.
+        """Evaluate the loss on both micro-batches of the pair and on both joined, in numbers.
 
         Raises:
-            Draws: it draws random numbers, which are others each time.
-            Exception: whatever the loss raises on what it was not made for.
+            Draws: the loss draws random numbers, which differ at every call.
+            Exception: any exception of the loss on outputs that it was not written for.
         """
         axis = int(self.along_tokens)
         first, second = (self.call.target(self.batch, number) for number in self.pair)
@@ -140,11 +149,12 @@ class View:
             return results
 
     def in_numbers(self, number: int) -> Any:
-        """What the loss returns for a micro-batch's targets, given the output that is here for as
-        many samples and tokens.
+        """Return the loss for a micro-batch's targets, on the available output.
+
+        The output is repeated or cut to as many samples and tokens.
 
         Raises:
-            Exception: whatever the loss raises on it.
+            Exception: any exception of the loss on it.
         """
         (samples, tokens), (others, lengths) = self.extents(self.number), self.extents(number)
         output = repeated(self._output(), 0, samples, others)
@@ -160,7 +170,7 @@ class View:
 
 
 def generator_states(device: torch.device) -> torch.Tensor:
-    """The state of the generators that a loss on the device draws from."""
+    """Return the state of the generators that a loss on the device may draw from."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
