@@ -39,6 +39,7 @@ ORDER = [
     "modules",
     "tracing",
     "grad",
+    "shared_memory",
     "transport",
     "measure",
     "optim",

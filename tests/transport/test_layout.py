@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.transport.arena import LINE, Arena
+from penstock.shared_memory.arena import LINE, Arena
 from penstock.transport.layout import Layout, encode_layout, key_of
 from penstock.transport.payload import Payload
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.transport.mailbox import Mailbox
+from penstock.shared_memory.mailbox import Mailbox
 from penstock.transport.message_queue import QueueReader, QueueWriter
 from penstock.transport.payload import Payload
 

@@ -17,8 +17,8 @@ from tests.transport.same_host_pair import backward, echo, forward, joined
 from penstock.errors import RunError
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
+from penstock.shared_memory.arena import Segment
 from penstock.transport import same_host
-from penstock.transport.arena import Segment
 from penstock.transport.payload import Payload
 from penstock.transport.same_host import SameHostTransport
 from penstock.transport.transport import TransportLost, TransportTimeout

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.transport.arena import LINE, Pool, Slot
+from penstock.shared_memory.arena import LINE, Pool, Slot
 from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.values.constants import key_of as constant_key
 

@@ -18,9 +18,9 @@ from collections import deque
 
 import torch
 
-from penstock.transport.arena import Arena, Segment, Slot, split_place
+from penstock.shared_memory.arena import Arena, Segment, Slot, split_place
+from penstock.shared_memory.mailbox import Mailbox, Notifier
 from penstock.transport.layout import Layout, encode_layout, key_of
-from penstock.transport.mailbox import Mailbox, Notifier
 from penstock.transport.payload import Payload
 
 _ENTRY_WORDS, _ENTRIES = 4, 256

@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import Store
 
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
+from penstock.shared_memory.mailbox import Mailbox
 from penstock.transport.device_discovery import host_identity
-from penstock.transport.mailbox import Mailbox
 from penstock.transport.message_queue import QueueReader, QueueWriter
 from penstock.transport.payload import Payload
 from penstock.transport.transport import TransportLost, TransportTimeout

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import RunError
-from penstock.transport.arena import LINE, Arena, Segment, _size_class, split_place
+from penstock.shared_memory.arena import LINE, Arena, Segment, _size_class, split_place
 
 
 @pytest.fixture

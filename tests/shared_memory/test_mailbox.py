@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from penstock.transport.mailbox import Mailbox
+from penstock.shared_memory.mailbox import Mailbox
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import ctypes
 import os
 import threading
 
-from penstock.transport.arena import LINE, Segment
+from penstock.shared_memory.arena import LINE, Segment
 
 # Numbers of x86-64 from linux/futex.h. Not the private variants: the word is shared by processes.
 _SYS_FUTEX = 202
