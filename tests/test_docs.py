@@ -22,6 +22,7 @@ LINKED = [
     *RUN,
     *(path for path in (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md") if path.exists()),
     *sorted((ROOT / "benchmarks").rglob("*.md")),
+    *sorted((ROOT / "src").rglob("*.md")),
 ]
 
 FENCE = re.compile(
