@@ -34,7 +34,7 @@ PAPERS_TEST = (
 )
 
 #: Rooms whose tests concern options of training.
-OPTION_ROOMS = ("stage", "runtime", "training", "optim", "losses", "devices", "grad")
+OPTION_ROOMS = ("stage", "runtime", "training", "optim", "losses")
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,15 @@ class Entry:
         return bool(re.search(rf"(?<![\w]){re.escape(self.name)}(?!\w)", parameters))
 
 
-def _files_that_mention(option: str) -> Iterator[str]:
-    """Yield test files of the rooms of training that mention an option."""
-    for room in OPTION_ROOMS:
-        for path in (ROOT / "tests" / room).rglob("test_*.py"):
-            if re.search(rf"\b{option}\b", path.read_text(encoding="utf-8")):
-                yield str(path.relative_to(ROOT))
+def _files_that_mention(option: str) -> set[str]:
+    """Return the test files of the rooms of training that mention an option; of all if none do."""
+    for folders in ([ROOT / "tests" / room for room in OPTION_ROOMS], [ROOT / "tests"]):
+        paths = {path for folder in folders for path in folder.rglob("test_*.py")}
+        word = re.compile(rf"\b{option}\b")
+        mentioning = {path for path in paths if word.search(path.read_text(encoding="utf-8"))}
+        if mentioning:
+            break
+    return {str(path.relative_to(ROOT)) for path in mentioning}
 
 
 def _entry(name: str, kind: Kind, function: Callable[..., object]) -> Entry:
