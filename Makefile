@@ -1,6 +1,7 @@
 # Penstock's commands. Each makes, or reuses, an environment of its own in .venv; nothing else is needed than Python and make.
 #
 #   ARGS    passed on:                         make test ARGS="tests/draw -k svg"
+#   NAME    entry of a catalogue to check:     make check NAME=zb-h1
 #   PYTHON  which Python makes .venv:          make test PYTHON=python3.12
 #   VENV    another place than .venv:          make test VENV=build/venv
 
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed$(subst $() ,_,$(subst /,_,$(CURDIR)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test lint bench clean
+.PHONY: help venv train test check lint bench clean
 
 help: ## this list
 	@echo "usage: make TARGET [ARGS=\"...\"]"
@@ -25,6 +26,9 @@ train: $(STAMP) ## the main job: plan, train and report on handwritten digits; A
 # Two processes, whatever the machine: the tests start ranks of their own. One torch thread in each, or they fight for the cores.
 test: $(STAMP) ## every test, documentation and examples included; ARGS="tests/draw -k svg" takes some
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+check: $(STAMP) ## what one schedule, planner, partitioner, weight rule, model or option must pass; NAME=zb-h1
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.check_entry $(NAME)
 
 lint: $(STAMP) ## style, format, types, docstrings
 	$(BIN)/ruff check .

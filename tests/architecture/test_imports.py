@@ -16,6 +16,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 #: everything above it, lazily; only the command line stands below it.
 ORDER = [
     "errors",
+    "deprecation",
     "units",
     "registry",
     "store",
@@ -39,6 +40,7 @@ ORDER = [
     "modules",
     "tracing",
     "grad",
+    "shared_memory",
     "transport",
     "measure",
     "optim",

@@ -20,12 +20,15 @@ def test_facts_hold_for_the_schedule_that_is_made(name):
             break
         except ScheduleError:
             continue
-    assert family_schedule is not None
+    assert family_schedule is not None, (
+        f"{name} takes none of five common sizes, such as 4 stages and 8 micro-batches: accept one"
+    )
     assert family_schedule.name == name == facts.name
-    assert family_schedule.synchronous == facts.synchronous
-    assert family_schedule.splits_backward == facts.splits_backward
-    assert facts.source
-    assert facts.stages_per_rank
+    for fact in ("synchronous", "splits_backward"):
+        actual, declared = getattr(family_schedule, fact), getattr(facts, fact)
+        assert actual == declared, f"@register of {name} says {fact}={declared}: make it {actual}"
+    assert facts.source, f"say where {name} is from: @register(..., source=...)"
+    assert facts.stages_per_rank, f"@register of {name} needs stages_per_rank=, such as '1'"
     for alias in facts.aliases:
         assert (
             schedule(alias, family_schedule.stages, family_schedule.micro_batches)

@@ -162,7 +162,7 @@ def test_a_footprint_says_what_simulation_says(data, name, micro_batches):
     numbers = st.lists(st.integers(0, 9), min_size=stages, max_size=stages)
     kept, rest, back = data.draw(numbers), data.draw(numbers), data.draw(numbers)
     full = [a + b for a, b in zip(kept, rest, strict=True)]
-    costs = Costs(activation_bytes=full, kept_bytes=kept, again_bytes=back)
+    costs = Costs(activation_bytes=full, saved_bytes=kept, recompute_peak_bytes=back)
     peaks = peak_memory(made, costs, "selective")
     for rank, each in enumerate(memory_profiles(made)):
         own = [np.array([row[stage] for stage in each.stages], float) for row in (kept, full, back)]

@@ -54,8 +54,8 @@ def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
         input_grad=field(made.stages),
         weight_grad=field(made.stages),
         update=draw(per_stage),
-        evict=field(made.stages),
-        pair=some(made.stages),
+        offload=field(made.stages),
+        forward_backward=some(made.stages),
         boundary_bytes=field(boundaries),
         activation_bytes=field(made.stages, amounts.map(lambda x: x + 8)),
         input_bytes=field(made.stages, amounts.map(lambda x: x + 4)),
@@ -123,13 +123,13 @@ class Prices:
             if op in pair and op.kind not in (Kind.U, Kind.E, Kind.L):
                 upper = [one for one in pair if one.kind is Kind.F]
                 lower = [one for one in pair if one.kind is Kind.B]
-                if self.costs.pair is not None and upper and lower:
+                if self.costs.forward_backward is not None and upper and lower:
                     more = (
                         self.amount("forward", *lower[0][1:])
                         if self.again(lower[0].micro_batch)
                         else 0.0
                     )
-                    return self.amount("pair", *upper[0][1:]) + more
+                    return self.amount("forward_backward", *upper[0][1:]) + more
                 return sum(map(self.alone, pair))
         return self.alone(op)
 
@@ -137,7 +137,7 @@ class Prices:
         """Seconds of an op's message."""
         letter, stage, number = op
         if letter in "EL":
-            return self.amount("evict", stage, number)
+            return self.amount("offload", stage, number)
         boundary, up = (stage, True) if letter == "F" else (stage - 1, False)
         if not up and self.costs.transfer_back is not None:
             return self.amount("transfer_back", boundary, number)
@@ -304,7 +304,9 @@ def test_a_pair_waits_for_what_either_needs_and_both_end_together():
     assert line.busy == (6,)
     assert line.bubble_ratio == 0
     assert (
-        simulate_schedule(case_schedule, Costs(forward=1, backward=2, pair=2.5)).makespan
+        simulate_schedule(
+            case_schedule, Costs(forward=1, backward=2, forward_backward=2.5)
+        ).makespan
         == 1 + 2.5 + 2
     )
 
@@ -314,7 +316,8 @@ def test_an_eviction_moves_the_activations_and_takes_no_time_of_the_rank():
     back at 5.
     """
     line = simulate_schedule(
-        Schedule.parse("0F0 0E0 0F1 0B1 0L0 0B0 0U1\n0E0 0L0"), Costs(activation_bytes=10, evict=2)
+        Schedule.parse("0F0 0E0 0F1 0B1 0L0 0B0 0U1\n0E0 0L0"),
+        Costs(activation_bytes=10, offload=2),
     )
     assert [(str(e.op), e.rank, e.start, e.end) for e in line.events if e.to_rank is not None] == [
         ("0E0", 0, 1, 3),

@@ -247,7 +247,7 @@ def test_activations_that_are_handed_over_take_the_links_time():
         "0F0 0F1 0E1 0F2 0B0 0L1 0B1 0B2 0U1\n1F0 0E1 1B0 1F1 0L1 1B1 1F2 1B2 1U1"
     )
     activation_bytes = costs.spread("activation_bytes", 2)
-    assert place_costs(costs, case_schedule, FOUR).evict == (
+    assert place_costs(costs, case_schedule, FOUR).offload == (
         FOUR.transfer_seconds(activation_bytes[0], 0, 1),
         0,
     )

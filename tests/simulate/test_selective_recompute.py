@@ -28,11 +28,11 @@ COSTS = Costs(
     backward=8,
     input_grad=5,
     weight_grad=3,
-    again=1,
+    recompute=1,
     activation_bytes=10,
     input_bytes=2,
-    kept_bytes=4,
-    again_bytes=5,
+    saved_bytes=4,
+    recompute_peak_bytes=5,
 )
 
 
@@ -65,7 +65,9 @@ def test_without_words_for_it_all_runs_again():
     assert (selective.makespan, selective.peak_memory) == (always.makespan, always.peak_memory)
     assert (
         simulate_schedule(case_schedule, COSTS, recompute="always").makespan
-        == simulate_schedule(case_schedule, replace(COSTS, again=None), recompute="always").makespan
+        == simulate_schedule(
+            case_schedule, replace(COSTS, recompute=None), recompute="always"
+        ).makespan
     )
 
 
@@ -73,10 +75,10 @@ def test_what_runs_again_is_given_by_stage_and_micro_batch_and_shared_among_slic
     """As all seconds are; in pairs too."""
     case_schedule = schedule("1f1b", 2, 4)
     by_stage = simulate_schedule(
-        case_schedule, replace(COSTS, again=[1, 3]), recompute="selective"
+        case_schedule, replace(COSTS, recompute=[1, 3]), recompute="selective"
     ).busy
     assert by_stage == (4 * 13, 4 * 15)
-    by_number = replace(COSTS, again=lambda stage, number: float(number))
+    by_number = replace(COSTS, recompute=lambda stage, number: float(number))
     assert simulate_schedule(case_schedule, by_number, recompute="selective").busy == (
         48 + 6,
         48 + 6,
@@ -91,7 +93,7 @@ def test_many_vectors_are_simulated_as_one():
     """Planners' fast way."""
     case_schedule = schedule("zb-h1", 3, 4)
     vectors = [
-        replace(COSTS, again=again, kept_bytes=saved_bytes)
+        replace(COSTS, recompute=again, saved_bytes=saved_bytes)
         for again, saved_bytes in ((0, 1), (1, 4), (3.5, 9))
     ]
     outcomes = simulate_many(case_schedule, vectors, recompute="selective")
@@ -188,4 +190,4 @@ def test_devices_that_differ_run_layers_again_at_their_own_pace():
     selected = with_selective_recompute(
         Costs(), case_schedule, [fast, slow], (2,), 1.0, Selection((1,))
     )
-    assert selected.again == ((2.0, 10.0, 2.0, 10.0),)
+    assert selected.recompute == ((2.0, 10.0, 2.0, 10.0),)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.transport.arena import LINE, Arena
-from penstock.transport.layout import Layout, encode_layout, key_of
+from penstock.shared_memory.arena import Arena
+from penstock.shared_memory.segment import LINE
+from penstock.transport.layout import Layout, key_of
 from penstock.transport.payload import Payload
 
 
@@ -20,7 +21,7 @@ def slot():
 
 def layout_of(value, number=0):
     """As both sides make it."""
-    return Layout.parse(encode_layout(number, Payload.of(value)))
+    return Layout.parse(number, Payload.of(value).header().encode())
 
 
 def test_tensors_lie_one_after_another_each_at_a_line_of_its_own(slot):

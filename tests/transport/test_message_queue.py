@@ -1,4 +1,4 @@
-"""The chain of entries from one process to another, both ends here."""
+"""The queue of payloads from one process to another, both ends here."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.transport.mailbox import Mailbox
-from penstock.transport.message_queue import QueueReader, QueueWriter
+from penstock.shared_memory.mailbox import Mailbox
+from penstock.transport.message_queue import PayloadReader, PayloadWriter
 from penstock.transport.payload import Payload
 
 
 class Ends:
-    """The two ends of a message_queue from rank 1."""
+    """The two ends of a queue of payloads from rank 1."""
 
     def __init__(self) -> None:
         mailbox = Mailbox.make(2)
         self.mailbox, self.writer = (
             mailbox,
-            QueueWriter(Mailbox.open(os.getpid(), mailbox.segment.fd), 1),
+            PayloadWriter(Mailbox.open(os.getpid(), mailbox.segment.fd), 1),
         )
-        self.reader = QueueReader(mailbox, 1, os.getpid(), torch.device("cpu"))
+        self.reader = PayloadReader(mailbox, 1, os.getpid(), torch.device("cpu"))
 
     def close(self) -> None:
         """Give all back."""
@@ -33,7 +33,7 @@ class Ends:
 
 @pytest.fixture
 def ends():
-    """A message_queue; closed when the test is over."""
+    """A queue of payloads; closed when the test is over."""
     both = Ends()
     yield both
     both.close()
@@ -88,7 +88,7 @@ def test_entries_come_in_order_whatever_lies_between_two_looks(bursts):
 def test_only_an_armed_notifier_makes_a_system_call(ends):
     """A system call for each message would cost as much as the message."""
     calls = []
-    ends.writer._notifier._syscall = lambda *words: calls.append(words)
+    ends.writer.notifier._syscall = lambda *words: calls.append(words)
     ends.writer.send(16, Payload.of(torch.ones(1)))
     assert calls == []
     ends.reader.notifier.arm()

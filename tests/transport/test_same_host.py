@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import os
 import signal
 import threading
@@ -17,8 +18,8 @@ from tests.transport.same_host_pair import backward, echo, forward, joined
 from penstock.errors import RunError
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
+from penstock.shared_memory.segment import Segment
 from penstock.transport import same_host
-from penstock.transport.arena import Segment
 from penstock.transport.payload import Payload
 from penstock.transport.same_host import SameHostTransport
 from penstock.transport.transport import TransportLost, TransportTimeout
@@ -478,22 +479,34 @@ def test_a_process_that_only_looks_like_a_peer_is_not_taken_for_it(monkeypatch, 
     assert [end.reachable for end in joined()] == [set(), set()]
 
 
-@pytest.mark.parametrize("lack", ["system", "machine", "memory"])
-def test_an_unsupported_machine_is_not_reachable(monkeypatch, lack):
-    """Other processors show stores in other orders than they were made; other systems have no such
-    memory.
-    """
+@pytest.mark.parametrize("lack", ["platform", "boot id", "memory"])
+def test_a_rank_without_shared_memory_is_not_reachable_and_one_line_says_why(
+    monkeypatch, caplog, lack
+):
+    """The network back end is slower: a user who wonders finds the reason in the log, once."""
 
     def refused(*_):
         raise OSError(1, "Operation not permitted")
 
-    if lack == "system":
-        monkeypatch.setattr(same_host.sys, "platform", "darwin")
-    elif lack == "machine":
-        monkeypatch.setattr(same_host.platform, "machine", lambda: "aarch64")
+    if lack == "platform":
+        monkeypatch.setattr(same_host, "unavailable_reason", lambda: "the reason")
+    elif lack == "boot id":
+        monkeypatch.setattr(same_host, "host_identity", str)
     else:
         monkeypatch.setattr(Segment, "make", refused)
-    assert [end.reachable for end in joined()] == [set(), set()]
+    reason = {"platform": "the reason", "boot id": "boot_id", "memory": "not permitted"}[lack]
+    with caplog.at_level(logging.INFO, "penstock"):
+        assert [end.reachable for end in joined()] == [set(), set()]
+    (line,) = caplog.messages
+    assert line.startswith("messages of rank 0, 1 go over the network back end")
+    assert reason in line
+
+
+def test_ranks_that_use_shared_memory_log_nothing_about_it(caplog):
+    """Nor does a rank that chose another transport itself."""
+    with caplog.at_level(logging.INFO, "penstock"):
+        joined(3, unwilling=(1,))
+    assert caplog.messages == []
 
 
 def test_a_closed_end_leaves_no_file_open():

@@ -24,7 +24,7 @@ def test_every_weight_rule_declares_its_facts(name):
     rule = weight_rule(name)
     assert rule.name == name
     assert isinstance(rule.synchronous, bool)
-    assert rule.source
+    assert rule.source, f"say where {name} is from: @register(..., source=...)"
     assert rule.arithmetic in ARITHMETIC.entries()
     assert rule.extra >= 0
     assert bool(rule.optimizers) == bool(rule.because)
@@ -43,7 +43,9 @@ def test_every_weight_rule_says_what_a_place_reads_and_says_why(name):
     assert 0 <= reads.forward <= SOMEWHERE.at_forward
     assert 0 <= reads.backward <= SOMEWHERE.at_backward
     assert reads.forward_ahead >= 0 <= reads.backward_ahead
-    assert len(rule.reads.__doc__) > 100
+    assert len(rule.reads.__doc__ or "") > 100, (
+        f"the docstring of {name} is short: say which versions it reads, and where that is from"
+    )
 
 
 def test_an_unknown_weight_rule_is_refused_with_those_that_are_known():

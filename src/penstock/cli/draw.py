@@ -34,7 +34,7 @@ _COSTS_PER_STAGE = (
     "input_grad",
     "weight_grad",
     "update",
-    "pair",
+    "forward_backward",
     "activation_bytes",
     "weight_bytes",
 )

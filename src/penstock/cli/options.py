@@ -233,8 +233,42 @@ def numbers(
     return values[0] if len(values) == 1 else values
 
 
+def with_current_flags(
+    flags: Mapping[str, str | None],
+    old_flags: Mapping[str, str | None],
+    renamed: Mapping[str, str],
+) -> dict[str, str | None]:
+    """Return flags with the values of deprecated ones, and warn on standard error of each.
+
+    Args:
+        flags: texts by current name, None if not given.
+        old_flags: likewise for deprecated flags.
+        renamed: the current name of every deprecated flag.
+
+    Raises:
+        SettingError: a flag is given under both names.
+    """
+    current = dict(flags)
+    for old, text in old_flags.items():
+        if text is None:
+            continue
+        new = renamed[old]
+        old_flag, new_flag = (f"--{name.replace('_', '-')}" for name in (old, new))
+        typer.echo(f"{old_flag} is deprecated: use {new_flag}", err=True)
+        if current[new] is not None:
+            raise SettingError(
+                f"{old_flag} is the old name of {new_flag}, and both are given: drop {old_flag}"
+            )
+        current[new] = text
+    return current
+
+
+#: Flags of costs whose names differ from the fields of `Costs`: --recompute is the policy.
+_FIELD_OF_FLAG = {"recompute_seconds": "recompute"}
+
+
 def parse_costs(flags: Mapping[str, str | None], links: str) -> Costs:
-    """Make `Costs` of flags, named as its fields.
+    """Make `Costs` of flags, named as its fields but for those of `_FIELD_OF_FLAG`.
 
     Fields that end in `_bytes` are in bytes, `bandwidth` in bytes per second, all others in
     seconds.
@@ -252,7 +286,8 @@ def parse_costs(flags: Mapping[str, str | None], links: str) -> Costs:
         elif name == "bandwidth":
             parse = _parse_bandwidth
         if text is not None:
-            fields[name] = numbers(name.replace("_", "-"), text, parse)
+            field = _FIELD_OF_FLAG.get(name, name)
+            fields[field] = numbers(name.replace("_", "-"), text, parse)
     return Costs(**fields, links=links)
 
 

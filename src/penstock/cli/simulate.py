@@ -39,25 +39,36 @@ Links = Annotated[
     ),
 ]
 
-Again = Annotated[
+RecomputeSeconds = Annotated[
     str | None,
     typer.Option(
         help="With --recompute selective: seconds of the recomputed forwards; default: all forwards."
     ),
 ]
-KeptBytes = Annotated[
+SavedBytes = Annotated[
     str | None,
     typer.Option(
         help="With --recompute selective: activation bytes saved for the backward; "
         "default: the stage's input."
     ),
 ]
-AgainBytes = Annotated[
+RecomputePeakBytes = Annotated[
     str | None,
     typer.Option(
         help="With --recompute selective: largest number of bytes recomputed at once; default: all."
     ),
 ]
+
+Deprecated = Annotated[str | None, typer.Option(hidden=True)]
+
+#: Old names of options, with the new ones.
+_RENAMED = {
+    "pair": "forward_backward",
+    "evict": "offload",
+    "again": "recompute_seconds",
+    "kept_bytes": "saved_bytes",
+    "again_bytes": "recompute_peak_bytes",
+}
 
 
 def simulate(
@@ -73,8 +84,8 @@ def simulate(
     input_grad: Seconds = None,
     weight_grad: Seconds = None,
     update: Seconds = None,
-    pair: Seconds = None,
-    evict: Seconds = None,
+    forward_backward: Seconds = None,
+    offload: Seconds = None,
     transfer: Boundary = None,
     transfer_back: Boundary = None,
     latency: Boundary = None,
@@ -84,9 +95,14 @@ def simulate(
     activation_bytes: Bytes = None,
     input_bytes: Bytes = None,
     weight_bytes: Bytes = None,
-    again: Again = None,
-    kept_bytes: KeptBytes = None,
-    again_bytes: AgainBytes = None,
+    recompute_seconds: RecomputeSeconds = None,
+    saved_bytes: SavedBytes = None,
+    recompute_peak_bytes: RecomputePeakBytes = None,
+    pair: Deprecated = None,
+    evict: Deprecated = None,
+    again: Deprecated = None,
+    kept_bytes: Deprecated = None,
+    again_bytes: Deprecated = None,
     overlap: Annotated[
         bool,
         typer.Option(help="Overlap transfers with compute, or block the rank while it sends."),
@@ -114,8 +130,8 @@ def simulate(
         "input_grad": input_grad,
         "weight_grad": weight_grad,
         "update": update,
-        "pair": pair,
-        "evict": evict,
+        "forward_backward": forward_backward,
+        "offload": offload,
         "transfer": transfer,
         "transfer_back": transfer_back,
         "latency": latency,
@@ -124,11 +140,18 @@ def simulate(
         "activation_bytes": activation_bytes,
         "input_bytes": input_bytes,
         "weight_bytes": weight_bytes,
+        "recompute_seconds": recompute_seconds,
+        "saved_bytes": saved_bytes,
+        "recompute_peak_bytes": recompute_peak_bytes,
+    }
+    old_flags = {
+        "pair": pair,
+        "evict": evict,
         "again": again,
         "kept_bytes": kept_bytes,
         "again_bytes": again_bytes,
     }
-    costs = options.parse_costs(flags, links)
+    costs = options.parse_costs(options.with_current_flags(flags, old_flags, _RENAMED), links)
     name = options.schedule_name_for_weights(schedule, csv, weights)
     whole = options.resolve_schedule(name, stages, micro_batches, csv, option, costs)
     if csv is not None:  # schedules of the catalogue are sound by construction

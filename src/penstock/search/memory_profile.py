@@ -69,8 +69,8 @@ def _memory_profiles(schedule: Schedule) -> list[MemoryProfile]:
     """Count the micro-batches by two simulations of memory with unit sizes: one in which all
     activations are saved, and one in which all are recomputed.
     """
-    save_all = Costs(activation_bytes=1.0, kept_bytes=1.0)
-    save_none = Costs(activation_bytes=1.0, kept_bytes=0.0)
+    save_all = Costs(activation_bytes=1.0, saved_bytes=1.0)
+    save_none = Costs(activation_bytes=1.0, saved_bytes=0.0)
     saved = Changes.of(tables_of(schedule, save_all, "selective"))
     recomputed = Changes.of(tables_of(schedule, save_none, "selective"))
     ops = dependencies_of(schedule).ops

@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.deprecation import renamed_fields
 from penstock.errors import SettingError
 
 #: Seconds or bytes: one number for all stages; one entry per stage, each a number or a list of
@@ -22,6 +23,15 @@ PerStage = (
     | NDArray[np.floating]
     | None
 )
+
+#: Fields that had other names before version 0.2, by their old names.
+RENAMED = {
+    "again": "recompute",
+    "kept_bytes": "saved_bytes",
+    "again_bytes": "recompute_peak_bytes",
+    "evict": "offload",
+    "pair": "forward_backward",
+}
 
 LINKS = ("duplex", "half-duplex", "shared")
 
@@ -42,6 +52,7 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
+@renamed_fields(RENAMED)
 @dataclass(frozen=True)
 class Costs:
     """Seconds per stage and micro-batch, and bytes if memory is to be computed.
@@ -57,7 +68,7 @@ class Costs:
         input_grad, weight_grad: seconds of I and W; if one is missing it is `backward` minus the
             other, if both are, each is half of it.
         update: seconds of U.
-        pair: seconds of an F and a B that run as one, per stage of the F; by default, and for all
+        forward_backward: seconds of an F and a B that run as one, per stage of the F; by default, and for all
             other pairs, the sum of both.
         transfer: seconds per boundary, in either direction.
         transfer_back: seconds per boundary for gradients, if they differ.
@@ -66,18 +77,18 @@ class Costs:
         links: "duplex": every directed pair of ranks has its own link. "half-duplex": the two
             directions of a pair share one. "shared": all ranks share one medium. A shared link
             carries one message at a time, first come, first served.
-        evict: seconds to move the activations of one micro-batch of a stage to the partner's rank
+        offload: seconds to move the activations of one micro-batch of a stage to the partner's rank
             (E), and back (L).
         activation_bytes: bytes that one micro-batch saves on a stage from F to the end of its
             backward.
         activation_bytes_after_input_grad: the part of these that is needed between I and W; all by
             default.
         input_bytes: the part of these that is the stage's input: all that recompute saves.
-        again: seconds of the forward of those layers that selective recompute runs again; `forward`
+        recompute: seconds of the forward of those layers that selective recompute runs again; `forward`
             by default.
-        kept_bytes: the part of `activation_bytes` that selective recompute saves; `input_bytes` by
+        saved_bytes: the part of `activation_bytes` that selective recompute saves; `input_bytes` by
             default.
-        again_bytes: peak of the recomputed part during a whole B; all of it by default, as it is
+        recompute_peak_bytes: peak of the recomputed part during a whole B; all of it by default, as it is
             for a backward in two parts.
         weight_bytes: weights, gradients and optimizer state of a stage together.
         gradient_bytes, optimizer_bytes: the parts of `weight_bytes` for these; the remainder are
@@ -101,15 +112,15 @@ class Costs:
     boundary_bytes: PerStage = None
     latency: PerStage = None
     bandwidth: PerStage = None
-    pair: PerStage = None
-    evict: PerStage = None
+    forward_backward: PerStage = None
+    offload: PerStage = None
     activation_bytes_after_input_grad: PerStage = None
     gradient_bytes: PerStage = None
     optimizer_bytes: PerStage = None
     weight_versions: PerStage = None
-    again: PerStage = None
-    kept_bytes: PerStage = None
-    again_bytes: PerStage = None
+    recompute: PerStage = None
+    saved_bytes: PerStage = None
+    recompute_peak_bytes: PerStage = None
     links: str = "duplex"
     boundary_buffers: bool = True
 

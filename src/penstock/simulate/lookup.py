@@ -98,7 +98,7 @@ class Tables:
         """Seconds, shape (vectors, entries)."""
         blocks = dict(self._work_blocks())
         blocks[_UP], blocks[_DOWN] = self.amounts.crossing()
-        blocks[_EVICT] = self.amounts.get_or("evict")
+        blocks[_EVICT] = self.amounts.get_or("offload")
         table = self._table(blocks)
         latency = self.amounts.get("latency")
         if latency is not None:
@@ -174,7 +174,7 @@ class Tables:
 
     def _recompute_seconds(self, forward: Array) -> Array:
         """Return the seconds of what runs again before a recomputed micro-batch's backward."""
-        selected = self.amounts.get("again") if self.selective else None
+        selected = self.amounts.get("recompute") if self.selective else None
         return forward if selected is None else selected
 
     def _join_pairs(self, table: Array, recompute_seconds: Array) -> None:
@@ -182,7 +182,7 @@ class Tables:
         dependencies = self.dependencies
         first, second = dependencies.pairs, dependencies.pairs + 1
         pair_seconds = table[:, first] + table[:, second]
-        measured = self.amounts.get("pair")
+        measured = self.amounts.get("forward_backward")
         if measured is not None:
             kinds = dependencies.ops.kind
             forward = np.where(kinds[first] == ord("F"), first, second)

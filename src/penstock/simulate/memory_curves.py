@@ -108,8 +108,8 @@ def _activation_bytes(tables: Tables) -> tuple[Array, Array]:
 
 def _saved_bytes(tables: Tables, full: Array) -> Array:
     """Return per op the bytes that its micro-batch saves from F to the backward."""
-    selected = tables.selective and tables.amounts.get("kept_bytes") is not None
-    name = "kept_bytes" if selected else "input_bytes"
+    selected = tables.selective and tables.amounts.get("saved_bytes") is not None
+    name = "saved_bytes" if selected else "input_bytes"
     return np.where(tables.recomputed, tables.of_ops(name, np.arange(len(full))), full)
 
 
@@ -118,9 +118,9 @@ def _recomputed_bytes(tables: Tables, full: Array, saved: Array) -> Array:
     if not tables.selective:
         return full - saved
     recomputed: Array = np.maximum(full - saved, 0.0)
-    if tables.amounts.get("again_bytes") is None:
+    if tables.amounts.get("recompute_peak_bytes") is None:
         return recomputed
-    peak = tables.of_ops("again_bytes", np.arange(len(full)))
+    peak = tables.of_ops("recompute_peak_bytes", np.arange(len(full)))
     return np.where(tables.dependencies.ops.of_kind(Kind.B), peak, recomputed)
 
 

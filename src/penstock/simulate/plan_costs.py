@@ -150,7 +150,7 @@ def place_costs(
             )
         ],
         update=_synchronised_updates(costs, schedule, cluster),
-        evict=_move_seconds(costs, schedule, cluster),
+        offload=_move_seconds(costs, schedule, cluster),
         links=_medium(schedule, cluster),
     )
     return placed if rule is None else _with_trained_versions(placed, schedule, rule)

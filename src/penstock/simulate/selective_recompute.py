@@ -101,9 +101,9 @@ def with_selective_recompute(
     stage_bytes = [sizes.stage_bytes(part.start, part.stop, selection) for part in parts]
     return replace(
         costs,
-        again=_recompute_seconds(schedule, profiles, parts, micro_batch, selection),
-        kept_bytes=[largest * saved for saved, _ in stage_bytes],
-        again_bytes=[largest * recomputed for _, recomputed in stage_bytes],
+        recompute=_recompute_seconds(schedule, profiles, parts, micro_batch, selection),
+        saved_bytes=[largest * saved for saved, _ in stage_bytes],
+        recompute_peak_bytes=[largest * recomputed for _, recomputed in stage_bytes],
     )
 
 

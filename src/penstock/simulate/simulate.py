@@ -28,7 +28,7 @@ def simulate_schedule(
     order of sending. Replicas of a stage start their U together, when the last of them is ready,
     or, where a stream has waves, wait for each other at the ends of waves only (see
     `updates.awaited_update`). The two ops of a pair also start together, and end together. E and L take no
-    time on a rank; their message takes `costs.evict`, and the receiving half waits for it.
+    time on a rank; their message takes `costs.offload`, and the receiving half waits for it.
 
     Where links share a medium (`costs.links`), that medium also carries one message at a time,
     first
@@ -44,7 +44,7 @@ def simulate_schedule(
             message has arrived.
         recompute: "never", "except_last" or "always": the B (or I) of a recomputed micro-batch
             takes a forward longer, and only the stage's input is saved from F until then.
-            "selective": every B (or I) takes `costs.again` longer, and `costs.kept_bytes` are
+            "selective": every B (or I) takes `costs.recompute` longer, and `costs.saved_bytes` are
             saved.
 
     Raises:

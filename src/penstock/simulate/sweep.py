@@ -9,11 +9,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
+from penstock.deprecation import current_names
 from penstock.errors import SettingError
 from penstock.schedule.arrays import Array, runs
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Schedule
 from penstock.simulate.cost_arrays import Amounts
-from penstock.simulate.costs import FIELDS, LINKS, Costs
+from penstock.simulate.costs import FIELDS, LINKS, RENAMED, Costs
 from penstock.simulate.dependencies import dependencies_of, number_keys
 from penstock.simulate.kernel_dispatch import WORTH_LOADING, load_compiled
 from penstock.simulate.kernels import Durations, OpGraph, RankSpans, Times
@@ -105,7 +106,7 @@ def _batches(
     dependencies = dependencies_of(schedule)
     stages, numbers = dependencies.stages, dependencies.numbers.tolist()
     if isinstance(costs, Mapping):
-        fields = dict(costs)
+        fields = current_names(costs, RENAMED, stacklevel=1)
         links = str(fields.pop("links", "duplex"))
         buffers = bool(fields.pop("boundary_buffers", True))
         if links not in LINKS:

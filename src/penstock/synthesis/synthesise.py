@@ -281,7 +281,7 @@ class _Task:
         """Return whether the best schedule consists of ops that the search makes programs of: no op
         is part of a cheaper pair, and every activation stays on its rank.
         """
-        paired = bool(self.schedule.pairs) and self.costs.pair is not None
+        paired = bool(self.schedule.pairs) and self.costs.forward_backward is not None
         return not paired and all(op.kind in _SEARCHED_KINDS for op in self.schedule.ops)
 
     def _relax_bound(self) -> None:
@@ -289,7 +289,7 @@ class _Task:
         other ranks, or have pairs that are cheaper than their ops.
         """
         if not self._is_searchable():
-            pair = self.costs.spread("pair", self.problem.stages)
+            pair = self.costs.spread("forward_backward", self.problem.stages)
             costs = self.problem.costs if pair is None else self.problem.costs.with_pairs(pair)
             free = replace(self.problem, costs=costs, limits=(math.inf,) * self.problem.ranks)
             self.least = min(self.least, lower_bound(free))

@@ -9,7 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.transport.arena import LINE, Pool, Slot
+from penstock.shared_memory.arena import Pool, Slot
+from penstock.shared_memory.segment import LINE
 from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.values.constants import key_of as constant_key
 
@@ -41,10 +42,9 @@ class Layout:
         self.pool: Pool | None = None
 
     @classmethod
-    def parse(cls, text: bytes) -> Layout:
-        """Read what `encode_layout` wrote."""
-        number, _, header = text.decode().partition(" ")
-        return cls(int(number), Header.parse(header))
+    def parse(cls, number: int, description: bytes) -> Layout:
+        """Return the layout that `Payload.header` describes, under a number."""
+        return cls(number, Header.parse(description.decode()))
 
     def views(self, slot: Slot) -> tuple[Tensor, ...]:
         """Return the tensors in a slot as views of its memory, from the slot's cache if they are
@@ -100,11 +100,6 @@ class Layout:
             views.append(flat.view(dtype).view(shape))
             start += _padded_bytes(form)
         return tuple(views)
-
-
-def encode_layout(number: int, payload: Payload) -> bytes:
-    """Describe the layout of payloads of this form to the receiver, under a number."""
-    return f"{number} {payload.header()}".encode()
 
 
 def key_of(payload: Payload) -> tuple[object, ...]:

@@ -2,19 +2,18 @@
 out of it by the receiver.
 
 With torch.distributed the same message passes through a socket and two of gloo's threads; here a
-small message costs a few microseconds on either side (benchmarks/transport). It is available only
-on Linux on x86-64, whose stores become visible in program order; elsewhere no rank is reachable
-this way.
+small message costs a few microseconds on either side (benchmarks/transport). Where shared memory is
+not available (`shared_memory.availability`), no rank is reachable this way: rank 0 logs the reason,
+and messages go over the network back end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
-import platform
 import select
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +22,15 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
+from penstock.errors import RunError
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
+from penstock.shared_memory.arena import OutOfSharedMemory
+from penstock.shared_memory.availability import unavailable_reason
+from penstock.shared_memory.mailbox import Mailbox
+from penstock.shared_memory.queue import KIND_BITS, KINDS
 from penstock.transport.device_discovery import host_identity
-from penstock.transport.mailbox import Mailbox
-from penstock.transport.message_queue import QueueReader, QueueWriter
+from penstock.transport.message_queue import PayloadReader, PayloadWriter
 from penstock.transport.payload import Payload
 from penstock.transport.transport import TransportLost, TransportTimeout
 
@@ -43,8 +46,12 @@ _CHECK_EVERY_S = 0.05
 #: Seconds that a closing rank waits at most for peers that have not opened what it has sent.
 _LINGER_S = 5.0
 
+_LOG = logging.getLogger(__name__)
+
+#: A name holds the kind in its lowest 4 bits, the stage in 20 bits, the micro-batch above.
 _KINDS = {kind: number for number, kind in enumerate(Kind)}
-_STAGE_SHIFT, _BATCH_SHIFT = 4, 24  # kind in the lowest 4 bits, stage in 20, micro-batch above
+_STAGE_SHIFT, _BATCH_SHIFT = KIND_BITS, KIND_BITS + 20
+assert len(_KINDS) <= KINDS
 
 
 def _name(message: Message) -> int:
@@ -70,8 +77,12 @@ class _Peer:
     pid: int
     exit_poll: select.poll
     pidfd: int
-    outgoing: QueueWriter
-    incoming: QueueReader
+    outgoing: PayloadWriter
+    incoming: PayloadReader
+
+
+class _Unavailable(Exception):
+    """This machine has no shared memory for messages; the text says why."""
 
 
 class _Arrival:
@@ -112,17 +123,18 @@ class SameHostTransport:
         All ranks call it. A rank that is not `willing`, or whose machine does not support it, is
         reachable for no rank. Raises what the store raises.
         """
-        self._mailbox = mailbox = _make_mailbox(size) if willing else None
+        self._mailbox = mailbox = None
         address: dict[str, Any] = {}
-        if mailbox is not None:
-            address = {
-                "host": host_identity(),
-                "pid": os.getpid(),
-                "mailbox": mailbox.segment.fd,
-                "nonce": mailbox.nonce,
-            }
+        if willing:
+            try:
+                self._mailbox = mailbox = _make_mailbox(size)
+                address = _address(mailbox)
+            except _Unavailable as error:
+                address = {"unavailable": str(error)}
         store.set(f"same-host/address/{self.rank}", json.dumps(address))
         addresses = _gather(store, "same-host/address", size)
+        if self.rank == 0:
+            _log_unavailable(addresses)
         peers = {} if mailbox is None else self._open_peers(addresses, mailbox)
         # A link is used only if both ends could open each other's memory.
         store.set(f"same-host/opened/{self.rank}", json.dumps(sorted(peers)))
@@ -141,7 +153,13 @@ class SameHostTransport:
         del signature
         if self._lost:
             raise TransportLost("the run was stopped")
-        self._peers[peer].outgoing.send(_name(message), payload)
+        try:
+            self._peers[peer].outgoing.send(_name(message), payload)
+        except OutOfSharedMemory as error:
+            raise RunError(
+                f"no shared memory for messages to another rank of this host: {error}. "
+                "Use fewer micro-batches in flight, or smaller ones"
+            ) from error
 
     def post(self, peer: int, message: Message, signature: str) -> _Arrival:
         """See `Transport.post`. Nothing needs to be done before the wait."""
@@ -246,11 +264,11 @@ class SameHostTransport:
             return None
         exit_poll = select.poll()
         exit_poll.register(pidfd, select.POLLIN)
-        outgoing = QueueWriter(mailbox, self.rank)
-        incoming = QueueReader(own_mailbox, rank, pid, self._device)
+        outgoing = PayloadWriter(mailbox, self.rank)
+        incoming = PayloadReader(own_mailbox, rank, pid, self._device)
         return _Peer(mailbox, pid, exit_poll, pidfd, outgoing, incoming)
 
-    def _wait_for(self, queue: QueueReader, peer: int, name: int) -> None:
+    def _wait_for(self, queue: PayloadReader, peer: int, name: int) -> None:
         """Spin briefly, then block on the futex until the message arrives."""
         notifier = queue.notifier
         spin_end = time.perf_counter() + self.spin_s
@@ -290,20 +308,46 @@ class SameHostTransport:
             )
 
 
-def _make_mailbox(size: int) -> Mailbox | None:
-    """Create this rank's mailbox; None where the machine does not support this transport."""
-    supported = (
-        sys.platform == "linux"
-        and platform.machine() == "x86_64"
-        and hasattr(os, "memfd_create")
-        and hasattr(os, "pidfd_open")
-    )
-    if not supported or not host_identity():
-        return None
+def _make_mailbox(size: int) -> Mailbox:
+    """Create this rank's mailbox.
+
+    Raises:
+        _Unavailable: this machine has no shared memory for messages.
+    """
+    reason = unavailable_reason()
+    if reason is not None:
+        raise _Unavailable(reason)
+    if not host_identity():
+        raise _Unavailable("/proc/sys/kernel/random/boot_id, which identifies a host, is missing")
     try:
         return Mailbox.make(size)
-    except OSError:
-        return None
+    except OSError as error:
+        raise _Unavailable(str(error)) from error
+
+
+def _address(mailbox: Mailbox) -> dict[str, Any]:
+    """Return what other ranks need to open this rank's mailbox."""
+    return {
+        "host": host_identity(),
+        "pid": os.getpid(),
+        "mailbox": mailbox.segment.fd,
+        "nonce": mailbox.nonce,
+    }
+
+
+def _log_unavailable(addresses: Sequence[Mapping[str, Any]]) -> None:
+    """Log in one line which ranks cannot use shared memory, and the reason of the first."""
+    reasons = {
+        rank: address["unavailable"]
+        for rank, address in enumerate(addresses)
+        if "unavailable" in address
+    }
+    if reasons:
+        _LOG.info(
+            "messages of rank %s go over the network back end, not through shared memory: %s",
+            ", ".join(map(str, reasons)),
+            next(iter(reasons.values())),
+        )
 
 
 def _gather(store: Store, name: str, size: int) -> list[Any]:

@@ -1,8 +1,4 @@
-"""Memory shared by two processes of one host, and the slots in it that hold messages.
-
-Segments are made with `memfd_create`: they have no name in /dev/shm (which containers keep small),
-and they disappear with the last process that maps them, however it ends. Memory is reserved when a
-segment is made, so that a shortage is an error there and not a signal (SIGBUS) at the first access.
+"""Slots for messages in segments of shared memory.
 
 Protocol: only the sender allocates a slot, by setting the first word of its head; only the receiver
 frees it, by clearing that word. So an arena grows to the most that was in flight at once, and no
@@ -12,16 +8,11 @@ lock is needed.
 from __future__ import annotations
 
 import mmap
-import os
 from collections import deque
 
-import torch
 from torch import Tensor
 
-from penstock.errors import RunError
-
-#: Bytes of a cache line: also the alignment of torch's own tensors, and the size of a head.
-LINE = 64
+from penstock.shared_memory.segment import LINE, Segment
 
 #: Bytes of the smallest slot (without its head), and of the smallest segment.
 _MIN_SLOT_BYTES = 256
@@ -34,62 +25,19 @@ _MAX_SWEEP = 16
 _OFFSET_BITS = 40
 
 
-class Segment:
-    """A segment of shared memory, as a tensor of bytes and as 8-byte words. Its first line is its
-    head.
+class OutOfSharedMemory(Exception):
+    """There is no memory for another segment.
 
-    The receiver sets the head's first word once it has opened the segment: until then the sender
-    must live, since a file descriptor of a dead process cannot be opened.
+    Attributes:
+        nbytes: bytes that could not be allocated.
+        in_use: bytes of the arena's segments.
     """
 
-    __slots__ = ("bytes", "fd", "memory", "words")
-
-    def __init__(self, fd: int, nbytes: int, owned: bool) -> None:
-        self.fd = fd if owned else -1
-        self.memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self.words = memoryview(self.memory).cast("Q")
-        # An inference tensor could not be written to outside inference mode.
-        with torch.inference_mode(mode=False):
-            self.bytes: Tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
-
-    @classmethod
-    def make(cls, nbytes: int) -> Segment:
-        """Create a segment of `nbytes` zero bytes.
-
-        Raises:
-            OSError: there is not enough memory, or the system has no `memfd_create`.
-        """
-        fd = os.memfd_create("penstock", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-            return cls(fd, nbytes, owned=True)
-        except BaseException:
-            os.close(fd)
-            raise
-
-    @classmethod
-    def open(cls, pid: int, fd: int) -> Segment:
-        """Open the segment that process `pid` has made as its file descriptor `fd`.
-
-        Raises:
-            OSError: the process has ended, or its memory may not be opened.
-        """
-        descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return cls(descriptor, os.fstat(descriptor).st_size, owned=False)
-        finally:
-            os.close(descriptor)
-
-    @property
-    def opened(self) -> bool:
-        """Whether the receiver has opened the segment."""
-        return self.words[0] != 0
-
-    def close(self) -> None:
-        """Close the segment to new readers. Its memory is freed when no process maps it."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+    def __init__(self, nbytes: int, in_use: int, reason: OSError) -> None:
+        self.nbytes, self.in_use = nbytes, in_use
+        super().__init__(
+            f"cannot allocate {nbytes:,} bytes in addition to the {in_use:,} in use ({reason})"
+        )
 
 
 class Slot:
@@ -170,7 +118,7 @@ class Arena:
         """Allocate a slot of a pool, or a larger one that is free.
 
         Raises:
-            RunError: there is no memory for another slot.
+            OutOfSharedMemory: there is no memory for another slot.
         """
         if pool.free or pool.sweep():
             slot = pool.free.pop()
@@ -225,11 +173,7 @@ class Arena:
         try:
             segment = Segment.make(segment_bytes)
         except OSError as error:
-            raise RunError(
-                "no shared memory for messages to another rank of this host: cannot allocate "
-                f"{segment_bytes:,} bytes in addition to the {self.nbytes:,} in use ({error}). "
-                "Use fewer micro-batches in flight, or smaller ones"
-            ) from error
+            raise OutOfSharedMemory(segment_bytes, self.nbytes, error) from error
         self.segments.append(segment)
         self.nbytes += segment_bytes
         self._used = LINE

@@ -1,4 +1,4 @@
-"""Mailboxes and notifiers: both sides in one process."""
+"""Notifiers: a receiver that sleeps, and a sender that wakes it, both in one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from penstock.transport.mailbox import Mailbox
+from penstock.shared_memory.mailbox import Mailbox
 
 
 @pytest.fixture
@@ -16,31 +16,6 @@ def mailboxes():
     owned = Mailbox.make(3)
     yield owned, Mailbox.open(os.getpid(), owned.segment.fd)
     owned.segment.close()
-
-
-def test_a_sender_identifies_a_mailbox_by_its_nonce(mailboxes):
-    """No two mailboxes have the same nonce."""
-    owned, opened = mailboxes
-    assert owned.nonce == opened.nonce
-    assert len(owned.nonce) == 32
-    another = Mailbox.make(3)
-    assert another.nonce != owned.nonce
-    another.segment.close()
-
-
-def test_every_sender_has_a_line_of_its_own(mailboxes):
-    """A line holds the place of the first block and the notifier."""
-    owned, opened = mailboxes
-    for source in range(3):
-        opened.set_first_block(source, 1000 + source)
-        opened.notifier(source).arm()
-    assert [owned.first_block(source) for source in range(3)] == [1000, 1001, 1002]
-    opened.notifier(1).notify()
-    assert [owned._words[8 * (source + 1)] for source in range(3)] == [1, 0, 1]
-    assert not owned.stopped
-    assert not opened.closed
-    owned.close()
-    assert opened.closed
 
 
 def test_a_sleeping_receiver_is_woken(mailboxes):
@@ -74,15 +49,3 @@ def test_a_receiver_wakes_when_its_time_is_over(mailboxes):
     notifier.arm()
     notifier.sleep(0.001)
     assert mailboxes[0]._words[8] == 1
-
-
-def test_stopping_the_run_wakes_all_waits(mailboxes):
-    """On every line."""
-    owned, opened = mailboxes
-    notifiers = [owned.notifier(source) for source in range(3)]
-    for notifier in notifiers:
-        notifier.arm()
-    opened.stop()
-    for notifier in notifiers:
-        notifier.sleep(3600.0)
-    assert owned.stopped

@@ -1,4 +1,4 @@
-"""Shared memory and its slots: what is found again, what is lent, what grows."""
+"""Slots in shared memory: what is reused, what is lent, what grows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import itertools
 import os
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import RunError
-from penstock.transport.arena import LINE, Arena, Segment, _size_class, split_place
+from penstock.shared_memory.arena import Arena, OutOfSharedMemory, _size_class, split_place
+from penstock.shared_memory.segment import LINE
 
 
 @pytest.fixture
@@ -20,33 +19,6 @@ def arena():
     fresh_arena = Arena()
     yield fresh_arena
     fresh_arena.close()
-
-
-def test_what_one_writes_the_other_reads():
-    """The same memory, opened by its number in another process's table of files; this one's own
-    here.
-    """
-    mine = Segment.make(4096)
-    other = Segment.open(os.getpid(), mine.fd)
-    mine.words[8] = 2**63
-    mine.bytes[100:104].view(torch.float32).fill_(2.5)
-    assert other.words[8] == 2**63
-    assert other.bytes[100:104].view(torch.float32).item() == 2.5
-    assert not mine.opened
-    other.words[0] = 1
-    assert mine.opened
-    mine.close()
-    mine.close()  # twice is once
-    assert other.words[8] == 2**63
-
-
-def test_memory_that_is_closed_cannot_be_opened_any_more():
-    """Nor that of a process that is gone."""
-    mine = Segment.make(4096)
-    fd = mine.fd
-    mine.close()
-    with pytest.raises(OSError, match="No such file"):
-        Segment.open(os.getpid(), fd)
 
 
 def test_a_freed_slot_is_taken_again_and_the_last_freed_first(arena):
@@ -102,7 +74,7 @@ def test_an_exclusive_pool_neither_lends_nor_borrows(arena):
         assert arena.take(pool) is slot
 
 
-def test_want_of_memory_says_how_much_and_what_helps(arena, monkeypatch):
+def test_a_shortage_of_memory_says_how_much(arena, monkeypatch):
     """And leaves the arena as it was."""
     arena.take(arena.pool(100))
     before = arena.nbytes
@@ -113,8 +85,8 @@ def test_want_of_memory_says_how_much_and_what_helps(arena, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", none)
     with pytest.raises(
-        RunError,
-        match=rf"1,052,672 bytes in addition to the {before:,} in use .*No space left.*fewer micro-batches",
+        OutOfSharedMemory,
+        match=rf"1,052,672 bytes in addition to the {before:,} in use .*No space left",
     ):
         arena.take(arena.pool(2**20))
     assert arena.nbytes == before

@@ -1,0 +1,1 @@
+"""Shared memory between processes of one host: segments, slots, mailboxes and queues."""

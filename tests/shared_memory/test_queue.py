@@ -1,0 +1,131 @@
+"""The list of entries from one process to another: both ends here, contents are bytes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.shared_memory.mailbox import Mailbox
+from penstock.shared_memory.queue import KIND_BITS, MAX_LAYOUTS, QueueReader, QueueWriter
+
+
+class Ends:
+    """The two ends of a queue from rank 1, with layouts that are (number, description)."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox.make(2)
+        self.writer = QueueWriter(Mailbox.open(os.getpid(), self.mailbox.segment.fd), 1)
+        self.reader: QueueReader[tuple[int, bytes]] = QueueReader(
+            self.mailbox, 1, os.getpid(), lambda number, text: (number, text)
+        )
+
+    def send(self, name: int, content: bytes, layout: int = 0) -> None:
+        """Send a message of these bytes."""
+        slot = self.writer.arena.take(self.writer.arena.pool(len(content)))
+        slot.segment.memory[slot.start : slot.start + len(content)] = content
+        self.writer.append(name, layout, slot.place)
+
+    def take(self, name: int, length: int) -> tuple[tuple[int, bytes], bytes]:
+        """Layout and contents of the oldest message of a name."""
+        layout, slot = self.reader.pending[name].popleft()
+        content = slot.segment.memory[slot.start : slot.start + length]
+        slot.free()
+        return layout, content
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.writer.arena.close()
+        self.mailbox.segment.close()
+
+
+@pytest.fixture
+def ends():
+    """A queue; closed when the test is over."""
+    both = Ends()
+    yield both
+    both.close()
+
+
+def test_an_unused_queue_holds_nothing_and_takes_no_memory(ends):
+    """Every pair of ranks has two queues, and most pairs never exchange a message."""
+    assert not ends.reader.poll()
+    assert ends.writer.arena.nbytes == 0
+    assert ends.writer.all_opened()
+
+
+def test_a_message_arrives_with_the_layout_that_was_announced(ends):
+    """Layouts are numbered in the order of their announcement, on both sides alike."""
+    assert [ends.writer.announce_layout(text) for text in (b"first", b"second")] == [0, 1]
+    ends.send(16, b"content", layout=1)
+    assert not ends.writer.all_opened()
+    assert ends.reader.poll()
+    assert ends.writer.all_opened()
+    assert not ends.reader.poll()
+    assert ends.take(16, 7) == ((1, b"second"), b"content")
+
+
+def test_an_entry_without_its_sequence_number_is_not_read(ends):
+    """The number is stored last: until then the rest of the entry may be incomplete."""
+    ends.writer.announce_layout(b"")
+    ends.send(16, b"a")
+    block, offset = ends.writer._block, ends.writer._offset - 32
+    sequence = block.words[offset >> 3]
+    block.words[offset >> 3] = 0
+    ends.reader.poll()
+    assert ends.reader.pending == {}
+    block.words[offset >> 3] = sequence
+    assert ends.reader.poll()
+    assert list(ends.reader.pending) == [16]
+
+
+def test_a_sleeping_receiver_is_woken_by_notify_and_not_by_append(ends):
+    """Whoever sends several messages wakes the receiver once."""
+    calls = []
+    ends.writer.notifier._syscall = lambda *words: calls.append(words)
+    ends.reader.notifier.arm()
+    ends.writer.announce_layout(b"")
+    ends.send(16, b"a")
+    assert calls == []
+    ends.writer.notifier.notify()
+    assert len(calls) == 1
+
+
+def test_both_sides_forget_layouts_at_the_same_announcement(ends):
+    """Otherwise a program whose shapes differ in every step would fill the memory."""
+    for number in range(MAX_LAYOUTS):
+        ends.writer.announce_layout(str(number).encode())
+    ends.reader.poll()
+    assert len(ends.reader._layouts) == MAX_LAYOUTS
+    ends.writer.announce_layout(b"new")
+    ends.reader.poll()
+    assert ends.reader._layouts == {MAX_LAYOUTS: (MAX_LAYOUTS, b"new")}
+
+
+def test_blocks_of_entries_are_reused(ends):
+    """A stream goes on for days."""
+    ends.writer.announce_layout(b"")
+    for number in range(5000):
+        ends.send(number << KIND_BITS, b"a")
+        assert ends.reader.poll()
+        ends.take(number << KIND_BITS, 1)
+    assert len(ends.writer.arena.segments) == 1
+    assert len(ends.reader._slots) < 10
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=8))
+def test_messages_arrive_in_order_for_any_number_between_two_polls(bursts):
+    """The end of a block falls anywhere in a burst."""
+    ends, number = Ends(), 0
+    ends.writer.announce_layout(b"")
+    for burst in bursts:
+        contents = [count.to_bytes(8, "little") for count in range(number, number + burst)]
+        for content in contents:
+            ends.send(16, content)
+        ends.reader.poll()
+        assert [ends.take(16, 8)[1] for _ in range(burst)] == contents
+        number += burst
+    ends.close()
