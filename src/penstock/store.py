@@ -1,18 +1,12 @@
-"""Write dataclasses of plain data as JSON, and read them back with strict validation."""
+"""Write dataclasses of plain data as JSON; `files.read` reads them back."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
 
 from penstock.errors import FileError
-
-T = TypeVar("T")
 
 
 def to_json(value: object) -> str:
@@ -64,55 +58,3 @@ def sync_folder(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def read_json(path: str | Path, kind: type[T], schema: int | Collection[int]) -> T:
-    """Read a value of type `kind` and validate it.
-
-    Args:
-        path: the file.
-        kind: a dataclass with a field `schema`.
-        schema: supported version, or versions, of the format.
-
-    Raises:
-        FileError: the file cannot be read, is no JSON, has another schema version, or has fields
-            that are missing, unknown or of the wrong type.
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    type_name = kind.__name__.lower()
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        content: Any = json.loads(text, parse_float=_parse_finite, parse_constant=_parse_finite)
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(
-            f"cannot read the {type_name} {path}: {getattr(error, 'strerror', None) or error}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path} is not JSON: {error}") from error
-    version = content.get("schema") if isinstance(content, dict) else None
-    supported = (schema,) if isinstance(schema, int) else schema
-    # True == 1 in Python, but true is no version.
-    if version not in supported or isinstance(version, bool):
-        raise FileError(
-            f"{path} is no {type_name} of schema {' or '.join(map(str, supported))}: "
-            f"its schema is {version!r}. Create it again with this version of penstock"
-        )
-    try:
-        return TypeAdapter(kind).validate_json(text, strict=True, extra="forbid")
-    except ValidationError as error:
-        first = error.errors()[0]
-        location = ".".join(map(str, first["loc"])) or "the top"
-        raise FileError(f"{path} is no {type_name}: at {location}: {first['msg']}") from error
-
-
-def _parse_finite(text: str) -> float:
-    """Parse a finite number. Python's parser also accepts NaN, Infinity and 1e999.
-
-    Raises:
-        ValueError: the number is not finite.
-    """
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not a finite number")
-    return number

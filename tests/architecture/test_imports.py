@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 
-#: docs/design.md, top to bottom. registry and store are what several rooms share. Rooms in one row
+#: docs/design.md, top to bottom. registry, files and store are what several rooms share. Rooms in one row
 #: may not import each other against the order either. The front door, penstock/__init__.py, names
 #: everything above it, lazily; only the command line stands below it.
 ORDER = [
@@ -19,6 +19,7 @@ ORDER = [
     "deprecation",
     "units",
     "registry",
+    "files",
     "store",
     "notebook",
     "model",

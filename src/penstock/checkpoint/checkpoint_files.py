@@ -23,7 +23,8 @@ from torch import Tensor
 
 from penstock.checkpoint.optimizer_checkpoint import Facts
 from penstock.errors import FileError, SettingError
-from penstock.store import read_json, sync_file, sync_folder, write_json
+from penstock.files.read import read_json
+from penstock.store import sync_file, sync_folder, write_json
 
 #: Schema 1, of version 0.1, has neither identity nor checksums.
 SCHEMAS = (1, 2)

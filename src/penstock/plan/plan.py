@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Literal, final
 
 from penstock.errors import FileError, PenstockError, PlanError
+from penstock.files.read import read_json
 from penstock.plan.segments import Selection
 from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing
 from penstock.schedule.streams import Stream
-from penstock.store import read_json, write_json
+from penstock.store import write_json
 from penstock.units import format_bytes, format_seconds
 from penstock.weights.compatibility import rule_of
 

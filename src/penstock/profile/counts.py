@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Literal, final
 
 from penstock.errors import FileError, SettingError
+from penstock.files.read import read_json
 from penstock.profile.profile import Phase
-from penstock.store import read_json, write_json
+from penstock.store import write_json
 
 SCHEMA = 1
 

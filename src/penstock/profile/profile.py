@@ -12,7 +12,8 @@ from typing import Literal
 import numpy as np
 
 from penstock.errors import FileError, SettingError
-from penstock.store import read_json, write_json
+from penstock.files.read import read_json
+from penstock.store import write_json
 
 SCHEMA = 1
 

@@ -1,0 +1,86 @@
+"""Files become values of a type, or one line that says where they do not fit it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel
+
+from penstock.errors import FileError, SettingError
+from penstock.files.read import parse_json, parse_yaml, read_json, read_yaml
+
+
+@dataclass(frozen=True)
+class Run:
+    """Settings as a dataclass with a check of its own."""
+
+    model: str = "mlp"
+    rate: float = 0.1
+    cut: tuple[int, ...] = ()
+    kind: Literal["sgd", "adam"] = "sgd"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.rate <= 0:
+            raise SettingError(f"rate is {self.rate}; it must be above 0")
+
+
+class Lab(BaseModel):
+    """The same as a Pydantic model."""
+
+    name: str
+    nodes: list[int] = []
+
+
+def test_yaml_becomes_a_dataclass_a_model_or_plain_values(tmp_path):
+    """Anything that Pydantic can validate is a type to read."""
+    path = tmp_path / "run.yaml"
+    path.write_text("rate: 1\ncut: [2, 3]\noptions: {layers: [6]}\n")
+    assert read_yaml(path, Run) == Run(rate=1.0, cut=(2, 3), options={"layers": [6]})
+    assert read_yaml(path, dict) == {"rate": 1, "cut": [2, 3], "options": {"layers": [6]}}
+    assert parse_yaml("name: x\nnodes: [1]", Lab, "lab.yaml") == Lab(name="x", nodes=[1])
+    assert parse_yaml("# nothing", Run, "run.yaml") == Run()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle: gpt", r"unknown key\. Did you mean 'model'\? Known: model, rate, cut"),
+        ("rate: fast", "at rate: Input should be a valid number, not 'fast'"),
+        ("rate: '1'", "at rate: Input should be a valid number, not '1'"),
+        ("rate: true", "at rate: Input should be a valid number, not True"),
+        ("rate: -1", r"rate is -1.0; it must be above 0"),
+        ("cut: [1, x]", r"at cut\.1: Input should be a valid integer, not 'x'"),
+        ("kind: sdg", "at kind: Input should be 'sgd' or 'adam', not 'sdg'"),
+        ("cut: [x, y, z]", r"at cut\.0: .* \(and 2 more errors\)"),
+        ("- model", "at the top: .*not \\['model'\\]"),
+    ],
+)
+def test_what_does_not_fit_the_type_is_refused_with_its_place(text, message):
+    """A misspelt key that is silently ignored costs a night's training."""
+    with pytest.raises(FileError, match=f"^run.yaml is no configuration: .*{message}"):
+        parse_yaml(text, Run, "run.yaml", kind="configuration")
+
+
+def test_a_missing_file_is_named_with_its_kind():
+    """The first mistake that everybody makes."""
+    with pytest.raises(FileError, match=r"^cannot read the run nowhere.yaml: No such file"):
+        read_yaml("nowhere.yaml", Run)
+    with pytest.raises(FileError, match=r"^cannot read the lab nowhere.json: No such file"):
+        read_json("nowhere.json", Lab)
+
+
+def test_json_needs_no_schema_but_may_have_to_have_one():
+    """Files that outlive a version carry its number; true and 1.0 are none."""
+    assert parse_json('{"name": "x"}', Lab, "lab.json") == Lab(name="x")
+    for version in ("true", "1.0", "2", "null", "[]"):
+        with pytest.raises(FileError, match="no lab of schema 1: its schema is "):
+            parse_json(f'{{"name": "x", "schema": {version}}}', Lab, "lab.json", 1)
+
+
+def test_half_a_surrogate_pair_is_refused():
+    """It cannot be printed, nor be part of a path."""
+    with pytest.raises(FileError, match=r"lab.json is no lab: .*Invalid JSON"):
+        parse_json(r'{"name": "\ud800"}', Lab, "lab.json")

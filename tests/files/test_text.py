@@ -1,0 +1,47 @@
+"""A file is read within limits, whatever stands in it or in its place."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import FileError
+from penstock.files.text import quote_path, read_text, shorten
+
+
+def test_text_is_read_as_utf_8_with_or_without_a_mark(tmp_path):
+    """Editors on Windows write a byte order mark."""
+    path = tmp_path / "lab.yaml"
+    path.write_bytes("µ".encode("utf-8-sig"))
+    assert read_text(path, "cluster") == "µ"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"name: \xff", "byte 6 is not UTF-8 text: save it as UTF-8"),
+        (b"a\0b", "it is not text, it contains NUL bytes"),
+        (b"a" * 101, "it is longer than 100 bytes"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, content, message):
+    """A checkpoint or an archive is passed by mistake sooner or later."""
+    path = tmp_path / "lab.yaml"
+    path.write_bytes(content)
+    with pytest.raises(FileError, match=f"^cannot read the cluster .*lab.yaml: {message}"):
+        read_text(path, "cluster", max_bytes=100)
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev", "nowhere.yaml", "a\0b", "x" * 5000])
+def test_what_is_no_file_is_refused_at_once(path):
+    """A device without an end must not be read to its end."""
+    with pytest.raises(FileError, match=r"^cannot read the plan ") as caught:
+        read_text(path, "plan", max_bytes=100)
+    assert str(caught.value).isprintable()
+
+
+def test_quoted_text_is_short_and_on_one_line():
+    """A foreign value cannot forge a second line, or fill the screen."""
+    assert shorten("a\nERROR \x1b[31m b") == "a ERROR ?[31m b"
+    assert shorten("x" * 10_000, 10) == "x" * 9 + "…"
+    assert quote_path("runs/a.json") == "runs/a.json"
+    assert quote_path("a\nb") == r"'a\nb'"
