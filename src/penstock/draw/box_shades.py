@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from penstock.draw.pairs import events_by_rank
 from penstock.draw.stage_order import StageOrder
 from penstock.event import Timeline
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.op import BACKWARD_ENDS, Kind, Op
 
 #: No drawing has a box for each op above this number, so batches are not needed.
 _MAX_OPS = 300_000
@@ -76,6 +76,6 @@ def _batches(panel: Timeline) -> dict[tuple[int, int, int], int]:
             kind, stage, number = event.op
             if kind is Kind.U:
                 next_version[stage] = number
-            elif kind in (Kind.B, Kind.W) and stage in next_version:
+            elif kind in BACKWARD_ENDS and stage in next_version:
                 batches[rank, stage, number] = next_version[stage]
     return batches

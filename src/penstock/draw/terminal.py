@@ -16,7 +16,7 @@ from penstock.draw.scale import Clock, axis_seconds, common_unit
 from penstock.draw.stage_order import StageOrder
 from penstock.errors import SettingError
 from penstock.event import Event, Timeline
-from penstock.schedule.op import Kind
+from penstock.schedule.op import BACKWARD_ENDS, Kind
 
 #: Smallest width of a drawing in columns.
 NARROWEST = 20
@@ -249,7 +249,7 @@ def _mark_updates(
     marked = [
         column
         for column in _columns_before_updates(events, columns)
-        if letters[column] is None and row_kinds[column] in (Kind.B, Kind.W)
+        if letters[column] is None and row_kinds[column] in BACKWARD_ENDS
     ]
     for column in marked:
         letters[column] = FILL[Kind.U]

@@ -19,10 +19,8 @@ from torch.autograd import Function
 from penstock.batches.batch import Batch
 from penstock.errors import ScheduleError
 from penstock.losses.call import LossCall, one_number
-from penstock.schedule.op import Kind, Schedule
+from penstock.schedule.op import BACKWARD_STARTS, Kind, Schedule
 from penstock.values.structure import flatten, tensors_of, unflatten
-
-_BACKWARD = (Kind.B, Kind.I)
 
 
 def check_joint(schedule: Schedule) -> None:
@@ -48,7 +46,7 @@ def check_joint(schedule: Schedule) -> None:
             f"{', '.join(map(str, ranks))}. {advice}"
         )
     kinds = [op.kind for op in schedule.programs[ranks[0]] if op.stage == last]
-    first = next((place for place, kind in enumerate(kinds) if kind in _BACKWARD), len(kinds))
+    first = next((place for place, kind in enumerate(kinds) if kind in BACKWARD_STARTS), len(kinds))
     ran = kinds[:first].count(Kind.F)
     if ran < kinds.count(Kind.F):
         raise ScheduleError(

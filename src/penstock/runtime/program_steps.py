@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.schedule.lower import Action, Direction, Message, Transfer
-from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
-from penstock.schedule.rules import feeds, takes
+from penstock.schedule.lower import (
+    Action,
+    Direction,
+    Message,
+    Transfer,
+    input_message,
+    output_message,
+)
+from penstock.schedule.op import Kind, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +82,11 @@ def _steps(actions: Sequence[Action], stages: int) -> Iterator[Step]:
 
 def _step(posts: Sequence[Transfer], op: Op | None, sends: Sequence[Transfer], stages: int) -> Step:
     """Build one step."""
-    input_message, output_message = (None, None) if op is None else _messages(op, stages)
+    received = None if op is None else input_message(op, stages)
+    produced = None if op is None else output_message(op, stages)
     maker = ""
-    if input_message is not None:
-        maker = f"{input_message.stage}{input_message.kind.value}{input_message.micro_batch}"
+    if received is not None:
+        maker = f"{received.stage}{received.kind.value}{received.micro_batch}"
     kind, stage, number = (Kind.U, -1, -1) if op is None else op
     return Step(
         op,
@@ -87,26 +94,10 @@ def _step(posts: Sequence[Transfer], op: Op | None, sends: Sequence[Transfer], s
         stage,
         number,
         f"is at {op}",
-        input_message,
+        received,
         maker,
         f"waits for {maker}",
-        output_message,
+        produced,
         tuple((post.peer, post.message) for post in posts),
         tuple((send.peer, send.message) for send in sends),
-    )
-
-
-def _messages(op: Op, stages: int) -> tuple[Message | None, Message | None]:
-    """Return the messages that an op consumes and produces; None for those that it does not."""
-    if op.kind is Kind.U:
-        return None, None
-    if op.kind in ACTIVATION_MOVES:
-        # An op that moves activations consumes and produces a message of its own kind.
-        message = Message(op.kind, op.stage, op.micro_batch)
-        return message, message
-    source = takes(op, stages)
-    consumer = feeds(op, stages)
-    return (
-        None if source is None else Message(*source, op.micro_batch),
-        None if consumer is None else Message(consumer[0], op.stage, op.micro_batch),
     )

@@ -14,11 +14,17 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
+from penstock.schedule.rules import ACTIVATION_CHANGE
 from penstock.schedule.slicing import Slicing, micro_batches_in
 
 Array = NDArray[Any]
 
 _KINDS = {ord(kind.value): kind for kind in Kind}
+
+#: `ACTIVATION_CHANGE` by the code point of the kind.
+_ACTIVATION_CHANGE = np.zeros(128, np.int64)
+for _kind, _change in ACTIVATION_CHANGE.items():
+    _ACTIVATION_CHANGE[ord(_kind.value)] = _change
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +134,18 @@ class OpArrays:
         }
 
     @cached_property
+    def activation_change(self) -> Array:
+        """Per op, by how many micro-batches or slices it changes what its rank holds."""
+        change = _ACTIVATION_CHANGE[self.kind]
+        return np.where(self.on_partner, -change, change)
+
+    @cached_property
+    def in_flight_change(self) -> Array:
+        """The same in micro-batches, where a slice counts as its share of one."""
+        change = self.activation_change
+        return change if self.share is None else change * self.share
+
+    @cached_property
     def in_flight(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Peak number of micro-batches whose activations are held, by stage and by rank.
 
@@ -138,15 +156,12 @@ class OpArrays:
         Returns:
             The peaks per stage, and the peaks per rank.
         """
-        change = self.of_kind(Kind.F).astype(np.int64) - self.of_kind(Kind.B, Kind.W)
-        arrives = self.of_kind(Kind.L) ^ self.on_partner  # an L at its owner, an E at the partner
-        change += np.where(self.of_kind(*ACTIVATION_MOVES), np.where(arrives, 1, -1), 0)
-        amount = change if self.share is None else change * self.share
+        amount = self.in_flight_change
         ranks, peaks = _peaks(amount, self.rank)
         by_rank: list[float] = [0] * (len(self.first) - 1)
         for rank, peak in zip(ranks.tolist(), peaks.tolist(), strict=True):
             by_rank[rank] = micro_batches_in(peak)
-        rows = np.flatnonzero((change != 0) & ~self.on_partner)
+        rows = np.flatnonzero((self.activation_change != 0) & ~self.on_partner)
         key = self.rank[rows].astype(np.int64) * self.stages + self.stage[rows]
         if (np.diff(key) < 0).any():  # several stages on a rank: sort by rank and stage
             rows = rows[np.argsort(key, kind="stable")]

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 from penstock.schedule.op import Kind, Op, Program
-from penstock.schedule.rules import needs
+from penstock.schedule.rules import ACTIVATION_CHANGE, needs
 
 #: The slot of every op of one rank.
 Slots = dict[Op, int]
@@ -101,9 +101,7 @@ def _fill_weights(rank: Slots, later_stages_first: bool = False) -> Slots:
 
 def _peak(rank: Slots) -> int:
     """Return the maximum number of activations that the rank holds, over all its stages."""
-    changes = sorted(
-        (slot, 1 if op.kind is Kind.F else -1) for op, slot in rank.items() if op.kind is not Kind.I
-    )
+    changes = sorted((slot, ACTIVATION_CHANGE[op.kind]) for op, slot in rank.items())
     return max(accumulate(change for _, change in changes))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.dependencies import Crossing, last_dependencies
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
-from penstock.schedule.rules import feeds
+from penstock.schedule.rules import FLOWS, feeds, takes
 
 
 class Direction(str, Enum):
@@ -19,13 +19,6 @@ class Direction(str, Enum):
 
     SEND = "SEND"
     RECV = "RECV"
-
-
-#: Offset from the stage that produces a message to the stage that takes it.
-_STAGE_OFFSET = {Kind.F: 1, Kind.B: -1, Kind.E: 0, Kind.L: 0}
-
-#: The kinds of op that can consume a message of a kind.
-_CONSUMERS = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I)}
 
 
 class Message(NamedTuple):
@@ -42,7 +35,8 @@ class Message(NamedTuple):
     @property
     def target(self) -> int:
         """The stage that takes the value; for E and L the stage whose activations they are."""
-        return self.stage + _STAGE_OFFSET[self.kind]
+        flow = FLOWS.get(self.kind)
+        return self.stage if flow is None else self.stage + flow.offset
 
 
 class Transfer(NamedTuple):
@@ -77,6 +71,28 @@ class LoweredSchedule:
         return "\n".join(
             f"rank {rank} | {' '.join(map(str, row))}" for rank, row in enumerate(self.programs)
         )
+
+
+def input_message(op: Op, stages: int) -> Message | None:
+    """Return the message that brings the input of `op` if it comes from another rank.
+
+    None if the op takes no value of another stage. E and L take the activations that they move.
+    """
+    if op.kind in ACTIVATION_MOVES:
+        return Message(*op)
+    source = takes(op, stages)
+    return None if source is None else Message(*source, op.micro_batch)
+
+
+def output_message(op: Op, stages: int) -> Message | None:
+    """Return the message that carries the output of `op` if its consumer is on another rank.
+
+    None if no other stage consumes it. E and L send on the activations that they move.
+    """
+    if op.kind in ACTIVATION_MOVES:
+        return Message(*op)
+    output = feeds(op, stages)
+    return None if output is None else Message(output[0], op.stage, op.micro_batch)
 
 
 class Link(NamedTuple):
@@ -136,7 +152,7 @@ def _consumer(
         rank: the rank of the consuming stage, None if there is none.
         kind, stage, micro_batch: kind of the value, consuming stage, and micro-batch.
     """
-    for op_kind in _CONSUMERS[kind]:
+    for op_kind in FLOWS[kind].consumers:
         place = index.get((rank, Op(op_kind, stage, micro_batch)))
         if place is not None:
             return place

@@ -76,6 +76,14 @@ Program = tuple[Op, ...]
 #: Kinds that move activations between ranks and compute nothing.
 ACTIVATION_MOVES = (Kind.E, Kind.L)
 
+#: Kinds with which the backward of a micro-batch on a stage starts: they compute the gradient of
+#: the stage's input, and so need the gradient of its output.
+BACKWARD_STARTS = (Kind.B, Kind.I)
+
+#: Kinds with which it ends: the gradients of the stage's weights are then complete, and the saved
+#: activations are released.
+BACKWARD_ENDS = (Kind.B, Kind.W)
+
 
 @dataclass(frozen=True)
 class Schedule(NotebookPicture):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import Kind, Op, Program, Schedule
+from penstock.schedule.op import BACKWARD_ENDS, Kind, Op, Program, Schedule
 from penstock.schedule.streams import Stream
 
 
@@ -82,7 +82,7 @@ def with_batches(ops: Iterable[Op], micro_batches: int) -> Iterator[tuple[Op, in
     latest: dict[int, int] = {}
     for op in ops:
         kind, stage, number = op
-        if kind in (Kind.B, Kind.W):
+        if kind in BACKWARD_ENDS:
             latest[stage] = number // micro_batches
         yield op, latest.get(stage, 0) if kind is Kind.U else number // micro_batches
 

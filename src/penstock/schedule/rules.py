@@ -1,13 +1,15 @@
-"""Dependency rules: what must have finished before an op may start.
+"""Rules of ops: what must have finished before an op may start, and what it then holds.
 
-This table is the only place that defines predecessors; verify, simulate, draw and lower read it.
+These tables are the only place that defines predecessors, the values that go from stage to stage,
+and the life of activations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.op import BACKWARD_ENDS, BACKWARD_STARTS, Kind, Op
 from penstock.schedule.slicing import Slicing
 
 #: Per kind, the required inputs: (kinds of which one must have finished, stage offset), for the
@@ -19,12 +21,12 @@ RULES: dict[Kind, tuple[tuple[tuple[Kind, ...], int], ...]] = {
     # The stage's own saved activations, and the gradient from the next stage.
     Kind.B: (
         ((Kind.F,), 0),
-        ((Kind.B, Kind.I), +1),
+        (BACKWARD_STARTS, +1),
     ),
     # As B, but for the input gradient only (Qi et al. 2024, section 2).
     Kind.I: (
         ((Kind.F,), 0),
-        ((Kind.B, Kind.I), +1),
+        (BACKWARD_STARTS, +1),
     ),
     # May run late: no other stage waits for it.
     Kind.W: (((Kind.I,), 0),),
@@ -42,11 +44,51 @@ SLICE_RULES: dict[Kind, tuple[tuple[Kind, ...], int]] = {
     # Attention reads the keys and values of earlier tokens,
     Kind.F: ((Kind.F,), -1),
     # and later tokens send gradients back to them (Li et al. 2021, TeraPipe, section 3).
-    Kind.B: (
-        (Kind.B, Kind.I),
-        +1,
-    ),
-    Kind.I: ((Kind.B, Kind.I), +1),
+    Kind.B: (BACKWARD_STARTS, +1),
+    Kind.I: (BACKWARD_STARTS, +1),
+}
+
+
+class Flow(NamedTuple):
+    """A kind of value that goes from stage to stage.
+
+    Attributes:
+        offset: from the stage that produces the value to the one that consumes it.
+        producers: the kinds of op that produce it.
+        consumers: the kinds of op that consume it.
+    """
+
+    offset: int
+    producers: tuple[Kind, ...]
+    consumers: tuple[Kind, ...]
+
+
+def _flows() -> dict[Kind, Flow]:
+    """Return the flows that `RULES` imply, by the first kind of op that produces them."""
+    flows: dict[Kind, Flow] = {}
+    for consumer, inputs in RULES.items():
+        for producers, offset in inputs:
+            if offset:
+                value = producers[0]
+                others = flows[value].consumers if value in flows else ()
+                flows[value] = Flow(-offset, producers, (*others, consumer))
+    return flows
+
+
+#: Values that go from stage to stage: activations (F), and gradients of a stage's input (B).
+FLOWS = _flows()
+
+_PRODUCED = {kind: value for value, flow in FLOWS.items() for kind in flow.producers}
+_CONSUMED = {kind: value for value, flow in FLOWS.items() for kind in flow.consumers}
+
+#: By how many micro-batches an op changes what its rank holds the activations of. A micro-batch
+#: is *in flight* from its forward to the end of its backward. While it is evicted, the partner
+#: holds its activations: for E and L in the partner's program the sign is the opposite.
+ACTIVATION_CHANGE = dict.fromkeys(Kind, 0) | {
+    Kind.F: 1,
+    Kind.E: -1,
+    Kind.L: 1,
+    **dict.fromkeys(BACKWARD_ENDS, -1),
 }
 
 
@@ -77,11 +119,11 @@ def feeds(op: Op, stages: int) -> tuple[Kind, int] | None:
     An activation (`Kind.F`) goes to the next stage, an input gradient (`Kind.B`) to the previous
     one. None if the op has no such output.
     """
-    if op.kind is Kind.F and op.stage + 1 < stages:
-        return Kind.F, op.stage + 1
-    if op.kind in (Kind.B, Kind.I) and op.stage > 0:
-        return Kind.B, op.stage - 1
-    return None
+    value = _PRODUCED.get(op.kind)
+    if value is None:
+        return None
+    stage = op.stage + FLOWS[value].offset
+    return (value, stage) if 0 <= stage < stages else None
 
 
 def takes(op: Op, stages: int) -> tuple[Kind, int] | None:
@@ -89,8 +131,8 @@ def takes(op: Op, stages: int) -> tuple[Kind, int] | None:
 
     The inverse of `feeds`. None if the op has no such input.
     """
-    if op.kind is Kind.F and op.stage > 0:
-        return Kind.F, op.stage - 1
-    if op.kind in (Kind.B, Kind.I) and op.stage + 1 < stages:
-        return Kind.B, op.stage + 1
-    return None
+    value = _CONSUMED.get(op.kind)
+    if value is None:
+        return None
+    stage = op.stage - FLOWS[value].offset
+    return (value, stage) if 0 <= stage < stages else None

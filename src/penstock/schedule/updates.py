@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from penstock.schedule.op import Kind, Op, Program
+from penstock.schedule.op import BACKWARD_ENDS, Kind, Op, Program
 from penstock.schedule.streams import Stream
 
 
@@ -25,7 +25,7 @@ def with_updates(ops: Sequence[Op]) -> Program:
     # Backwards, so that the first backward of a stage that occurs is its last.
     for i in range(len(ops) - 1, -1, -1):
         kind, stage, _ = ops[i]
-        if stage in without_update and kind in (Kind.B, Kind.W):
+        if stage in without_update and kind in BACKWARD_ENDS:
             program.insert(i + 1, Op(Kind.U, stage, 1))
             without_update.remove(stage)
             if not without_update:
@@ -49,14 +49,14 @@ def with_batch_updates(ops: Sequence[Op], micro_batches: int) -> Program:
         micro_batches: micro-batches per batch.
     """
     remaining = Counter(
-        (stage, number // micro_batches) for kind, stage, number in ops if kind in (Kind.B, Kind.W)
+        (stage, number // micro_batches) for kind, stage, number in ops if kind in BACKWARD_ENDS
     )
     versions: Counter[int] = Counter()
     program: list[Op] = []
     for op in ops:
         program.append(op)
         kind, stage, number = op
-        if kind in (Kind.B, Kind.W):
+        if kind in BACKWARD_ENDS:
             batch = stage, number // micro_batches
             remaining[batch] -= 1
             if remaining[batch] == 0:

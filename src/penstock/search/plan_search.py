@@ -9,7 +9,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from penstock.errors import PlanError, ScheduleError, SettingError
-from penstock.schedule.op import Kind, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Schedule
+from penstock.schedule.rules import ACTIVATION_CHANGE
 from penstock.search.cuts import Balance, cut
 from penstock.search.evaluate import evaluate
 from penstock.search.instantiate import (
@@ -248,18 +249,18 @@ def _devices_of(configuration: Configuration, schedule: Schedule) -> tuple[int, 
 
 
 def max_in_flight(schedule: Schedule) -> tuple[float, ...]:
-    """Return per stage the maximum number of micro-batches that a rank has run forward but not yet
-    backward.
+    """Return per stage the maximum number of micro-batches in flight on one of its ranks.
+
+    Evicted ones count as well, since another rank's memory holds them.
     """
     peak = [0.0] * schedule.stages
     for program in schedule.programs:
-        in_flight = dict.fromkeys(range(schedule.stages), 0.0)
+        in_flight = [0.0] * schedule.stages
         for op in program:
-            if op.kind is Kind.F:
-                in_flight[op.stage] += schedule.shares[op.micro_batch]
+            change = ACTIVATION_CHANGE[op.kind]
+            if change and op.kind not in ACTIVATION_MOVES:
+                in_flight[op.stage] += change * schedule.shares[op.micro_batch]
                 peak[op.stage] = max(peak[op.stage], in_flight[op.stage])
-            elif op.kind in (Kind.B, Kind.W):
-                in_flight[op.stage] -= schedule.shares[op.micro_batch]
     return tuple(peak)
 
 

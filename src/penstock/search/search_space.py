@@ -16,7 +16,7 @@ import numpy as np
 from penstock.errors import ScheduleError
 from penstock.plan.plan import Option
 from penstock.schedule.catalogue import ScheduleFacts, schedule
-from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.op import BACKWARD_STARTS, Kind, Op, Schedule
 from penstock.schedule.period import period_of
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
@@ -402,7 +402,7 @@ def _rank_bound_s(
         backward: per stage, the least seconds of a backward up to its input gradient.
     """
     durations = [seconds[op.kind][op.stage] * schedule.shares[op.micro_batch] for op in ops]
-    backward_places = [place for place, op in enumerate(ops) if op.kind in (Kind.B, Kind.I)]
+    backward_places = [place for place, op in enumerate(ops) if op.kind in BACKWARD_STARTS]
     if not backward_places:
         return 0.0
     last_place = backward_places[-1]

@@ -10,13 +10,10 @@ import numpy as np
 from penstock.errors import ScheduleError
 from penstock.schedule.arrays import Array, OpArrays, op_arrays, runs
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
-from penstock.schedule.rules import RULES, SLICE_RULES, feeds, needs
+from penstock.schedule.rules import FLOWS, RULES, SLICE_RULES, feeds, needs
 from penstock.schedule.updates import awaited_update
 from penstock.simulate.kernel_dispatch import run
 from penstock.simulate.kernels import OpGraph
-
-#: Kinds of op that consume a value of this kind on the receiving stage.
-_CONSUMERS = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I)}
 
 
 @dataclass(eq=False)
@@ -281,15 +278,11 @@ class _DependencyBuilder:
         ranks = self.schedule.ranks
         # Sending rank * ranks + receiving rank, or -1.
         wires = np.full(len(self.ops), -1, np.int64)
-        for kind in RULES:
-            # Every stage in the middle follows the same rule: ask for stage 1 of 3.
-            sent = feeds(Op(kind, 1, 0), 3)
-            if sent is None:
-                continue
-            value_kind, stage = sent
+        flows = [(kind, flow) for flow in FLOWS.values() for kind in flow.producers]
+        for kind, flow in flows:
             # The receiver's rank is that of its F of the micro-batch.
-            rows, receiver = self._rows_on_neighbour(self.kinds[kind], stage - 1, (Kind.F,))
-            consumer = self._rows_on_neighbour(rows, stage - 1, _CONSUMERS[value_kind])[1]
+            rows, receiver = self._rows_on_neighbour(self.kinds[kind], flow.offset, (Kind.F,))
+            consumer = self._rows_on_neighbour(rows, flow.offset, flow.consumers)[1]
             crossing = (receiver < 0) | (self.ops.rank[receiver] != self.ops.rank[rows])
             rows, receiver, consumer = rows[crossing], receiver[crossing], consumer[crossing]
             if (
@@ -391,7 +384,7 @@ class _DependencyBuilder:
         if sent is None:
             return
         value_kind, stage = sent
-        consumers = [Op(kind, stage, op.micro_batch) for kind in _CONSUMERS[value_kind]]
+        consumers = [Op(kind, stage, op.micro_batch) for kind in FLOWS[value_kind].consumers]
         if not any(consumer in rank_of for consumer in consumers):
             raise ScheduleError(
                 f"rank {rank}: no op consumes the value that {op} produces for stage {stage}"

@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.errors import SettingError
 from penstock.schedule.arrays import Array
-from penstock.schedule.op import Kind
+from penstock.schedule.op import BACKWARD_STARTS
 from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.dependencies import Dependencies
 
@@ -155,11 +155,11 @@ class Tables:
             blocks[ord(letter)] = block
         entries = blocks[ops.kind]
         if block_of is _WORK and self.recompute != "never":
-            entries[ops.of_kind(Kind.B, Kind.I) & self.recomputed] += _TO_RECOMPUTED
+            entries[ops.of_kind(*BACKWARD_STARTS) & self.recomputed] += _TO_RECOMPUTED
         entries *= stages
         entries += ops.stage.astype(np.int32)
         if block_of is _HOP:
-            entries[ops.of_kind(Kind.B, Kind.I)] -= 1  # boundary s is below stage s + 1
+            entries[ops.of_kind(*BACKWARD_STARTS)] -= 1  # boundary s is below stage s + 1
             np.maximum(entries, 0, out=entries)
         return entries
 

@@ -60,29 +60,20 @@ class Changes:
         ops = tables.dependencies.ops
         full, after_input_grad = _activation_bytes(tables)
         saved = _saved_bytes(tables, full)
-        forward, backward, inputs, weights = (
-            ops.of_kind(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
-        )
+        backward, inputs, weights = (ops.of_kind(kind) for kind in (Kind.B, Kind.I, Kind.W))
         # With known needs of W, all else is released at the end of I.
         releases_after_i = tables.amounts.get("activation_bytes_after_input_grad") is not None
         before_w = np.where((inputs | weights) & releases_after_i, after_input_grad, saved)
         zero = np.zeros(len(ops))
-        start = np.where(forward, saved, zero)
-        end = zero - np.where(backward, saved, zero) - np.where(weights, before_w, zero)
+        released = np.where(weights, before_w, saved)
+        start = np.where(ops.activation_change > 0, saved, zero)
+        end = zero - np.where(ops.activation_change < 0, released, zero)
         end += np.where(inputs, before_w - saved, zero)
         recomputed = _recomputed_bytes(tables, full, saved)
         last_reader = inputs if releases_after_i else weights
         allocated = np.where(backward | inputs, recomputed, zero)
-        released = np.where(backward | last_reader, recomputed, zero)
-        moves = ops.of_kind(*ACTIVATION_MOVES)
-        # The receiving half of an L is at the owner, that of an E at the partner.
-        receives = moves & (ops.of_kind(Kind.L) ^ ops.on_partner)
-        return cls(
-            start + np.where(receives, saved, zero),
-            end - np.where(moves & ~receives, saved, zero),
-            allocated,
-            -released,
-        )
+        recomputed_released = np.where(backward | last_reader, recomputed, zero)
+        return cls(start, end, allocated, -recomputed_released)
 
 
 def _activation_bytes(tables: Tables) -> tuple[Array, Array]:

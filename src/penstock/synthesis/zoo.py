@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.schedule import catalogue
+from penstock.schedule.arrays import op_arrays
 from penstock.schedule.op import Schedule
 from penstock.synthesis.encoding import route_counts
 from penstock.synthesis.problem import Problem
@@ -73,14 +77,8 @@ def peak_memory(problem: Problem, schedule: Schedule) -> tuple[float, ...]:
     """Return the peak memory of every rank: bytes of activations if the costs have them, else
     micro-batches over all its stages.
     """
-    peaks = []
-    for rank, program in enumerate(schedule.programs):
-        total = peak = 0.0
-        for kind, stage, m in program:
-            runs_forward = schedule.placement.get((stage, m)) == rank
-            evict = -1 if runs_forward else 1
-            step = {"F": 1, "B": -1, "W": -1, "E": evict, "L": -evict}.get(kind.value, 0)
-            total += step * problem.costs.memory[stage]
-            peak = max(peak, total)
-        peaks.append(peak)
-    return tuple(peaks)
+    ops = op_arrays(schedule)
+    change = ops.activation_change * np.array(problem.costs.memory)[ops.stage]
+    return tuple(
+        float(np.cumsum(change[low:high]).max(initial=0.0)) for low, high in pairwise(ops.first)
+    )

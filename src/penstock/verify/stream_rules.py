@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from penstock.errors import Finding
-from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.op import BACKWARD_ENDS, Kind, Op, Schedule
 
 
 def stream_findings(schedule: Schedule) -> Iterator[Finding]:
@@ -67,7 +67,7 @@ def _updates_per_batch(rank: int, ops: Sequence[Op], micro_batches: int) -> Iter
         elif kind is Kind.U and pending_batch is not None:
             updated.add(pending_batch)
             pending_batch = None
-        elif kind in (Kind.B, Kind.W):
+        elif kind in BACKWARD_ENDS:
             batch = number // micro_batches
             if pending_batch not in (None, batch):
                 yield Finding(

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
+import numpy as np
+
 from penstock.errors import Finding
 from penstock.schedule.arrays import op_arrays
 from penstock.schedule.graph import build_graph, channel_depth
@@ -351,31 +353,17 @@ def _over_limit(schedule: Schedule, rank_peaks: tuple[float, ...], limit: int) -
 
     Each with the op that first exceeds it; the rank with the highest peak comes first.
     """
+    arrays = op_arrays(schedule)
     for rank in sorted(range(schedule.ranks), key=lambda rank: -rank_peaks[rank]):
-        for op, in_flight in _in_flight_after(schedule, rank):
-            if in_flight > limit + _TOLERANCE:
-                yield Finding(
-                    "in flight",
-                    f"rank {rank} holds {rank_peaks[rank]} micro-batches in flight, over the limit "
-                    f"of {limit}, which {op} is the first to exceed",
-                    rank,
-                    str(op),
-                )
-                break
-
-
-def _in_flight_after(schedule: Schedule, rank: int) -> Iterator[tuple[Op, float]]:
-    """Yield every op of the rank with the number of micro-batches that it holds afterwards."""
-    in_flight = 0.0
-    shares = schedule.shares
-    for op in schedule.programs[rank]:
-        kind, stage, number = op
-        if kind in ACTIVATION_MOVES:
-            owns_stage = schedule.placement[stage, number] == rank
-            arrives = (kind is Kind.L) == owns_stage
-            in_flight += shares[number] if arrives else -shares[number]
-        elif kind is Kind.F:
-            in_flight += shares[number]
-        elif kind in (Kind.B, Kind.W):
-            in_flight -= shares[number]
-        yield op, in_flight
+        rows = slice(arrays.first[rank], arrays.first[rank + 1])
+        in_flight = np.cumsum(arrays.in_flight_change[rows])
+        over = np.flatnonzero(in_flight > limit + _TOLERANCE)
+        if len(over):
+            op = schedule.programs[rank][over[0]]
+            yield Finding(
+                "in flight",
+                f"rank {rank} holds {rank_peaks[rank]} micro-batches in flight, over the limit "
+                f"of {limit}, which {op} is the first to exceed",
+                rank,
+                str(op),
+            )

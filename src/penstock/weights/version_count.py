@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import Finding
-from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
+from penstock.schedule.op import ACTIVATION_MOVES, BACKWARD_ENDS, BACKWARD_STARTS, Kind, Op
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.rule_types import Reads
 from penstock.weights.version_trace import BatchedOps, VersionTrace
@@ -97,9 +97,9 @@ class _VersionCounter:
         """Check and note the reads of a B, I or W."""
         reads = self.reads[op.stage][op.micro_batch]
         # A version that was already dropped at the F is reported there.
-        if op.kind is not Kind.W and reads.backward > copy.newest:
+        if op.kind in BACKWARD_STARTS and reads.backward > copy.newest:
             self._check(rank, op, copy, reads.backward)
-        if op.kind is not Kind.I:
+        if op.kind in BACKWARD_ENDS:
             copy.reads_in_flight.subtract((reads.forward, reads.backward))
 
     def _check(self, rank: int, op: Op, copy: _WeightCopy, version: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.op import BACKWARD_ENDS, BACKWARD_STARTS, Kind, Op
 from penstock.weights.rule_types import Place
 
 #: The ops of one rank, each with its batch.
@@ -128,10 +128,10 @@ def _note_backward(
         version: the newest version of its copy of the weights.
         micro_batch, share: the entries to change.
     """
-    if kind is not Kind.W:
+    if kind in BACKWARD_STARTS:
         micro_batch.at_backward = version
         if share.at_backward is None:
             share.at_backward = version
-    if kind is not Kind.I:
+    if kind in BACKWARD_ENDS:
         micro_batch.at_gradient = version
         share.last_gradient = number
