@@ -209,7 +209,7 @@ TABLE = [
     [row[1:] for row in TABLE],
     ids=[row[0] for row in TABLE],
 )
-def test_ranks_get_their_devices_and_one_transport(ranks, devices, transport, words):
+def test_n10_ranks_get_their_devices_and_one_transport(ranks, devices, transport, words):
     """Each row is a way of starting ranks that a rule by index, hostname or LOCAL_WORLD_SIZE takes
     for another.
     """
@@ -330,7 +330,7 @@ def outcome(ranks):
 
 @settings(max_examples=400, deadline=None)
 @given(RANKS)
-def test_all_ranks_come_to_one_result_and_no_two_share_a_card_under_nccl(ranks):
+def test_n11_all_ranks_come_to_one_result_and_no_two_share_a_card_under_nccl(ranks):
     """N10 and N11: what a rank gets by the facts as they arrive there is what every other rank
     computes for it.
     """
@@ -381,7 +381,7 @@ def by_value():
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-def test_processes_agree_by_the_facts_of_all(by_value):
+def test_n11_processes_agree_by_the_facts_of_all(by_value):
     """One visible card each: by their own facts alone, ranks cannot tell whether they share it."""
     for distinct, transport in ((True, NCCL), (False, HOST)):
         first, second = launch(meet, 2, distinct, threads=1)
