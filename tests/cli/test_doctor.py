@@ -69,8 +69,8 @@ class FakeDriver:
         assert index != other
         return index == 0
 
-    def export_memory(self, index):
-        """The second card gives no handle."""
+    def share_memory(self, index):
+        """No other process can open a handle of the second card."""
         if index == 1:
             raise RuntimeError("operation not supported")
 
@@ -91,11 +91,11 @@ def test_doctor_starts_a_kernel_on_every_card_and_says_what_ranks_need():
     rows = dict(line.split("  ", 1) for line in text.splitlines())
     assert rows["cuda:0"].strip() == (
         "NVIDIA H100 80GB HBM3; UUID uuid-0; 79.0 GiB free of 80.0 GiB; kernel: works; peers: 1; "
-        "CUDA IPC: a handle is given"
+        "CUDA IPC: works"
     )
     assert rows["cuda:1"].strip() == (
         "NVIDIA H100 MIG 1g.10gb; UUID uuid-1; a slice (MIG); memory unknown; kernel: works; "
-        "peers: none; CUDA IPC: no handle: operation not supported"
+        "peers: none; CUDA IPC: fails: operation not supported"
     )
     assert rows["nccl"].strip() == "2.28.9"
 

@@ -12,6 +12,7 @@ import torch
 from tests.conformance.reference import gradients
 from tests.conformance.torch_ranks import FORMATS, LAYERS, Case, batch, play_all, small_model
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 
 import penstock as ps
 from penstock.errors import ScheduleError
@@ -78,7 +79,8 @@ def ours(schedule: Schedule) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 #: Sound ops, and files that torch plays, with other gradients and no error: what our writer and
-#: reader refuse.
+#: reader refuse. Torch before 2.13 stops at the first ("has gradients None and is expecting to send
+#: gradients to stage 0").
 FAULTS = {
     "last stage out of order": (
         "0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1",
@@ -97,6 +99,9 @@ FAULTS = {
 }
 
 
+TORCH_PLAYS_FAULTS = TorchVersion(torch.__version__) >= (2, 13)
+
+
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """Loss and gradients of one batch by torch, by schedule and form; all ranks' together."""
@@ -104,7 +109,7 @@ def theirs(tmp_path_factory):
     texts = {
         key: (to_csv(schedule), to_csv(schedule, communication=True))
         for key, schedule in SCHEDULES.items()
-    } | FAULTS
+    } | (FAULTS if TORCH_PLAYS_FAULTS else {})
     cases = []
     for key, forms in texts.items():
         schedule = SCHEDULES.get(key) or from_csv(forms[0])
@@ -153,6 +158,7 @@ def test_every_schedule_of_the_catalogue_is_played_or_refused_by_name():
         assert all(reasons), f"{name} can be said and is not played"
 
 
+@pytest.mark.skipif(not TORCH_PLAYS_FAULTS, reason="torch before 2.13 stops there by itself")
 def test_what_we_refuse_torch_plays_with_other_gradients(theirs):
     """The reason for these two refusals: nothing fails there, training just goes wrong."""
     expected = ours(from_csv(FAULTS["receives out of order"][0]))[1]

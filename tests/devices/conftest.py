@@ -11,18 +11,23 @@ from pathlib import Path
 import pytest
 
 #: Importing these changes torch for the whole process: pytest must not look in them for doctests.
-collect_ignore = ["lookalike.py", "lookalike_cells.py", "nccl_jobs.py", "nccl_like.py"]
+collect_ignore = [
+    "graph_cells.py",
+    "lookalike.py",
+    "lookalike_cells.py",
+    "nccl_jobs.py",
+    "nccl_like.py",
+]
 
-_SCRIPT = Path(__file__).parent / "lookalike_cells.py"
-_SOURCE = Path(__file__).parents[2] / "src"
+_FOLDER = Path(__file__).parent
+_SOURCE = _FOLDER.parents[1] / "src"
 
 
-@pytest.fixture(scope="package")
-def rows():
-    """What each cell of lookalike_cells.py came to, by its name."""
+def _rows_of(script):
+    """What each cell of a script came to, by its name."""
     path = os.pathsep.join([str(_SOURCE), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(_SCRIPT)],
+        [sys.executable, str(_FOLDER / script)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -32,3 +37,15 @@ def rows():
     assert done.returncode == 0, done.stderr
     parsed = [json.loads(line) for line in done.stdout.splitlines()]
     return {row["cell"]: row for row in parsed}
+
+
+@pytest.fixture(scope="package")
+def rows():
+    """What each cell of lookalike_cells.py came to, by its name."""
+    return _rows_of("lookalike_cells.py")
+
+
+@pytest.fixture(scope="package")
+def graph_rows():
+    """What each cell of graph_cells.py came to, by its name."""
+    return _rows_of("graph_cells.py")

@@ -38,6 +38,9 @@ LINES: dict[str, collections.Counter[str]] = collections.defaultdict(collections
 #: How many ops ran, by the name of the thread that ran them.
 THREADS: collections.Counter[str] = collections.Counter()
 
+#: The graph that ops are recorded in, if one is being captured.
+CAPTURE: list[Graph] = []
+
 #: Ops whose result is on the host, or has a shape that depends on values: the host waits for both.
 _WAITS = frozenset(
     {
@@ -60,13 +63,75 @@ def clear() -> None:
 
 
 def _count(what: str) -> None:
-    """Count a copy or a wait, and the line of penstock that asked for it."""
+    """Count a copy or a wait, and the line of penstock that asked for it.
+
+    Raises:
+        CaptureError: a graph is being captured.
+    """
     LOG[what] += 1
     for frame in reversed(traceback.extract_stack()[:-2]):
         if "/penstock/" in frame.filename:
             line = f"{frame.filename.rpartition('/penstock/')[2]}:{frame.lineno}"
             LINES[what][line] += 1
             break
+    else:
+        line = "code outside of penstock"
+    if CAPTURE:
+        raise CaptureError(f"{what} by {line} while a graph is captured")
+
+
+class CaptureError(RuntimeError):
+    """The host waits for the device, or copies to it, while a graph is captured."""
+
+
+class Graph:
+    """Ops that were recorded in the order in which they ran, in all threads, to be played again in
+    the same memory: what a CUDA graph does to a program that is captured.
+
+    As with a CUDA graph nothing but kernels is played again: numbers that the host has computed,
+    seeds that it has set and branches that it has taken stay as they were. As with a CUDA graph a
+    wait of the host for the device raises while the graph is captured.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no ops."""
+        self._lock = threading.RLock()
+        self._ops: list[tuple[Any, Any, Any, Any]] = []
+
+    def __enter__(self) -> Graph:  # noqa: PYI034 - typing.Self is newer
+        """Begin to record."""
+        CAPTURE.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the capture."""
+        CAPTURE.remove(self)
+
+    def __len__(self) -> int:
+        """Return the number of ops."""
+        return len(self._ops)
+
+    def run(self, func: Any, args: Any, options: Any) -> Any:
+        """Run an op on data in host memory, and record it. The memory lasts as long as the graph."""
+        with self._lock:
+            result = func(*args, **options)
+            self._ops.append((func, args, options, result))
+        return result
+
+    def replay(self) -> None:
+        """Run all ops again: results go to the memory of the first ones."""
+        with torch.no_grad():
+            for func, args, options, result in self._ops:
+                again = func(*args, **options)
+                for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                    # An op that works in place, or returns a view, has written there already.
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+def _call(func: Any, args: Any, options: Any) -> Any:
+    """Run an op on data in host memory; while a graph is captured, record it."""
+    return CAPTURE[0].run(func, args, options) if CAPTURE else func(*args, **options)
 
 
 class Lookalike(torch.Tensor):
@@ -168,7 +233,7 @@ def _converted(func: Any, source: torch.Tensor, options: dict[str, Any]) -> torc
     device = options.pop("device", None)
     options.pop("non_blocking", None)
     options.pop("pin_memory", None)
-    result = func(_data(source), **options)
+    result = _call(func, (_data(source),), options)
     if device is None or torch.device(device).type == NAME:
         return Lookalike(result)
     if isinstance(source, Lookalike) and torch.device(device).type == "cpu":
@@ -215,7 +280,7 @@ def _run(func: Any, args: Any, options: dict[str, Any]) -> Any:
             options["device"] = "cpu"
     tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Lookalike)]
     arguments = {id(tensor.inner): tensor for tensor in tensors}
-    result = func(*tree_map(_data, args), **tree_map(_data, options))
+    result = _call(func, tree_map(_data, args), tree_map(_data, options))
 
     def on_device(value: Any) -> Any:
         """Return a result as a tensor of the device; an argument that was changed, as itself."""

@@ -226,6 +226,9 @@ def cells() -> dict[str, Cell]:
             clipped = {**options, "clip_grad_norm": 0.05}
             found[f"{name}, clipping"] = Cell(clipped)
             found[f"{name}, tied weights"] = Cell(options, tied_model, tokens)
+            everything = {**clipped, "recompute": "always"}
+            combined = f"{name}, tied weights, clipping, recompute always"
+            found[combined] = Cell(everything, tied_model, tokens)
     for recompute in ("never", "always"):
         traced = {**one, "balance": [1, 1, 1, 2], "recompute": recompute}
         found[f"traced, recompute {recompute}"] = Cell(traced, traced_model, pairs)

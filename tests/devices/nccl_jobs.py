@@ -37,6 +37,22 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             "clip_grad_norm": 0.5,
         },
         "pipedream": {"balance": [3, 2], "schedule": "pipedream", "micro_batches": 4},
+        "tied": {"balance": [3, 2], "schedule": "1f1b", "micro_batches": 3, "model": "tied"},
+        "tied, clipping, recompute": {
+            "balance": [3, 2],
+            "schedule": "gpipe",
+            "micro_batches": 6,
+            "model": "tied",
+            "clip_grad_norm": 0.5,
+            "recompute": "always",
+        },
+        "chimera, clipping, recompute": {
+            "balance": [3, 2],
+            "schedule": "chimera",
+            "micro_batches": 8,
+            "clip_grad_norm": 0.5,
+            "recompute": "except_last",
+        },
         "int16": {"balance": [2, 4], "schedule": "1f1b", "micro_batches": 4, "model": "int16"},
     },
     3: {
@@ -86,6 +102,10 @@ def network(kind: str = "plain") -> nn.Sequential:
     if kind == "int16":
         layers[1:1] = [AddRow(), UseRow()]
         del layers[-2]
+    if kind == "tied":
+        # Two layers with one weight, in different stages.
+        layers[3] = nn.Linear(16, 16)
+        layers[3].weight = layers[2].weight
     return nn.Sequential(*layers)
 
 

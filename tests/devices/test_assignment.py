@@ -9,14 +9,17 @@ from dataclasses import replace
 
 import cloudpickle
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from tests.devices.facts import asking, card, cards, facts, torchrun
 
+import penstock as ps
 from penstock.errors import SettingError
 from penstock.ranks.launch import launch
-from penstock.transport.device_assignment import RankFacts, assign_devices, choose_local_device
+from penstock.transport import device_discovery
+from penstock.transport.device_assignment import RankFacts, assign_devices, assign_local_device
 from penstock.transport.device_discovery import gather_assignment, is_mig, rank_facts
 from penstock.transport.process_group import join
 
@@ -206,7 +209,7 @@ TABLE = [
     [row[1:] for row in TABLE],
     ids=[row[0] for row in TABLE],
 )
-def test_ranks_get_their_devices_and_one_transport(ranks, devices, transport, words):
+def test_n10_ranks_get_their_devices_and_one_transport(ranks, devices, transport, words):
     """Each row is a way of starting ranks that a rule by index, hostname or LOCAL_WORLD_SIZE takes
     for another.
     """
@@ -327,7 +330,7 @@ def outcome(ranks):
 
 @settings(max_examples=400, deadline=None)
 @given(RANKS)
-def test_all_ranks_come_to_one_result_and_no_two_share_a_card_under_nccl(ranks):
+def test_n11_all_ranks_come_to_one_result_and_no_two_share_a_card_under_nccl(ranks):
     """N10 and N11: what a rank gets by the facts as they arrive there is what every other rank
     computes for it.
     """
@@ -378,7 +381,7 @@ def by_value():
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-def test_processes_agree_by_the_facts_of_all(by_value):
+def test_n11_processes_agree_by_the_facts_of_all(by_value):
     """One visible card each: by their own facts alone, ranks cannot tell whether they share it."""
     for distinct, transport in ((True, NCCL), (False, HOST)):
         first, second = launch(meet, 2, distinct, threads=1)
@@ -427,13 +430,41 @@ def test_in_one_process_cuda_is_the_current_card(requested, current, expected):
     """A11: threads of ranks have a current card of their own, 0, so that the caller's is taken
     once, with its index.
     """
-    assert choose_local_device(facts(cards(2), requested=requested), current) == expected
+    assignment = assign_local_device(facts(cards(2), requested=requested), current)
+    assert assignment.device == expected
+    assert assignment.line.startswith(f"computes on {expected}")
+    assert assignment.complete
 
 
 def test_in_one_process_what_is_not_visible_is_refused():
     """As with several."""
-    assert choose_local_device(facts(), 0) == "cpu"
+    assert assign_local_device(facts(), 0).device == "cpu"
     with pytest.raises(SettingError, match="no cuda device is visible"):
-        choose_local_device(facts(requested="cuda"), 0)
+        assign_local_device(facts(requested="cuda"), 0)
     with pytest.raises(SettingError, match="2 cuda cards are visible, index 0 to 1"):
-        choose_local_device(facts(cards(2), requested="cuda:2"), 0)
+        assign_local_device(facts(cards(2), requested="cuda:2"), 0)
+
+
+def test_in_one_process_an_accelerator_left_unused_without_a_word_of_the_caller_is_a_warning(
+    monkeypatch, caplog
+):
+    """Ranks as threads say it as ranks as processes do: training on the CPU beside an idle
+    accelerator is a wrong result in the time it takes.
+    """
+    other = replace(facts(cards(1)), accelerator="xpu")
+    monkeypatch.setattr(device_discovery, "rank_facts", lambda _: other)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    settings = {"balance": [1], "schedule": "gpipe", "micro_batches": 1, "executor": "threads"}
+    settings["loss"] = torch.nn.functional.mse_loss
+    with caplog.at_level("INFO", "penstock"):
+        ps.Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2)), **settings).close()
+    (record,) = [record for record in caplog.records if "computes on" in record.message]
+    assert record.levelname == "WARNING"
+    assert record.message == (
+        "each rank is a thread of this process and computes on cpu, 1 xpu card visible, which "
+        "device='xpu' would use"
+    )
+    caplog.clear()
+    with caplog.at_level("INFO", "penstock"):
+        ps.Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2)), device="cpu", **settings).close()
+    assert "WARNING" not in {record.levelname for record in caplog.records}

@@ -106,20 +106,20 @@ def expected():
     return rows, losses
 
 
-def test_over_the_memory_of_one_process(expected):
+def test_n12_over_the_memory_of_one_process(expected):
     """Tensors are handed over as they are."""
     assert strides(BALANCES["boundaries"], executor="threads") == expected
 
 
 @pytest.mark.parametrize("boundary", ["bfloat16", "int8"])
-def test_in_fewer_bits(expected, boundary):
+def test_n12_in_fewer_bits(expected, boundary):
     """Numbers are others there, their order is not."""
     rows, _ = strides(BALANCES["boundaries"], executor="threads", boundary=boundary)
     assert rows == expected[0]
 
 
 @pytest.mark.parametrize("far", [(), (0, 1, 2)], ids=["same host", "torch.distributed"])
-def test_between_processes(expected, far):
+def test_n12_between_processes(expected, far):
     """Through shared memory, and over the network."""
     results = ps.launch(strides, 3, BALANCES["boundaries"], far, threads=1)
     rows = sorted(row for rank_rows, _ in results for row in rank_rows)

@@ -11,7 +11,7 @@ import torch
 
 from penstock.cluster.cluster import cluster
 from penstock.errors import FileError, SettingError
-from penstock.measure.card_choice import Card
+from penstock.measure.card_choice import CardMemory
 from penstock.plan.plan import Plan
 from penstock.search.catalogue import plan
 from penstock.tracing.traced_chain import chain
@@ -20,15 +20,21 @@ from penstock.training.devices import Devices, device_change, with_device
 from penstock.training.job import _peaks_allocated, _profile, _rank_count
 from penstock.training.rank import RankResult, profile_rank, take_device, train_on
 from penstock.training.task import make_task
+from penstock.transport.device_assignment import Card
 
 GIB = 2**30
 CPU = Devices()
 SMALL = {"model": "mlp", "image": 8, "channels": 1, "batch": 64, "profile_repeats": 1}
 
 
+def card(index, name, free_bytes):
+    """A card and its unused memory."""
+    return CardMemory(Card(index, name), free_bytes)
+
+
 def cards(count, name="H100"):
     """Cards of one model with 64 GiB free each."""
-    return Devices(tuple(Card(index, name, 64 * GIB) for index in range(count)))
+    return Devices(tuple(card(index, name, 64 * GIB) for index in range(count)))
 
 
 def test_on_the_cpu_there_is_a_rank_per_core():
@@ -91,7 +97,7 @@ def test_more_ranks_than_cards_are_refused_where_there_are_several():
 def test_cards_of_several_models_are_refused():
     """The profile of one card plans nothing for the other."""
     with pytest.raises(SettingError, match=r"several models \(A100, H100\).*CUDA_VISIBLE_DEVICES"):
-        Devices((Card(0, "H100", GIB), Card(1, "A100", GIB)))
+        Devices((card(0, "H100", GIB), card(1, "A100", GIB)))
 
 
 def test_the_folder_records_the_device_that_a_run_has():

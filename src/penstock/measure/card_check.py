@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import RunError
+from penstock.measure.card_ipc import sum_in_another_process
 from penstock.transport.device_assignment import Card
 from penstock.transport.device_discovery import visible_cards
 from penstock.units import format_bytes
@@ -49,8 +50,8 @@ class CardDriver(Protocol):
         """Return whether a card can read the memory of another directly, not through the host."""
         ...
 
-    def export_memory(self, index: int) -> None:
-        """Request a handle with which another process could open a tensor (CUDA IPC)."""
+    def share_memory(self, index: int) -> None:
+        """Read a tensor of the card in another process (CUDA IPC)."""
         ...
 
     def nccl_version(self) -> str:
@@ -90,13 +91,20 @@ class TorchDriver:
         """See `CardDriver.has_peer_access`."""
         return _device(index).type == "cuda" and torch.cuda.can_device_access_peer(index, other)
 
-    def export_memory(self, index: int) -> None:
-        """See `CardDriver.export_memory`."""
+    def share_memory(self, index: int) -> None:
+        """See `CardDriver.share_memory`.
+
+        Raises:
+            RunError: the other process reads something else.
+        """
         device = _device(index)
         if device.type != "cuda":
             raise RunError(f"{device.type} has no CUDA IPC")
         storage = torch.ones(_SIDE, device=device).untyped_storage()
-        storage._share_cuda_()  # type: ignore[no-untyped-call]
+        handle = storage._share_cuda_()  # type: ignore[no-untyped-call]
+        total = sum_in_another_process("_new_shared_cuda", handle)
+        if total != _SIDE:
+            raise RunError(f"another process reads a sum of {total:g} instead of {_SIDE}")
 
     def nccl_version(self) -> str:
         """See `CardDriver.nccl_version`."""
@@ -116,8 +124,7 @@ class CardReport:
         kernel: "works", or the error of a small kernel.
         free_bytes, total_bytes: of its memory; None if unavailable.
         peers: indices of the cards whose memory it reads directly.
-        ipc: "a handle is given", or the error. Whether another process can open the handle is not
-            tested.
+        ipc: "works" if another process reads memory of the card, or the error.
     """
 
     device: str
@@ -230,12 +237,12 @@ def _peers(driver: CardDriver, index: int, count: int) -> tuple[int, ...]:
 
 
 def _ipc(driver: CardDriver, index: int) -> str:
-    """Return whether memory can be exported, as a phrase."""
+    """Return "works", or the error of another process that reads memory of the card."""
     try:
-        driver.export_memory(index)
+        driver.share_memory(index)
     except _FAILURES as error:
-        return f"no handle: {_text(error)}"
-    return "a handle is given"
+        return f"fails: {_text(error)}"
+    return "works"
 
 
 def _text(error: BaseException) -> str:

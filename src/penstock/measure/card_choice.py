@@ -1,4 +1,6 @@
-"""List the CUDA cards that this process can use, and choose between them and the CPU."""
+"""List the CUDA cards that this process can use with their memory, and choose between them and the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ from typing import Literal, final, get_args
 import torch
 
 from penstock.errors import SettingError
+from penstock.transport.device_assignment import Card
+from penstock.transport.device_discovery import cuda_card
 
 DeviceType = Literal["cpu", "cuda"]
 DeviceRequest = Literal["auto", "cpu", "cuda"]
@@ -16,17 +20,15 @@ DeviceRequest = Literal["auto", "cpu", "cuda"]
 
 @final
 @dataclass(frozen=True)
-class Card:
-    """A CUDA device.
+class CardMemory:
+    """A CUDA card and its unused memory.
 
     Attributes:
-        index: its number among the visible cards.
-        name: of the model, such as "NVIDIA H100 80GB HBM3".
+        card: the card.
         free_bytes: memory of the card that no process uses, less the context of one process.
     """
 
-    index: int
-    name: str
+    card: Card
     free_bytes: int
 
 
@@ -35,14 +37,14 @@ def count_cards() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def list_cards() -> tuple[Card, ...]:
-    """Describe every visible CUDA card.
+def list_cards() -> tuple[CardMemory, ...]:
+    """Describe every visible CUDA card and its unused memory.
 
     This makes a CUDA context of several hundred megabytes on every card, which lasts as long as the
     process: call it in a process that ends soon.
     """
     return tuple(
-        Card(index, torch.cuda.get_device_name(index), torch.cuda.mem_get_info(index)[0])
+        CardMemory(cuda_card(index), torch.cuda.mem_get_info(index)[0])
         for index in range(count_cards())
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -48,6 +49,20 @@ class Packed:
         large: dict[int, Tensor] = dict(zip(self.large, parts[: len(self.large)], strict=True))
         small = iter(unflat(parts[len(self.large) :], self.small))
         return [large[i] if i in large else next(small) for i in range(self.count)]
+
+
+def gradient_flags(tensors: Sequence[Tensor]) -> Tensor:
+    """Return for each tensor 1 if it has a gradient, else 0, as uint8 on the device of the first.
+
+    The result is shared between calls: it must not be changed.
+    """
+    return _flags(tuple(tensor.grad is not None for tensor in tensors), tensors[0].device)
+
+
+@lru_cache(maxsize=256)
+def _flags(values: tuple[bool, ...], device: torch.device) -> Tensor:
+    """Return flags as a tensor. Kept, since to copy them to a device makes the host wait for it."""
+    return torch.tensor(values, dtype=torch.uint8, device=device)
 
 
 def flat(tensors: Sequence[Tensor]) -> list[Tensor]:

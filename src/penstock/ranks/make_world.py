@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +17,6 @@ from penstock.ranks.world import World
 from penstock.schedule.lower import Link, messages
 from penstock.schedule.op import Schedule
 from penstock.transport.device_discovery import local_device
-
-_LOG = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,7 @@ def world_of(setting: RunConfig, description: Chain, place: Place) -> World:
     if in_threads(schedule, place):
         if place.executor is None and place.device is None:
             _check_devices(setting)
-        device = local_device(place.device)
-        _LOG.info("all ranks are threads of this process and compute on %s", device)
+        device = local_device(place.device, "each rank is a thread of this process and")
         return ThreadWorld(schedule.ranks, device, place.deadline_s)
     _check_devices(setting)
     rank_count = join()

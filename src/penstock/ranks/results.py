@@ -26,6 +26,8 @@ def mean_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor:
         A float32 scalar tensor on the device of the rank's stages.
     """
     last_ranks = schedule.ranks_of_stage[-1]
+    if len(world.local_ranks) == world.size:
+        return _sum_of_local(batch)
     if len(last_ranks) > 1:
         loss_and_check: Tensor = world.broadcast(
             _gather_loss(world, schedule, batch), 0, TensorForm((2,), "float64", wants_grad=False)
@@ -37,11 +39,18 @@ def mean_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor:
         loss_and_check = world.hear(last_rank, 2)()
         world.calls.verify(last_rank, float(loss_and_check[1]), batch)
         return _on_device(world, loss_and_check[0])
-    total = torch.stack([batch.losses[m] for m in sorted(batch.losses)]).sum().float()
-    if len(world.local_ranks) < world.size:
-        message = torch.tensor([float(total), batch.checksum()], dtype=torch.float64)
-        world.run(lambda _: world.tell(message))
+    total = _sum_of_local(batch)
+    message = torch.tensor([float(total), batch.checksum()], dtype=torch.float64)
+    world.run(lambda _: world.tell(message))
     return total
+
+
+def _sum_of_local(batch: Batch) -> Tensor:
+    """Return the sum of this process's losses in the order of the micro-batches, as float32.
+
+    It stays on the device: nothing waits for it.
+    """
+    return torch.stack([batch.losses[m] for m in sorted(batch.losses)]).sum().float()
 
 
 def _on_device(world: World, loss: Tensor) -> Tensor:
@@ -199,6 +208,8 @@ class StreamLosses:
         Returns:
             A float32 scalar tensor on the device of this rank's stages.
         """
+        if self._all_local:
+            return _sum_of_local(batch)
         messages: list[tuple[Sequence[int], Tensor]] = []
         for rank, numbers, wait_for_message in self._expected.pop(batch.step, ()):
             message = wait_for_message()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from penstock.errors import ChainError
 from penstock.model.chain import Chain
 from penstock.modules.state_names import prefix_of
-from penstock.ranks.buckets import Packed
+from penstock.ranks.buckets import Packed, gradient_flags
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind, Schedule
 from penstock.tracing.traced_chain import TracedChain
@@ -220,18 +220,19 @@ class Tied:
             tensors = self._home_tensors[rank]
             flags, *parts = self.guard(rank, arrival.wait).tensors
             grads = Packed.of([tensor.detach() for tensor in tensors]).unpacked(parts)
-            for tensor, has_grad, grad in zip(tensors, flags.tolist(), grads, strict=True):
+            # What the other rank has no gradient of arrives as zeros, which change no sum. Where
+            # all tensors have a gradient here, the flags need not be read, which would make the
+            # host wait for the device.
+            is_sum = all(tensor.grad is not None for tensor in tensors)
+            has_grads = [True] * len(tensors) if is_sum else flags.tolist()
+            for tensor, has_grad, grad in zip(tensors, has_grads, grads, strict=True):
                 if has_grad:
                     total = tensor.grad
                     tensor.grad = grad if total is None else _dense(total) + grad
 
     def _send_grads(self, home: int, tensors: list[Tensor]) -> None:
         """Send the gradients of tensors to their home, with flags for those that have one."""
-        flags = torch.tensor(
-            [tensor.grad is not None for tensor in tensors],
-            dtype=torch.uint8,
-            device=tensors[0].device,
-        )
+        flags = gradient_flags(tensors)
         grads = [
             torch.zeros_like(tensor) if tensor.grad is None else _dense(tensor.grad)
             for tensor in tensors

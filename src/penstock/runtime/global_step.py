@@ -31,7 +31,6 @@ class GlobalStep:
         assembly: the ranks.
         scaler: the loss scaler; None without loss scaling.
         clip_grad_norm: the maximum global gradient norm; None without clipping.
-        grad_norm: the global gradient norm at the last step here, before clipping.
         norm_type: the order of the norm, as for `torch.nn.utils.clip_grad_norm_`: 2.0, infinity or
             another.
         trained: names of tied parameters that were frozen when the pipeline was constructed and
@@ -43,11 +42,15 @@ class GlobalStep:
     assembly: Assembly
     scaler: LossScaler | None = None
     clip_grad_norm: float | None = None
-    grad_norm: float | None = None
     norm_type: float = 2.0
     trained: set[str] = field(default_factory=set)
     epoch: int = 0
     _homes: Mapping[int, list[int]] = field(default_factory=dict)
+    _norm: Tensor | None = None
+    # By rank and epoch, the lengths of the rows of `_packed`, which stay as they are in an epoch:
+    # to read them from a device in every step would make the host wait.
+    _lengths: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    _length_tensors: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         holders = self.assembly.setting.schedule.ranks_of_stage
@@ -67,6 +70,13 @@ class GlobalStep:
     def exchanges_norms(self) -> bool:
         """Whether the ranks exchange norms and the finiteness of their gradients."""
         return self.scaler is not None or self.clip_grad_norm is not None
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global gradient norm at the last step here, before clipping. Reading it waits for the
+        device; steps do not.
+        """
+        return None if self._norm is None else float(self._norm)
 
     def state(self) -> dict[str, float] | None:
         """Return the state of the loss scaler for a checkpoint; None without a scaler."""
@@ -100,14 +110,14 @@ class GlobalStep:
             self.assembly.tied[rank].send_weights()
             self.assembly.interpreters[rank].finish()
 
-    def step(self, rank: int) -> tuple[float, float]:
+    def step(self, rank: int) -> tuple[Tensor | None, float]:
         """Step all stages of a rank and send tied weights. On every rank.
 
         With a loss scaler the step is skipped if any rank has a gradient that is not finite.
 
         Returns:
-            The global gradient norm, 0 if it is not computed; and a number above 0 if the step was
-            skipped.
+            The global gradient norm, None if it is not computed; and a number above 0 if the step
+            was skipped.
         """
         norm, nonfinite = self._unscale(rank) if self.exchanges_norms else (None, 0.0)
         interpreter = self.assembly.interpreters[rank]
@@ -120,9 +130,9 @@ class GlobalStep:
             stage.update.step()
         if not nonfinite:
             self.send_tied_weights(rank)
-        return 0.0 if norm is None else float(norm), nonfinite
+        return norm, nonfinite
 
-    def record_step(self, results: Mapping[int, tuple[float, float]]) -> None:
+    def record_step(self, results: Mapping[int, tuple[Tensor | None, float]]) -> None:
         """Store the norm of a step and update the loss scale.
 
         Args:
@@ -130,7 +140,7 @@ class GlobalStep:
         """
         norm, nonfinite = next(iter(results.values()))
         if self.exchanges_norms:
-            self.grad_norm = norm
+            self._norm = norm
         if self.scaler is not None:
             self.scaler.update(nonfinite)
 
@@ -153,7 +163,8 @@ class GlobalStep:
             for stage in self._homes[rank]
         ]
         total, nonfinite = self._global_norm(interpreter, rows, nonfinite)
-        return total, float(nonfinite)
+        # Without a scaler nothing is skipped: to read the number would make the host wait.
+        return total, 0.0 if self.scaler is None else float(nonfinite)
 
     def _global_norm(
         self, interpreter: Interpreter, rows: list[Tensor], nonfinite: Tensor
@@ -203,10 +214,12 @@ class GlobalStep:
         for rank, arrival in arrivals.items():
             rank_nonfinite, lengths, packed = interpreter.guard(rank, arrival.wait).tensors
             nonfinite = nonfinite + rank_nonfinite
-            parts = torch.split(packed, lengths.tolist())
+            known_lengths = self._lengths.get((rank, self.epoch))
+            if known_lengths is None:
+                known_lengths = self._lengths[rank, self.epoch] = lengths.tolist()
+            parts = torch.split(packed, known_lengths)
             for stage, part in zip(self._homes[rank], parts[1:], strict=True):
-                # Without the padding. Not `part >= 0`, which would drop NaN.
-                by_stage[stage] = part[~(part < 0)]
+                by_stage[stage] = _without_padding(part, self.norm_type)
         norms = [by_stage[stage] for stage in sorted(by_stage)]
         total = total_norm(norms, self.norm_type).to(nonfinite.device)
         answer = Payload.row([total, nonfinite])
@@ -240,4 +253,19 @@ class GlobalStep:
         ]
         device = self.assembly.world.device(interpreter.rank)
         first_row = torch.zeros(1, device=device)
-        return torch.tensor([1, *lengths], device=device), torch.cat([first_row, *padded])
+        key = (interpreter.rank, self.epoch)
+        if key not in self._length_tensors:
+            self._length_tensors[key] = torch.tensor([1, *lengths], device=device)
+        return self._length_tensors[key], torch.cat([first_row, *padded])
+
+
+def _without_padding(norms: Tensor, norm_type: float) -> Tensor:
+    """Return norms without the padding of `GlobalStep._packed`, which is below 0.
+
+    On an accelerator padding becomes norms of 0, where these leave the norm of all as it is: the
+    number of entries that are left would make the host wait for the device.
+    """
+    padding = norms < 0  # not `norms >= 0`, which would drop NaN
+    if norms.device.type != "cpu" and norm_type > 0:
+        return norms.masked_fill(padding, 0.0)
+    return norms[~padding]

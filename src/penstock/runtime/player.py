@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from enum import Enum
 from functools import cached_property, lru_cache
 
+from torch import Tensor
+
 from penstock.batches.batch import Batch
 from penstock.modules.deferred_batch_norm import DeferredBatchNorm, deferring
 from penstock.runtime.assembly import Assembly
@@ -90,7 +92,7 @@ class Player:
         if mode is not Mode.EVALUATE:
             self._begin_statistics(lowered)
 
-        def job(rank: int) -> tuple[float, float] | None:
+        def job(rank: int) -> tuple[Tensor | None, float] | None:
             self._play_rank(rank, lowered.programs[rank], batch, mode, update=update_at_u)
             return together.step(rank) if steps and not update_at_u else None
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import SettingError
-from penstock.ranks.buckets import Packed, flat, unflat
+from penstock.ranks.buckets import Packed, flat, gradient_flags, unflat
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
 from penstock.stage.stage import Stage
@@ -108,23 +108,24 @@ class ReplicaGroup:
         """
         parameters = self._parameters
         if parameters:
-            has_grad = torch.tensor(
-                [parameter.grad is not None for parameter in parameters],
-                dtype=torch.uint8,
-                device=parameters[0].device,
-            )
+            has_grad = gradient_flags(parameters)
+            # A parameter with a gradient here has one on at least one replica. Where all have one,
+            # the counts need not be read, which would make the host wait for the device.
+            all_have = all(parameter.grad is not None for parameter in parameters)
             grads = [self._dense(parameter) for parameter in parameters]
             tables = [parameter for parameter in parameters if id(parameter) in self._sparse]
             counts, sums = self._all_sum(has_grad, [*grads, *map(rows_of, tables)])
             rows = dict(zip(map(id, tables), sums[len(parameters) :], strict=True))
-            self._set_grads(counts.tolist(), sums[: len(parameters)], rows)
+            known_counts = [1] * len(parameters) if all_have else counts.tolist()
+            self._set_grads(known_counts, sums[: len(parameters)], rows)
         self._share(Round.BUFFERS, self._buffers())
 
     def _set_grads(self, counts: list[int], sums: list[Tensor], rows: Mapping[int, Tensor]) -> None:
         """Set the gradients to sums over all replicas, plus those that `begin` has set aside.
 
         Args:
-            counts: for each parameter the number of replicas that have a gradient.
+            counts: for each parameter the number of replicas that have a gradient, or 1 where it is
+                known that there are some.
             sums: for each parameter the sum of the gradients.
             rows: for sparse gradients, by the `id` of the parameter, see `rows_of`.
         """

@@ -26,6 +26,7 @@ from penstock.modules.export_output import quietly
 from penstock.tracing.attribute_reads import Reads, carried
 from penstock.tracing.domain import Domain
 from penstock.tracing.draws import Drawn, Draws
+from penstock.tracing.fake_device_guard import keep_fake_device_guard
 from penstock.tracing.faults import Refused, fault, line_of
 from penstock.tracing.interception import Interceptor, intercepted
 from penstock.tracing.outputs import Outputs
@@ -280,6 +281,7 @@ def _in_thread(work: Callable[[], Capture]) -> Capture:
         except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
             errors.append(error)
 
+    keep_fake_device_guard()
     thread = threading.Thread(target=run, name="tracing")
     thread.start()
     thread.join()

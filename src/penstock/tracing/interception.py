@@ -146,6 +146,10 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
         mode = get_proxy_mode() if threading.get_ident() == thread else None
         if mode is None or cls.__module__.startswith("torch._"):
             return plain(cls, *args, **kwargs)
+        if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ != "CheckpointFunction":
+            # Before 2.13, a checkpoint that is not reentrant saves its inputs by a function that
+            # returns nothing.
+            return plain(cls, *args, **kwargs)
         if cls.__module__ == "torch.utils.checkpoint":
             # The plan decides about recomputation, so the function is called directly. It is the
             # first argument; the second is a flag.

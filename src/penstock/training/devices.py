@@ -18,7 +18,7 @@ import torch
 from penstock.cluster.cluster import Cluster, cluster
 from penstock.cluster.device import Device, Link
 from penstock.errors import SettingError
-from penstock.measure.card_choice import Card, DeviceType
+from penstock.measure.card_choice import CardMemory, DeviceType
 from penstock.training.config import TrainConfig, read_settings
 
 #: Ranks on one card pass tensors without a copy; the latency is the wake-up of a thread.
@@ -33,17 +33,17 @@ class Devices:
     """Devices of the ranks of a run.
 
     Attributes:
-        cards: the visible CUDA cards, all of one model; () for the CPU.
+        cards: the visible CUDA cards, all of one model, and their memory; () for the CPU.
 
     Raises:
         SettingError: the cards are of several models.
     """
 
-    cards: tuple[Card, ...] = ()
+    cards: tuple[CardMemory, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse cards that one profile cannot describe."""
-        names = sorted({card.name for card in self.cards})
+        names = sorted({memory.card.name for memory in self.cards})
         if len(names) > 1:
             raise SettingError(
                 f"the visible CUDA cards are of several models ({', '.join(names)}), and a run is "
@@ -59,7 +59,7 @@ class Devices:
     @property
     def name(self) -> str:
         """The name for display: "cpu", or that of a card's model."""
-        return self.cards[0].name if self.cards else "cpu"
+        return self.cards[0].card.name if self.cards else "cpu"
 
     @property
     def default_ranks(self) -> int:
@@ -97,7 +97,9 @@ class Devices:
         Args:
             number: of the process on this host, from 0.
         """
-        return torch.device("cuda", self.cards[number].index) if self.cards else torch.device("cpu")
+        if not self.cards:
+            return torch.device("cpu")
+        return torch.device("cuda", self.cards[number].card.index)
 
     def cluster(self, ranks: int) -> Cluster:
         """Return the cluster to plan for; its links are assumptions.
@@ -107,16 +109,16 @@ class Devices:
         if not self.cards:
             return cluster(f"local:{ranks}")
         if self.shares_card(ranks):
-            card = self.cards[0]
-            share = Device(card.name, card.free_bytes // ranks, source="an equal part of one card")
+            share_bytes = self.cards[0].free_bytes // ranks
+            share = Device(self.name, share_bytes, source="an equal part of one card")
             link = _SHARED_CARD_LINK
-            return Cluster(f"{ranks} parts of {card.name}", (share,) * ranks, ranks, link, link)
-        devices = tuple(Device(card.name, card.free_bytes) for card in self.cards[:ranks])
+            return Cluster(f"{ranks} parts of {self.name}", (share,) * ranks, ranks, link, link)
+        devices = tuple(Device(self.name, memory.free_bytes) for memory in self.cards[:ranks])
         return Cluster(f"{ranks} x {self.name}", devices, ranks, _CARD_LINK, _CARD_LINK)
 
     def description(self, ranks: int) -> str:
         """Return a line that describes a run's cards."""
-        gib = ", ".join(f"{card.free_bytes / 2**30:.1f}" for card in self.cards[:ranks])
+        gib = ", ".join(f"{memory.free_bytes / 2**30:.1f}" for memory in self.cards[:ranks])
         line = f"device: {self.name} ({gib} GiB free)"
         if self.shares_card(ranks):
             line += (

@@ -14,7 +14,7 @@ from penstock.draw.compare import draw_pair
 from penstock.draw.draw import draw
 from penstock.errors import FileError, PlanError
 from penstock.event import Timeline
-from penstock.measure.card_choice import Card, choose_device_type, count_cards, list_cards
+from penstock.measure.card_choice import CardMemory, choose_device_type, count_cards, list_cards
 from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.ranks.launch import launch
@@ -188,7 +188,7 @@ def find_devices(request: str) -> Devices:
     count = 0 if request == "cpu" else count_cards()
     if choose_device_type(request, count) == "cpu":
         return Devices()
-    cards: tuple[Card, ...] = launch(list_cards, 1)[0]
+    cards: tuple[CardMemory, ...] = launch(list_cards, 1)[0]
     return Devices(cards)
 
 

@@ -146,15 +146,13 @@ def assign_devices(ranks: Sequence[RankFacts]) -> tuple[Assignment, ...]:
     assignments = []
     for rank, choice in enumerate(choices):
         line = _line(rank, choice, sharers[rank], reason)
-        complete = (
-            choice.type != "cpu" or ranks[rank].requested is not None or not ranks[rank].cards
-        )
+        complete = _is_complete(ranks[rank], choice)
         assignments.append(Assignment(choice.device, transport, sharers[rank], line, complete))
     return tuple(assignments)
 
 
-def choose_local_device(facts: RankFacts, current: int) -> str:
-    """Return the device of a process that computes on one device alone: of ranks as threads, or of
+def assign_local_device(facts: RankFacts, current: int) -> Assignment:
+    """Assign the device of a process that computes on one device alone: of ranks as threads, or of
     a measurement.
 
     Args:
@@ -165,15 +163,15 @@ def choose_local_device(facts: RankFacts, current: int) -> str:
     Raises:
         SettingError: the requested device is not visible.
     """
-    refusal = _refusal(facts)
-    if refusal:
-        raise SettingError(refusal)
-    kind, index = _split(facts.requested)
-    if kind is None:
-        kind = facts.accelerator if facts.cards and facts.accelerator in AUTOMATIC else "cpu"
-    if kind == "cpu":
-        return facts.requested or "cpu"
-    return f"{kind}:{current if index is None else index}"
+    choice = _choice_without_position(facts)
+    if choice is None:
+        card = facts.cards[current]
+        reason = f"the current device, of {_visible(facts)}"
+        choice = _Choice(f"{facts.accelerator}:{card.index}", reason, card)
+    complete = _is_complete(facts, choice)
+    return Assignment(
+        choice.device, "host memory", (), f"computes on {_location(choice)}", complete
+    )
 
 
 def join_ranks(ranks: Iterable[int]) -> str:
@@ -209,26 +207,54 @@ def _choose(ranks: Sequence[RankFacts]) -> list[_Choice]:
 def _choice(ranks: Sequence[RankFacts], rank: int) -> _Choice:
     """Choose the device of one rank. Raises as `_choose`."""
     facts = ranks[rank]
+    choice = _choice_without_position(facts)
+    if choice is not None:
+        return choice
+    local, source = _local_rank(ranks, rank)
+    count = len(facts.cards)
+    card = facts.cards[local % count]
+    rule = f"{source} {local}" + (f" modulo {count}" if local >= count else "")
+    reason = f"by {rule}, of {_visible(facts)}"
+    return _Choice(f"{facts.accelerator}:{card.index}", reason, card)
+
+
+def _choice_without_position(facts: RankFacts) -> _Choice | None:
+    """Choose the device of a process where its position among the ranks does not matter: the CPU,
+    or a card that is requested by its index.
+
+    Returns:
+        None if the process may choose between the visible cards.
+
+    Raises:
+        SettingError: the requested device is not visible.
+    """
     refusal = _refusal(facts)
     if refusal:
         raise SettingError(refusal)
     kind, index = _split(facts.requested)
-    count = len(facts.cards)
-    visible = f"{count} {facts.accelerator} card{'s' * (count != 1)} visible"
+    requested = f"as device={facts.requested!r} asks"
     if kind == "cpu":
-        reason = f"as device={facts.requested!r} asks" + (f", with {visible}" if count else "")
+        reason = f"{requested}, with {_visible(facts)}" if facts.cards else requested
         return _Choice(str(facts.requested), reason)
     if index is not None:
-        return _Choice(f"{kind}:{index}", f"as device={facts.requested!r} asks", facts.cards[index])
-    if not count:
+        return _Choice(f"{kind}:{index}", requested, facts.cards[index])
+    if not facts.cards:
         return _Choice("cpu", "no accelerator is visible")
     if kind is None and facts.accelerator not in AUTOMATIC:
-        name = facts.accelerator
-        return _Choice("cpu", f"{visible}, which device='{name}' would use")
-    local, source = _local_rank(ranks, rank)
-    card = facts.cards[local % count]
-    rule = f"{source} {local}" + (f" modulo {count}" if local >= count else "")
-    return _Choice(f"{facts.accelerator}:{card.index}", f"by {rule}, of {visible}", card)
+        reason = f"{_visible(facts)}, which device='{facts.accelerator}' would use"
+        return _Choice("cpu", reason)
+    return None
+
+
+def _visible(facts: RankFacts) -> str:
+    """Return the number of visible cards as text."""
+    count = len(facts.cards)
+    return f"{count} {facts.accelerator} card{'s' * (count != 1)} visible"
+
+
+def _is_complete(facts: RankFacts, choice: _Choice) -> bool:
+    """Whether no visible accelerator is left unused without a request; see `Assignment`."""
+    return choice.type != "cpu" or facts.requested is not None or not facts.cards
 
 
 def _refusal(facts: RankFacts) -> str:
@@ -389,8 +415,13 @@ def _nccl_obstacles(
 
 def _line(rank: int, choice: _Choice, sharers: tuple[int, ...], transport: str) -> str:
     """Return device and transport of a rank as a line for the log."""
+    shared = f"; shared with {join_ranks(sharers)}" if sharers else ""
+    return f"rank {rank} computes on {_location(choice)}{shared}; {transport}"
+
+
+def _location(choice: _Choice) -> str:
+    """Return a device, its card, and the reason for it as text."""
     card = choice.card
     details = "" if card is None else ", ".join(filter(None, (card.name, card.uuid)))
     device = f"{choice.device} ({details})" if details else choice.device
-    shared = f"; shared with {join_ranks(sharers)}" if sharers else ""
-    return f"rank {rank} computes on {device}, {choice.reason}{shared}; {transport}"
+    return f"{device}, {choice.reason}"

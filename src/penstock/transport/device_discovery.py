@@ -20,7 +20,7 @@ from penstock.transport.device_assignment import (
     Card,
     RankFacts,
     assign_devices,
-    choose_local_device,
+    assign_local_device,
 )
 
 _LOG = logging.getLogger("penstock")
@@ -123,27 +123,37 @@ def assign_device(
     as `gather_assignment`.
     """
     assignment = gather_assignment(rank_facts(requested), group)
-    _LOG.log(logging.INFO if assignment.complete else logging.WARNING, "%s", assignment.line)
+    _log(assignment, assignment.line)
     set_current_device(torch.device(assignment.device))
     return assignment
 
 
-def local_device(requested: DeviceLike = None) -> torch.device:
-    """Return the one device of a process without other ranks, with its index.
+def local_device(requested: DeviceLike = None, user: str = "this process") -> torch.device:
+    """Return the one device of a process without other ranks, with its index, and log it.
 
     Args:
         requested: the caller's `device=`; by default the calling thread's current card if torch
-            can use one of `cards.AUTOMATIC`, else the CPU.
+            can use one of `device_assignment.AUTOMATIC`, else the CPU.
+        user: what computes on it, for the log.
 
     Raises:
         SettingError: the requested device is not visible.
     """
-    text = None if requested is None else str(requested)
-    if text is not None and text.startswith("cpu"):
-        return torch.device(text)
-    facts = rank_facts(requested)
+    if str(requested).startswith("cpu"):
+        # Not even the number of cards is read: that would initialise CUDA, and a process that has
+        # done so cannot fork ranks.
+        facts = RankFacts(socket.gethostname(), requested=str(requested))
+    else:
+        facts = rank_facts(requested)
     current = torch.accelerator.current_device_index() if facts.cards else 0
-    return torch.device(choose_local_device(facts, current))
+    assignment = assign_local_device(facts, current)
+    _log(assignment, f"{user} {assignment.line}")
+    return torch.device(assignment.device)
+
+
+def _log(assignment: Assignment, line: str) -> None:
+    """Log an assignment; as a warning if a visible accelerator is left unused without a request."""
+    _LOG.log(logging.INFO if assignment.complete else logging.WARNING, "%s", line)
 
 
 def set_current_device(device: torch.device) -> None:

@@ -1,0 +1,218 @@
+"""Capture steps of pipelines on the stand-in for an accelerator, play them again with another batch,
+and print how they differ from steps that are not captured.
+
+Run by test_graphs.py, in a process of its own, for the reasons that lookalike.py gives. For each
+cell one line of JSON: see `Row`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import lookalike
+import lookalike_cells as cells
+import torch
+from lookalike_cells import SAMPLES, Cell
+from torch import Tensor, nn
+from torch.nn import functional
+
+import penstock as ps
+
+#: Batches before the capture, in which what is known from the first ones is learnt.
+WARM = 4
+
+#: The mean over samples of one number each: how much micro-batches count is known without a look at
+#: the targets.
+LOSS = functional.mse_loss
+
+
+@dataclasses.dataclass
+class Row:
+    """What one cell came to.
+
+    Attributes:
+        cell: its name.
+        ops: number of ops in the graph.
+        differences: names of parameters that differ from those of a pipeline without a graph, after
+            the step that was captured and one more; "loss", if that of the latter does.
+        error: what the cell raised, in one line.
+    """
+
+    cell: str
+    ops: int = 0
+    differences: list[str] = dataclasses.field(default_factory=list)
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphCell:
+    """A cell, and what differs from the others.
+
+    Attributes:
+        cell: model, batch and options.
+        optimizer: makes the optimizer.
+        learning_rate: set before the last step, if any.
+    """
+
+    cell: cells.Cell
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    learning_rate: float | None = None
+
+
+def sizes() -> dict[str, tuple[dict[str, Any], int]]:
+    """Return by name the options that choose a schedule, and its number of stages."""
+    chosen: dict[str, tuple[dict[str, Any], int]] = {}
+    for name, stages, micro_batches in (
+        ("1f1b", 2, 3),
+        ("1f1b", 4, 8),
+        ("gpipe", 3, 4),
+        ("zb-h1", 3, 6),
+        ("zb-v", 4, 4),
+        ("chimera", 2, 4),
+        ("chimera", 4, 8),
+        ("bpipe", 4, 8),
+    ):
+        schedule = ps.schedule(name, stages=stages, micro_batches=micro_batches)
+        chosen[f"{name} {stages} x {micro_batches}"] = {"schedule": schedule}, stages
+    copies = ps.schedule("1f1b", stages=2, micro_batches=6, replicas=3)
+    looped = ps.schedule("interleaved", stages=4, micro_batches=4, chunks=2)
+    chosen["3 copies 2 x 6"] = {"schedule": copies}, 2
+    chosen["interleaved 4 x 4"] = {"schedule": looped}, 4
+    return chosen
+
+
+def vectors() -> tuple[Tensor, Tensor]:
+    """Return inputs of shape (SAMPLES, 8) and targets of shape (SAMPLES, 4)."""
+    torch.manual_seed(1)
+    return torch.randn(SAMPLES, 8), torch.randn(SAMPLES, 4)
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    """Return tokens of shape (SAMPLES,) and targets of shape (SAMPLES, 8)."""
+    torch.manual_seed(1)
+    return torch.randint(0, 8, (SAMPLES,)), torch.randn(SAMPLES, 8)
+
+
+def normalised_model() -> nn.Module:
+    """Return a chain with batch normalisation."""
+    model = cells.random_model()
+    for index in (3, 6):
+        model[index] = nn.Identity()
+    return model
+
+
+def cut(stages: int) -> list[int]:
+    """Return the numbers of layers of stages that have 8 together."""
+    return [8 // stages] * (stages - 1) + [8 - 8 // stages * (stages - 1)]
+
+
+def graph_cells() -> dict[str, GraphCell]:
+    """Return all cells by name."""
+    found: dict[str, GraphCell] = {}
+    for name, (options, stages) in sizes().items():
+        base = {**options, "balance": cut(stages)}
+        clipped = {**base, "clip_grad_norm": 0.05}
+        found[name] = GraphCell(Cell(base, batch=vectors, loss=LOSS))
+        tied = Cell(clipped, cells.tied_model, tokens, LOSS)
+        found[f"{name}, tied weights, clipping"] = GraphCell(tied)
+    one = Cell({**sizes()["1f1b 4 x 8"][0], "balance": cut(4)}, batch=vectors, loss=LOSS)
+    adam = partial(torch.optim.Adam, foreach=False)
+    for recompute in ("except_last", "always"):
+        options = {**one.options, "recompute": recompute}
+        found[f"recompute {recompute}"] = GraphCell(dataclasses.replace(one, options=options))
+    found["batch norm"] = GraphCell(dataclasses.replace(one, model=normalised_model))
+    found["dropout"] = GraphCell(dataclasses.replace(one, model=cells.random_model))
+    found["learning rate"] = GraphCell(one, learning_rate=0.5)
+    found["Adam"] = GraphCell(one, optimizer=adam)
+    found["Adam, capturable"] = GraphCell(one, optimizer=partial(adam, capturable=True))
+    classes = dataclasses.replace(one, batch=cells.vectors, loss=functional.cross_entropy)
+    found["class indices on the device"] = GraphCell(classes)
+    return found
+
+
+def batches(cell: cells.Cell) -> list[tuple[Tensor, Tensor]]:
+    """Return the batches of a run, all different."""
+    x, y = cell.batch()
+    # Micro-batches of one sample have no variance for a batch norm.
+    x, y = torch.cat([x, x.flip(0)]), torch.cat([y, y.roll(1, 0)])
+    rolled = [(x.roll(number, 0), y.roll(2 * number, 0)) for number in range(WARM + 2)]
+    return [(one.clone(), other.clone()) for one, other in rolled]
+
+
+def pipeline(graph_cell: GraphCell) -> ps.Pipeline:
+    """Return the cell's pipeline on the device, with ranks as threads."""
+    cell = graph_cell.cell
+    make = graph_cell.optimizer or (
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+    )
+    return ps.Pipeline(
+        cell.model(),
+        loss=cell.loss,
+        optimizer=make,
+        executor="threads",
+        device=lookalike.DEVICE,
+        deadline_s=30.0,
+        **cell.options,
+    )
+
+
+def play(name: str, graph_cell: GraphCell) -> Row:
+    """Train with and without a graph."""
+    row = Row(name)
+    *warm, captured, last = batches(graph_cell.cell)
+    eager, pipe = pipeline(graph_cell), pipeline(graph_cell)
+    x, y = (tensor.to(lookalike.DEVICE) for tensor in captured)
+    for one, other in warm:
+        eager.train_batch(one.to(lookalike.DEVICE), other.to(lookalike.DEVICE))
+        pipe.train_batch(one.to(lookalike.DEVICE), other.to(lookalike.DEVICE))
+    eager.train_batch(x, y)
+    graph = lookalike.Graph()
+    with graph:
+        loss = pipe.train_batch(x, y)
+    row.ops = len(graph)
+    if graph_cell.learning_rate is not None:
+        for trained in (eager, pipe):
+            trained.set_learning_rate(graph_cell.learning_rate)
+    x.copy_(last[0])
+    y.copy_(last[1])
+    expected_loss = eager.train_batch(x, y)
+    graph.replay()
+    if float(loss) != float(expected_loss):
+        row.differences.append("loss")
+    expected = dict(eager.named_parameters())
+    for key, value in pipe.named_parameters():
+        if not torch.equal(cells.on_host(value), cells.on_host(expected[key])):
+            row.differences.append(key)
+    for trained in (eager, pipe):
+        trained.close()
+    return row
+
+
+def main(words: list[str]) -> None:
+    """Run all cells, or those with one of these words in their names."""
+    for name, graph_cell in graph_cells().items():
+        if words and not any(word in name for word in words):
+            continue
+        try:
+            row = play(name, graph_cell)
+        except Exception as error:
+            traceback.print_exc()
+            row = Row(name, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        print(json.dumps(dataclasses.asdict(row)), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # autograd's device thread cannot be joined
