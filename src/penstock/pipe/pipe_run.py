@@ -139,11 +139,7 @@ class Run:
                 "0 * model.side_loss to leave it out"
             )
         if self._backward_started:
-            raise RuntimeError(
-                "trying to backward through a Pipe a second time: the saved tensors of its forward "
-                "are freed, also with retain_graph=True. Call the Pipe again, or take all "
-                "gradients in one backward"
-            )
+            raise second_backward()
         self._backward_started = True
         engine, runs = self.engine, self.partition_runs
 
@@ -165,7 +161,7 @@ class Run:
             backward_op,
             grads,
         )
-        with _separate_gradients(self.weights) as weight_grads:
+        with separate_gradients(self.weights) as weight_grads:
             engine.run(half_step, self._autocast)
         input_grads = [half_step.outputs[number] for number in range(self.micro_batch_count)]
         return input_grads, weight_grads
@@ -235,13 +231,7 @@ class Node(torch.autograd.Function):
             RuntimeError: the backward has been run already.
             RunError: create_graph=True, or the loss does not depend on the side losses.
         """
-        if torch.is_grad_enabled():
-            raise RunError(
-                "create_graph=True asks for gradients of gradients, which a Pipe does not have: "
-                "its gradients come without a graph, so that a term computed from them, such as a "
-                "gradient penalty, would train nothing. Use the plain nn.Sequential for it, or a "
-                "penalty that needs no second derivative"
-            )
+        check_no_graph()
         run: Run = ctx.run
         side_grad = grads[-1] if len(grads) > len(ctx.sizes) else None
         columns: list[Sequence[Tensor | None]] = []
@@ -263,6 +253,30 @@ class Node(torch.autograd.Function):
         return None, None, None, *input_grads, *weight_grads
 
 
+def check_no_graph() -> None:
+    """Reject a backward with create_graph=True: autograd then records a graph of the backward.
+
+    Raises:
+        RunError: it does.
+    """
+    if torch.is_grad_enabled():
+        raise RunError(
+            "create_graph=True asks for gradients of gradients, which a Pipe does not have: "
+            "its gradients come without a graph, so that a term computed from them, such as a "
+            "gradient penalty, would train nothing. Use the plain nn.Sequential for it, or a "
+            "penalty that needs no second derivative"
+        )
+
+
+def second_backward() -> RuntimeError:
+    """Return the error for a second backward of one forward."""
+    return RuntimeError(
+        "trying to backward through a Pipe a second time: the saved tensors of its forward "
+        "are freed, also with retain_graph=True. Call the Pipe again, or take all "
+        "gradients in one backward"
+    )
+
+
 def _hook_dicts(weights: Sequence[Tensor]) -> list[dict[int, Any]]:
     """Return the dicts of all hooks that autograd calls with gradients of the weights."""
     return [
@@ -274,7 +288,7 @@ def _hook_dicts(weights: Sequence[Tensor]) -> list[dict[int, Any]]:
 
 
 @contextmanager
-def _separate_gradients(weights: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+def separate_gradients(weights: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     """Collect the gradients of weights separately from their `.grad`, without running their hooks.
 
     Inside, autograd accumulates the gradients of micro-batches in `.grad`, one layer at a time,

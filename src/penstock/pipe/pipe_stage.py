@@ -7,7 +7,7 @@ Unlike `runtime.stage.Stage`, which trains, a partition is part of the caller's 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
-from penstock.modules.recomputing import PASSES
+from penstock.modules.recomputing import checkpointing, recomputing
 from penstock.modules.side_loss import collecting_side_losses
 from penstock.modules.skippable import Skip, Skippable, Waiting, waiting_skips
 from penstock.pipe.pipe_random import ForwardSeed, PartitionRandomness, SeededOps
@@ -169,15 +169,13 @@ class PipeStage:
         recompute = micro_batch < run.recompute_count
         inputs = [self._make_leaves(value, run.has_backward) for value in arrived]
         first_forward = self._second_forwards.first() if recompute else None
-        PASSES.checkpointing = recompute
-        try:
-            # The graph is recorded even if the micro-batch is recomputed: it shows which outputs
-            # require gradients, and torch chooses kernels by it. It is freed at the end of this
-            # forward.
-            with torch.set_grad_enabled(run.has_backward):
-                outputs, side_losses = self._run_layers(run, micro_batch, inputs)
-        finally:
-            PASSES.checkpointing = False
+        # The graph is recorded even if the micro-batch is recomputed: it shows which outputs require
+        # gradients, and torch chooses kernels by it. It is freed at the end of this forward.
+        with (
+            checkpointing() if recompute else nullcontext(),
+            torch.set_grad_enabled(run.has_backward),
+        ):
+            outputs, side_losses = self._run_layers(run, micro_batch, inputs)
         if side_losses:
             run.side_losses[micro_batch] = [term.detach() for term in side_losses]
             run.side_loss_requires_grad |= any(term.requires_grad for term in side_losses)
@@ -212,8 +210,6 @@ class PipeStage:
                 "backward, which recomputes the forward with it: call optimizer.step() after "
                 "backward(), or use checkpoint='never'"
             )
-        outer_recomputing = PASSES.recomputing
-        PASSES.recomputing = True
         present_modes = [module.training for module in run.modules]
         try:
             _set_modes(run.modules, run.training_modes, present_modes)
@@ -223,7 +219,6 @@ class PipeStage:
                     run, micro_batch, saved.inputs, recompute=True
                 )
         finally:
-            PASSES.recomputing = outer_recomputing
             _set_modes(run.modules, present_modes, run.training_modes)
         leaves = [value.leaves for value in saved.roots]
         self._second_forwards.check(saved.first_forward, leaves, micro_batch)
@@ -270,14 +265,9 @@ class PipeStage:
             roots += side_losses
             root_grads += [side_grad.to(term.device, term.dtype) for term in side_losses]
         if roots:
-            outer_recomputing = PASSES.recomputing
             # A layer that recomputes by itself runs its second forward in here.
-            PASSES.recomputing = True
-            try:
-                with self.randomness.backward(self.device):
-                    torch.autograd.backward(roots, root_grads)
-            finally:
-                PASSES.recomputing = outer_recomputing
+            with recomputing(), self.randomness.backward(self.device):
+                torch.autograd.backward(roots, root_grads)
         return [value.gradients() for value in saved.inputs]
 
     def _make_leaves(self, value: BoundaryValue, has_backward: bool) -> BoundaryValue:

@@ -121,7 +121,7 @@ class Interpreter:
         step: Step | None = None
         try:
             for step in steps:
-                self._step(step, batches)
+                self.run_step(step, batches)
         except BaseException as error:
             self.forget()
             translated = self._translate_error(error, step)
@@ -192,8 +192,12 @@ class Interpreter:
             for start, end in map(self.marks.__getitem__, ops)
         ]
 
-    def _step(self, step: Step, batches: BatchesInFlight) -> None:
-        """Run one op with its receives and sends; note in `_waits_for` what they wait for."""
+    def run_step(self, step: Step, batches: BatchesInFlight) -> None:
+        """Run one op with its receives and sends; note in `_waits_for` what they wait for.
+
+        Called from outside where one thread runs several ranks in turn. Exceptions are those of the
+        op or the transport, unconverted.
+        """
         for peer, message in step.posts:
             if (entry := batches.find(message.micro_batch)) is not None:
                 self._waits_for, self._waits_since = peer, time.monotonic()

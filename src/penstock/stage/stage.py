@@ -15,6 +15,7 @@ from penstock.batches.device_batch import INPUTS, device_batch, moved
 from penstock.grad.full_backward import whole_grad
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.losses.stage_loss import Loss, LossOptions, StageLoss, Starts, total
+from penstock.modules.recomputing import checkpointing
 from penstock.modules.side_loss import collect_side_losses, collecting_side_losses
 from penstock.optim.update import Update
 from penstock.simulate.simulate import recomputes
@@ -172,6 +173,7 @@ class Stage:
         with (
             self._measuring(batch, micro_batch, inputs, keeps),
             torch.set_grad_enabled(batch.training),
+            checkpointing() if recomputed else nullcontext(),
             saved.saving() if saved else nullcontext(),
         ):
             result, loss_roots, loss = self._run(batch, micro_batch, inputs, past)
