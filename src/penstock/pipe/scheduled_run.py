@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from penstock.batches.batch import Batch, make_batch
 from penstock.batches.in_flight import BatchesInFlight
+from penstock.batches.splitting import sample_count
 from penstock.errors import ScheduleError, SettingError, StageFailed
 from penstock.losses.call import is_torchs_loss
 from penstock.losses.parameters import check_training
@@ -147,10 +148,14 @@ class ScheduledRun:
         may_need_seed = self._loss_draws or any(map(may_draw, self._layers))
         seed = int(torch.empty((), dtype=torch.int64).random_()) if may_need_seed else 0
         schedule = self.schedule
+        micro_batches = schedule.micro_batches
+        if schedule.slicing is None:
+            # The number that `torch.chunk` returns, as without `loss=`: for batch norm, 6 samples
+            # in 4 chunks are better 2, 2 and 2 than 2, 2, 1 and 1.
+            samples = max(1, sample_count(x, "the inputs of a batch"))
+            micro_batches = -(-samples // -(-samples // micro_batches))
         # The random streams of a stage depend on the step: here each batch has its own seed.
-        return make_batch(
-            x, y, schedule.micro_batches, step=seed, training=True, slicing=schedule.slicing
-        )
+        return make_batch(x, y, micro_batches, step=seed, training=True, slicing=schedule.slicing)
 
     def run(self, batch: Batch) -> Tensor:
         """Run all forwards and backwards of a batch.

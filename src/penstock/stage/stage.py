@@ -15,7 +15,7 @@ from penstock.batches.device_batch import INPUTS, device_batch, moved
 from penstock.grad.full_backward import whole_grad
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.losses.stage_loss import Loss, LossOptions, StageLoss, Starts, total
-from penstock.modules.recomputing import checkpointing
+from penstock.modules.recomputing import checkpointing, recomputing
 from penstock.modules.side_loss import collect_side_losses, collecting_side_losses
 from penstock.optim.update import Update
 from penstock.simulate.simulate import recomputes
@@ -322,7 +322,8 @@ class Stage:
         leaves, past, roots, grads, size = self._roots(batch, micro_batch, arrived)
         live = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
         if live:
-            with self._seeded_backward(batch, micro_batch):
+            # A layer that recomputes by itself runs its second forward in here.
+            with recomputing(), self._seeded_backward(batch, micro_batch):
                 torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
         self._pasts.store_grads(micro_batch, [leaf.grad for leaf in past])
         self.held.give(size)
@@ -359,7 +360,7 @@ class Stage:
     def input_grad(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
         """Run I: gradients of the inputs only; W has to follow."""
         leaves, past, roots, grads, size = self._roots(batch, micro_batch, arrived)
-        with self._seeded_backward(batch, micro_batch):
+        with recomputing(), self._seeded_backward(batch, micro_batch):
             grads_of_inputs, pending = input_grad(roots, grads, [*leaves, *past])
         self._pending[batch.step, micro_batch] = pending, size
         self._pasts.store_grads(micro_batch, grads_of_inputs[len(leaves) :])
@@ -368,7 +369,7 @@ class Stage:
     def weight_grad(self, batch: Batch, micro_batch: int) -> None:
         """Run W: gradients of the weights, from what I has saved."""
         pending, size = self._pending.pop((batch.step, micro_batch))
-        with self._seeded_backward(batch, micro_batch, weights_only=True):
+        with recomputing(), self._seeded_backward(batch, micro_batch, weights_only=True):
             weight_grad(pending)
         self.held.give(size)
 
