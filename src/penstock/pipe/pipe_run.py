@@ -17,8 +17,9 @@ from penstock.errors import RunError
 from penstock.pipe.pipe_batch import concatenate_outputs
 from penstock.pipe.pipe_engine import AutocastState, Engine, HalfStep
 from penstock.pipe.pipe_random import ForwardSeed, generator_states
-from penstock.pipe.pipe_value import BoundaryValue, Grads
-from penstock.values.structure import tensors_of, unflatten
+from penstock.pipe.pipe_value import Grads
+from penstock.transport.payload import Payload
+from penstock.values.structure import tensors_of
 
 
 class Run:
@@ -37,10 +38,10 @@ class Run:
     """
 
     def __init__(
-        self, engine: Engine, micro_batches: Sequence[BoundaryValue], recompute_count: int
+        self, engine: Engine, micro_batches: Sequence[Payload], recompute_count: int
     ) -> None:
         self.engine = engine
-        self._inputs: Sequence[BoundaryValue] = micro_batches
+        self._inputs: Sequence[Payload] = micro_batches
         self.micro_batch_count = len(micro_batches)
         self._shapes: list[list[torch.Size]] = []
         for value in micro_batches:
@@ -52,7 +53,7 @@ class Run:
         weights = {id(weight): weight for run in self.partition_runs for weight in run.weights}
         self.weights = list(weights.values())
         self.has_backward = torch.is_grad_enabled() and (
-            bool(self.weights) or any(micro_batches[0].requires_grad)
+            bool(self.weights) or any(micro_batches[0].wants_grad)
         )
         if self.has_backward:
             for partition_run in self.partition_runs:
@@ -63,7 +64,7 @@ class Run:
         )
         self._backward_started = False
 
-    def forward(self) -> list[BoundaryValue]:
+    def forward(self) -> list[Payload]:
         """Return the output of the last partition for each micro-batch."""
         engine, runs = self.engine, self.partition_runs
         unobserved = [
@@ -194,7 +195,7 @@ class Node(torch.autograd.Function):
     def forward(
         ctx: Any,
         run: Run,
-        micro_batches: Sequence[BoundaryValue],
+        micro_batches: Sequence[Payload],
         outputs: Sequence[Tensor],
         *tensors: Tensor,
     ) -> Any:
@@ -208,7 +209,7 @@ class Node(torch.autograd.Function):
             tensors: the tensors of the input, then the weights of the run.
         """
         ctx.set_materialize_grads(False)
-        flag_rows = [value.requires_grad for value in micro_batches]
+        flag_rows = [value.wants_grad for value in micro_batches]
         requires_grad = [any(column) for column in zip(*flag_rows, strict=True)]
         if len(outputs) > len(requires_grad):
             requires_grad.append(run.side_loss_requires_grad)
@@ -318,7 +319,7 @@ def separate_gradients(weights: Sequence[Tensor]) -> Iterator[list[Tensor | None
 
 
 def run_forward(
-    engine: Engine, value: Any, micro_batches: Sequence[BoundaryValue], recompute_count: int
+    engine: Engine, value: Any, micro_batches: Sequence[Payload], recompute_count: int
 ) -> tuple[Any, Tensor | None]:
     """Run the whole model forward.
 
@@ -333,17 +334,14 @@ def run_forward(
     """
     run = Run(engine, micro_batches, recompute_count)
     outputs = run.forward()
-    leaves = concatenate_outputs(outputs)
+    output = concatenate_outputs(outputs)
     side_loss = run.side_loss()
     if run.has_backward:
-        output_tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         side_losses = [] if side_loss is None else [side_loss]
         results = Node.apply(  # type: ignore[no-untyped-call]
-            run, outputs, [*output_tensors, *side_losses], *tensors_of(value), *run.weights
+            run, outputs, [*output.tensors, *side_losses], *tensors_of(value), *run.weights
         )
         connected = list(results)
         side_loss = connected.pop() if side_losses else None
-        replacements = iter(connected)
-        leaves = [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    structure = outputs[0].structure
-    return leaves[0] if structure is None else unflatten(structure, leaves), side_loss
+        output = output.with_tensors(connected)
+    return output.value(), side_loss

@@ -19,10 +19,10 @@ from penstock.modules.recomputing import checkpointing, recomputing
 from penstock.modules.side_loss import collecting_side_losses
 from penstock.modules.skippable import Skip, Skippable, Waiting, waiting_skips
 from penstock.pipe.pipe_random import ForwardSeed, PartitionRandomness, SeededOps
-from penstock.pipe.pipe_value import BoundaryValue, Grads, boundary_values
-from penstock.stage.boundary_checks import check_same_requires_grad, check_shared, versions_of
+from penstock.pipe.pipe_value import Grads, detached, gradients_of, payloads_of
+from penstock.stage.boundary_checks import InPlaceChanges, check_same_requires_grad
 from penstock.stage.second_forward import FirstForward, SecondForwards
-from penstock.values.storage import copy_of
+from penstock.transport.payload import Payload
 
 
 class Partition(nn.Sequential):
@@ -57,8 +57,8 @@ class _SavedMicroBatch:
         side_losses: the side losses, with their graph.
     """
 
-    inputs: list[BoundaryValue]
-    roots: list[BoundaryValue] | None
+    inputs: list[Payload]
+    roots: list[Payload] | None
     first_forward: FirstForward | None
     requires_grad: list[bool]
     side_losses: list[Tensor]
@@ -129,10 +129,7 @@ class PipeStage:
         self.incoming, self.outgoing = tuple(incoming), tuple(outgoing)
         self.randomness = PartitionRandomness(module)
         self._has_skips = any(isinstance(part, Skippable) for part in module.modules())
-        # By training mode, whether the layers modify their inputs in place. Unknown before the
-        # first run: the flag `inplace` exists only in some of torch's own layers, and a layer may
-        # pass on its input, or a view of it, to one that modifies it.
-        self._modifies_inputs: dict[bool, bool] = {}
+        self._in_place = InPlaceChanges()
         self._modules: list[nn.Module] = []
         self._second_forwards = SecondForwards([module], [], self._name())
 
@@ -153,8 +150,8 @@ class PipeStage:
         return PartitionRun(modules, list(weights.values()), training, forward_seed, observed)
 
     def forward(
-        self, run: PartitionRun, micro_batch: int, arrived: Sequence[BoundaryValue]
-    ) -> list[BoundaryValue]:
+        self, run: PartitionRun, micro_batch: int, arrived: Sequence[Payload]
+    ) -> list[Payload]:
         """Run the layers on one micro-batch.
 
         Args:
@@ -182,7 +179,7 @@ class PipeStage:
         if run.has_backward:
             if first_forward is not None:
                 first_forward.note([value.leaves for value in outputs])
-            requires_grad = [flag for value in outputs for flag in value.requires_grad]
+            requires_grad = [flag for value in outputs for flag in value.wants_grad]
             run.saved[micro_batch] = _SavedMicroBatch(
                 inputs,
                 None if recompute else outputs,
@@ -190,7 +187,7 @@ class PipeStage:
                 requires_grad,
                 [] if recompute else side_losses,
             )
-        return [value.detached() for value in outputs] if recompute else outputs
+        return [detached(value) for value in outputs] if recompute else outputs
 
     def prepare(self, run: PartitionRun, micro_batch: int) -> None:
         """Recompute the forward of a micro-batch, if it is to be recomputed.
@@ -268,13 +265,13 @@ class PipeStage:
             # A layer that recomputes by itself runs its second forward in here.
             with recomputing(), self.randomness.backward(self.device):
                 torch.autograd.backward(roots, root_grads)
-        return [value.gradients() for value in saved.inputs]
+        return [gradients_of(value) for value in saved.inputs]
 
-    def _make_leaves(self, value: BoundaryValue, has_backward: bool) -> BoundaryValue:
+    def _make_leaves(self, value: Payload, has_backward: bool) -> Payload:
         """Return a value on this device, with its tensors as leaves of a new graph."""
         leaves = [tensor.detach().to(self.device) for tensor in value.tensors]
         if has_backward:
-            for leaf, requires_grad in zip(leaves, value.requires_grad, strict=True):
+            for leaf, requires_grad in zip(leaves, value.wants_grad, strict=True):
                 if requires_grad:
                     leaf.requires_grad_()
         return value.with_tensors(leaves)
@@ -283,19 +280,13 @@ class PipeStage:
         self,
         run: PartitionRun,
         micro_batch: int,
-        leaves: Sequence[BoundaryValue],
+        leaves: Sequence[Payload],
         *,
         recompute: bool = False,
-    ) -> tuple[list[BoundaryValue], list[Tensor]]:
+    ) -> tuple[list[Payload], list[Tensor]]:
         """Return the output and the outgoing skips of the layers, and their side losses."""
-        inputs = list(leaves)
-        copies = self._modifies_inputs.get(run.training, True)
-        if copies:
-            # Autograd forbids to modify a leaf in place, and the partition before must not see the
-            # modification.
-            inputs = [value.with_tensors(list(map(copy_of, value.tensors))) for value in leaves]
-        tensors = [tensor for value in inputs for tensor in value.tensors]
-        versions_before = versions_of(tensors)
+        watch = self._in_place.watch(leaves, training=run.training)
+        inputs = watch.given
         skips: Waiting = {
             skip: value.value() for skip, value in zip(self.incoming, inputs[1:], strict=True)
         }
@@ -305,50 +296,8 @@ class PipeStage:
                     output = self.module(inputs[0].value())
             else:
                 output = self.module(inputs[0].value())
-        versions_after = versions_of(tensors)
-        if versions_before is not None and versions_after is not None:
-            version_pairs = zip(versions_before, versions_after, strict=True)
-            modified = [before != after for before, after in version_pairs]
-            self._record_modified(run, inputs, modified, copied=copies)
-        return boundary_values([output, *(skips.pop(skip) for skip in self.outgoing)]), side_losses
-
-    def _record_modified(
-        self,
-        run: PartitionRun,
-        inputs: Sequence[BoundaryValue],
-        modified: list[bool],
-        *,
-        copied: bool,
-    ) -> None:
-        """Record whether the layers modified their inputs in place.
-
-        Args:
-            run: the record of the forward.
-            inputs: the inputs of the layers.
-            modified: by input tensor, whether it was modified.
-            copied: whether the inputs were copies.
-
-        Raises:
-            RuntimeError: the layers modified inputs that were not copies, for the first time; or a
-                modified tensor shares memory with another one.
-        """
-        any_modified = any(modified)
-        if run.training not in self._modifies_inputs:
-            self._modifies_inputs[run.training] = any_modified
-        elif any_modified and not copied:
-            self._modifies_inputs[run.training] = True
-            raise RuntimeError(
-                "layers of a Pipe have modified their inputs in place, and had not done so before: "
-                "the next forward allows for it, this one cannot. Repeat the batch"
-            )
-        if not any_modified:
-            return
-        first = 0
-        for value in inputs:
-            count = len(value.tensors)
-            shared_outside = [(position, position) for position in value.shared_outside]
-            check_shared([*value.shared, *shared_outside], modified[first : first + count])
-            first += count
+        watch.check()
+        return payloads_of([output, *(skips.pop(skip) for skip in self.outgoing)]), side_losses
 
     @contextmanager
     def _reproducible(self, run: PartitionRun, micro_batch: int, recompute: bool) -> Iterator[None]:

@@ -407,8 +407,8 @@ class Stage:
             The output for the next stage, None on the last; the losses at which the backward
             starts on this stage, which are side losses and on the last stage the loss; the loss.
         """
-        watch = self._in_place.watch(inputs, training=batch.training)
-        value = watch.given.value()
+        watch = self._in_place.watch([inputs], training=batch.training)
+        value = watch.given[0].value()
         earlier_side: Tensor | None = None
         if type(value) is dict and _SIDE in value:
             earlier_side, value = value[_SIDE], value["value"]
