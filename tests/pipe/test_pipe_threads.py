@@ -165,7 +165,7 @@ def test_partitions_before_one_that_failed_stop_soon():
 
 def forced_from_the_start(pipe: Pipe) -> Pipe:
     """Threads at the first forward already."""
-    from penstock.pipe.pipe import build_stages
+    from penstock.pipe.pipe_arguments import build_stages
     from penstock.pipe.pipe_engine import Engine
 
     pipe._engine = Engine(build_stages(pipe.partitions, pipe.devices))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
+from penstock.modules.recomputing import PASSES
+
 
 def whole_grad(root: Tensor, grad: Tensor) -> None:
     """Add the gradients of all leaves under `root` to their `.grad`.
@@ -16,6 +18,12 @@ def whole_grad(root: Tensor, grad: Tensor) -> None:
         root: output of the stage.
         grad: gradient of `root`, of its shape.
     """
-    _engine_run_backward(
-        (root,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    # A layer that recomputes by itself runs its second forward in here. Not `recomputing()`, which
+    # takes longer, because this is called for every micro-batch.
+    outer, PASSES.recomputing = PASSES.recomputing, True
+    try:
+        _engine_run_backward(
+            (root,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    finally:
+        PASSES.recomputing = outer

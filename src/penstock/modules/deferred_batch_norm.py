@@ -51,12 +51,16 @@ class DeferredBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
         """Normalise a micro-batch, (samples, channels, ...); in training, merge its statistics."""
         self.kind._check_input_dim(self, input)  # type: ignore[no-untyped-call]
-        if not self.training or is_recomputing():
-            mean, variance = (
-                (None, None) if self.training else (self.running_mean, self.running_var)
-            )
+        if not self.training:
             return functional.batch_norm(
-                input, mean, variance, self.weight, self.bias, self.training, 0.0, self.eps
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                False,
+                0.0,
+                self.eps,
             )
         assert self.running_mean is not None
         # With momentum 1 these become the micro-batch's mean and unbiased variance, which every
@@ -65,7 +69,8 @@ class DeferredBatchNorm(_BatchNorm):
         output = functional.batch_norm(
             input, mean, variance, self.weight, self.bias, True, 1.0, self.eps
         )
-        self._merge(input.numel() // input.shape[1], mean, variance)
+        if not is_recomputing():
+            self._merge(input.numel() // input.shape[1], mean, variance)
         return output
 
     @torch.no_grad()

@@ -6,6 +6,8 @@ A layer with side effects, such as a counter, asks here in order to have them on
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Passes(threading.local):
@@ -26,3 +28,23 @@ def is_checkpointing() -> bool:
 def is_recomputing() -> bool:
     """Return whether this forward is a recomputation."""
     return PASSES.recomputing
+
+
+@contextmanager
+def checkpointing() -> Iterator[None]:
+    """Enclose a first forward that saves no activations."""
+    outer, PASSES.checkpointing = PASSES.checkpointing, True
+    try:
+        yield
+    finally:
+        PASSES.checkpointing = outer
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Enclose a recomputation."""
+    outer, PASSES.recomputing = PASSES.recomputing, True
+    try:
+        yield
+    finally:
+        PASSES.recomputing = outer

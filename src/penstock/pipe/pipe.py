@@ -5,22 +5,35 @@ themselves.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PenstockError, SettingError
+from penstock.errors import SettingError
+from penstock.losses.call import LossCall, one_number
 from penstock.modules import deferred_batch_norm as deferred
-from penstock.modules.skippable import Skip, Skippable, verify_skippables
+from penstock.modules.skippable import verify_skippables
+from penstock.pipe.pipe_arguments import (
+    Devices,
+    build_stages,
+    check_balance,
+    check_sequential,
+    check_shared,
+    resolve_devices,
+    split_layers,
+)
 from penstock.pipe.pipe_batch import check_input, split_input
 from penstock.pipe.pipe_engine import Engine
 from penstock.pipe.pipe_run import run_forward
-from penstock.pipe.pipe_stage import Partition, PipeStage
-from penstock.tracing.sequential import runs_otherwise
+from penstock.pipe.pipe_stage import Partition
+from penstock.pipe.scheduled_loss import scheduled_loss
+from penstock.pipe.scheduled_run import ScheduledRun, check_schedule
+from penstock.schedule.catalogue import schedule as make_schedule
+from penstock.schedule.op import Schedule
+from penstock.stage.stage import Loss
+from penstock.values.structure import map_tensors
 
 #: By checkpoint mode: the number of recomputed micro-batches, from the number of micro-batches.
 _RECOMPUTE_COUNTS: dict[str, Callable[[int], int]] = {
@@ -28,12 +41,6 @@ _RECOMPUTE_COUNTS: dict[str, Callable[[int], int]] = {
     "except_last": lambda count: count - 1,
     "never": lambda _: 0,
 }
-
-Devices = int | Iterable[torch.device | str | int]
-
-
-class BalanceError(PenstockError, ValueError):
-    """Raised when `balance` does not match the layers of the module."""
 
 
 class Pipe(nn.Module):
@@ -43,6 +50,12 @@ class Pipe(nn.Module):
 
         model = ps.Pipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)
         loss = criterion(model(x), target.to(model.devices[-1]))
+        loss.backward()
+
+    With `loss=` the Pipe computes the loss itself, and can run any synchronous schedule:
+
+        model = ps.Pipe(layers, balance=[2, 2], chunks=8, schedule="1f1b", loss=criterion)
+        loss = model(x, target)
         loss.backward()
 
     A batch is split into micro-batches along its first dimension (`torch.chunk`). The micro-batches
@@ -63,10 +76,16 @@ class Pipe(nn.Module):
             forward before their backward: "always" (all of them), "except_last" or "never".
         deferred_batch_norm: update the running statistics of batch norm once per batch, from the
             whole batch (see `tracing.deferred_batch_norm`).
+        schedule: name of a synchronous schedule, or a `Schedule` with one stage per partition and
+            `chunks` micro-batches. Any but "gpipe" runs backwards before the last forward, and
+            needs `loss`.
+        loss: `loss(output, target)`, as for `ps.Pipeline`. The model is then called with inputs
+            and targets, and returns the loss of the batch.
 
     Attributes:
         partitions: an `nn.ModuleList` with one `nn.Sequential` per device; layers keep their names.
-        balance, devices, chunks, checkpoint: the arguments, as lists and plain values.
+        balance, devices, chunks, checkpoint, schedule, loss: the arguments, as lists and plain
+            values.
         side_loss: mean over the batch of the terms that layers passed to `ps.side_loss` in the last
             forward: a scalar with its graph, 0 without such terms. Add it to the loss; if it
             requires a gradient, the backward of a loss without it raises.
@@ -83,6 +102,8 @@ class Pipe(nn.Module):
     partitions: nn.ModuleList
     chunks: int
     checkpoint: str
+    schedule: str | Schedule
+    loss: Loss | None
     side_loss: Tensor
 
     def __init__(
@@ -94,6 +115,8 @@ class Pipe(nn.Module):
         chunks: int = 1,
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
+        schedule: str | Schedule = "gpipe",
+        loss: Loss | None = None,
     ) -> None:
         super().__init__()
         self.chunks, self.checkpoint = int(chunks), str(checkpoint)
@@ -101,13 +124,13 @@ class Pipe(nn.Module):
             raise TypeError(
                 f"module must be nn.Sequential to be partitioned, not {type(module).__name__}"
             )
-        _check_sequential(module)
-        lengths = _check_balance(module, balance)
+        check_sequential(module)
+        lengths = check_balance(module, balance)
         if self.chunks < 1:
             raise ValueError(f"number of chunks must be positive integer, not {self.chunks}")
         self._recompute_count(1)  # raises if the checkpoint mode is unknown
         verify_skippables(module)
-        available = _resolve_devices(devices, len(lengths))
+        available = resolve_devices(devices, len(lengths))
         if len(available) < len(lengths):
             raise IndexError(
                 "too few devices to hold given partitions "
@@ -117,46 +140,143 @@ class Pipe(nn.Module):
         self.deferred_batch_norm = bool(deferred_batch_norm)
         if self.deferred_batch_norm:
             deferred.convert(module, self.chunks)
-        self.partitions = nn.ModuleList(_split_layers(module, lengths))
-        _check_shared(self.partitions, self.devices)
+        self.partitions = nn.ModuleList(split_layers(module, lengths))
+        check_shared(self.partitions, self.devices)
         for partition, device in zip(self.partitions, self.devices, strict=True):
             partition.to(device)
         self.train(module.training)
+        self.schedule = schedule
+        # In `__dict__`, because a loss that is a module is not a part of the model: not of its
+        # parameters, its state_dict or its training mode.
+        self.__dict__["loss"] = loss
+        if loss is not None or self._needs_loss:
+            self._check_schedule()
         self._engine: Engine | None = None
+        # With the settings of which it was built.
+        self._scheduled: tuple[tuple[object, ...], ScheduledRun] | None = None
         self.side_loss = torch.zeros(())
         self._lock = threading.RLock()
 
-    def forward(self, input: Any) -> Any:  # noqa: A002 - torch's own name
-        """Return the output for a batch.
+    def forward(self, input: Any, target: Any = None) -> Any:  # noqa: A002 - torch's own name
+        """Return the output for a batch, or with targets its loss.
 
         Args:
             input: a tensor, or tensors and None in nested tuples, lists and dicts; the first
                 dimension of each tensor indexes the samples. On any device: micro-batches are
                 moved to the first partition.
+            target: the targets of the batch, likewise; for a Pipe with `loss=` only.
 
         Returns:
-            The output of the last layer for the whole batch, on `devices[-1]`.
+            The output of the last layer for the whole batch, on `devices[-1]`; or the loss of the
+            batch with the side losses of the layers. If gradients are enabled, all backwards have
+            then been run, and the backward of the loss hands on their gradients.
 
         Raises:
             TypeError, ValueError: the input cannot be split into micro-batches.
+            SettingError: targets without `loss=`; or no targets in training, under a schedule that
+                needs the loss.
             RuntimeError: the outputs of the micro-batches cannot be concatenated.
             Exception: any exception of a layer. The Pipe stays usable.
         """
-        check_input(input)
+        if target is not None:
+            return self._loss_of(input, target)
+        if self.training and torch.is_grad_enabled() and self._needs_loss:
+            raise SettingError(
+                f"this Pipe trains under the schedule {self._schedule_name}, which runs backwards "
+                "before the last forward: call model(input, target), which returns the loss. For "
+                "outputs alone call it in eval mode or under torch.no_grad()"
+            )
+        return self._output_of(input)
+
+    def _output_of(self, value: Any) -> Any:
+        """Return the output for a batch, with all forwards before all backwards."""
+        check_input(value)
         if not self.partitions:
-            return input
-        micro_batches = split_input(input, self.chunks)
+            return value
+        micro_batches = split_input(value, self.chunks)
         with self._lock:
             if self._engine is None:
                 self._engine = Engine(build_stages(self.partitions, self.devices))
             if self.training and self.deferred_batch_norm:
                 deferred.begin(self, len(micro_batches))
             recompute_count = self._recompute_count(len(micro_batches)) if self.training else 0
-            output, side_loss = run_forward(self._engine, input, micro_batches, recompute_count)
+            output, side_loss = run_forward(self._engine, value, micro_batches, recompute_count)
             if side_loss is None:
                 side_loss = torch.zeros((), device=self.devices[-1])
             self.side_loss = side_loss
             return output
+
+    def _loss_of(self, value: Any, target: Any) -> Tensor:
+        """Return the loss of a batch, with its gradients behind it if there will be any."""
+        if self.loss is None:
+            raise SettingError(
+                "a Pipe is called with targets only if it has the loss: pass loss= when it is "
+                "made, or compute the loss outside, criterion(model(x), y)"
+            )
+        weights = [weight for weight in self.parameters() if weight.requires_grad]
+        if not (weights and torch.is_grad_enabled()):
+            device = self.devices[-1]
+            call = LossCall(self.loss, device)
+            loss = call.loss(
+                self._output_of(value), map_tensors(lambda leaf: leaf.to(device), target)
+            )
+            if type(loss) is tuple and len(loss) == 2:
+                loss = loss[0] / loss[1]
+            return one_number(loss) + self.side_loss
+        with self._lock:
+            self.side_loss = torch.zeros((), device=self.devices[-1])
+            return scheduled_loss(self._scheduled_run(self.loss), value, target, weights)
+
+    def _scheduled_run(self, loss: Loss) -> ScheduledRun:
+        """Return the model on the ranks of its schedule; build it if anything has changed."""
+        settings = self.schedule, self.chunks, self.checkpoint
+        if self._scheduled is not None:
+            earlier, run = self._scheduled
+            if earlier == settings and run.is_current():
+                return run
+        schedule = self._check_schedule()
+        run = ScheduledRun(self._sequentials(), self.devices[0], schedule, self.checkpoint, loss)
+        self._scheduled = settings, run
+        return run
+
+    @property
+    def _schedule_name(self) -> str:
+        return self.schedule.name if isinstance(self.schedule, Schedule) else str(self.schedule)
+
+    @property
+    def _needs_loss(self) -> bool:
+        """Whether the schedule runs backwards before the last forward."""
+        return self._schedule_name != "gpipe"
+
+    def _check_schedule(self) -> Schedule:
+        """Return the schedule for the present number of chunks.
+
+        Raises:
+            ScheduleError, SettingError: it does not exist, does not fit the Pipe, or needs a loss.
+        """
+        schedule = self.schedule
+        if not isinstance(schedule, Schedule):
+            schedule = make_schedule(schedule, len(self.balance), self.chunks)
+        check_schedule(schedule)
+        if (schedule.stages, schedule.micro_batches) != (len(self.balance), self.chunks):
+            raise SettingError(
+                f"the schedule {schedule.name} has {schedule.stages} stages and "
+                f"{schedule.micro_batches} micro-batches, the Pipe {len(self.balance)} partitions "
+                f"and {self.chunks} chunks: these must be equal"
+            )
+        if self.loss is None and self._needs_loss:
+            raise SettingError(
+                f"the schedule {schedule.name} runs backwards before the last forward, and a loss "
+                "that the caller computes from all outputs exists only after it: pass the loss, "
+                "ps.Pipe(…, loss=criterion), and call loss = model(x, y); or use schedule='gpipe'"
+            )
+        if self.loss is not None and len(set(self.devices)) > 1:
+            raise SettingError(
+                "with loss= all partitions of a Pipe are on one device, and these are on "
+                f"{', '.join(map(str, dict.fromkeys(self.devices)))}: use ps.Pipeline with a "
+                "process for each device, or compute the loss outside, with schedule='gpipe'"
+            )
+        return schedule
 
     def _recompute_count(self, micro_batches: int) -> int:
         if self.checkpoint not in _RECOMPUTE_COUNTS:
@@ -235,7 +355,13 @@ class Pipe(nn.Module):
     # -- copying and pickling, without the engine and the lock
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_engine": None, "_lock": None, "side_loss": torch.zeros(())}
+        return {
+            **self.__dict__,
+            "_engine": None,
+            "_scheduled": None,
+            "_lock": None,
+            "side_loss": torch.zeros(()),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -247,121 +373,3 @@ def _move_error(target: Any) -> TypeError:
         f"denied to move parameters and buffers to {target!r}, because a Pipe keeps every "
         "partition on its own device: choose devices by the argument devices= of Pipe"
     )
-
-
-def _check_balance(module: nn.Sequential, balance: Iterable[int] | None) -> list[int]:
-    """Return the balance as a list, or raise if it does not match the module."""
-    advice = (
-        "ps.plan(ps.profile(module, example), stages=…) measures the layers and computes a "
-        "balance, as torchgpipe.balance and fairscale.nn.pipe.balance do for torchgpipe and "
-        "FairScale"
-    )
-    if balance is None:
-        raise BalanceError(
-            f"balance is required: the number of layers of each partition, {len(module)} in total. "
-            f"{advice}"
-        )
-    lengths = [int(length) for length in balance]
-    if sum(lengths) != len(module):
-        raise BalanceError(
-            "module and sum of balance have different length "
-            f"(module: {len(module)}, sum of balance: {sum(lengths)}). {advice}"
-        )
-    if any(length < 1 for length in lengths):
-        raise BalanceError(f"all balance numbers must be positive integer (balance: {lengths})")
-    if len({id(layer) for layer in module}) != len(module):
-        raise ValueError(
-            "module with duplicate children is not supported: one layer occurs in several places. "
-            "Use a separate layer in each place, or ps.Pipeline, which ties weights"
-        )
-    return lengths
-
-
-def _check_sequential(module: nn.Sequential) -> None:
-    """Reject an nn.Sequential that does more than call its children, the only part that is run.
-
-    Raises:
-        SettingError: it overrides forward, or has hooks, parameters or buffers itself.
-    """
-    if runs_otherwise(module):
-        raise SettingError(
-            f"{type(module).__name__} has a forward, an order of its layers or hooks of its own, "
-            "and a Pipe runs the layers alone, one after another: pass nn.Sequential(*layers), "
-            "with any further work of the forward in a layer; or use ps.Pipeline with "
-            "ps.chain(model, example)"
-        )
-    layer_tensors = {
-        id(tensor) for layer in module for tensor in (*layer.parameters(), *layer.buffers())
-    }
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and id(tensor) not in layer_tensors:
-            raise SettingError(
-                f"{name} is a parameter or buffer of the nn.Sequential itself, and a Pipe takes "
-                "its layers alone: it would not be in parameters() or state_dict(). Register it in "
-                "the layer that uses it"
-            )
-
-
-def _resolve_devices(devices: Devices | None, partitions: int) -> list[torch.device]:
-    """Return the devices of the argument `devices`, with explicit indices for GPUs."""
-    gpus = torch.cuda.device_count()
-    if devices is None:
-        devices = range(gpus) if gpus else ["cpu"] * partitions
-    elif isinstance(devices, int):
-        devices = range(devices) if devices <= gpus else ["cpu"] * devices
-    return [
-        torch.device("cuda", torch.cuda.current_device())
-        if device.type == "cuda" and device.index is None
-        else device
-        for device in map(torch.device, devices)
-    ]
-
-
-def _split_layers(module: nn.Sequential, lengths: Sequence[int]) -> Iterator[Partition]:
-    layers = iter(module._modules.items())
-    first = 0
-    for length in lengths:
-        partition = Partition(OrderedDict(islice(layers, length)))
-        partition.first_layer = first
-        partition.training = module.training
-        first += length
-        yield partition
-
-
-def _check_shared(partitions: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Reject a tensor of partitions on two devices: `.to` would separate the two uses."""
-    first_use: dict[int, tuple[int, str]] = {}
-    for index, partition in enumerate(partitions):
-        for name, tensor in (*partition.named_parameters(), *partition.named_buffers()):
-            first_index, first_name = first_use.setdefault(id(tensor), (index, name))
-            if devices[first_index] != devices[index]:
-                raise ValueError(
-                    "module with duplicate parameters on distinct devices is not supported: "
-                    f"{first_name} (partition {first_index} on {devices[first_index]}) is {name} "
-                    f"(partition {index} on {devices[index]}) as well. Choose a balance that puts "
-                    "both on one device, or use ps.Pipeline, which ties weights"
-                )
-
-
-def build_stages(
-    partitions: Iterable[nn.Module], devices: Sequence[torch.device]
-) -> list[PipeStage]:
-    """Build the stages that the engine runs, with the skip connections between partitions."""
-    modules: list[Partition] = list(partitions)  # type: ignore[arg-type]
-    source_of: dict[Skip, int] = {}
-    incoming: list[list[Skip]] = [[] for _ in modules]
-    outgoing: list[list[Skip]] = [[] for _ in modules]
-    for index, partition in enumerate(modules):
-        for layer in partition:
-            if not isinstance(layer, Skippable):
-                continue
-            source_of |= dict.fromkeys(layer.stashable(), index)
-            for skip in layer.poppable():
-                if source_of[skip] != index:
-                    incoming[index].append(skip)
-                    outgoing[source_of[skip]].append(skip)
-    columns = zip(modules, devices, incoming, outgoing, strict=True)
-    return [
-        PipeStage(module, device, skips_in, skips_out)
-        for module, device, skips_in, skips_out in columns
-    ]

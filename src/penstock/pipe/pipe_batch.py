@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.pipe.pipe_value import BoundaryValue
+from penstock.transport.payload import Payload
 from penstock.values.constants import same_constant
-from penstock.values.storage import overlapping
 from penstock.values.structure import Structure, Unflattenable, flatten
 
 
@@ -41,7 +41,7 @@ def check_input(value: Any) -> None:
             )
 
 
-def split_input(value: Any, chunks: int) -> list[BoundaryValue]:
+def split_input(value: Any, chunks: int) -> list[Payload]:
     """Split a nested input into at most `chunks` micro-batches.
 
     Each tensor is split by `torch.chunk` along its first dimension.
@@ -49,17 +49,11 @@ def split_input(value: Any, chunks: int) -> list[BoundaryValue]:
     Raises:
         ValueError: the tensors give different numbers of micro-batches, or there are no tensors.
     """
-    leaves: list[Any] = [value]
-    structure: Structure | None = None
-    if type(value) is not Tensor:
-        leaves, structure = flatten(value)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    columns = [torch.chunk(tensor.detach(), chunks) for tensor in tensors]
+    whole = Payload.of(value)
+    columns = [torch.chunk(tensor.detach(), chunks) for tensor in whole.tensors]
     counts = sorted({len(column) for column in columns})
     if len(counts) != 1:
-        raise _unequal_counts(tensors, counts, chunks)
-    requires_grad = [tensor.requires_grad for tensor in tensors]
-    whole = BoundaryValue(leaves, structure, requires_grad, overlapping(tensors))
+        raise _unequal_counts(whole.tensors, counts, chunks)
     return [whole.with_tensors(pieces) for pieces in zip(*columns, strict=True)]
 
 
@@ -79,8 +73,8 @@ def _unequal_counts(tensors: Sequence[Tensor], counts: Sequence[int], chunks: in
     )
 
 
-def concatenate_outputs(outputs: Sequence[BoundaryValue]) -> list[Any]:
-    """Concatenate the outputs of all micro-batches; return the leaves of the whole output.
+def concatenate_outputs(outputs: Sequence[Payload]) -> Payload:
+    """Concatenate the outputs of all micro-batches.
 
     Raises:
         TypeError: an item is neither a tensor nor None.
@@ -96,17 +90,18 @@ def concatenate_outputs(outputs: Sequence[BoundaryValue]) -> list[Any]:
             "the output of one micro-batch is nested in another way than that of another: they "
             "cannot be joined"
         )
-    if first.structure is not None and first.structure.has("sparse"):
-        raise RuntimeError(
-            "the last layer of a Pipe returned a sparse tensor, and outputs of micro-batches are "
-            "joined along their first dimension: return its to_dense()"
-        )
-    items = [True] if first.structure is None else first.structure.items()
-    columns = zip(*(output.leaves for output in outputs), strict=True)
-    return [
-        _concatenate_leaf(column, is_item=is_item)
-        for column, is_item in zip(columns, items, strict=True)
-    ]
+    items = [True]
+    if isinstance(first.structure, Structure):
+        items = first.structure.items()
+        if first.structure.has("sparse"):
+            raise RuntimeError(
+                "the last layer of a Pipe returned a sparse tensor, and outputs of micro-batches "
+                "are joined along their first dimension: return its to_dense()"
+            )
+    leaves: list[Any] = []
+    for *column, is_item in zip(*(output.leaves for output in outputs), items, strict=True):
+        leaves.append(_concatenate_leaf(column, is_item=is_item))
+    return replace(first, leaves=tuple(leaves))
 
 
 def _concatenate_leaf(column: Sequence[Any], *, is_item: bool) -> Any:

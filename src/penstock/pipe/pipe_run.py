@@ -17,8 +17,9 @@ from penstock.errors import RunError
 from penstock.pipe.pipe_batch import concatenate_outputs
 from penstock.pipe.pipe_engine import AutocastState, Engine, HalfStep
 from penstock.pipe.pipe_random import ForwardSeed, generator_states
-from penstock.pipe.pipe_value import BoundaryValue, Grads
-from penstock.values.structure import tensors_of, unflatten
+from penstock.pipe.pipe_value import Grads
+from penstock.transport.payload import Payload
+from penstock.values.structure import tensors_of
 
 
 class Run:
@@ -37,10 +38,10 @@ class Run:
     """
 
     def __init__(
-        self, engine: Engine, micro_batches: Sequence[BoundaryValue], recompute_count: int
+        self, engine: Engine, micro_batches: Sequence[Payload], recompute_count: int
     ) -> None:
         self.engine = engine
-        self._inputs: Sequence[BoundaryValue] = micro_batches
+        self._inputs: Sequence[Payload] = micro_batches
         self.micro_batch_count = len(micro_batches)
         self._shapes: list[list[torch.Size]] = []
         for value in micro_batches:
@@ -52,7 +53,7 @@ class Run:
         weights = {id(weight): weight for run in self.partition_runs for weight in run.weights}
         self.weights = list(weights.values())
         self.has_backward = torch.is_grad_enabled() and (
-            bool(self.weights) or any(micro_batches[0].requires_grad)
+            bool(self.weights) or any(micro_batches[0].wants_grad)
         )
         if self.has_backward:
             for partition_run in self.partition_runs:
@@ -63,7 +64,7 @@ class Run:
         )
         self._backward_started = False
 
-    def forward(self) -> list[BoundaryValue]:
+    def forward(self) -> list[Payload]:
         """Return the output of the last partition for each micro-batch."""
         engine, runs = self.engine, self.partition_runs
         unobserved = [
@@ -139,11 +140,7 @@ class Run:
                 "0 * model.side_loss to leave it out"
             )
         if self._backward_started:
-            raise RuntimeError(
-                "trying to backward through a Pipe a second time: the saved tensors of its forward "
-                "are freed, also with retain_graph=True. Call the Pipe again, or take all "
-                "gradients in one backward"
-            )
+            raise second_backward()
         self._backward_started = True
         engine, runs = self.engine, self.partition_runs
 
@@ -165,7 +162,7 @@ class Run:
             backward_op,
             grads,
         )
-        with _separate_gradients(self.weights) as weight_grads:
+        with separate_gradients(self.weights) as weight_grads:
             engine.run(half_step, self._autocast)
         input_grads = [half_step.outputs[number] for number in range(self.micro_batch_count)]
         return input_grads, weight_grads
@@ -198,7 +195,7 @@ class Node(torch.autograd.Function):
     def forward(
         ctx: Any,
         run: Run,
-        micro_batches: Sequence[BoundaryValue],
+        micro_batches: Sequence[Payload],
         outputs: Sequence[Tensor],
         *tensors: Tensor,
     ) -> Any:
@@ -212,7 +209,7 @@ class Node(torch.autograd.Function):
             tensors: the tensors of the input, then the weights of the run.
         """
         ctx.set_materialize_grads(False)
-        flag_rows = [value.requires_grad for value in micro_batches]
+        flag_rows = [value.wants_grad for value in micro_batches]
         requires_grad = [any(column) for column in zip(*flag_rows, strict=True)]
         if len(outputs) > len(requires_grad):
             requires_grad.append(run.side_loss_requires_grad)
@@ -235,13 +232,7 @@ class Node(torch.autograd.Function):
             RuntimeError: the backward has been run already.
             RunError: create_graph=True, or the loss does not depend on the side losses.
         """
-        if torch.is_grad_enabled():
-            raise RunError(
-                "create_graph=True asks for gradients of gradients, which a Pipe does not have: "
-                "its gradients come without a graph, so that a term computed from them, such as a "
-                "gradient penalty, would train nothing. Use the plain nn.Sequential for it, or a "
-                "penalty that needs no second derivative"
-            )
+        check_no_graph()
         run: Run = ctx.run
         side_grad = grads[-1] if len(grads) > len(ctx.sizes) else None
         columns: list[Sequence[Tensor | None]] = []
@@ -263,6 +254,30 @@ class Node(torch.autograd.Function):
         return None, None, None, *input_grads, *weight_grads
 
 
+def check_no_graph() -> None:
+    """Reject a backward with create_graph=True: autograd then records a graph of the backward.
+
+    Raises:
+        RunError: it does.
+    """
+    if torch.is_grad_enabled():
+        raise RunError(
+            "create_graph=True asks for gradients of gradients, which a Pipe does not have: "
+            "its gradients come without a graph, so that a term computed from them, such as a "
+            "gradient penalty, would train nothing. Use the plain nn.Sequential for it, or a "
+            "penalty that needs no second derivative"
+        )
+
+
+def second_backward() -> RuntimeError:
+    """Return the error for a second backward of one forward."""
+    return RuntimeError(
+        "trying to backward through a Pipe a second time: the saved tensors of its forward "
+        "are freed, also with retain_graph=True. Call the Pipe again, or take all "
+        "gradients in one backward"
+    )
+
+
 def _hook_dicts(weights: Sequence[Tensor]) -> list[dict[int, Any]]:
     """Return the dicts of all hooks that autograd calls with gradients of the weights."""
     return [
@@ -274,7 +289,7 @@ def _hook_dicts(weights: Sequence[Tensor]) -> list[dict[int, Any]]:
 
 
 @contextmanager
-def _separate_gradients(weights: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+def separate_gradients(weights: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     """Collect the gradients of weights separately from their `.grad`, without running their hooks.
 
     Inside, autograd accumulates the gradients of micro-batches in `.grad`, one layer at a time,
@@ -304,7 +319,7 @@ def _separate_gradients(weights: Sequence[Tensor]) -> Iterator[list[Tensor | Non
 
 
 def run_forward(
-    engine: Engine, value: Any, micro_batches: Sequence[BoundaryValue], recompute_count: int
+    engine: Engine, value: Any, micro_batches: Sequence[Payload], recompute_count: int
 ) -> tuple[Any, Tensor | None]:
     """Run the whole model forward.
 
@@ -319,17 +334,14 @@ def run_forward(
     """
     run = Run(engine, micro_batches, recompute_count)
     outputs = run.forward()
-    leaves = concatenate_outputs(outputs)
+    output = concatenate_outputs(outputs)
     side_loss = run.side_loss()
     if run.has_backward:
-        output_tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         side_losses = [] if side_loss is None else [side_loss]
         results = Node.apply(  # type: ignore[no-untyped-call]
-            run, outputs, [*output_tensors, *side_losses], *tensors_of(value), *run.weights
+            run, outputs, [*output.tensors, *side_losses], *tensors_of(value), *run.weights
         )
         connected = list(results)
         side_loss = connected.pop() if side_losses else None
-        replacements = iter(connected)
-        leaves = [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    structure = outputs[0].structure
-    return leaves[0] if structure is None else unflatten(structure, leaves), side_loss
+        output = output.with_tensors(connected)
+    return output.value(), side_loss

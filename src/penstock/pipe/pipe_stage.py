@@ -7,7 +7,7 @@ Unlike `runtime.stage.Stage`, which trains, a partition is part of the caller's 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
-from penstock.modules.recomputing import PASSES
+from penstock.modules.recomputing import checkpointing, recomputing
 from penstock.modules.side_loss import collecting_side_losses
 from penstock.modules.skippable import Skip, Skippable, Waiting, waiting_skips
 from penstock.pipe.pipe_random import ForwardSeed, PartitionRandomness, SeededOps
-from penstock.pipe.pipe_value import BoundaryValue, Grads, boundary_values
-from penstock.stage.boundary_checks import check_same_requires_grad, check_shared, versions_of
+from penstock.pipe.pipe_value import Grads, detached, gradients_of, payloads_of
+from penstock.stage.boundary_checks import InPlaceChanges, check_same_requires_grad
 from penstock.stage.second_forward import FirstForward, SecondForwards
-from penstock.values.storage import copy_of
+from penstock.transport.payload import Payload
 
 
 class Partition(nn.Sequential):
@@ -57,8 +57,8 @@ class _SavedMicroBatch:
         side_losses: the side losses, with their graph.
     """
 
-    inputs: list[BoundaryValue]
-    roots: list[BoundaryValue] | None
+    inputs: list[Payload]
+    roots: list[Payload] | None
     first_forward: FirstForward | None
     requires_grad: list[bool]
     side_losses: list[Tensor]
@@ -129,10 +129,7 @@ class PipeStage:
         self.incoming, self.outgoing = tuple(incoming), tuple(outgoing)
         self.randomness = PartitionRandomness(module)
         self._has_skips = any(isinstance(part, Skippable) for part in module.modules())
-        # By training mode, whether the layers modify their inputs in place. Unknown before the
-        # first run: the flag `inplace` exists only in some of torch's own layers, and a layer may
-        # pass on its input, or a view of it, to one that modifies it.
-        self._modifies_inputs: dict[bool, bool] = {}
+        self._in_place = InPlaceChanges()
         self._modules: list[nn.Module] = []
         self._second_forwards = SecondForwards([module], [], self._name())
 
@@ -153,8 +150,8 @@ class PipeStage:
         return PartitionRun(modules, list(weights.values()), training, forward_seed, observed)
 
     def forward(
-        self, run: PartitionRun, micro_batch: int, arrived: Sequence[BoundaryValue]
-    ) -> list[BoundaryValue]:
+        self, run: PartitionRun, micro_batch: int, arrived: Sequence[Payload]
+    ) -> list[Payload]:
         """Run the layers on one micro-batch.
 
         Args:
@@ -169,22 +166,20 @@ class PipeStage:
         recompute = micro_batch < run.recompute_count
         inputs = [self._make_leaves(value, run.has_backward) for value in arrived]
         first_forward = self._second_forwards.first() if recompute else None
-        PASSES.checkpointing = recompute
-        try:
-            # The graph is recorded even if the micro-batch is recomputed: it shows which outputs
-            # require gradients, and torch chooses kernels by it. It is freed at the end of this
-            # forward.
-            with torch.set_grad_enabled(run.has_backward):
-                outputs, side_losses = self._run_layers(run, micro_batch, inputs)
-        finally:
-            PASSES.checkpointing = False
+        # The graph is recorded even if the micro-batch is recomputed: it shows which outputs require
+        # gradients, and torch chooses kernels by it. It is freed at the end of this forward.
+        with (
+            checkpointing() if recompute else nullcontext(),
+            torch.set_grad_enabled(run.has_backward),
+        ):
+            outputs, side_losses = self._run_layers(run, micro_batch, inputs)
         if side_losses:
             run.side_losses[micro_batch] = [term.detach() for term in side_losses]
             run.side_loss_requires_grad |= any(term.requires_grad for term in side_losses)
         if run.has_backward:
             if first_forward is not None:
                 first_forward.note([value.leaves for value in outputs])
-            requires_grad = [flag for value in outputs for flag in value.requires_grad]
+            requires_grad = [flag for value in outputs for flag in value.wants_grad]
             run.saved[micro_batch] = _SavedMicroBatch(
                 inputs,
                 None if recompute else outputs,
@@ -192,7 +187,7 @@ class PipeStage:
                 requires_grad,
                 [] if recompute else side_losses,
             )
-        return [value.detached() for value in outputs] if recompute else outputs
+        return [detached(value) for value in outputs] if recompute else outputs
 
     def prepare(self, run: PartitionRun, micro_batch: int) -> None:
         """Recompute the forward of a micro-batch, if it is to be recomputed.
@@ -212,8 +207,6 @@ class PipeStage:
                 "backward, which recomputes the forward with it: call optimizer.step() after "
                 "backward(), or use checkpoint='never'"
             )
-        outer_recomputing = PASSES.recomputing
-        PASSES.recomputing = True
         present_modes = [module.training for module in run.modules]
         try:
             _set_modes(run.modules, run.training_modes, present_modes)
@@ -223,7 +216,6 @@ class PipeStage:
                     run, micro_batch, saved.inputs, recompute=True
                 )
         finally:
-            PASSES.recomputing = outer_recomputing
             _set_modes(run.modules, present_modes, run.training_modes)
         leaves = [value.leaves for value in saved.roots]
         self._second_forwards.check(saved.first_forward, leaves, micro_batch)
@@ -270,21 +262,16 @@ class PipeStage:
             roots += side_losses
             root_grads += [side_grad.to(term.device, term.dtype) for term in side_losses]
         if roots:
-            outer_recomputing = PASSES.recomputing
             # A layer that recomputes by itself runs its second forward in here.
-            PASSES.recomputing = True
-            try:
-                with self.randomness.backward(self.device):
-                    torch.autograd.backward(roots, root_grads)
-            finally:
-                PASSES.recomputing = outer_recomputing
-        return [value.gradients() for value in saved.inputs]
+            with recomputing(), self.randomness.backward(self.device):
+                torch.autograd.backward(roots, root_grads)
+        return [gradients_of(value) for value in saved.inputs]
 
-    def _make_leaves(self, value: BoundaryValue, has_backward: bool) -> BoundaryValue:
+    def _make_leaves(self, value: Payload, has_backward: bool) -> Payload:
         """Return a value on this device, with its tensors as leaves of a new graph."""
         leaves = [tensor.detach().to(self.device) for tensor in value.tensors]
         if has_backward:
-            for leaf, requires_grad in zip(leaves, value.requires_grad, strict=True):
+            for leaf, requires_grad in zip(leaves, value.wants_grad, strict=True):
                 if requires_grad:
                     leaf.requires_grad_()
         return value.with_tensors(leaves)
@@ -293,19 +280,13 @@ class PipeStage:
         self,
         run: PartitionRun,
         micro_batch: int,
-        leaves: Sequence[BoundaryValue],
+        leaves: Sequence[Payload],
         *,
         recompute: bool = False,
-    ) -> tuple[list[BoundaryValue], list[Tensor]]:
+    ) -> tuple[list[Payload], list[Tensor]]:
         """Return the output and the outgoing skips of the layers, and their side losses."""
-        inputs = list(leaves)
-        copies = self._modifies_inputs.get(run.training, True)
-        if copies:
-            # Autograd forbids to modify a leaf in place, and the partition before must not see the
-            # modification.
-            inputs = [value.with_tensors(list(map(copy_of, value.tensors))) for value in leaves]
-        tensors = [tensor for value in inputs for tensor in value.tensors]
-        versions_before = versions_of(tensors)
+        watch = self._in_place.watch(leaves, training=run.training)
+        inputs = watch.inputs
         skips: Waiting = {
             skip: value.value() for skip, value in zip(self.incoming, inputs[1:], strict=True)
         }
@@ -315,50 +296,8 @@ class PipeStage:
                     output = self.module(inputs[0].value())
             else:
                 output = self.module(inputs[0].value())
-        versions_after = versions_of(tensors)
-        if versions_before is not None and versions_after is not None:
-            version_pairs = zip(versions_before, versions_after, strict=True)
-            modified = [before != after for before, after in version_pairs]
-            self._record_modified(run, inputs, modified, copied=copies)
-        return boundary_values([output, *(skips.pop(skip) for skip in self.outgoing)]), side_losses
-
-    def _record_modified(
-        self,
-        run: PartitionRun,
-        inputs: Sequence[BoundaryValue],
-        modified: list[bool],
-        *,
-        copied: bool,
-    ) -> None:
-        """Record whether the layers modified their inputs in place.
-
-        Args:
-            run: the record of the forward.
-            inputs: the inputs of the layers.
-            modified: by input tensor, whether it was modified.
-            copied: whether the inputs were copies.
-
-        Raises:
-            RuntimeError: the layers modified inputs that were not copies, for the first time; or a
-                modified tensor shares memory with another one.
-        """
-        any_modified = any(modified)
-        if run.training not in self._modifies_inputs:
-            self._modifies_inputs[run.training] = any_modified
-        elif any_modified and not copied:
-            self._modifies_inputs[run.training] = True
-            raise RuntimeError(
-                "layers of a Pipe have modified their inputs in place, and had not done so before: "
-                "the next forward allows for it, this one cannot. Repeat the batch"
-            )
-        if not any_modified:
-            return
-        first = 0
-        for value in inputs:
-            count = len(value.tensors)
-            shared_outside = [(position, position) for position in value.shared_outside]
-            check_shared([*value.shared, *shared_outside], modified[first : first + count])
-            first += count
+        watch.check()
+        return payloads_of([output, *(skips.pop(skip) for skip in self.outgoing)]), side_losses
 
     @contextmanager
     def _reproducible(self, run: PartitionRun, micro_batch: int, recompute: bool) -> Iterator[None]:

@@ -131,7 +131,7 @@ class Interpreter:
         step: Step | None = None
         try:
             for step in steps:
-                self._step(step, context)
+                self.run_step(step, context)
         except BaseException as error:
             self.forget()
             translated = self._translate_error(error, step)
@@ -197,8 +197,12 @@ class Interpreter:
             for start, end in map(self.marks.__getitem__, ops)
         ]
 
-    def _step(self, step: Step, context: RunContext) -> None:
-        """Run one op with its receives and sends; note in `_waits_for` what they wait for."""
+    def run_step(self, step: Step, context: RunContext) -> None:
+        """Run one op with its receives and sends; note in `_waits_for` what they wait for.
+
+        Called from outside where one thread runs several ranks in turn. Exceptions are those of the
+        op or the transport, unconverted.
+        """
         batches = context.batches
         for peer, message in step.posts:
             if (entry := batches.find(message.micro_batch)) is not None:

@@ -54,12 +54,12 @@ class InPlaceChanges:
         """Return whether the layers have run in this mode without modifying an input."""
         return self._modifies.get(training) is False
 
-    def watch(self, inputs: Payload, *, training: bool) -> Watch:
+    def watch(self, inputs: Sequence[Payload], *, training: bool) -> Watch:
         """Return the inputs to run the layers on, copied if necessary, with a check for later."""
-        if not self.excluded(training=training):
-            tensors = [copy_of(tensor) for tensor in inputs.tensors]
-            return Watch(self, training, inputs.with_tensors(tensors), copied=True)
-        return Watch(self, training, inputs, copied=False)
+        if self.excluded(training=training):
+            return Watch(self, training, inputs, copied=False)
+        copies = [value.with_tensors(list(map(copy_of, value.tensors))) for value in inputs]
+        return Watch(self, training, copies, copied=True)
 
     def record(self, *, training: bool, modified: bool, copied: bool) -> None:
         """Record whether a run of the layers has modified their inputs.
@@ -87,11 +87,11 @@ class Watch:
     """
 
     def __init__(
-        self, in_place: InPlaceChanges, training: bool, inputs: Payload, *, copied: bool
+        self, in_place: InPlaceChanges, training: bool, inputs: Sequence[Payload], *, copied: bool
     ) -> None:
         self.inputs = inputs
         self._in_place, self._training, self._copied = in_place, training, copied
-        self._tensors = inputs.tensors
+        self._tensors = [tensor for value in inputs for tensor in value.tensors]
         self._versions = versions_of(self._tensors)
 
     def check(self) -> None:
@@ -104,7 +104,12 @@ class Watch:
         if self._versions is None or versions is None:
             return
         modified = [before != after for before, after in zip(self._versions, versions, strict=True)]
-        check_shared(self.inputs.shared, modified)
+        if any(modified):
+            first = 0
+            for value in self.inputs:
+                count = len(value.tensors)
+                check_shared(value.shared, modified[first : first + count])
+                first += count
         self._in_place.record(training=self._training, modified=any(modified), copied=self._copied)
 
 
@@ -112,7 +117,8 @@ def check_shared(shared: Sequence[tuple[int, int]], modified: Sequence[bool]) ->
     """Reject the in-place modification of a tensor that shares memory with another at the sender.
 
     Args:
-        shared: pairs of tensors that share memory, by position.
+        shared: pairs of tensors that share memory, by position; a tensor that shares memory with
+            one of another value is in a pair with itself.
         modified: by position, whether the tensor was modified.
 
     Raises:

@@ -86,8 +86,8 @@ class GraphBuilder:
             inputs: the inputs of the stage, as leaves.
             slice_state: state of earlier slices of the same sequences.
         """
-        watch = self.in_place.watch(inputs, training=batch.training)
-        value = watch.inputs.value()
+        watch = self.in_place.watch([inputs], training=batch.training)
+        value = watch.inputs[0].value()
         earlier_side: Tensor | None = None
         if type(value) is dict and SIDE_LOSS in value:
             earlier_side, value = value[SIDE_LOSS], value["value"]
@@ -146,11 +146,14 @@ class GraphBuilder:
 
         Micro-batches that are evicted save through other hooks, and count as much.
         """
+        form = self.form(batch, micro_batch)
+        if self._activation_meter.settled(form):
+            return _NO_CONTEXT
         # The first graph may be of copies of the inputs, see `InPlaceChanges`.
         final = self.in_place.known(training=batch.training)
         targets = [] if self.loss is None else self.loss.targets(batch, micro_batch)
         return self._activation_meter.measuring(
-            self.form(batch, micro_batch), inputs.tensors, self.layers.weights(), targets, final
+            form, inputs.tensors, self.layers.weights(), targets, final
         )
 
     def modules(self) -> Iterator[nn.Module]:

@@ -18,6 +18,7 @@ from penstock.errors import RunError
 from penstock.grad.attributes import Attributes, Values
 from penstock.grad.buffers import Buffers, Contents
 from penstock.grad.fingerprint import Fingerprint, difference, fingerprint
+from penstock.modules.recomputing import recomputing
 
 
 @dataclass(slots=True)
@@ -65,6 +66,7 @@ class SecondForwards:
         Afterwards those from before the block are restored, and the buffers in `first` are dropped.
         """
         with (
+            recomputing(),
             self._buffers.as_they_were(first.buffers),
             self._attributes.as_they_were(first.attributes),
         ):
