@@ -17,15 +17,56 @@ LIMITS = {"lines of a file": 450, "lines of a function": 60, "arguments": 6}
 #: an entry that is larger
 #: than the code, or no longer needed, fails as well.
 EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
-    ('arguments', 'measure/analytic.py:analytic'): (9, '2026-11-21', 'front door: 3 arguments and 6 keyword-only settings'),
-    ('arguments', 'measure/profiler.py:profile'): (11, '2026-11-21', 'front door: 3 arguments and 8 keyword-only settings'),
-    ('arguments', 'runtime/pipeline.py:Pipeline.__init__'): (29, '2026-11-21', 'front door: a plan or its parts, and options'),
-    ('arguments', 'search/catalogue.py:plan'): (16, '2026-11-21', 'front door: 3 arguments and 13 keyword-only settings'),
-    ('arguments', 'training/data/batches.py:batches'): (7, '2026-11-21', 'four of them keyword-only'),
-    ('arguments', 'zoo/vgg.py:vgg'): (7, '2026-11-21', "a model's options, most of them keyword-only"),
-    ('lines of a file', 'runtime/pipeline.py'): (515, '2026-11-22', 'front door: a line for every option'),
-    ('lines of a function', 'runtime/pipeline.py:Pipeline.__init__'): (86, '2026-11-21', 'most of it is its 29 parameters'),
-    ('lines of a function', 'synthesis/list_schedule.py:list_schedule'): (68, '2026-11-22', 'laid out at 100 columns; to be split'),
+    ("arguments", "measure/analytic.py:analytic"): (
+        9,
+        "2026-11-21",
+        "front door: 3 arguments and 6 keyword-only settings",
+    ),
+    ("arguments", "measure/profiler.py:profile"): (
+        11,
+        "2026-11-21",
+        "front door: 3 arguments and 8 keyword-only settings",
+    ),
+    ("arguments", "pipe/pipe.py:Pipe.__init__"): (
+        8,
+        "2026-11-22",
+        "laid out at 100 columns; to be split",
+    ),
+    ("arguments", "runtime/pipeline.py:Pipeline.__init__"): (
+        29,
+        "2026-11-21",
+        "front door: a plan or its parts, and options",
+    ),
+    ("arguments", "search/catalogue.py:plan"): (
+        16,
+        "2026-11-21",
+        "front door: 3 arguments and 13 keyword-only settings",
+    ),
+    ("arguments", "training/data/batches.py:batches"): (
+        7,
+        "2026-11-21",
+        "four of them keyword-only",
+    ),
+    ("arguments", "zoo/vgg.py:vgg"): (
+        7,
+        "2026-11-21",
+        "a model's options, most of them keyword-only",
+    ),
+    ("lines of a file", "runtime/pipeline.py"): (
+        515,
+        "2026-11-22",
+        "front door: a line for every option",
+    ),
+    ("lines of a function", "runtime/pipeline.py:Pipeline.__init__"): (
+        86,
+        "2026-11-21",
+        "most of it is its 29 parameters",
+    ),
+    ("lines of a function", "synthesis/list_schedule.py:list_schedule"): (
+        68,
+        "2026-11-22",
+        "laid out at 100 columns; to be split",
+    ),
 }
 
 
