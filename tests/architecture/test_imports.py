@@ -19,6 +19,7 @@ ORDER = [
     "units",
     "registry",
     "store",
+    "option",
     "notebook",
     "model",
     "cluster",

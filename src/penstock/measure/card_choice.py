@@ -8,10 +8,10 @@ from typing import Literal, final, get_args
 
 import torch
 
+from penstock.cluster.device import DeviceRequest
 from penstock.errors import SettingError
 
 DeviceType = Literal["cpu", "cuda"]
-DeviceRequest = Literal["auto", "cpu", "cuda"]
 
 
 @final
