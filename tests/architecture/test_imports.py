@@ -21,6 +21,7 @@ ORDER = [
     "registry",
     "files",
     "store",
+    "option",
     "notebook",
     "model",
     "cluster",

@@ -15,7 +15,7 @@ from penstock.ranks.run_config import Overrides, make_run_config
 from penstock.ranks.setting_differences import Description, differences, message_of, shortened
 from penstock.runtime.run_description import describe, describe_run
 from penstock.stage.stage_builder import Training
-from penstock.stage.training_options import Options
+from penstock.stage.training_options import TrainingOptions
 from penstock.tracing.traced_chain import chain
 
 
@@ -43,7 +43,7 @@ def description(network=None, loss=nn.functional.mse_loss, seed=0, options=None,
     setting = make_run_config(
         traced, None, Overrides(**{"balance": [2, 3], "micro_batches": 2, **words})
     )
-    return describe_run(traced, setting, Training(loss, sgd, seed, options or Options()))
+    return describe_run(traced, setting, Training(loss, sgd, seed, options or TrainingOptions()))
 
 
 def shifted(loss, target, margin=0.5):
@@ -73,16 +73,19 @@ OTHERS = {
     "layers": ({"recompute": [0]}, r"recomputed: \{\} on rank 0; \{0\} on rank 1"),
     "loss": ({"loss": shifted}, "loss: torch.nn.functional.mse_loss .*on rank 0; .*shifted.*0.5"),
     "clipping": (
-        {"options": Options(clip_grad_norm=1.0)},
+        {"options": TrainingOptions(clip_grad_norm=1.0)},
         "clip_grad_norm: None on rank 0; 1.0 on rank 1",
     ),
     "autocast": (
-        {"options": Options(autocast=torch.bfloat16)},
-        "autocast: None on rank 0; torch.bfloat16 on rank 1",
+        {"options": TrainingOptions(autocast="bfloat16")},
+        "autocast: None on rank 0; 'bfloat16' on rank 1",
     ),
-    "accumulate": ({"options": Options(accumulate=2)}, "accumulate: 1 on rank 0; 2 on rank 1"),
+    "accumulate": (
+        {"options": TrainingOptions(accumulate=2)},
+        "accumulate: 1 on rank 0; 2 on rank 1",
+    ),
     "boundary": (
-        {"options": Options(boundary="int8")},
+        {"options": TrainingOptions(boundary="int8")},
         "boundary: None on rank 0; 'int8' on rank 1",
     ),
     "weights": (

@@ -38,6 +38,8 @@ def test_an_empty_file_means_the_defaults(tmp_path):
         ("modle: mlp", "unknown settings: modle"),
         ("- model", "must be a mapping"),
         ("model: [", "is not YAML"),
+        ("lr: 0.1\nbatch: 8\nlr: 0.2", "duplicate key 'lr'"),
+        ("model_options: {layers: 1, layers: 2}", "duplicate key 'layers'"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused_by_name(tmp_path, text, words):
@@ -47,6 +49,35 @@ def test_a_file_that_is_no_configuration_is_refused_by_name(tmp_path, text, word
     with pytest.raises(FileError, match=words) as caught:
         load(path, {})
     assert "run.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("batch: '32'", "batch: Input should be a valid integer, not '32'"),
+        ("batch: 32.0", "batch: Input should be a valid integer, not 32.0"),
+        ("epochs: true", "epochs: Input should be a valid integer, not True"),
+        ("lr: fast", "lr: Input should be a valid number, not 'fast'"),
+        ("self_check: 1", "self_check: Input should be a valid boolean, not 1"),
+        ("model_options: [layers]", "model_options: Input should be a valid dictionary"),
+        ("stages: many", "stages: .*'cores'.*, not 'many'"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(tmp_path, text, words):
+    """A value that is converted silently may mean something else than its writer thinks."""
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingError, match=rf"run\.yaml: {words}"):
+        load(path, {})
+
+
+def test_numbers_without_a_point_are_numbers(tmp_path):
+    """YAML 1.1 reads 1e-3 as a string; an integer is a valid number of seconds."""
+    path = tmp_path / "run.yaml"
+    path.write_text("lr: 1e-3\ndeadline_s: 60\nstages: cores\ncompile: {backend: aot_eager}\n")
+    config = load(path, {})
+    assert (config.lr, config.deadline_s, config.stages) == (0.001, 60, "cores")
+    assert config.compile == {"backend": "aot_eager"}
 
 
 def test_a_missing_file_is_named():

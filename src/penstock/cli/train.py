@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options
+from penstock.cli.train_flags import settings_of_flags, with_flags
 from penstock.errors import SettingError
 from penstock.units import format_bytes, format_seconds
 
@@ -25,113 +26,9 @@ def train(
             help="YAML file of settings, which flags override. With --resume also the run's folder."
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Name of a built-in model.")] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Data set: digits, cifar100:PATH, text[:PATH] or reversed[:PATH]."),
-    ] = None,
-    image: Annotated[int | None, typer.Option(help="Side length of an image in pixels.")] = None,
-    channels: Annotated[int | None, typer.Option(help="Channels of an image.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Sequence length in tokens.")] = None,
-    model_option: options.ModelOption = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Number of processes; default: one per stage, or per core.")
-    ] = None,
-    stages: Annotated[
-        str | None,
-        typer.Option(help="Number of stages, or cores; default: the planner chooses."),
-    ] = None,
-    schedule: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of a schedule, see `penstock schedules`; default: the planner chooses."
-        ),
-    ] = None,
-    micro_batches: Annotated[
-        int | None,
-        typer.Option(help="Number of micro-batches per batch; default: the planner chooses."),
-    ] = None,
-    partition: Annotated[
-        str | None,
-        typer.Option(help="Partition method, type:REGEX, or the layers per stage: 5,6,4."),
-    ] = None,
-    recompute: Annotated[
-        str | None,
-        typer.Option(help="Recompute policy: auto, never, except_last, always or selective."),
-    ] = None,
-    weights: options.Weights = None,
-    weights_option: options.WeightsOption = None,
-    asynchronous: Annotated[
-        bool | None,
-        typer.Option(
-            "--asynchronous", help="Let the planner choose schedules without a flush as well."
-        ),
-    ] = None,
-    memory_limit: Annotated[
-        str | None, typer.Option(help="Memory limit per rank, such as '2 GiB'.")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples per batch.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes through the data.")] = None,
-    limit_steps: Annotated[int | None, typer.Option(help="Stop after this many steps.")] = None,
-    target_accuracy: Annotated[
-        float | None, typer.Option(help="Stop after the epoch that reaches this test accuracy.")
-    ] = None,
-    optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Momentum of sgd.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Weight decay.")] = None,
-    clip_grad_norm: Annotated[
-        float | None, typer.Option(help="Maximum norm of the gradients of all stages together.")
-    ] = None,
-    autocast: Annotated[
-        str | None,
-        typer.Option(help="Mixed precision: bfloat16, or float16 with loss scaling."),
-    ] = None,
-    accumulate: Annotated[
-        int | None, typer.Option(help="Batches whose gradients are accumulated for each step.")
-    ] = None,
-    compile: Annotated[  # noqa: A002
-        bool | None, typer.Option("--compile", help="Compile every stage with torch.compile.")
-    ] = None,
-    device: options.Device = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of weights, dropout and the order of the data.")
-    ] = None,
-    out: Annotated[
-        str | None, typer.Option(help="Folder of the run; default: a new one in runs/.")
-    ] = None,
-    resume: Annotated[
-        bool | None,
-        typer.Option(
-            "--resume",
-            help="Resume the run in --out from its checkpoint, with its settings and the flags set "
-            "here.",
-        ),
-    ] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="When to write a checkpoint: epoch, end or never.")
-    ] = None,
-    profile: Annotated[
-        str | None, typer.Option(help="Profile to use instead of measuring the model.")
-    ] = None,
-    profile_repeats: Annotated[int | None, typer.Option(help="Timed runs of each layer.")] = None,
-    baseline_steps: Annotated[
-        int | None,
-        typer.Option(help="Steps of plain training to time for comparison; 0: none."),
-    ] = None,
-    deadline_s: Annotated[
-        float | None, typer.Option(help="Longest time in seconds that a rank waits for another.")
-    ] = None,
-    self_check: Annotated[
-        bool | None,
-        typer.Option(
-            "--self-check/--no-self-check",
-            help="Compare the first batch of a new run with plain training, in micro-batches and "
-            "undivided, and refuse to train if they differ; on by default. Takes about four steps "
-            "of plain training in one process.",
-        ),
-    ] = None,
+    *,
     json: options.Json = False,
+    **flags: Any,
 ) -> None:
     """Train a model through a pipeline on this machine: profile, plan, draw and train it, and
     compare the measured time and memory with the prediction.
@@ -139,23 +36,16 @@ def train(
     Example: penstock train --model vgg11_bn --data digits --stages 2 --schedule 1f1b
     --micro-batches 4 --epochs 3
     """
-    flags = dict(locals())
-    for name in ("config", "json", "model_option", "weights_option"):
-        del flags[name]
-    changes = {name: value for name, value in flags.items() if value is not None}
-    if stages is not None and stages.isdigit():
-        changes["stages"] = int(stages)
-    if model_option:
-        changes["model_options"] = options.named_values("model-option", model_option)
-    if weights_option:
-        changes["weights_options"] = options.named_numbers("weights-option", weights_option)
     if "RANK" in os.environ:
         raise SettingError(
             "penstock train starts its own ranks: call it without torchrun. For several hosts, "
             "write a script with ps.Pipeline and start that with torchrun"
         )
-    settings, changed = _load_settings(config, changes)
+    settings, changed = _load_settings(config, settings_of_flags(flags))
     _run(settings, changed, json)
+
+
+with_flags(train)
 
 
 def _run(settings: TrainConfig, changed: list[str], json: bool) -> None:

@@ -11,6 +11,9 @@ from penstock.units import format_bytes, format_seconds
 
 Kind = Literal["cpu", "gpu", "fpga"]
 
+#: Where a process of this host measures or trains; auto: on CUDA if a card is visible.
+DeviceRequest = Literal["auto", "cpu", "cuda"]
+
 #: Number formats that a peak may be stated for, by torch's names; `tf32` is the format in which
 #: NVIDIA's tensor cores multiply float32.
 DTYPES: Final = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "int8")

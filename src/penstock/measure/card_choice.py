@@ -10,12 +10,12 @@ from typing import Literal, final, get_args
 
 import torch
 
+from penstock.cluster.device import DeviceRequest
 from penstock.errors import SettingError
 from penstock.transport.device_assignment import Card
 from penstock.transport.device_discovery import cuda_card
 
 DeviceType = Literal["cpu", "cuda"]
-DeviceRequest = Literal["auto", "cpu", "cuda"]
 
 
 @final

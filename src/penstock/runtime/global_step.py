@@ -20,6 +20,7 @@ from penstock.optim.scaling import LossScaler
 from penstock.ranks.tied_weights import Number
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.interpreter import Interpreter
+from penstock.stage.training_options import TrainingOptions
 from penstock.transport.payload import Payload
 
 
@@ -30,9 +31,7 @@ class GlobalStep:
     Attributes:
         assembly: the ranks.
         scaler: the loss scaler; None without loss scaling.
-        clip_grad_norm: the maximum global gradient norm; None without clipping.
-        norm_type: the order of the norm, as for `torch.nn.utils.clip_grad_norm_`: 2.0, infinity or
-            another.
+        options: options of training; those of clipping are used here.
         trained: names of tied parameters that were frozen when the pipeline was constructed and
             have been thawed since.
         epoch: how often parameters have been frozen or thawed; messages of gradients have other
@@ -41,8 +40,7 @@ class GlobalStep:
 
     assembly: Assembly
     scaler: LossScaler | None = None
-    clip_grad_norm: float | None = None
-    norm_type: float = 2.0
+    options: TrainingOptions = field(default_factory=TrainingOptions)
     trained: set[str] = field(default_factory=set)
     epoch: int = 0
     _homes: Mapping[int, list[int]] = field(default_factory=dict)
@@ -69,7 +67,7 @@ class GlobalStep:
     @property
     def exchanges_norms(self) -> bool:
         """Whether the ranks exchange norms and the finiteness of their gradients."""
-        return self.scaler is not None or self.clip_grad_norm is not None
+        return self.scaler is not None or self.options.clip_grad_norm is not None
 
     @property
     def grad_norm(self) -> float | None:
@@ -125,8 +123,8 @@ class GlobalStep:
             if nonfinite:
                 stage.update.skip()
                 continue
-            if self.clip_grad_norm is not None and norm is not None:
-                clip(stage.update.parameters, self.clip_grad_norm, norm.to(stage.device))
+            if self.options.clip_grad_norm is not None and norm is not None:
+                clip(stage.update.parameters, self.options.clip_grad_norm, norm.to(stage.device))
             stage.update.step()
         if not nonfinite:
             self.send_tied_weights(rank)
@@ -159,7 +157,9 @@ class GlobalStep:
                 nonfinite += self.scaler.unscale(stage.update.parameters, stage.device)
         # Replicas of a stage have the same gradients, and count once: on the stage's home rank.
         rows = [
-            norms_of(interpreter.stages[stage].update.parameters, device, self.norm_type)
+            norms_of(
+                interpreter.stages[stage].update.parameters, device, self.options.clip_norm_type
+            )
             for stage in self._homes[rank]
         ]
         total, nonfinite = self._global_norm(interpreter, rows, nonfinite)
@@ -219,9 +219,9 @@ class GlobalStep:
                 known_lengths = self._lengths[rank, self.epoch] = lengths.tolist()
             parts = torch.split(packed, known_lengths)
             for stage, part in zip(self._homes[rank], parts[1:], strict=True):
-                by_stage[stage] = _without_padding(part, self.norm_type)
+                by_stage[stage] = _without_padding(part, self.options.clip_norm_type)
         norms = [by_stage[stage] for stage in sorted(by_stage)]
-        total = total_norm(norms, self.norm_type).to(nonfinite.device)
+        total = total_norm(norms, self.options.clip_norm_type).to(nonfinite.device)
         answer = Payload.row([total, nonfinite])
         for rank in others:
             interpreter.guard(

@@ -71,7 +71,7 @@ class OneDevice:
         )
         self._begin(values, len(batch.inputs))
         self.whole = whole
-        options = self.training.options.loss_division
+        options = self.training.options.loss_options
         stage_loss = StageLoss(
             self.training.loss, self.device, options, self.training.seed, self.modules
         )
@@ -154,7 +154,7 @@ class OneDevice:
 
     def _mixed(self) -> AbstractContextManager[None]:
         """Return the autocast context of the training."""
-        dtype = self.training.options.autocast
+        dtype = self.training.options.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def grads(self) -> dict[str, Tensor]:

@@ -315,7 +315,7 @@ def _compare_whole(reference: OneDevice, results: _Results) -> WholeBatch:
         _loss_difference(float(results.loss), reference.loss),
         scale,
         tuple(causes),
-        coarse(dtypes, reference.training.options.autocast),
+        coarse(dtypes, reference.training.options.autocast_dtype),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from penstock.batches.batch import Batch, make_batch, parse_pair
 from penstock.errors import SettingError
 from penstock.losses.parameters import check_training
-from penstock.losses.stage_loss import LossOptions
-from penstock.optim.groups import GroupsOf
 from penstock.optim.scaling import LossScaler
 from penstock.optim.schedulers import SchedulerFactory, Schedulers
 from penstock.optim.update import OptimizerFactory
+from penstock.option import describe_options, signature_with_options
 from penstock.plan.plan import Plan
 from penstock.ranks.calls import END_OF_TRAIN
 from penstock.ranks.make_world import Place, world_of
@@ -45,7 +44,7 @@ from penstock.stage import stage_state as state
 from penstock.stage.replica_check import check_replicas
 from penstock.stage.stage import Loss, Stage
 from penstock.stage.stage_builder import Training
-from penstock.stage.training_options import Options, check_accumulate
+from penstock.stage.training_options import TrainingOptions, check_accumulate, parse_options
 from penstock.tracing.slices import check_slices
 from penstock.tracing.traced_chain import TracedChain, chain
 
@@ -82,28 +81,10 @@ class Pipeline(Optimizing, ModelState, Inspection):
         executor: "processes" (one rank per process, under torchrun or `ps.launch`) or "threads"
             (all ranks in this process, for tests and debugging). By default "threads" if the
             schedule has one rank and there is no process group, else "processes".
-        clip_grad_norm: maximum norm of the gradients of all stages, as in
-            torch.nn.utils.clip_grad_norm_.
-        clip_norm_type: order of that norm, such as 2.0, 1.0 or float("inf").
-        clip_grad_value: maximum absolute value of gradients, as in torch.nn.utils.clip_grad_value_.
-        autocast: torch.bfloat16 or torch.float16 for mixed precision in layers and loss.
-        scaler: True, options of torch.amp.GradScaler, or a GradScaler, for dynamic loss scaling. A
-            step is skipped on all ranks or none.
-        parameter_groups: a function from name and parameter to the options of its group, such as
-            `{"weight_decay": 0.0}`; the optimizer is then made from parameter groups.
-        accumulate: number of batches per step, which uses the mean of their gradients.
-        compile: True, or options of `torch.compile`, to compile every stage.
-        memory_format: memory format of weights, such as torch.channels_last.
-        deferred_batch_norm: update running statistics once per batch, from the whole batch.
-        offload: keep tensors saved for the backward in host memory, if the device is not the CPU.
-        boundary: "bfloat16" or "int8" to send activations and their gradients in fewer bits. This
-            changes the training result slightly (benchmarks/boundary).
         check_data: compare the batches of ranks in processes (docs/training.md). All ranks must
             have the same value.
-        loss_weight: a function from the targets of a micro-batch to its weight, for a loss whose
-            weights cannot be determined otherwise.
-        loss_on: "batch" computes the loss once, on all outputs, for a loss that mixes samples
-            (with gpipe and similar schedules).
+        options: further options of training, the fields of `TrainingOptions`:
+            {options}
 
     Raises:
         SettingError, PlanError, ScheduleError, ChainError: an argument is invalid, or the
@@ -131,56 +112,29 @@ class Pipeline(Optimizing, ModelState, Inspection):
         device: str | torch.device | None = None,
         deadline_s: float = 300.0,
         executor: str | None = None,
-        clip_grad_norm: float | None = None,
-        autocast: torch.dtype | None = None,
-        scaler: object = None,
-        parameter_groups: GroupsOf | None = None,
-        accumulate: int = 1,
-        compile: bool | Mapping[str, Any] | None = None,  # noqa: A002 - as torch calls it
-        memory_format: torch.memory_format | None = None,
-        deferred_batch_norm: bool = False,
-        offload: bool = False,
-        boundary: str | None = None,
-        clip_norm_type: float = 2.0,
-        clip_grad_value: float | None = None,
         check_data: bool = True,
-        loss_weight: Callable[[Any], Any] | None = None,
-        loss_on: str = "micro_batch",
+        **options: Any,
     ) -> None:
+        training_options = parse_options(options)
         traced = model if isinstance(model, TracedChain) else chain(model)
         overrides = Overrides(balance, schedule, micro_batches, recompute, weights, weights_options)
         self.setting = make_run_config(traced, plan, overrides)
-        options = Options(
-            clip_grad_norm,
-            autocast,
-            scaler,
-            parameter_groups,
-            accumulate,
-            compile,
-            memory_format,
-            deferred_batch_norm,
-            offload,
-            boundary,
-            clip_norm_type,
-            clip_grad_value,
-            LossOptions(loss_weight, loss_on),
-        )
         check(self.setting)
-        options.check(self.setting.schedule, loss, steps=optimizer is not None)
+        training_options.check(self.setting.schedule, loss, steps=optimizer is not None)
         check_training(traced, loss, optimizer)
-        self.chain = options.converted(traced, self.setting.schedule.micro_batches)
+        self.chain = training_options.converted(traced, self.setting.schedule.micro_batches)
         self.chain.description.stage_bounds(self.setting.lengths)
         check_slices(self.chain, self.setting.schedule)
         check_replicas(self.chain, self.setting)
-        scaling = LossScaler.of(scaler)
+        scaling = LossScaler.of(training_options.scaler)
         place = Place(executor, None if device is None else torch.device(device), deadline_s)
-        self._training = Training(loss, optimizer, seed, options)
+        self._training = Training(loss, optimizer, seed, training_options)
         self._meeting = meeting = next_settings_exchange(self.setting, place)
         compare_settings(meeting, self.chain, self.setting, self._training, check_data=check_data)
         self._world = world_of(self.setting, self.chain.description, place)
-        options.check_compiler(self._world.device(self._world.local_ranks[0]))
+        training_options.check_compiler(self._world.device(self._world.local_ranks[0]))
         self._step = self._accumulated = 0
-        self._accumulate = accumulate
+        self._accumulate = training_options.accumulate
         self._assembly = assemble(self.chain, self.setting, self._world, self._training)
         compare_optimizers(meeting, self._assembly)
         self._guard = guard_for(self.chain, self._assembly)
@@ -189,16 +143,16 @@ class Pipeline(Optimizing, ModelState, Inspection):
             check_optimizer_memory(plan, self.chain.description, self._assembly.optimizers()[0])
         self._world.calls.check_data = check_data
         self._assembly.share_weights()
-        self._together = GlobalStep(
-            self._assembly, scaling, clip_grad_norm, norm_type=clip_norm_type
-        )
+        self._together = GlobalStep(self._assembly, scaling, training_options)
         self._trainability = Trainability(self._assembly, self._together, whole_chain)
         self._player = Player(self._assembly, self._together)
         self._stream: Streaming | None = None
         if self.setting.schedule.stream is not None:
             self._stream = Streaming(self._assembly, stream_increments(self._assembly))
         self._persistence = Persistence(self._assembly, self._together, self._stream)
-        self._preparation = Preparation(self._assembly, autocast, self._drain)
+        self._preparation = Preparation(
+            self._assembly, training_options.autocast_dtype, self._drain
+        )
         self._preparation.begin()
 
     # -- training and evaluation
@@ -513,3 +467,9 @@ class Pipeline(Optimizing, ModelState, Inspection):
         """Close links and end threads."""
         self._release_guard()
         self._world.close()
+
+
+Pipeline.__doc__ = str(Pipeline.__doc__).format(options=describe_options(TrainingOptions))
+vars(Pipeline.__init__)["__signature__"] = signature_with_options(
+    Pipeline.__init__, TrainingOptions
+)

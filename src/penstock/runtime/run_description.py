@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.modules.state_names import parameters_of, prefix_of
+from penstock.option import options_of
 from penstock.ranks.checksum import checksum
 from penstock.ranks.run_config import RunConfig
 from penstock.ranks.setting_differences import META, STALE, Description
@@ -23,9 +24,6 @@ from penstock.runtime.assembly import Assembly
 from penstock.runtime.stale_guard import stale_layers
 from penstock.stage.stage_builder import Training
 from penstock.tracing.traced_chain import TracedChain
-
-#: Options in which ranks may differ: they change where data is stored, and no result.
-_PRIVATE_OPTIONS = ("offload",)
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+\b")
 
@@ -93,9 +91,9 @@ def _describe_settings(
     for name in (field.name for field in dataclasses.fields(training)):
         if name not in ("optimizer", "seed", "options"):
             facts[name] = describe(getattr(training, name))
-    for field in dataclasses.fields(training.options):
-        if field.name not in _PRIVATE_OPTIONS:
-            facts[field.name] = describe(getattr(training.options, field.name))
+    for option_field, option_facts in options_of(training.options):
+        if not option_facts.private:
+            facts[option_field.name] = describe(getattr(training.options, option_field.name))
     facts["optimizer"] = "none" if training.optimizer is None else "there is one"
     return facts
 

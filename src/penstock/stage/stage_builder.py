@@ -22,7 +22,7 @@ from penstock.stage.foreign_parameters import ModelParameters, Reach
 from penstock.stage.replica_check import stage_class
 from penstock.stage.stage import Loss, Stage, StageLayer
 from penstock.stage.stage_layers import StageLayers
-from penstock.stage.training_options import Options
+from penstock.stage.training_options import TrainingOptions
 from penstock.tracing.materialise import materialise
 from penstock.tracing.traced_chain import TracedChain
 from penstock.values.classes import remember_code
@@ -42,7 +42,7 @@ class Training:
     loss: Loss
     optimizer: OptimizerFactory | None
     seed: int
-    options: Options = field(default_factory=Options)
+    options: TrainingOptions = field(default_factory=TrainingOptions)
 
 
 @dataclass
@@ -191,10 +191,10 @@ class StageBuilder:
             update,
             setting.recompute,
             training.loss if last else None,
-            options.loss_division,
+            options.loss_options,
             evicted={op.micro_batch for op in evictions if op.stage == index},
             activation_meter=activation_meter,
-            autocast=options.autocast,
+            autocast=options.autocast_dtype,
             reach=Reach(index, names, self._model),
         )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from penstock.losses.joint import check_joint
 from penstock.losses.stage_loss import LossOptions
 from penstock.modules.deferred_batch_norm import convert
 from penstock.optim.groups import GroupsOf
+from penstock.option import CommonOptions, option, options_of
 from penstock.schedule.op import Schedule
 from penstock.tracing.traced_chain import TracedChain
 from penstock.transport.compressed import check_compression
@@ -34,23 +35,67 @@ _MEMORY_FORMATS = (
 )
 
 
-@dataclass(frozen=True)
-class Options:
-    """Optional arguments of `Pipeline`, which documents them."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(CommonOptions):
+    """Options of training. The fields are keyword arguments of `Pipeline`, whose signature and
+    documentation are derived from them.
+    """
 
-    clip_grad_norm: float | None = None
-    autocast: torch.dtype | None = None
-    scaler: object = None
-    parameter_groups: GroupsOf | None = None
-    accumulate: int = 1
-    compile: bool | Mapping[str, Any] | None = None
-    memory_format: torch.memory_format | None = None
-    deferred_batch_norm: bool = False
-    offload: bool = False
-    boundary: str | None = None
-    clip_norm_type: float = 2.0
-    clip_grad_value: float | None = None
-    loss_division: LossOptions = field(default_factory=LossOptions)
+    clip_norm_type: float = option(
+        2.0, 'Order of the norm of clip_grad_norm, such as 2.0, 1.0 or float("inf").'
+    )
+    clip_grad_value: float | None = option(
+        None,
+        "Maximum absolute value of gradients, as in torch.nn.utils.clip_grad_value_.",
+        synchronous=True,
+    )
+    scaler: object = option(
+        None,
+        "True, options of torch.amp.GradScaler, or a GradScaler, for dynamic loss scaling. A step "
+        "is skipped on all ranks or none.",
+        synchronous=True,
+    )
+    parameter_groups: GroupsOf | None = option(
+        None,
+        "A function from name and parameter to the options of its group, such as "
+        '`{"weight_decay": 0.0}`; the optimizer is then made from parameter groups.',
+    )
+    memory_format: torch.memory_format | None = option(
+        None, "Memory format of weights, such as torch.channels_last."
+    )
+    deferred_batch_norm: bool = option(
+        False, "Update running statistics once per batch, from the whole batch."
+    )
+    offload: bool = option(
+        False,
+        "Keep tensors saved for the backward in host memory, if the device is not the CPU.",
+        private=True,
+    )
+    boundary: str | None = option(
+        None,
+        '"bfloat16" or "int8" to send activations and their gradients in fewer bits. This changes '
+        "the training result slightly (benchmarks/boundary).",
+    )
+    loss_weight: Callable[[Any], Any] | None = option(
+        None,
+        "A function from the targets of a micro-batch to its weight, for a loss whose weights "
+        "cannot be determined otherwise.",
+    )
+    loss_on: str = option(
+        "micro_batch",
+        '"batch" computes the loss once, on all outputs, for a loss that mixes samples (with gpipe '
+        "and similar schedules).",
+    )
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The dtype of mixed precision; None without it."""
+        return None if self.autocast is None else getattr(torch, self.autocast)
+
+    @property
+    def loss_options(self) -> LossOptions:
+        """How the loss is divided into micro-batches."""
+        return LossOptions(self.loss_weight, self.loss_on)
 
     @property
     def compiled(self) -> Mapping[str, Any] | None:
@@ -72,7 +117,7 @@ class Options:
         """
         self._check_loss(schedule, loss)
         self._check_clipping()
-        if self.autocast is not None and self.autocast not in _AUTOCAST_DTYPES:
+        if self.autocast not in (None, *map(_dtype_name, _AUTOCAST_DTYPES)):
             raise SettingError(
                 f"autocast is torch.bfloat16 or torch.float16, not {self.autocast!r}"
             )
@@ -88,12 +133,11 @@ class Options:
 
     def _check_update_options(self, schedule: Schedule, *, steps: bool) -> None:
         """Reject options of the update that need another schedule or an optimizer."""
-        global_options = [
-            ("clip_grad_norm", self.clip_grad_norm is not None),
-            ("clip_grad_value", self.clip_grad_value is not None),
-            ("scaler", bool(self.scaler)),
-        ]
-        update_options = [name for name, is_set in global_options if is_set]
+        update_options = []
+        for entry, facts in options_of(self):
+            value = getattr(self, entry.name)
+            if facts.synchronous and value and value != entry.default:
+                update_options.append(entry.name)
         if update_options and not schedule.synchronous:
             raise SettingError(
                 f"{' and '.join(update_options)}: {schedule.name} is asynchronous, its stages "
@@ -109,8 +153,6 @@ class Options:
             )
         if self.parameter_groups:
             update_options.append("parameter_groups")
-        if self.accumulate > 1:
-            update_options.append("accumulate")
         if update_options and not steps:
             raise SettingError(
                 f"{update_options[0]} is an option of the update, and this pipeline has no "
@@ -159,7 +201,7 @@ class Options:
             loss = loss.func
         if getattr(loss, "reduction", "mean") == "none":
             raise SettingError(_UNREDUCED)
-        weight, on = self.loss_division.loss_weight, self.loss_division.loss_on
+        weight, on = self.loss_weight, self.loss_on
         if weight is not None and not callable(weight):
             raise SettingError(
                 "loss_weight must be a function from the targets of a micro-batch to its weight, "
@@ -210,6 +252,30 @@ class Options:
                 f"compiler {compiler!r} here. Install one, or name it in CXX; "
                 "compile={'backend': 'aot_eager'} needs none, and is not faster"
             )
+
+
+def parse_options(values: Mapping[str, Any]) -> TrainingOptions:
+    """Return the options of keyword arguments of `Pipeline`.
+
+    Raises:
+        TypeError: there is no option of a name.
+    """
+    known = [entry.name for entry, _ in options_of(TrainingOptions)]
+    for name in values:
+        if name not in known:
+            raise TypeError(
+                f"Pipeline() got an unexpected keyword argument {name!r}; its options of training "
+                f"are {', '.join(known)}"
+            )
+    values = dict(values)
+    if values.get("autocast") in _AUTOCAST_DTYPES:
+        values["autocast"] = _dtype_name(values["autocast"])  # as files hold it
+    return TrainingOptions(**values)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def check_accumulate(count: object, schedule: Schedule) -> None:

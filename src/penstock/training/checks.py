@@ -9,12 +9,13 @@ from penstock.errors import PlanError, ScheduleError, SettingError
 from penstock.optim.catalogue import stage_weights
 from penstock.optim.stage_weights import Site
 from penstock.optim.update import Update
+from penstock.option import options_of
 from penstock.partition.catalogue import PARTITIONERS, check_lengths, check_stages
 from penstock.schedule.catalogue import FAMILIES, schedule, schedules
 from penstock.schedule.op import Schedule
 from penstock.search.request import MICRO_BATCHES
 from penstock.training.config import TrainConfig
-from penstock.training.optimizer import optimizer_factory
+from penstock.training.optimizer import optimizer_factory, scales_loss
 from penstock.units import parse_bytes
 from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.compatibility import mismatch_message, rule_of, schedule_for
@@ -94,17 +95,18 @@ def _check_global_options(config: TrainConfig, *, synchronous: bool) -> None:
     """
     if synchronous:
         return
-    is_set = {
-        "clip_grad_norm": config.clip_grad_norm is not None,
-        "accumulate": config.accumulate > 1,
-        "autocast float16, which scales the loss,": config.autocast == "float16",
-    }
-    for name, value in is_set.items():
-        if value:
-            raise SettingError(
-                f"{name} needs a schedule whose stages update together, and this run's is "
-                "asynchronous, or may be: choose a synchronous one, or leave the option out"
-            )
+    names = [
+        entry.name
+        for entry, facts in options_of(config)
+        if facts.synchronous and getattr(config, entry.name) != entry.default
+    ]
+    if scales_loss(config):
+        names.append("autocast float16, which scales the loss,")
+    if names:
+        raise SettingError(
+            f"{names[0]} needs a schedule whose stages update together, and this run's is "
+            "asynchronous, or may be: choose a synchronous one, or leave the option out"
+        )
 
 
 def _check_numbers(config: TrainConfig, name: str, rule: WeightRule) -> None:

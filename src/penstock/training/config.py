@@ -3,119 +3,99 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field, fields
+import re
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import yaml
 
+from penstock.cluster.device import DeviceRequest
 from penstock.errors import FileError, SettingError
-from penstock.measure.card_choice import DeviceRequest
+from penstock.option import CommonOptions, check_limits, option
 
 
-@dataclass(frozen=True)
-class TrainConfig:
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(CommonOptions):
     """A training run. Every field is a key of the YAML file and, with dashes, a flag of `penstock
-    train`.
-
-    Attributes:
-        model, model_options: a model of the zoo and its options. Classes, vocabulary and shapes are
-            taken from the data.
-        data: "digits", "cifar100:PATH", "text", "text:PATH", "reversed" or "reversed:PATH".
-        image, channels, tokens: size and channels that images are converted to; length of
-            sequences.
-        batch, epochs, limit_steps: samples per batch; passes over the data; steps at most.
-        target_accuracy: stop after the epoch that reaches this test accuracy.
-        ranks: processes to start; by default one per stage, or one per core; on CUDA one per card.
-        stages, schedule, micro_batches, partition, recompute: None (recompute: "auto") leaves the
-            choice to the planner; stages may be "cores", the number of this machine's cores, or on
-            CUDA of its cards.
-        weights, weights_options: the weight rule, and its options; by default the schedule's own.
-            Without a schedule, an asynchronous rule implies the schedule that is made for it.
-        asynchronous: let the planner choose among asynchronous schedules too.
-        memory_limit: bytes per rank that the plan may use, such as "2 GiB".
-        optimizer, lr, momentum, weight_decay: of the update.
-        clip_grad_norm: maximum global gradient norm.
-        autocast: mixed precision; float16 with dynamic loss scaling.
-        accumulate: batches per step.
-        compile: use torch.compile for every stage.
-        device: device of profile, training, self-check and the baseline of plain training: "cpu",
-            "cuda", or "auto", which uses the visible CUDA cards if there are any. See
-            `penstock.training.devices`.
-        seed: of weights, dropout and the order of the data.
-        out: the run's folder; by default a new one in runs/.
-        resume: continue from the last checkpoint in `out`.
-        checkpoint: when to write one.
-        profile, profile_repeats: a profile to use instead of measuring; or how often each layer is
-            timed.
-        baseline_steps: steps of plain training in one process with one thread to compare with; 0
-            for none.
-        deadline_s: seconds that a rank waits for another.
-        self_check: compare the first batch of a new run with plain training, in micro-batches and
-            undivided, and refuse to train if the results differ. It costs about four steps of plain
-            training in one process, and rank 0 holds the whole model meanwhile.
+    train`; fields that are not in the file and None leave the choice to the planner.
     """
 
-    model: str = "vgg11_bn"
-    model_options: dict[str, Any] = field(default_factory=dict)
-    data: str = "digits"
-    image: int = 32
-    channels: int = 3
-    tokens: int = 64
-    batch: int = 64
-    epochs: int = 5
-    limit_steps: int | None = None
-    target_accuracy: float | None = None
-    ranks: int | None = None
-    stages: int | Literal["cores"] | None = None
-    schedule: str | None = None
-    micro_batches: int | None = None
-    partition: str = "bottleneck"
-    recompute: Literal["auto", "never", "except_last", "always", "selective"] = "auto"
-    weights: str | None = None
-    weights_options: dict[str, float] = field(default_factory=dict)
-    asynchronous: bool = False
-    memory_limit: str | None = None
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: float = 0.05
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    clip_grad_norm: float | None = None
-    autocast: Literal["bfloat16", "float16"] | None = None
-    accumulate: int = 1
-    compile: bool = False
-    device: DeviceRequest = "auto"
-    seed: int = 0
-    out: str | None = None
-    resume: bool = False
-    checkpoint: Literal["epoch", "end", "never"] = "epoch"
-    profile: str | None = None
-    profile_repeats: int = 5
-    baseline_steps: int = 5
-    deadline_s: float = 300.0
-    self_check: bool = True
+    model: str = option("vgg11_bn", "Name of a built-in model.", fixed=True)
+    model_options: dict[str, Any] = option(
+        {}, "Option of the model, such as layers=6; repeatable.", fixed=True
+    )
+    data: str = option(
+        "digits", "Data set: digits, cifar100:PATH, text[:PATH] or reversed[:PATH].", fixed=True
+    )
+    image: int = option(32, "Side length of an image in pixels.", minimum=1, fixed=True)
+    channels: int = option(3, "Channels of an image.", minimum=1, fixed=True)
+    tokens: int = option(64, "Sequence length in tokens.", minimum=1, fixed=True)
+    batch: int = option(64, "Samples per batch.", minimum=1, fixed=True)
+    epochs: int = option(5, "Passes through the data.", minimum=1)
+    limit_steps: int | None = option(None, "Stop after this many steps.", minimum=1)
+    target_accuracy: float | None = option(
+        None, "Stop after the epoch that reaches this test accuracy."
+    )
+    ranks: int | None = option(
+        None, "Number of processes; default: one per stage, or per core or card.", minimum=1
+    )
+    stages: int | Literal["cores"] | None = option(
+        None, "Number of stages, or cores; default: the planner chooses.", minimum=1
+    )
+    schedule: str | None = option(
+        None, "Name of a schedule, see `penstock schedules`; default: the planner chooses."
+    )
+    micro_batches: int | None = option(
+        None, "Number of micro-batches per batch; default: the planner chooses."
+    )
+    partition: str = option(
+        "bottleneck", "Partition method, type:REGEX, or the layers per stage: 5,6,4."
+    )
+    recompute: Literal["auto", "never", "except_last", "always", "selective"] = option(
+        "auto", "Recompute policy: auto, never, except_last, always or selective."
+    )
+    weights: str | None = option(
+        None, "Weight rule, such as stash or none; default: the schedule's own rule."
+    )
+    weights_options: dict[str, float] = option(
+        {}, "Numeric option of the weight rule, such as decay=0.2; repeatable."
+    )
+    asynchronous: bool = option(False, "Let the planner choose schedules without a flush as well.")
+    memory_limit: str | None = option(None, "Memory limit per rank, such as '2 GiB'.")
+    optimizer: Literal["sgd", "adam", "adamw"] = option("sgd", "sgd, adam or adamw.", fixed=True)
+    lr: float = option(0.05, "Learning rate.", above=0)
+    momentum: float = option(0.9, "Momentum of sgd.")
+    weight_decay: float = option(0.0, "Weight decay.")
+    device: DeviceRequest = option(
+        "auto", "auto, cpu or cuda. auto: CUDA if a GPU is visible, else the CPU."
+    )
+    seed: int = option(0, "Seed of weights, dropout and the order of the data.", fixed=True)
+    out: str | None = option(None, "Folder of the run; default: a new one in runs/.")
+    resume: bool = option(
+        False,
+        "Resume the run in --out from its checkpoint, with its settings and the flags set here.",
+    )
+    checkpoint: Literal["epoch", "end", "never"] = option(
+        "epoch", "When to write a checkpoint: epoch, end or never."
+    )
+    profile: str | None = option(None, "Profile to use instead of measuring the model.")
+    profile_repeats: int = option(5, "Timed runs of each layer.", minimum=1)
+    baseline_steps: int = option(
+        5, "Steps of plain training to time for comparison; 0: none.", minimum=0
+    )
+    deadline_s: float = option(
+        300.0, "Longest time in seconds that a rank waits for another.", above=0
+    )
+    self_check: bool = option(
+        True,
+        "Compare the first batch of a new run with plain training, in micro-batches and undivided, "
+        "and refuse to train if they differ; on by default. Takes about four steps of plain "
+        "training in one process, and rank 0 holds the whole model meanwhile.",
+    )
 
     def __post_init__(self) -> None:
-        for name, minimum in (
-            ("batch", 1),
-            ("epochs", 1),
-            ("limit_steps", 1),
-            ("ranks", 1),
-            ("stages", 1),
-            ("image", 1),
-            ("channels", 1),
-            ("tokens", 1),
-            ("accumulate", 1),
-            ("profile_repeats", 1),
-            ("baseline_steps", 0),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, int) and value < minimum:
-                raise SettingError(f"{name} is {value}; it must be {minimum} or more")
-        for name in ("lr", "deadline_s", "clip_grad_norm"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SettingError(f"{name} is {value}; it must be above 0")
+        check_limits(self)
         if self.resume and self.out is None:
             raise SettingError("resume needs out: the folder of the run to continue")
 
@@ -159,7 +139,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     """Return the settings in a YAML file, by name, without defaults.
 
     Raises:
-        FileError: the file is missing, is no YAML mapping, or has an unknown key.
+        FileError: the file is missing, is no YAML mapping, or has an unknown or a duplicate key.
     """
     settings = _load_yaml(path)
     if settings is None:  # an empty file
@@ -178,10 +158,30 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     return settings
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """A loader that refuses duplicate keys, of which PyYAML itself uses the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Construct a mapping, unless a key occurs twice in it."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for position, key in enumerate(keys):
+            if key in keys[:position]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"duplicate key {key!r}", node.start_mark
+                )
+        return dict(super().construct_mapping(node, deep))
+
+
+# PyYAML follows YAML 1.1, in which 1e-3 is a string because it has no point.
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
 def _load_yaml(path: str | Path) -> Any:
     """Return the contents of a YAML file. Raises FileError if it cannot be read."""
     try:
-        return yaml.safe_load(Path(path).read_text())
+        return yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)  # noqa: S506 - a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(
             f"cannot read the configuration {path}: {getattr(error, 'strerror', None) or error}"
@@ -200,17 +200,19 @@ def validate_settings(values: dict[str, Any], where: str) -> TrainConfig:
         where: their source, for messages.
 
     Raises:
-        SettingError: a value is invalid.
+        SettingError: a value is out of range or of another type than its field.
     """
     from pydantic import TypeAdapter, ValidationError
 
+    types = get_type_hints(TrainConfig)
+    for name, value in values.items():
+        try:
+            TypeAdapter(types[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            # A union has an error for each of its types.
+            reasons = " or ".join(reason["msg"] for reason in error.errors())
+            raise SettingError(f"{where}: {name}: {reasons}, not {value!r}") from error
     try:
-        return TypeAdapter(TrainConfig).validate_python(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        # The rest of the location says which of several types was tried.
-        name = str(first["loc"][0]) if first["loc"] else "a setting"
-        value = f", not {first['input']!r}" if first["type"] != "value_error" else ""
-        raise SettingError(
-            f"{where}: {name}: {first['msg'].removeprefix('Value error, ')}{value}"
-        ) from error
+        return TrainConfig(**values)
+    except SettingError as error:
+        raise SettingError(f"{where}: {error}") from error

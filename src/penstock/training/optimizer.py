@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.optim.update import OptimizerFactory
+from penstock.option import common_values
 from penstock.training.config import TrainConfig
 
 
@@ -32,15 +33,20 @@ def sample_optimizer(config: TrainConfig) -> Optimizer:
     return optimizer_factory(config)([nn.Parameter(torch.zeros(1))])
 
 
-def training_options(config: TrainConfig) -> dict[str, Any]:
-    """Return keyword arguments of `Pipeline` beyond schedule, loss and optimizer."""
+def pipeline_options(config: TrainConfig) -> dict[str, Any]:
+    """Return the keyword arguments of `Pipeline` that a configuration determines."""
     return {
-        "clip_grad_norm": config.clip_grad_norm,
-        "autocast": autocast_dtype(config),
-        "scaler": config.autocast == "float16",
-        "accumulate": config.accumulate,
-        "compile": config.compile,
+        "optimizer": optimizer_factory(config),
+        "seed": config.seed,
+        "deadline_s": config.deadline_s,
+        "scaler": scales_loss(config),
+        **common_values(config),
     }
+
+
+def scales_loss(config: TrainConfig) -> bool:
+    """Whether the loss is scaled, because gradients may underflow."""
+    return config.autocast == "float16"
 
 
 def autocast_dtype(config: TrainConfig) -> torch.dtype | None:

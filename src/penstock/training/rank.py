@@ -32,7 +32,7 @@ from penstock.training.devices import Devices
 from penstock.training.evaluation import test
 from penstock.training.first_check import check_first_batch
 from penstock.training.metrics import Metrics
-from penstock.training.optimizer import optimizer_factory, training_options
+from penstock.training.optimizer import pipeline_options
 from penstock.training.progress import Progress
 from penstock.training.resume import CHECKPOINT, accept_run, last_step, set_options
 from penstock.training.task import Task, make_task
@@ -140,12 +140,9 @@ def train_on(
         task.model,
         plan,
         loss=task.loss,
-        optimizer=optimizer_factory(config),
-        seed=config.seed,
         device=device,
-        deadline_s=config.deadline_s,
         executor=executor,
-        **training_options(config),
+        **pipeline_options(config),
     )
     first = executor == "threads" or dist.get_rank() == 0
     _prepare_weights(pipe, task, config, folder, quiet=quiet or not first, first=first)

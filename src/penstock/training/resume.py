@@ -12,28 +12,13 @@ from typing import Any
 
 from penstock.checkpoint.checkpoint_files import INDEX, Checkpoint, read_index
 from penstock.errors import FileError, PlanError, SettingError
+from penstock.option import options_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.training.config import TrainConfig, read_settings, validate_settings
 from penstock.training.optimizer import sample_optimizer
 
 CHECKPOINT = "checkpoint"
 
-#: Settings that may not change: model, data and its order, and those that the optimizer's state
-#: depends on.
-FIXED = (
-    "model",
-    "model_options",
-    "data",
-    "image",
-    "channels",
-    "tokens",
-    "batch",
-    "seed",
-    "optimizer",
-    "autocast",
-)
-#: Options in the optimizer's parameter groups, and so in the checkpoint.
-_GROUP_OPTIONS = ("lr", "momentum", "weight_decay")
 #: Settings that select the run; they are not compared.
 _SELECTING = ("out", "resume")
 #: Folder in the run's folder for new files until the resumed run is accepted.
@@ -140,10 +125,11 @@ def _run_folder(path: Path) -> Path | None:
 
 def _refuse_fixed(folder: Path, differences: Mapping[str, tuple[Any, Any]]) -> None:
     """Refuse changes of settings that may not change. Raises SettingError."""
+    fixed = {field.name for field, facts in options_of(TrainConfig) if facts.fixed}
     refused = [
         f"{name} is {_text(old)}, not {_text(new)}"
         for name, (old, new) in differences.items()
-        if name in FIXED
+        if name in fixed
     ]
     if refused:
         raise SettingError(
@@ -239,6 +225,8 @@ def set_options(pipe: Pipeline, config: TrainConfig) -> None:
     ones.
     """
     new_options = sample_optimizer(config).param_groups[0]
+    settings = {field.name for field in fields(TrainConfig)}
+    changeable = {name: value for name, value in new_options.items() if name in settings}
     for optimizer in pipe._assembly.optimizers():
         for group in optimizer.param_groups:
-            group.update({name: new_options[name] for name in _GROUP_OPTIONS if name in group})
+            group.update({name: value for name, value in changeable.items() if name in group})

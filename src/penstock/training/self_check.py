@@ -15,7 +15,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.op import Schedule
 from penstock.tracing.traced_chain import chain
 from penstock.training.config import TrainConfig
-from penstock.training.optimizer import optimizer_factory, training_options
+from penstock.training.optimizer import pipeline_options
 from penstock.training.task import make_task
 
 
@@ -79,12 +79,9 @@ def check(setup: SelfCheck, executor: str) -> Comparison:
         task.model,
         setup.plan,
         loss=task.loss,
-        optimizer=optimizer_factory(config),
-        seed=config.seed,
-        deadline_s=config.deadline_s,
         executor=executor,
         **options,
-        **training_options(config),
+        **pipeline_options(config),
     )
     x, y = next(task.epoch(config, 0))
     # One step is trained first, so that the comparison also covers weights after an update on
