@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from penstock.schedule.catalogue import schedule
+from penstock.schedule.kernel_dispatch import load_compiled
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.entry import simulate
-from penstock.simulate.kernel_dispatch import load_compiled
 from penstock.simulate.sweep import simulate_many
 
 SIZES = [

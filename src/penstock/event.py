@@ -12,9 +12,11 @@ import numpy as np
 
 from penstock.notebook import NotebookPicture
 from penstock.schedule.arrays import Array, OpArrays, runs
-from penstock.schedule.graph import EventRow
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
 from penstock.schedule.slicing import Slicing
+
+#: The fields of an Event: rank, op, start, end, bytes, and the receiving rank of a transfer.
+EventRow = tuple[int, Op, float, float, int, int | None]
 
 
 class Event(NamedTuple):
@@ -240,7 +242,7 @@ class Timeline(NotebookPicture):
         source: str = "simulated",
         title: str = "",
     ) -> Timeline:
-        """Build a timeline from Events or from rows of `Graph.events`.
+        """Build a timeline from Events or from rows with their fields.
 
         Times are shifted so that the first event starts at 0. Events of a rank with the same start
         and end stay in the order given.

@@ -11,7 +11,7 @@ from tests.schedule.custom_schedules import custom_schedules
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
-from penstock.schedule.graph import build_graph
+from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.lower import lower
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.period import with_batch_count
@@ -204,7 +204,7 @@ def _check_forwards(schedule):
     forwards = schedule.forward_only()
     assert {op.kind for op in forwards.ops} == {Kind.F}
     assert forwards.placement == schedule.placement
-    assert build_graph(forwards).order()[1] == []
+    assert dependencies_of(forwards).blocked.tolist() == []
     crossings = sum(
         schedule.placement[s, m] != schedule.placement[s + 1, m]
         for s, m in schedule.placement

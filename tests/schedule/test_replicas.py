@@ -12,6 +12,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.replicas import pipelines, round_robin, start_up
+from penstock.schedule.unit_times import unit_times
 from penstock.verify.verify import verify
 
 #: Those whose copies of a stage add up their gradients. HetPipe has copies that do not.
@@ -180,14 +181,10 @@ def test_a_slow_stage_on_more_ranks_is_no_longer_in_the_way():
     """
     one_f_one_b = schedule("1f1b", 2, 24, replicas=(3, 1))
 
-    def seconds(_, op):
+    def seconds(op):
         return {Kind.F: 1, Kind.B: 2}.get(op.kind, 0) * (3 if op.stage == 0 else 1)
 
-    from penstock.schedule.graph import build_graph
-
-    assert (
-        max(row[3] for row in build_graph(one_f_one_b).events(seconds, lambda *_: 0)) == 24 * 3 + 9
-    )
+    assert unit_times(one_f_one_b, seconds).end.max() == 24 * 3 + 9
     assert all(len(program) == 2 * 8 + 1 for program in one_f_one_b.programs[:3])
 
 

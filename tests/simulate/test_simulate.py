@@ -301,3 +301,15 @@ def test_a_huge_micro_batch_number_costs_what_its_ops_cost():
         Schedule.parse("0F999999999999 0B999999999999 0U1"), Costs(), recompute="except_last"
     )
     assert line.makespan == 3
+
+
+def test_a_sender_that_does_not_overlap_delays_its_own_next_op_only():
+    """As with blocking sends; after the last op of a program no op is left to delay."""
+    blocking = Schedule.parse("0F0 0F1\n1F0 1F1")
+    line = simulate_schedule(blocking, Costs(forward=1, transfer=2), overlap=False)
+    assert [(str(event.op), event.start) for event in line.compute] == [
+        ("0F0", 0),
+        ("0F1", 3),
+        ("1F0", 3),
+        ("1F1", 6),
+    ]

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.schedule.custom_schedules import custom_streams
+from tests.simulate.slow import Slow
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.graph import build_graph
+from penstock.schedule.dependencies import acyclic_dependencies_of
 from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.streams import Stream, Waves
 from penstock.simulate.costs import Costs
-from penstock.simulate.dependencies import dependencies_of
 from penstock.simulate.entry import simulate
 from penstock.simulate.simulate import simulate_schedule
 
@@ -37,8 +37,8 @@ SECONDS = st.integers(0, 12).map(lambda quarters: quarters / 4)
     st.data(),
 )
 @settings(deadline=None, max_examples=80)
-def test_the_arrays_and_the_graph_agree_on_every_start_and_end(made, data):
-    """Two forms of one rule: who waits for whose U is decided in one place, and read by both."""
+def test_the_simulator_agrees_with_the_slow_one_on_every_start_and_end(made, data):
+    """Which copy waits for whose U is written down twice, once here as a user reads it."""
     seconds = {
         kind: data.draw(st.lists(SECONDS, min_size=made.stages, max_size=made.stages))
         for kind in ("F", "B", "I", "W", "U")
@@ -52,10 +52,16 @@ def test_the_arrays_and_the_graph_agree_on_every_start_and_end(made, data):
         transfer=0.5,
     )
     line = simulate_schedule(made, costs)
-    rows = build_graph(made).events(lambda _, op: seconds[op.kind.value][op.stage], lambda *_: 0.5)
-    assert {event[:4] for event in line.events if event.to_rank is None} == {
-        row[:4] for row in rows if row[5] is None
+
+    def seconds_of(rank, index):
+        kind, stage, _ = made.programs[rank][index]
+        return seconds[kind.value][stage]
+
+    slow = Slow(made, seconds_of, lambda op: 0.5)
+    expected = {
+        (rank, made.programs[rank][index], *time) for (rank, index), time in slow.times.items()
     }
+    assert {event[:4] for event in line.compute} == expected
 
 
 @pytest.mark.parametrize(
@@ -120,9 +126,9 @@ def test_copies_that_wait_in_a_circle_are_found():
     with pytest.raises(
         ScheduleError, match="custom deadlocks: it stops with rank 0 at 0U1, rank 1 at 1U1"
     ):
-        dependencies_of(case_schedule)
+        acyclic_dependencies_of(case_schedule)
     assert (
-        dependencies_of(
+        acyclic_dependencies_of(
             replace(case_schedule, stream=Stream(2, "hetpipe", waves=Waves(1, 1)))
         ).ranks
         == 2

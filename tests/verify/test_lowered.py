@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.csv import parse_csv
 from penstock.schedule.lower import Direction, LoweredSchedule, Transfer, lower
-from penstock.schedule.op import Schedule
+from penstock.schedule.op import Kind, Op, Schedule
 from penstock.verify.lowered import verify_lowered
 from penstock.verify.verify import verify
 
@@ -35,6 +37,65 @@ def test_what_lower_adds_to_any_sound_schedule_passes(schedule, ahead):
     alone = verify(schedule)
     assert report.peak_on_rank == alone.peak_on_rank
     assert report.channel_depth <= alone.channel_depth
+
+
+def runs_through(schedule, programs, depth):
+    """Whether lowered programs finish if receives wait for nothing, ops wait for their messages,
+    and a send waits until fewer than `depth` messages of its link have no receive yet; with depth 0
+    until its own receive is posted. All copies of a stage run their U together.
+    """
+    at = [0] * len(programs)
+    sent, posted, arrived = Counter(), Counter(), set()
+    copies = {op: set() for op in schedule.ops if op.kind is Kind.U}
+    inputs = {}
+    for rank, program in enumerate(programs):
+        for action in program:
+            if isinstance(action, Op) and action.kind is Kind.U:
+                copies[action].add(rank)
+            elif isinstance(action, Transfer) and action.direction is Direction.RECV:
+                kind, stage, m = action.message
+                consumer = stage + 1 if kind is Kind.F else stage - 1
+                inputs[rank, kind is Kind.F, consumer, m] = action.message
+
+    def standing(rank):
+        return programs[rank][at[rank]] if at[rank] < len(programs[rank]) else None
+
+    def moves(rank, action):
+        if isinstance(action, Transfer):
+            if action.direction is Direction.RECV:
+                posted[action.peer, rank] += 1
+                return {rank}
+            link = rank, action.peer
+            if sent[link] - posted[link] >= depth:
+                return set()
+            sent[link] += 1
+            arrived.add(action.message)
+            return {rank}
+        if action.kind is Kind.U:
+            together = copies[action]
+            return together if all(standing(other) == action for other in together) else set()
+        message = inputs.get((rank, action.kind is Kind.F, *action[1:]))
+        waits = action.kind is not Kind.W and message is not None and message not in arrived
+        return set() if waits else {rank}
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(programs)):
+            action = standing(rank)
+            for mover in moves(rank, action) if action is not None else ():
+                at[mover] += 1
+                moved = True
+    return all(place == len(program) for place, program in zip(at, programs, strict=True))
+
+
+@given(custom_schedules(synchronous=True), st.integers(0, 2))
+@settings(deadline=None, max_examples=150)
+def test_the_channel_depth_is_the_least_with_which_posted_receives_run_through(schedule, ahead):
+    """Copies that update together count: a rank that waits in its U posts no further receive."""
+    lowered = lower(schedule, ahead)
+    least = next(depth for depth in range(200) if runs_through(schedule, lowered.programs, depth))
+    assert verify_lowered(lowered, schedule=schedule).channel_depth == least
 
 
 @given(custom_schedules(synchronous=True), st.randoms(use_true_random=False))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, overload
+
+import numpy as np
 
 from penstock.draw.compare import differences
 from penstock.draw.output import DrawOptions, render
 from penstock.errors import ScheduleError, SettingError
-from penstock.event import Timeline
-from penstock.schedule.graph import build_graph
+from penstock.event import EventArrays, Timeline, TransferArrays
+from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.unit_times import unit_times
 
 #: Op lengths for a schedule drawn without costs, as in the figures of the pipeline papers: B takes
 #: twice as long as F, and its halves I and W take half as long as B.
@@ -132,24 +134,30 @@ def unit_timeline(schedule: Schedule) -> Timeline:
     Raises:
         ScheduleError: ops wait for each other in a cycle, or a predecessor of an op is missing.
     """
-    graph = build_graph(schedule)
-    stuck = [graph.ops[node] for node in graph.order()[1] if node < len(graph.ops)]
-    if stuck:
-        rank, op = stuck[0]
+    dependencies = dependencies_of(schedule)
+    blocked = dependencies.blocked
+    if len(blocked):
+        rank, op = dependencies.ops.rank[blocked[0]], schedule.ops[blocked[0]]
         raise ScheduleError(
-            f"{schedule.name} cannot be drawn: {len(stuck)} of {len(graph.ops)} ops never start, "
+            f"{schedule.name} cannot be drawn: {len(blocked)} of {len(schedule.ops)} ops never start, "
             f"the first is {op} on rank {rank}. Run `verify` to see which ops wait for each other"
         )
 
-    def op_seconds(_: int, op: Op) -> float:
+    def units(op: Op) -> float:
         """Return the length of an op: its kind's, times the size of its micro-batch or slice."""
         share = 1.0 if op.kind is Kind.U else schedule.shares[op.micro_batch]
         return UNITS[op.kind] * share
 
-    def transfer_seconds(_link: object, _message: object) -> float:
-        """Return 0: transfers are free."""
-        return 0.0
-
-    events = graph.events(op_seconds, transfer_seconds)
-    timeline = Timeline.of(events, schedule.ranks, schedule.stages, title=schedule.name)
-    return replace(timeline, slicing=schedule.slicing)
+    times = unit_times(schedule, units)
+    link_of = dependencies.graph.link
+    no_sizes = np.zeros(1)
+    transfers = TransferArrays(
+        link_of,
+        dependencies.links[:, 1],
+        times.sent,
+        times.arrived,
+        np.zeros(len(link_of), np.int32),
+        no_sizes,
+    )
+    log = EventArrays(dependencies.ops, times.start, times.end, transfers)
+    return Timeline.of_log(log, schedule.name)

@@ -34,7 +34,7 @@ from penstock.schedule.lower import Action, lower
 from penstock.schedule.op import Kind, Schedule
 from penstock.stage.stage import Loss
 from penstock.stage.stage_builder import Training
-from penstock.stage.training_options import Options
+from penstock.stage.training_options import TrainingOptions
 from penstock.tracing.sequential import runs_otherwise
 from penstock.tracing.slices import check_slices
 from penstock.tracing.traced_chain import TracedChain, chain
@@ -104,7 +104,7 @@ class ScheduledRun:
         traced, lengths = _chain_of(partitions)
         setting = make_run_config(traced, None, Overrides(lengths, schedule, recompute=checkpoint))
         check(setting)
-        Options().check(schedule, loss, steps=False)
+        TrainingOptions().check(schedule, loss, steps=False)
         check_training(traced, loss, None)
         check_slices(traced, schedule)
         self.schedule = schedule

@@ -24,14 +24,16 @@ What the executor (2.13) does by itself, and the rows must account for:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 from penstock.errors import ScheduleError
+from penstock.schedule.channels import topological_order
 from penstock.schedule.csv_cells import Communication, FsdpAction, overlaps
-from penstock.schedule.graph import build_graph
-from penstock.schedule.lower import Direction, Message
+from penstock.schedule.dependencies import dependencies_of
+from penstock.schedule.lower import Direction, Link, Message, messages
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
+from penstock.schedule.unit_times import unit_times
 from penstock.schedule.updates import with_updates
 
 #: Time units per op that decide where transfers are placed.
@@ -134,7 +136,7 @@ def communication_rows(schedule: Schedule) -> list[list[str]]:
     rows: list[list[str]] = [[] for _ in range(schedule.ranks)]
     unsharded: set[int] = set()
     second_of = dict(schedule.pairs)
-    for rank, op, target in _ordered_events(schedule):
+    for _, _, rank, op, target in _ordered_events(schedule):
         if target is not None:
             rows[rank].append(_transfer_cell(Direction.SEND, op))
             rows[target].append(_transfer_cell(Direction.RECV, op))
@@ -157,24 +159,71 @@ def _unshard_cells(stages: tuple[int, ...], unsharded: set[int]) -> list[str]:
     return cells
 
 
-def _ordered_events(schedule: Schedule) -> Iterator[tuple[int, Op, int | None]]:
-    """Yield all ops and transfers in the order in which they start.
+class _Start(NamedTuple):
+    """The start of an op, or of the transfer of its value to the rank `target`."""
 
-    Yields:
-        Rank and op; for a transfer, also the receiving rank, else None.
+    moment: float
+    is_op: bool
+    rank: int
+    op: Op
+    target: int | None
+
+
+def _ordered_events(schedule: Schedule) -> list[_Start]:
+    """Return all ops and transfers in the order in which they start.
 
     Raises:
         ScheduleError: the programs deadlock.
     """
-    graph = build_graph(schedule)
-    if graph.order()[1]:
+    dependencies = dependencies_of(schedule)
+    if len(dependencies.blocked):
         raise ScheduleError(f"{schedule.name} deadlocks: `verify` says where")
-    events = graph.events(lambda _, op: _DURATIONS.get(op.kind, 0.0), lambda *_: 0.0)
+    times = unit_times(schedule, lambda op: _DURATIONS.get(op.kind, 0.0))
+    rank_of, start, sent = (
+        column.tolist() for column in (dependencies.ops.rank, times.start, times.sent)
+    )
+    starts = [
+        _Start(start[row], True, rank_of[row], op, None) for row, op in enumerate(schedule.ops)
+    ]
+    first = dependencies.ops.first.tolist()
+    for link, _, producer_index, _ in messages(schedule):
+        producer = first[link.source] + producer_index
+        op = schedule.ops[producer]
+        starts.append(_Start(sent[producer], False, link.source, op, link.target))
+    order, _ = topological_order(_predecessors_with_transfers(schedule))
     # Every event comes after all that it waits for; the sort is stable. At equal times, transfers
     # come first: before the next op of either rank.
-    events.sort(key=lambda event: (event[2], event[5] is None))
-    for rank, op, _, _, _, target in events:
-        yield rank, op, target
+    return sorted((starts[node] for node in order), key=lambda start: (start.moment, start.is_op))
+
+
+def _predecessors_with_transfers(schedule: Schedule) -> list[list[int]]:
+    """Return what every op and transfer waits for; transfers are numbered after the ops.
+
+    Transfers are in the order of `messages`.
+    """
+    dependencies = dependencies_of(schedule)
+    first = dependencies.ops.first.tolist()
+    predecessors = dependencies.predecessors()
+    # The first op of a pair waits for the inputs of both, and the second for the first.
+    leader = dependencies.graph.leader.tolist()
+    for place in dependencies.pairs.tolist():
+        predecessors[place + 1] = [place]
+    last_on_link: dict[Link, int] = {}
+    for link, _, producer_index, consumer_index in messages(schedule):
+        producer, consumer = (
+            first[link.source] + producer_index,
+            first[link.target] + consumer_index,
+        )
+        transfer = len(predecessors)
+        predecessors.append([producer])
+        if link in last_on_link:
+            predecessors[transfer].append(last_on_link[link])
+        last_on_link[link] = transfer
+        waiting = leader[consumer]
+        predecessors[waiting] = [
+            transfer if node == producer else node for node in predecessors[waiting]
+        ]
+    return predecessors
 
 
 def _with_missing_updates(schedule: Schedule) -> Schedule:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import islice
 
-from penstock.schedule.graph import build_graph
 from penstock.schedule.op import Kind, Op, Program, Schedule
+from penstock.schedule.unit_times import unit_times
 
 #: Durations of ops where nothing is known about their costs.
 _SECONDS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
@@ -76,13 +77,10 @@ def _sync_points(rows: Sequence[TimedOps]) -> list[tuple[float, int, list[int]]]
 
 def _timed_ops(programs: Sequence[Sequence[Op]], pairs: frozenset[tuple[Op, Op]]) -> list[TimedOps]:
     """Return start, end and op of all ops, by rank."""
-    rows: list[TimedOps] = [[] for _ in programs]
-    graph = build_graph(Schedule(tuple(map(tuple, programs)), pairs=pairs))
-    events = graph.events(lambda _, op: _SECONDS.get(op.kind, 0.0), lambda *_: 0.0)
-    for rank, op, start, end, _, target in events:
-        if target is None:
-            rows[rank].append((start, end, op))
-    return rows
+    schedule = Schedule(tuple(map(tuple, programs)), pairs=pairs)
+    times = unit_times(schedule, lambda op: _SECONDS.get(op.kind, 0.0))
+    timed = zip(times.start.tolist(), times.end.tolist(), schedule.ops, strict=True)
+    return [list(islice(timed, len(program))) for program in schedule.programs]
 
 
 def _idle_gaps(row: TimedOps) -> list[tuple[float, float]]:

@@ -14,8 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from penstock.schedule.dependencies import successors_of
-from penstock.schedule.graph import build_graph
+from penstock.schedule.dependencies import dependencies_of, successors_of
 from penstock.schedule.lower import Action, Direction, Transfer, lower
 from penstock.schedule.op import ACTIVATION_MOVES, Op, Schedule
 from penstock.schedule.period import Period, period_of, with_batch_count, with_batches
@@ -173,25 +172,26 @@ def _batches_of_ops(schedule: Schedule) -> list[int]:
 
 def _runnable_ops(schedule: Schedule, batches: int) -> list[list[int]]:
     """Count the ops that each rank can run once a batch is available; by rank, then by batch."""
-    graph = build_graph(schedule)
+    dependencies = dependencies_of(schedule)
+    rank_of = dependencies.ops.rank.tolist()
     batch_of = _batches_of_ops(schedule)
-    missing = [len(predecessors) for predecessors in graph.waits_for]
-    successors = successors_of(graph.waits_for)
+    predecessors = dependencies.predecessors()
+    missing = list(map(len, predecessors))
+    successors = successors_of(predecessors)
     #: Ops that wait for nothing but their batch.
     waiting_for_batch: dict[int, list[int]] = defaultdict(list)
-    ready = [node for node, count in enumerate(missing) if count == 0]
+    ready = [op for op, count in enumerate(missing) if count == 0]
     op_count = [0] * schedule.ranks
     counts: list[list[int]] = [[] for _ in range(schedule.ranks)]
     for batch in range(batches):
         ready += waiting_for_batch.pop(batch, ())
         while ready:
-            node = ready.pop()
-            if node < len(batch_of):  # an op, else a transfer
-                if batch_of[node] > batch:
-                    waiting_for_batch[batch_of[node]].append(node)
-                    continue
-                op_count[graph.ops[node][0]] += 1
-            ready += _release(successors[node], missing)
+            op = ready.pop()
+            if batch_of[op] > batch:
+                waiting_for_batch[batch_of[op]].append(op)
+                continue
+            op_count[rank_of[op]] += 1
+            ready += _release(successors[op], missing)
         for rank, count in enumerate(op_count):
             counts[rank].append(count)
     return counts

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from penstock.errors import ScheduleError
-from penstock.schedule.dependencies import Crossing, last_dependencies
+import numpy as np
+
+from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.rules import FLOWS, feeds, takes
 
@@ -110,62 +111,19 @@ def messages(schedule: Schedule) -> Iterator[tuple[Link, Message, int, int]]:
         of the consuming op in the receiver's program.
 
     Raises:
-        ScheduleError: no op takes a value, or the op that takes it is not on the rank of its
-            forward.
-        KeyError: an E or L has no counterpart on the other rank; `verify` names it.
+        ScheduleError: an op's input is missing, no op takes a value, or the op that takes it is not
+            on the rank of its forward.
     """
-    index = _index_of_ops(schedule)
-    partners = partners_of(schedule)
-    for rank, program in enumerate(schedule.programs):
-        for i, op in enumerate(program):
-            if op.kind in ACTIVATION_MOVES:
-                owner, partner = schedule.placement[op.stage, op.micro_batch], partners[op]
-                link = Link(owner, partner) if op.kind is Kind.E else Link(partner, owner)
-                if rank == link.source:
-                    yield link, Message(*op), i, index[link.target, op]
-                continue
-            output = feeds(op, schedule.stages)
-            if output is None:
-                continue
-            kind, stage = output
-            target = schedule.placement.get((stage, op.micro_batch))
-            if target != rank:
-                consumer = _consumer(index, target, kind, stage, op.micro_batch)
-                if target is None or consumer is None:
-                    raise ScheduleError(
-                        f"rank {rank}: no op takes the output of {op} for stage {stage}"
-                    )
-                yield Link(rank, target), Message(kind, op.stage, op.micro_batch), i, consumer
-
-
-def _consumer(
-    index: Mapping[tuple[int | None, Op], int],
-    rank: int | None,
-    kind: Kind,
-    stage: int,
-    micro_batch: int,
-) -> int | None:
-    """Return the index of the op that consumes a value on a rank, None if there is none.
-
-    Args:
-        index: index of every op in its program, by rank and op.
-        rank: the rank of the consuming stage, None if there is none.
-        kind, stage, micro_batch: kind of the value, consuming stage, and micro-batch.
-    """
-    for op_kind in FLOWS[kind].consumers:
-        place = index.get((rank, Op(op_kind, stage, micro_batch)))
-        if place is not None:
-            return place
-    return None
-
-
-def _index_of_ops(schedule: Schedule) -> dict[tuple[int | None, Op], int]:
-    """Return the index of every op in its program, by rank and op."""
-    index: dict[tuple[int | None, Op], int] = {}
-    for rank, program in enumerate(schedule.programs):
-        for i, op in enumerate(program):
-            index[rank, op] = i
-    return index
+    dependencies = dependencies_of(schedule)
+    first = dependencies.ops.first.tolist()
+    rank = dependencies.ops.rank
+    producers = np.flatnonzero(dependencies.consumer >= 0)
+    consumers = dependencies.consumer[producers]
+    rows = (producers, rank[producers], consumers, rank[consumers])
+    for producer, source, consumer, target in zip(*(row.tolist() for row in rows), strict=True):
+        message = output_message(schedule.ops[producer], schedule.stages)
+        assert message is not None, "a value that crosses ranks has a message"
+        yield Link(source, target), message, producer - first[source], consumer - first[target]
 
 
 def partners_of(schedule: Schedule) -> dict[Op, int]:
@@ -206,11 +164,7 @@ def lower(
     rows = list(messages(schedule))
     earliest = [0] * len(rows)
     if after_dependencies:
-        crossings = [
-            Crossing(link.source, producer, link.target, consumer)
-            for link, _, producer, consumer in rows
-        ]
-        earliest = [last + 1 for last in last_dependencies(schedule, crossings)]
+        earliest = [last + 1 for last in last_dependencies(schedule)]
     for (link, message, producer, consumer), start in zip(rows, earliest, strict=True):
         by_link[link].append((message, producer, consumer, start))
     for link, link_messages in by_link.items():
@@ -231,3 +185,38 @@ def lower(
             row += [*receives[rank, i], op, *sends[rank, i]]
         programs.append(tuple(row))
     return LoweredSchedule(tuple(programs))
+
+
+def last_dependencies(schedule: Schedule) -> list[int]:
+    """For every message, find the last op of the receiving rank that its value depends on.
+
+    A receive that is posted before this op waits for a message that cannot be sent until the
+    receiving rank itself has gone on. Under NCCL a posted receive is a kernel on the device, and
+    any call that waits until the device is idle (cudaFree, cudaHostAlloc, a synchronize) would
+    then deadlock.
+
+    The run time is proportional to the number of ops times the number of ranks.
+
+    Args:
+        schedule: a sound schedule.
+
+    Returns:
+        Per message, in the order of `messages`, an index in the receiver's program; -1 if the
+        value depends on no op of the receiver.
+    """
+    dependencies = dependencies_of(schedule)
+    predecessors = dependencies.predecessors(pairs=False)
+    first = dependencies.ops.first.tolist()
+    rank_of = dependencies.ops.rank.tolist()
+    # Per op, the last op of every rank that it depends on, itself included.
+    last = [[-1] * schedule.ranks for _ in predecessors]
+    for op in dependencies.graph.order.tolist():
+        row = last[op]
+        for predecessor in predecessors[op]:
+            row = list(map(max, row, last[predecessor]))
+        row[rank_of[op]] = op - first[rank_of[op]]
+        last[op] = row
+    return [
+        last[first[link.source] + producer][link.target]
+        for link, _, producer, _ in messages(schedule)
+    ]

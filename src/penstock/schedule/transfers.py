@@ -14,9 +14,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from penstock.errors import Finding, ScheduleError
-from penstock.schedule.graph import Graph
+from penstock.schedule.channels import ActionGraph
 from penstock.schedule.lower import (
-    Action,
     Direction,
     Link,
     LoweredSchedule,
@@ -72,7 +71,7 @@ def unsound(name: str, findings: list[Finding]) -> ScheduleError:
 def transfer_findings(schedule: Schedule, lowered: LoweredSchedule) -> list[Finding]:
     """Return what is wrong with the transfers of `lowered`, most severe first.
 
-    Empty if a value has no consumer at all: `verify` reports that.
+    Empty if an op has no input, or a value no consumer, at all: `verify` reports that.
 
     Args:
         schedule: `lowered` without its transfers.
@@ -91,7 +90,7 @@ def transfer_findings(schedule: Schedule, lowered: LoweredSchedule) -> list[Find
             producer = schedule.programs[link.source][producer_index]
             consumer = schedule.programs[link.target][consumer_index]
             expected[message] = _Expected(link, producer, consumer)
-    except (ScheduleError, KeyError):
+    except ScheduleError:
         return []
     located: dict[tuple[Direction, Message], list[_Located]] = defaultdict(list)
     for rank, program in enumerate(lowered.programs):
@@ -99,7 +98,7 @@ def transfer_findings(schedule: Schedule, lowered: LoweredSchedule) -> list[Find
             if isinstance(action, Transfer):
                 located[action.direction, action.message].append(_Located(rank, place, action))
     findings = [*islice(_one_transfer(schedule, lowered, expected, located), _MAX_FINDINGS)]
-    return findings or [*_receive_order(lowered)] or [*_no_cycle(lowered)]
+    return findings or [*_receive_order(lowered)] or [*_no_cycle(schedule, lowered)]
 
 
 def _one_transfer(
@@ -247,53 +246,15 @@ def _receive_order(lowered: LoweredSchedule) -> Iterator[Finding]:
                 break
 
 
-def waits_of(
-    lowered: LoweredSchedule,
-) -> tuple[list[tuple[int, Action]], list[list[int]], dict[Link, list[tuple[int, int]]]]:
-    """Build the dependency graph of ops and transfers for unbounded channels.
-
-    The transfers must have passed the rules `one transfer` and `receive order`.
-
-    Returns:
-        Rank and action of each node; the nodes that each waits for; and per link the nodes of the
-        send and the receive of every message.
-    """
-    first, nodes = [0], []
-    for rank, program in enumerate(lowered.programs):
-        nodes += [(rank, action) for action in program]
-        first.append(len(nodes))
-    waits = [[node - 1] if node > first[rank] else [] for node, (rank, _) in enumerate(nodes)]
-    consumers = {
-        (rank, message): first[rank] + place for rank, place, message in _consumers(lowered)
-    }
-    pairs: dict[Link, list[tuple[int, int]]] = {}
-    for link, (sends, receives) in _links(lowered).items():
-        pairs[link] = []
-        for send, receive in zip(sends, receives, strict=True):
-            send_node = first[send.rank] + send.place
-            pairs[link].append((send_node, first[receive.rank] + receive.place))
-            waits[consumers[link.target, send.transfer.message]].append(send_node)
-    return nodes, waits, pairs
-
-
-def _consumers(lowered: LoweredSchedule) -> Iterator[tuple[int, int, Message]]:
-    """Yield rank and place of the op that consumes each message."""
-    places: list[list[int]] = []
-    for program in lowered.programs:
-        places.append([place for place, action in enumerate(program) if isinstance(action, Op)])
-    for link, message, _, consumer_index in messages(ops_alone(lowered)):
-        yield link.target, places[link.target][consumer_index], message
-
-
-def _no_cycle(lowered: LoweredSchedule) -> Iterator[Finding]:
+def _no_cycle(schedule: Schedule, lowered: LoweredSchedule) -> Iterator[Finding]:
     """Check that the programs finish, with any number of messages in flight."""
-    nodes, waits, _ = waits_of(lowered)
-    blocked = set(Graph((), (), tuple(map(tuple, waits))).order()[1])
+    graph = ActionGraph.of(schedule, lowered, receives_block=False)
+    blocked = set(graph.blocked())
     reported_ranks: set[int] = set()
     for node in sorted(blocked):
-        rank, action = nodes[node]
-        for predecessor in waits[node]:
-            peer_rank, awaited = nodes[predecessor]
+        rank, action = graph.nodes[node]
+        for predecessor in graph.waits[node]:
+            peer_rank, awaited = graph.nodes[predecessor]
             if predecessor in blocked and peer_rank != rank and rank not in reported_ranks:
                 reported_ranks.add(rank)
                 yield Finding(

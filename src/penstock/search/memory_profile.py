@@ -10,9 +10,9 @@ from typing import final
 import numpy as np
 
 from penstock.schedule.arrays import Array
+from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.op import Kind, Schedule
 from penstock.simulate.costs import Costs
-from penstock.simulate.dependencies import dependencies_of
 from penstock.simulate.memory_curves import Changes
 from penstock.simulate.simulate import tables_of
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from penstock.errors import SettingError
 from penstock.schedule.arrays import Array
+from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.op import BACKWARD_STARTS
 from penstock.simulate.cost_arrays import Amounts
-from penstock.simulate.dependencies import Dependencies
 
 RECOMPUTE = ("never", "except_last", "always", "selective")
 
@@ -181,7 +181,7 @@ class Tables:
         """Set the seconds of both ops of every pair to those of the pair."""
         dependencies = self.dependencies
         first, second = dependencies.pairs, dependencies.pairs + 1
-        pair_seconds = table[:, first] + table[:, second]
+        pair_seconds = dependencies.pair_seconds(table)
         measured = self.amounts.get("forward_backward")
         if measured is not None:
             kinds = dependencies.ops.kind

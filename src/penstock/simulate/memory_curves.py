@@ -34,8 +34,8 @@ import numpy as np
 from penstock.errors import SettingError
 from penstock.event import MemoryCurve
 from penstock.schedule.arrays import Array
+from penstock.schedule.kernels import Times
 from penstock.schedule.op import ACTIVATION_MOVES, Kind
-from penstock.simulate.kernels import Times
 from penstock.simulate.lookup import Tables
 
 HOLDERS = ("weights", "gradients", "optimizer", "activations", "boundary", "recompute")

@@ -6,11 +6,11 @@ import numpy as np
 
 from penstock.event import EventArrays, Timeline, TransferArrays
 from penstock.schedule.arrays import Array
+from penstock.schedule.dependencies import Dependencies, acyclic_dependencies_of
+from penstock.schedule.kernels import Durations, Times
 from penstock.schedule.op import Schedule
 from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import Costs
-from penstock.simulate.dependencies import Dependencies, dependencies_of
-from penstock.simulate.kernels import Durations, Times
 from penstock.simulate.lookup import RECOMPUTE, Tables, recomputes
 from penstock.simulate.memory_curves import Memory, peaks_in_order
 from penstock.simulate.weight_versions import with_stream_memory
@@ -91,7 +91,7 @@ def peak_memory(
 
 def tables_of(schedule: Schedule, costs: Costs, recompute: str) -> Tables:
     """Return the lookup tables of these costs for this schedule."""
-    dependencies = dependencies_of(schedule)
+    dependencies = acyclic_dependencies_of(schedule)
     amounts = Amounts.of([costs], dependencies.stages, dependencies.numbers.tolist())
     return Tables(dependencies, with_stream_memory(amounts, schedule), recompute)
 
@@ -103,8 +103,7 @@ def times_of(tables: Tables, seconds: Array, overlap: bool, links: str) -> Times
     count = len(dependencies.ops)
     times = Times(*(np.empty(count) for _ in range(4)))
     if links == "duplex":
-        rank_free, link_free = np.zeros(dependencies.ranks), np.zeros(len(dependencies.links))
-        dependencies.walk("time_ops", dependencies.graph, durations, rank_free, link_free, times)
+        dependencies.time_ops(durations, times)
     else:
         medium = _media(dependencies, links)
         graph = dependencies.graph._replace(link=medium)

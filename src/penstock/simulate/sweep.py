@@ -12,12 +12,12 @@ from numpy.typing import ArrayLike
 from penstock.deprecation import current_names
 from penstock.errors import SettingError
 from penstock.schedule.arrays import Array, runs
+from penstock.schedule.dependencies import acyclic_dependencies_of, number_keys
+from penstock.schedule.kernel_dispatch import WORTH_LOADING, load_compiled
+from penstock.schedule.kernels import Durations, OpGraph, RankSpans, Times
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Schedule
 from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import FIELDS, LINKS, RENAMED, Costs
-from penstock.simulate.dependencies import dependencies_of, number_keys
-from penstock.simulate.kernel_dispatch import WORTH_LOADING, load_compiled
-from penstock.simulate.kernels import Durations, OpGraph, RankSpans, Times
 from penstock.simulate.lookup import Tables, recomputes
 from penstock.simulate.memory_curves import Memory, peaks_in_order
 from penstock.simulate.simulate import times_of
@@ -92,7 +92,7 @@ def simulate_many(
     parts = tuple(_batches(schedule, costs, _Mode(overlap, recompute)))
     count = sum(len(positions) for positions, _ in parts)
     makespan, span_bubble_ratio = np.zeros(count), np.zeros(count)
-    busy = np.zeros((count, dependencies_of(schedule).ranks))
+    busy = np.zeros((count, acyclic_dependencies_of(schedule).ranks))
     for positions, batch in parts:
         figures = batch.figures()
         makespan[positions], busy[positions], span_bubble_ratio[positions] = figures
@@ -103,7 +103,7 @@ def _batches(
     schedule: Schedule, costs: Sequence[Costs] | Mapping[str, ArrayLike | str | bool], mode: _Mode
 ) -> Iterator[tuple[Array, _Batch]]:
     """Yield the positions and the batch of all vectors that give the same fields."""
-    dependencies = dependencies_of(schedule)
+    dependencies = acyclic_dependencies_of(schedule)
     stages, numbers = dependencies.stages, dependencies.numbers.tolist()
     if isinstance(costs, Mapping):
         fields = current_names(costs, RENAMED, stacklevel=1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.schedule.graph import minimum_depth
+from penstock.schedule.channels import ActionGraph
 from penstock.schedule.lower import LoweredSchedule
 from penstock.schedule.op import Schedule
-from penstock.schedule.transfers import ops_alone, transfer_findings, unsound, waits_of
+from penstock.schedule.transfers import ops_alone, transfer_findings, unsound
 from penstock.verify.verify import Report, verify
 
 
@@ -40,5 +40,5 @@ def verify_lowered(
     findings = transfer_findings(schedule, lowered)
     if findings:
         raise unsound(schedule.name, findings)
-    _, waits, pairs = waits_of(lowered)
-    return replace(report, channel_depth=minimum_depth(waits, pairs))
+    graph = ActionGraph.of(schedule, lowered, receives_block=False)
+    return replace(report, channel_depth=graph.channel_depth())

@@ -11,7 +11,8 @@ import numpy as np
 
 from penstock.errors import Finding
 from penstock.schedule.arrays import op_arrays
-from penstock.schedule.graph import build_graph, channel_depth
+from penstock.schedule.channels import channel_depth
+from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.rules import needs
 from penstock.schedule.transfers import unsound
@@ -239,17 +240,20 @@ def _pairs(schedule: Schedule) -> Iterator[Finding]:
 
 def _order(schedule: Schedule) -> Iterator[Finding]:
     """Check that the programs and the transfers between them have no cycle."""
-    graph = build_graph(schedule)
-    blocked = set(graph.order()[1])
+    dependencies = dependencies_of(schedule)
+    blocked = set(dependencies.blocked.tolist())
+    if not blocked:
+        return
+    predecessors = dependencies.predecessors()
+    rank_of = dependencies.ops.rank.tolist()
     first_blocked: dict[int, int] = {}
-    for node in sorted(blocked):
-        if node < len(graph.ops):
-            first_blocked.setdefault(graph.ops[node][0], node)
-    for rank, node in first_blocked.items():
-        op = graph.ops[node][1]
+    for row in sorted(blocked):
+        first_blocked.setdefault(rank_of[row], row)
+    for rank, row in first_blocked.items():
+        op = schedule.ops[row]
         blockers = [
-            graph.work(predecessor)
-            for predecessor in graph.waits_for[node]
+            (rank_of[predecessor], schedule.ops[predecessor])
+            for predecessor in predecessors[row]
             if predecessor in blocked
         ]
         for blocking_rank, blocking_op in dict.fromkeys(blockers):

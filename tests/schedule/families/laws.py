@@ -7,8 +7,7 @@ from collections import defaultdict
 import pytest
 
 from penstock.event import Timeline
-from penstock.schedule.graph import build_graph
-from penstock.schedule.op import ACTIVATION_MOVES, Kind, Schedule
+from penstock.schedule.op import Kind, Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import Report, verify
@@ -86,18 +85,15 @@ def played(
         u: of an update.
         handing: of the links that carry an E or L.
     """
-    seconds = {
-        Kind.F: f,
-        Kind.B: b,
-        Kind.I: b / 2 if i is None else i,
-        Kind.W: b / 2 if w is None else w,
-    }
-    shares = schedule.shares
-    events = build_graph(schedule).events(
-        lambda _, op: u if op.kind is Kind.U else seconds.get(op.kind, 0) * shares[op.micro_batch],
-        lambda _, message: handing if message.kind in ACTIVATION_MOVES else 0,
+    costs = Costs(
+        forward=f,
+        backward=b,
+        input_grad=b / 2 if i is None else i,
+        weight_grad=b / 2 if w is None else w,
+        update=u,
+        evict=handing,
     )
-    return Timeline.of(events, schedule.ranks, schedule.stages)
+    return simulate_schedule(schedule, costs)
 
 
 def check_copies(schedule: Schedule) -> Report:

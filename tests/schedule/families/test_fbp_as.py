@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.schedule.families.laws import check_laws, played
 
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.graph import build_graph
 from penstock.schedule.op import Kind
+from penstock.schedule.unit_times import unit_times
 
 sizes = given(st.integers(1, 8), st.integers(1, 32))
 
@@ -34,10 +34,8 @@ def test_fbp_as_at_fixed_shares_takes_a_pipeline_of_twice_the_length(p, m):
     """
     fbp_as = schedule("fbp-as", p, m)
     paired = {op for pair in fbp_as.pairs for op in pair}
-    rows = build_graph(fbp_as).events(
-        lambda _, op: 0 if op.kind is Kind.U else 0.5 if op in paired else 1, lambda *_: 0
-    )
-    assert max(end for _, _, _, end, *_ in rows) == m + 2 * p - 1
+    times = unit_times(fbp_as, lambda op: 0 if op.kind is Kind.U else 0.5 if op in paired else 1)
+    assert times.end.max() == m + 2 * p - 1
 
 
 def test_every_stage_pairs_all_it_can():

@@ -8,8 +8,8 @@ from bisect import bisect_left, bisect_right
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import register
 from penstock.schedule.families.one_f_one_b import one_f_one_b
-from penstock.schedule.graph import build_graph
 from penstock.schedule.op import Kind, Op, Program, Schedule
+from penstock.schedule.unit_times import unit_times
 
 #: Start and end of each op.
 Times = dict[Op, tuple[float, float]]
@@ -59,8 +59,9 @@ def bpipe(stages: int, micro_batches: int, ratio: float = 2.0) -> Schedule:
         raise ScheduleError(f"bpipe takes a ratio of backward to forward above 0, not {ratio!r}")
     plain = one_f_one_b(stages, micro_batches)
     seconds = {Kind.F: 1.0, Kind.B: float(ratio)}
-    rows = build_graph(plain).events(lambda _, op: seconds.get(op.kind, 0.0), lambda *_: 0.0)
-    times = {op: (start, end) for _, op, start, end, _, target in rows if target is None}
+    start, end, *_ = unit_times(plain, lambda op: seconds.get(op.kind, 0.0))
+    spans = zip(start.tolist(), end.tolist(), strict=True)
+    times = dict(zip(plain.ops, spans, strict=True))
     programs = list(plain.programs)
     limit = -(-(stages + 2) // 2)
     half_period = (1 + ratio) / 2

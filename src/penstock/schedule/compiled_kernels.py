@@ -10,7 +10,7 @@ from typing import Any
 
 from numba import njit
 
-from penstock.simulate import kernels
+from penstock.schedule import kernels
 
 
 def _compile(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.simulate import kernels
+from penstock.schedule import kernels
 
 #: Numba is loaded for a call of this many ops, or if this many were simulated before for the same
 #: schedule.
@@ -23,7 +23,7 @@ WORTH_RETURNING = 20_000
 #: Number of ops above which a call of a compiled kernel, once loaded, is cheaper than plain Python.
 WORTH_CALLING = 30
 
-_COMPILED = "penstock.simulate.compiled_kernels"
+_COMPILED = "penstock.schedule.compiled_kernels"
 
 
 def load_compiled() -> ModuleType | None:
@@ -33,7 +33,7 @@ def load_compiled() -> ModuleType | None:
     compiled.
     """
     try:
-        from penstock.simulate import compiled_kernels as compiled
+        from penstock.schedule import compiled_kernels as compiled
     except ImportError:
         return None
     return compiled

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.simulate.slow import rich_schedules
 from tests.simulate.test_everything import rich_costs
 
+from penstock.schedule import kernel_dispatch as engine
 from penstock.schedule.catalogue import schedule
-from penstock.simulate import kernel_dispatch as engine
+from penstock.schedule.dependencies import dependencies_of
+from penstock.schedule.kernel_dispatch import load_compiled
 from penstock.simulate.costs import LINKS, Costs
-from penstock.simulate.dependencies import dependencies_of
-from penstock.simulate.kernel_dispatch import load_compiled
 from penstock.simulate.simulate import simulate_schedule, tables_of, times_of
 
 

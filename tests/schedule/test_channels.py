@@ -1,0 +1,118 @@
+"""The depth of channel that a schedule needs, against programs that are executed step by step."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import pytest
+from hypothesis import given, settings
+from tests.schedule.custom_schedules import custom_schedules, custom_streams
+
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.channels import channel_depth
+from penstock.schedule.lower import Direction, lower
+from penstock.schedule.op import Kind, Op, Schedule
+
+
+def plays_through(programs, depth, waves=None):
+    """Whether lowered programs finish when a send blocks while `depth` messages of its link are not
+    yet taken.
+
+    Plays them for real: a queue per link, ranks advanced one action at a time until none can move.
+    Depth 0 hands a message over only while the receiver stands at its receive. All ranks
+    that have a U run it together; with waves only the last U of a wave, or it waits until the others
+    have run theirs `distance` waves earlier.
+    """
+    at = [0] * len(programs)
+    queues = defaultdict(deque)
+    meetings = defaultdict(set)
+    for rank, program in enumerate(programs):
+        for action in program:
+            if isinstance(action, Op) and action.kind is Kind.U:
+                meetings[action].add(rank)
+
+    def standing(rank):
+        return programs[rank][at[rank]] if at[rank] < len(programs[rank]) else None
+
+    def moves(rank, action):
+        if isinstance(action, Op):
+            together = meetings.get(action, {rank})
+            if waves is not None and action.kind is Kind.U:
+                late = waves.distance * waves.length
+                if action.micro_batch % waves.length or late:
+                    together = {rank}
+                if action.micro_batch % waves.length == 0 and late:
+                    earlier = action._replace(micro_batch=action.micro_batch - late)
+                    if any(
+                        earlier in programs[other][at[other] :]
+                        for other in meetings.get(earlier, ())
+                    ):
+                        return set()
+            if all(standing(other) == action for other in together):
+                return together
+        elif action.direction is Direction.RECV:
+            queue = queues[action.peer, rank]
+            if queue:
+                assert queue.popleft() == action.message
+                return {rank}
+        elif depth == 0:
+            other = standing(action.peer)
+            if (
+                other is not None
+                and not isinstance(other, Op)
+                and other.direction is Direction.RECV
+                and other.peer == rank
+            ):
+                assert other.message == action.message
+                return {rank, action.peer}
+        elif len(queues[rank, action.peer]) < depth:
+            queues[rank, action.peer].append(action.message)
+            return {rank}
+        return set()
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(programs)):
+            action = standing(rank)
+            for mover in moves(rank, action) if action is not None else ():
+                at[mover] += 1
+                moved = True
+    return all(place == len(program) for place, program in zip(at, programs, strict=True))
+
+
+@given(custom_schedules() | custom_streams())
+@settings(deadline=None, max_examples=250)
+def test_channel_depth_is_the_least_with_which_blocking_channels_play_through(schedule):
+    """A depth too small hangs the user of another library; one too large refuses a schedule that
+    would run.
+    """
+    programs = lower(schedule, ahead=0).programs
+    waves = schedule.stream.waves if schedule.stream else None
+    least = next(depth for depth in range(200) if plays_through(programs, depth, waves))
+    assert channel_depth(schedule) == least
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (2, 6), (3, 5), (4, 8)])
+def test_channel_depth_of_a_family_agrees_with_blocking_channels(name, stages, micro_batches):
+    """The same claim for what is really used."""
+    family_schedule = schedule(name, stages, micro_batches)
+    programs = lower(family_schedule, ahead=0).programs
+    assert channel_depth(family_schedule) == next(
+        depth for depth in range(100) if plays_through(programs, depth)
+    )
+
+
+def test_one_f_one_b_needs_room_for_a_message_and_gpipe_none():
+    """In 1F1B two neighbours send to each other at once: with rendezvous both would stand in their
+    send for ever.
+    """
+    assert channel_depth(schedule("gpipe", 4, 8)) == 0
+    assert channel_depth(schedule("1f1b", 4, 8)) == 1
+
+
+def test_a_schedule_without_transfers_needs_no_channel():
+    """One rank, or none."""
+    assert channel_depth(schedule("1f1b", 1, 8)) == 0
+    assert channel_depth(Schedule(())) == 0
