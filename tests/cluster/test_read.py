@@ -221,7 +221,7 @@ def test_a_slip_in_a_file_of_nodes_is_refused_with_file_and_key(lab, old, new, m
             "take a preset's figures and change some, with 'like'",
         ),
         ("? [a]\n: b\n", r"lab.yaml: unknown key|lab.yaml is not YAML"),
-        ("name: 2026-13-45\n", "lab.yaml is not YAML"),
+        ("name: 2026-13-45\n", "the key 'devices_per_node' is missing"),
     ],
 )
 def test_what_is_no_cluster_of_nodes_is_refused(lab, text, message):

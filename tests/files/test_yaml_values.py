@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import FileError
-from penstock.files.yaml_values import MAX_CHARACTERS, yaml_value
+from penstock.files.yaml_values import MAX_CHARACTERS, yaml_text, yaml_value
 
 
 @pytest.mark.parametrize(
@@ -71,3 +71,19 @@ def test_a_text_beyond_any_description_is_refused_before_it_is_parsed():
     """Parsing takes 100 times the memory of the text."""
     with pytest.raises(FileError, match="1,048,577 characters, more than the 1,048,576 allowed"):
         yaml_value("a" * (MAX_CHARACTERS + 1), "lab.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1e3", "1e-3", "-2.5E6", ".5e1", "1", "1.5", "1:30", "2026-01-02", "null", "no", "<<", "=", "",
+     "*a", "&a", "!x", "a: b", "1e3\n", "e3", "- x", "~", "0x1F", "1_000", "µ", "\U0001f600"],
+)  # fmt: skip
+def test_a_text_is_written_so_that_it_reads_back_as_a_text(text):
+    """A device may be called 1e3."""
+    assert yaml_value(yaml_text({"name": text, text: [text]}), "x") == {"name": text, text: [text]}
+
+
+def test_equal_values_are_written_without_anchors():
+    """The reader would refuse them."""
+    row = {"a": [1]}
+    assert yaml_value(yaml_text([row, row]), "x") == [row, row]

@@ -42,7 +42,10 @@ def test_a_line_that_was_cut_off_is_dropped_and_written_over(run, tmp_path):
 def test_a_foreign_line_is_named(tmp_path, line):
     """Whoever edits the file is told where."""
     (tmp_path / "records.jsonl").write_text(line + "\n")
-    with pytest.raises(FileError, match=r"records.jsonl, line 1 is no record of a study"):
+    with pytest.raises(
+        FileError,
+        match=r"records.jsonl, line 1 is (no record of a study|not JSON).*remove the line$",
+    ):
         RecordFile(tmp_path)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.checkpoint.optimizer_checkpoint import Facts
 from penstock.errors import FileError, SettingError
-from penstock.files.read import read_json
+from penstock.files.read import parse_json, read_json
 from penstock.store import sync_file, sync_folder, write_json
 
 #: Schema 1, of version 0.1, has neither identity nor checksums.
@@ -33,6 +33,8 @@ _NAME = re.compile(r"step-\d{8,}-stage-\d{4,}(-copy-\d+)?-[0-9a-f]{16}\.safetens
 _MAX_STEPS = 2**53
 #: Largest header that is read, in bytes; safetensors itself has this limit.
 _MAX_HEADER_BYTES = 100_000_000
+#: Values of a header at most: 6 of each tensor, and about 20 of each parameter's optimizer state.
+_MAX_HEADER_VALUES = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,15 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class _TensorEntry:
+    """A tensor in the header of a safetensors file; the offsets are those of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Header:
     """The header of a safetensors file.
 
@@ -122,9 +133,9 @@ class Header:
         Raises:
             ValueError: the metadata does not have the form of `Facts`.
         """
-        from pydantic import TypeAdapter  # loaded here, as in the store: most runs load nothing
-
-        return TypeAdapter(dict[str, Facts]).validate_json(self.metadata.get("optimizer", "{}"))
+        text = self.metadata.get("optimizer", "{}")
+        # States of optimizers may hold infinities, such as the best loss so far.
+        return parse_json(text, dict[str, Facts], "its optimizer state", finite=False)
 
 
 # -- writing -------------------------------------------------------------------------------------
@@ -300,7 +311,7 @@ def read_header(folder: Path, name: str, index: Checkpoint) -> Header:
             raw = _header_bytes(content.read(8), content)
             size = content.seek(0, 2)
         header = _parse_header(raw)
-    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise _read_error(folder, name, error) from error
     identity = header.metadata.get("identity", "")
     if index.schema > 1 and identity != index.identity and identity:
@@ -348,7 +359,7 @@ def read_tensors(folder: Path, name: str, keys: Collection[str]) -> dict[str, Te
     try:
         with safe_open(folder / name, framework="pt") as content:
             metadata = content.metadata() or {}
-            complex_names = set(json.loads(metadata.get("complex128", "[]")))
+            complex_names = set(parse_json(metadata.get("complex128", "[]"), list[str], name))
             # Cloned, because safetensors returns views of the mapped file: they would change, or
             # crash the process, when the file is overwritten.
             tensors = {key: content.get_tensor(key).clone() for key in keys}
@@ -391,14 +402,27 @@ def _header_bytes(length: bytes, content: Any) -> bytes:
 
 
 def _parse_header(raw: bytes) -> Header:
-    """Parse a header that begins with its 8-byte length; raises what damaged JSON leads to."""
-    entries = json.loads(raw[8:])
+    """Parse a header that begins with its 8-byte length.
+
+    Raises:
+        ValueError: it is no header of a safetensors file.
+    """
+    entries = parse_json(
+        raw[8:].decode(),
+        dict[str, _TensorEntry | dict[str, str]],
+        "its header",
+        kind="header of tensors",
+        max_values=_MAX_HEADER_VALUES,
+    )
     metadata = entries.pop("__metadata__", {})
     tensors = {
-        key: (str(value["dtype"]), tuple(map(int, value["shape"])))
-        for key, value in entries.items()
+        name: (entry.dtype, entry.shape)
+        for name, entry in entries.items()
+        if isinstance(entry, _TensorEntry)
     }
-    return Header(tensors, {str(key): str(value) for key, value in metadata.items()})
+    if not isinstance(metadata, dict) or len(tensors) < len(entries):
+        raise ValueError("its header has an entry that is no tensor")
+    return Header(tensors, metadata)
 
 
 def _read_error(folder: Path, name: str, error: BaseException) -> FileError:

@@ -5,7 +5,6 @@ All mismatches are collected, so that one error message lists them.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.checkpoint_files import Checkpoint, Header, RuleFacts
+from penstock.errors import FileError
+from penstock.files.json_values import json_value
 from penstock.modules.state_names import prefix_of, state_of
 from penstock.optim.schedulers import Schedulers
 from penstock.stage import stage_state as state
@@ -228,8 +229,8 @@ def saved_kind(kinds: Sequence[str], number: int) -> str | None:
 def plain_json(text: str) -> Any:
     """Parse a JSON text; None if it is not valid JSON."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return json_value(text, "the state", finite=False)
+    except FileError:
         return None
 
 

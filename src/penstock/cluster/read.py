@@ -23,13 +23,10 @@ all are busy over seconds alone), source. A link's: like, latency, bandwidth, sh
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from penstock.cluster.device import Device, Link
 from penstock.cluster.entries import DEVICE_KEYS, LINK_KEYS, read_device, read_link
@@ -37,7 +34,9 @@ from penstock.cluster.fields import MAX_DEVICES, Fields, parse_count, parse_text
 from penstock.cluster.local import LOOPBACK
 from penstock.cluster.machines import Cluster
 from penstock.cluster.presets import Presets
-from penstock.errors import ClusterError, SettingError, UnknownName
+from penstock.errors import ClusterError, FileError, SettingError, UnknownName
+from penstock.files.text import read_text
+from penstock.files.yaml_values import yaml_value
 
 #: Keys of a description with equal nodes, and of one that lists its nodes.
 _UNIFORM_KEYS = ("name", "devices_per_node", "devices", "inside", "between", "source")
@@ -45,25 +44,6 @@ _MIXED_KEYS = ("name", "nodes", "node_of", "inside", "between", "source")
 
 #: The devices of a node, and its inside link if it has one.
 _Node = tuple[list[Device], Link | None]
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """A loader that refuses duplicate keys; PyYAML itself would silently use the last one."""
-
-
-def _construct_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    """Construct a mapping unless it has a duplicate key."""
-    keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-    duplicates = [key for key, count in Counter(keys).items() if count > 1]
-    if duplicates:
-        raise yaml.constructor.ConstructorError(
-            None, None, f"duplicate key {duplicates[0]!r}", node.start_mark
-        )
-    loader.flatten_mapping(node)
-    return loader.construct_mapping(node, deep=True)
-
-
-_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -74,14 +54,9 @@ def read_cluster(path: Path) -> Cluster:
             and key.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        description = yaml.load(text, _StrictLoader)  # noqa: S506 - a SafeLoader
-    except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(
-            f"cannot read the cluster {path}: {getattr(error, 'strerror', None) or error}"
-        ) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ClusterError(f"{path} is not YAML: {error}") from error
+        description = yaml_value(read_text(path, "cluster"), str(path))
+    except FileError as error:
+        raise ClusterError(str(error)) from error
     return build_cluster(description, str(path), Presets.load())
 
 

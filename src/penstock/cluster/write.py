@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-import yaml
-
 from penstock.cluster.device import Device, Link
 from penstock.cluster.fields import (
     UNLIMITED,
@@ -18,6 +16,7 @@ from penstock.cluster.fields import (
     parse_memory,
 )
 from penstock.cluster.machines import Cluster
+from penstock.files.yaml_values import yaml_text
 
 _BYTES = (("GB", 1e9), ("GiB", 2**30), ("MB", 1e6), ("MiB", 2**20))
 _RATES = (("GB/s", 1e9), ("MB/s", 1e6), ("B/s", 1.0))
@@ -40,16 +39,7 @@ def yaml_of(cluster: Cluster) -> str:
         description["devices"] = _devices(cluster.devices)
     description["inside"] = _link(cluster.inside)
     description["between"] = _link(cluster.between)
-    return yaml.dump(description, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-
-
-class _Dumper(yaml.SafeDumper):
-    """A dumper without anchors: equal devices are written in full at every place."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        """Never use an anchor."""
-        del data
-        return True
+    return yaml_text(description)
 
 
 def _nodes(cluster: Cluster) -> list[dict[str, Any]]:

@@ -18,21 +18,24 @@ MAX_INTEGER = 2**64
 _NUL_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
-def json_value(text: str, source: str) -> Any:
+def json_value(text: str, source: str, *, finite: bool = True, max_values: int = MAX_VALUES) -> Any:
     """Parse a JSON text into plain values.
 
     Args:
         text: the JSON.
         source: its place, with which every message begins.
+        finite: whether to refuse NaN and infinities.
+        max_values: a text with more values is refused before it is parsed.
 
     Raises:
-        FileError: the text is not JSON, has a duplicate key, more than `MAX_VALUES` values, too
+        FileError: the text is not JSON, has a duplicate key, more than `max_values` values, too
             many levels, or a number that is not finite or has more than 64 bits.
     """
     # Counted before parsing, which would take the memory. Commas within texts count as well.
     count = text.count(",") + text.count("[") + text.count("{")
-    if count > MAX_VALUES:
-        raise FileError(f"{source} has {count:,} values, more than the {MAX_VALUES:,} allowed")
+    if count > max_values:
+        raise FileError(f"{source} has {count:,} values, more than the {max_values:,} allowed")
+    parse_float = finite_number if finite else float
     try:
         check_characters(text)
         if "u0000" in text and _NUL_ESCAPE.search(text):
@@ -40,8 +43,8 @@ def json_value(text: str, source: str) -> Any:
         return json.loads(
             text,
             object_pairs_hook=_mapping,
-            parse_float=finite_number,
-            parse_constant=finite_number,
+            parse_float=parse_float,
+            parse_constant=parse_float,
             parse_int=bounded_integer,
         )
     except RecursionError as error:

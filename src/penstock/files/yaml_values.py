@@ -1,4 +1,4 @@
-"""Parse YAML strictly: plain values only, without duplicate keys, anchors, merge keys and tags.
+"""Parse and write YAML strictly: plain values only, without duplicate keys, anchors, merge keys and tags.
 
 Anchors are refused because a few lines of them describe a structure that fills any memory. Numbers
 such as 1e-3 are numbers, as in YAML 1.2 and in JSON; PyYAML itself reads them as texts. Dates
@@ -27,7 +27,7 @@ _MAX_DEPTH = 40
 _PREFIX = "tag:yaml.org,2002:"
 _PLAIN_TAGS = frozenset(_PREFIX + name for name in ("null", "bool", "int", "float", "str"))
 #: A number with an exponent, which PyYAML reads as a text without a dot or a sign.
-_EXPONENT = re.compile(r"[-+]?(?:\d+|\d+\.\d*|\.\d+)[eE][-+]?\d+")
+_EXPONENT = re.compile(r"[-+]?(?:\d+|\d+\.\d*|\.\d+)[eE][-+]?\d+$")
 #: Digits between colons, which PyYAML reads to base 60.
 _SIXTIES = re.compile(r"[-+]?\d[\d_]*(?::\d+)+(?:\.\d*)?")
 
@@ -149,3 +149,22 @@ def yaml_value(text: str, source: str) -> Any:
 def _problem(error: yaml.MarkedYAMLError) -> str:
     """Return what an error says, on one line."""
     return shorten(", ".join(filter(None, (error.context, error.problem))), 200)
+
+
+class _Dumper(yaml.SafeDumper):
+    """A dumper without anchors: equal values are written in full at every place."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Never use an anchor."""
+        del data
+        return True
+
+
+# Texts that look like a number with an exponent are put in quotes.
+_Dumper.add_implicit_resolver(_PREFIX + "float", _EXPONENT, list("+-.0123456789"))
+
+
+def yaml_text(value: object) -> str:
+    """Return plain values as YAML that `yaml_value` reads back equal."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return text

@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from penstock.errors import FileError
+from penstock.files.read import parse_json
+from penstock.files.text import read_text
 from penstock.study.experiment import Case, Group
 
 #: Decimals to which losses are stored.
@@ -50,6 +51,14 @@ class Measured:
 Entry = Record | Measured
 
 
+@dataclass(frozen=True)
+class _Line:
+    """A line of the file: one of the two kinds of entries."""
+
+    record: Record | None = None
+    measured: Measured | None = None
+
+
 class RecordFile:
     """The file `records.jsonl` of a study's folder: one line of JSON per record.
 
@@ -68,14 +77,14 @@ class RecordFile:
             folder.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8"):
                 pass
-            text = self.path.read_text(encoding="utf-8")
+            text = read_text(self.path, "records of the study")
             # An incomplete last line is left by a power cut: drop it, so that its case runs again.
             complete = text[: text.rfind("\n") + 1]
             if complete != text:
                 self.path.write_text(complete, encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise FileError(
-                f"cannot store records in {folder}: {getattr(error, 'strerror', None) or error}"
+                f"cannot store records in {folder}: {error.strerror or error}"
             ) from error
         self.records: dict[str, Record] = {}
         self.measured: dict[Group, float] = {}
@@ -115,18 +124,15 @@ def _parse_line(line: str, location: str) -> Entry:
     Raises:
         FileError: the line is no record; the message names `location`.
     """
-    from pydantic import TypeAdapter, ValidationError
-
-    kinds: dict[str, Any] = {"record": Record, "measured": Measured}
     try:
-        ((name, value),) = json.loads(line).items()
-        entry: Entry = TypeAdapter(kinds[name]).validate_json(json.dumps(value), strict=True)
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        reason = "unknown kind of line"
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            reason = f"{first['loc']}: {first['msg']}"
+        # A run that diverged has losses that are not finite.
+        entries = parse_json(line, _Line, location, kind="record of a study", finite=False)
+    except FileError as error:
+        raise FileError(f"{error}: use another folder, or remove the line") from error
+    entry = entries.record or entries.measured
+    if entry is None or (entries.record and entries.measured):
         raise FileError(
-            f"{location} is no record of a study ({reason}): use another folder, or remove the line"
-        ) from error
+            f"{location} is no record of a study: it has neither or both of 'record' and "
+            "'measured': use another folder, or remove the line"
+        )
     return entry
