@@ -198,6 +198,50 @@ def play(name: str, graph_cell: GraphCell) -> Row:
     return row
 
 
+def play_gradients(name: str) -> Row:
+    """Capture the gradients of a batch, as the GPU benchmark does: all stages on one rank, in the
+    caller's thread, and gradients that are there before the capture and are added to.
+
+    The loss counts class indices, of which `loss_weight` tells how many there are.
+    """
+    row = Row(name)
+    order = "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1 0U1 1U1"
+    pipe = ps.Pipeline(
+        cells.plain_model(),
+        loss=functional.cross_entropy,
+        loss_weight=len,
+        balance=[4, 4],
+        schedule=ps.Schedule.parse(f"rank 0 | {order}"),
+        device=lookalike.DEVICE,
+        deadline_s=30.0,
+    )
+    parameters = dict(pipe.named_parameters())
+    x, y = (tensor.to(lookalike.DEVICE) for tensor in cells.vectors())
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(WARM):
+        pipe.train_batch(x, y, update=False)
+    graph = lookalike.Graph()
+    with graph:
+        pipe.train_batch(x, y, update=False)
+    row.ops = len(graph)
+    gradients = []
+    x.copy_(x.roll(1, 0) * 2)
+    for run in (graph.replay, partial(pipe.train_batch, x, y, update=False)):
+        for parameter in parameters.values():
+            parameter.grad.zero_()
+        run()
+        gradients.append(
+            {key: cells.on_host(value.grad).clone() for key, value in parameters.items()}
+        )
+    pipe.close()
+    captured, eager = gradients
+    row.differences = [key for key in eager if not torch.equal(captured[key], eager[key])]
+    if not all(value.abs().max() > 0 for value in eager.values()):
+        row.error = "no gradients"
+    return row
+
+
 def main(words: list[str]) -> None:
     """Run all cells, or those with one of these words in their names."""
     for name, graph_cell in graph_cells().items():
@@ -209,6 +253,9 @@ def main(words: list[str]) -> None:
             traceback.print_exc()
             row = Row(name, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
         print(json.dumps(dataclasses.asdict(row)), flush=True)
+    name = "gradients of one rank"
+    if not words or any(word in name for word in words):
+        print(json.dumps(dataclasses.asdict(play_gradients(name))), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ CAPTURED = [
     *(f"{size}, tied weights, clipping" for size in SIZES),
     "batch norm",
     "Adam, capturable",
+    "gradients of one rank",
 ]
 
 #: What the host decides anew in every step: a graph repeats the old decision.
@@ -43,7 +44,7 @@ def test_n14_a_captured_step_does_what_the_eager_one_does_with_another_batch(gra
     """Whole steps of all stages, with their updates: losses and weights to the bit."""
     row = graph_rows[cell]
     assert not row["error"], row["error"]
-    assert row["ops"] > 100
+    assert row["ops"] > 50
     assert row["differences"] == []
 
 

@@ -16,6 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
+import penstock as ps
+
 ROOT = Path(__file__).parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
 RUN = GPU / "run.py"
@@ -108,7 +110,14 @@ def kit():
     """The benchmark's modules, which stand beside its run.py and not in a package."""
     before = set(sys.modules)
     sys.path.insert(0, str(GPU))
-    names = ("kit.results", "kit.expected", "kit.timing", "kit.workloads", "run")
+    names = (
+        "kit.results",
+        "kit.expected",
+        "kit.one_rank",
+        "kit.timing",
+        "kit.workloads",
+        "run",
+    )
     yield SimpleNamespace(**{name.split(".")[-1]: importlib.import_module(name) for name in names})
     while str(GPU) in sys.path:
         sys.path.remove(str(GPU))
@@ -169,6 +178,27 @@ def test_what_needs_cuda_says_so_and_nothing_claims_a_gpu(smoke):
     assert rows["communicator"]["status"] == "not on this machine"
     assert smoke.results["device"] == "cpu"
     assert {row["verdict"] for row in smoke.results["expected"]} == {"missing"}
+
+
+def test_a_rank_that_is_played_alone_holds_what_it_holds_among_the_others(smoke):
+    """To the byte, by Penstock's own account: a plan for several GPUs can be tried on one."""
+    (part,) = [part for part in smoke.results["sections"] if part["name"] == "fidelity"]
+    rows = [row for row in part["rows"] if row["row"].startswith("rehearse 4 ranks")]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["alone_MiB"] == row["together_MiB"]
+        assert all(mebibytes > 0 for mebibytes in row["alone_MiB"])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 3), (4, 1), (4, 8)])
+def test_all_ranks_in_turn_are_a_sound_schedule_of_the_same_ops(kit, name, stages, micro_batches):
+    """Nothing is left out, and every op comes after those that it depends on."""
+    schedule = ps.schedule(name, stages=stages, micro_batches=micro_batches)
+    one = kit.one_rank.all_in_turn(schedule)
+    assert one.ranks == 1
+    assert sorted(one.programs[0]) == sorted(op for ops in schedule.programs for op in ops)
+    ps.verify(one)
 
 
 def test_the_summary_is_printed_last_and_kept(smoke):

@@ -1,6 +1,4 @@
-"""Steps captured as CUDA graphs by plain PyTorch: what graphs of a pipeline have to be held
-against.
-"""
+"""Steps captured as CUDA graphs: of plain PyTorch, and of a pipeline."""
 
 from __future__ import annotations
 
@@ -9,8 +7,10 @@ from collections.abc import Callable
 
 import torch
 
+import penstock as ps
+from kit.one_rank import all_in_turn
 from kit.systems import Gradients, System
-from kit.workloads import Cell
+from kit.workloads import STAGES, Cell, equal_cut
 
 #: Eager runs before a capture: allocators and libraries have what they need then.
 WARM = 3
@@ -95,6 +95,39 @@ def whole_step(cell: Cell, device: torch.device) -> System:
     return _system(model, graph.replay, update, capture_s)
 
 
+def penstock_step(cell: Cell, device: torch.device) -> System:
+    """1F1B of four stages, all micro-batches in one graph; the optimizer runs eagerly.
+
+    Penstock has no option for it: a schedule of one rank runs in the caller's thread, and does not
+    look at the device in a steady step where it is told how much micro-batches count.
+    """
+    model = cell.first_model().to(device)
+    x, y = cell.first_batch(device)
+    schedule = ps.schedule("1f1b", stages=STAGES, micro_batches=cell.micro_batches)
+    pipe = ps.Pipeline(
+        model,
+        loss=cell.loss,
+        loss_weight=len,
+        balance=equal_cut(len(model)),
+        schedule=all_in_turn(schedule),
+        autocast=cell.autocast,
+        executor="threads",
+        device=device,
+    )
+    _make_gradients(model)
+    optimizer = cell.make_optimizer(model.parameters())
+    graph, capture_s = capture(lambda: pipe.train_batch(x, y, update=False), device)
+    optimizer.zero_grad(set_to_none=False)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    system = _system(model, graph.replay, update, capture_s)
+    system.close = pipe.close
+    return system
+
+
 def _make_gradients(model: torch.nn.Module) -> None:
     """Gradients that a captured backward adds to: their memory has to be there before it is
     captured.
@@ -104,7 +137,7 @@ def _make_gradients(model: torch.nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def capture(run: Callable[[], None], device: torch.device) -> tuple[torch.cuda.CUDAGraph, float]:
+def capture(run: Callable[[], object], device: torch.device) -> tuple[torch.cuda.CUDAGraph, float]:
     """`run` as a graph, and the seconds that its making took."""
     started = time.perf_counter()
     side = torch.cuda.Stream(device)

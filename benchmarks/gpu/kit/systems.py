@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from kit.one_rank import all_in_turn
 from kit.workloads import STAGES, Cell, equal_cut
+from penstock.event import Timeline
 
 Gradients = dict[str, Tensor]
 
@@ -26,8 +28,7 @@ class System:
         parameters: by their names in the plain model.
         step: both, as one call.
         close: ends its threads.
-        own_peak_bytes: the pipeline's own account of the last step, summed over ranks, where it has
-        one.
+        timeline: of the last step, where it is a pipeline with one.
     """
 
     gather: Callable[[], object]
@@ -35,7 +36,7 @@ class System:
     parameters: Mapping[str, nn.Parameter]
     step: Callable[[], object]
     close: Callable[[], object] = lambda: None
-    own_peak_bytes: Callable[[], int | None] = lambda: None
+    timeline: Callable[[], Timeline | None] = lambda: None
 
     def gradients(self) -> Gradients:
         """Gradients of one batch at the first weights, in float32. Nothing is updated.
@@ -141,17 +142,13 @@ def pipeline(cell: Cell, device: torch.device, **words: object) -> System:
     x, y = cell.first_batch(device)
     parameters = {names.get(id(value), name): value for name, value in pipe.named_parameters()}
 
-    def own_peak_bytes() -> int | None:
-        peaks = pipe.timeline().peak_memory
-        return None if peaks is None else sum(peaks)
-
     return System(
         lambda: pipe.train_batch(x, y, update=False),
         pipe.update,
         parameters,
         lambda: pipe.train_batch(x, y),
         pipe.close,
-        own_peak_bytes,
+        pipe.timeline,
     )
 
 
@@ -163,6 +160,12 @@ def penstock_1f1b(cell: Cell, device: torch.device) -> System:
 def penstock_gpipe(cell: Cell, device: torch.device) -> System:
     """Threads, GPipe."""
     return pipeline(cell, device, schedule="gpipe")
+
+
+def penstock_inline(cell: Cell, device: torch.device) -> System:
+    """1F1B of four stages in the caller's thread: what a single GPU needs."""
+    schedule = ps.schedule("1f1b", stages=STAGES, micro_batches=cell.micro_batches)
+    return pipeline(cell, device, schedule=all_in_turn(schedule), micro_batches=None)
 
 
 def penstock_pipe(cell: Cell, device: torch.device, checkpoint: str = "never") -> System:
@@ -268,6 +271,7 @@ SYSTEMS: dict[str, Make] = {
     "plain accumulate": plain_accumulate,
     "penstock threads 1f1b": penstock_1f1b,
     "penstock threads gpipe": penstock_gpipe,
+    "penstock inline": penstock_inline,
     "penstock Pipe never": penstock_pipe,
     "penstock Pipe except_last": penstock_pipe_except_last,
     "torchgpipe never": torchgpipe,

@@ -10,6 +10,8 @@ from kit.section import Section
 from kit.timing import seconds_of
 from torch import Tensor
 
+from penstock.measure.card_check import TorchDriver, check_cards
+
 
 def measure(section: Section) -> None:
     """Versions, memory, launches, copies, matrix products."""
@@ -26,12 +28,14 @@ def measure(section: Section) -> None:
         "pageable d2h",
         "copy on the device",
         "launch by graph",
+        "card check",
     ):
         section.attempt("memory", lambda: _memory(section))
         section.attempt("launch", lambda: _launch(section))
         section.attempt("event", lambda: _event(section))
         _copies(section)
         section.attempt("launch by graph", lambda: _graph(section))
+        section.attempt("card check", _check)
 
 
 def _versions(section: Section) -> dict[str, object]:
@@ -48,6 +52,13 @@ def _versions(section: Section) -> dict[str, object]:
         versions["bf16"] = torch.cuda.is_bf16_supported()
         versions["devices"] = torch.cuda.device_count()
     return versions
+
+
+def _check() -> dict[str, object]:
+    """What `penstock doctor` finds: whether another process can open the card's memory, and NCCL."""
+    report = check_cards(TorchDriver())
+    status = "measured" if report.sound else "wrong"
+    return {"status": status, "nccl": report.nccl, "cards": [str(card) for card in report.cards]}
 
 
 def _memory(section: Section) -> dict[str, object]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from kit.rehearsal import rehearse
 from kit.section import Section
 from kit.systems import pipeline
 from kit.timing import time_in_turns
@@ -21,6 +22,9 @@ from penstock.profile.profile import Profile
 from penstock.search.best_plan import plan_proposal
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
+
+#: How far the memory of a rank that is played alone may be off.
+MEMORY_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,10 @@ def measure(section: Section) -> None:
         for one in predictions:
             section.attempt(one.label, lambda one=one: _run(section, one), least_s=3)
             section.free()
-    section.not_built("inline", "graphs", "rehearse of 4 ranks")
+    for cell in (gpt2(smoke=small, micro_batches=4), vgg19(smoke=small)):
+        name = f"rehearse {STAGES} ranks, {cell.label}"
+        section.attempt(name, lambda cell=cell: _rehearsed(section, cell), least_s=6)
+        section.free()
 
 
 def _predictions(section: Section, cell: Cell, counts: list[int], batch: int) -> list[Prediction]:
@@ -125,10 +132,44 @@ def _run(section: Section, predicted: Prediction) -> dict[str, object]:
         row["allocated_MiB"] = allocated / 2**20
         row["reserved_MiB"] = torch.cuda.max_memory_reserved(section.device) / 2**20
         row["predicted_to_allocated"] = predicted.peak_bytes / allocated
-    own_peak = system.own_peak_bytes()
-    if own_peak is not None:
+    timeline = system.timeline()
+    if timeline is not None and timeline.peak_memory is not None:
+        own_peak = sum(timeline.peak_memory)
         row["own_account_MiB"] = own_peak / 2**20
         if section.on_gpu:
             row["own_to_allocated"] = own_peak / allocated
     system.close()
+    return row
+
+
+def _rehearsed(section: Section, cell: Cell) -> dict[str, object]:
+    """Each rank alone, against the same rank among the others: its memory by Penstock's own account
+    must be the same, its seconds without the others' kernels between them are less.
+    """
+    warm = 1 if section.smoke else 3
+    alone = []
+    for rank in range(STAGES):
+        alone.append(rehearse(cell, rank, section.device, warm))
+        section.free()
+    together = pipeline(cell, section.device)
+    for _ in range(warm + 1):
+        together.step()
+    timeline = together.timeline()
+    together.close()
+    assert timeline is not None
+    peaks = timeline.peak_memory
+    assert peaks is not None
+    memory_error = max(
+        abs(one.own_peak_bytes / peak - 1) for one, peak in zip(alone, peaks, strict=True)
+    )
+    row: dict[str, Any] = {
+        "status": "measured" if memory_error < MEMORY_TOLERANCE else "wrong",
+        "alone_busy_ms": [one.busy_s * 1e3 for one in alone],
+        "together_busy_ms": [seconds * 1e3 for seconds in timeline.busy],
+        "alone_MiB": [one.own_peak_bytes / 2**20 for one in alone],
+        "together_MiB": [peak / 2**20 for peak in peaks],
+        "largest_memory_error": memory_error,
+    }
+    if section.on_gpu:
+        row["alone_allocated_MiB"] = [(one.allocated_bytes or 0) / 2**20 for one in alone]
     return row

@@ -1,8 +1,8 @@
-"""CUDA graphs of the cells of section one_gpu, by plain PyTorch; Penstock's own where it has them."""
+"""CUDA graphs of the cells of section one_gpu: of plain PyTorch, and of a pipeline's step."""
 
 from __future__ import annotations
 
-from kit.graphs import micro_batch, whole_step
+from kit.graphs import micro_batch, penstock_step, whole_step
 from kit.section import Section
 from kit.systems import Make, compile_reduce_overhead, plain, plain_accumulate
 from kit.table import measure_cell
@@ -13,6 +13,7 @@ SYSTEMS: dict[str, Make] = {
     "plain accumulate": plain_accumulate,
     "plain graph of a micro-batch": micro_batch,
     "plain graph of the step": whole_step,
+    "penstock graph of the step": penstock_step,
 }
 
 
@@ -21,7 +22,6 @@ def measure(section: Section) -> None:
     small = section.smoke
     cells = [mlp(smoke=small), vgg19(smoke=small), gpt2(smoke=small)]
     for cell in cells:
-        section.not_built(f"{cell.label} penstock graphs")
         names = [f"{cell.label} {name}" for name in SYSTEMS]
         if not section.needs_gpu(*names):
             continue

@@ -11,11 +11,18 @@ import torch.distributed as dist
 from kit.section import Section, words_of
 
 import penstock as ps
+from penstock.ranks.process_world import join
+from penstock.transport.device_discovery import assign_device
 
 
 def measure(section: Section) -> None:
     """Rows for a communicator, a message to oneself, and two ranks on a card."""
-    names = ("communicator", "self send and receive", "two ranks on one card, plain NCCL")
+    names = (
+        "communicator",
+        "self send and receive",
+        "two ranks on one card, plain NCCL",
+        "two ranks on one card, Penstock",
+    )
     if not section.needs_gpu(*names):
         return
     section.attempt(names[0], lambda: _communicator(section))
@@ -23,7 +30,7 @@ def measure(section: Section) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     section.attempt(names[2], _two_ranks, least_s=8)
-    section.not_built("two ranks on one card, refused by Penstock")
+    section.attempt(names[3], _assigned, least_s=8)
 
 
 def _free(device: torch.device) -> int:
@@ -70,6 +77,21 @@ def _two_ranks() -> dict[str, object]:
     refused = [word for word in words if word]
     status = "measured" if refused else "wrong"
     return {"status": status, "words": refused[:1], "s": time.perf_counter() - started}
+
+
+def _assigned() -> dict[str, object]:
+    """What Penstock does instead: messages through host memory, said in one line."""
+    lines = ps.launch(_assign, 2, "cuda:0", threads=1)
+    names = [transport for transport, _ in lines]
+    status = "measured" if names == ["host memory"] * 2 else "wrong"
+    return {"status": status, "words": lines[1][1]}
+
+
+def _assign(device: str) -> tuple[str, str]:
+    """The transport of a rank, and the line that is logged."""
+    join()
+    assignment = assign_device(device)
+    return assignment.transport, assignment.line
 
 
 def _reduce() -> str:

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from kit.section import Section, words_of
 from kit.systems import pipeline
-from kit.timing import time_steps
+from kit.timing import seconds_of, time_steps
 from kit.workloads import STAGES, equal_cut, gpt2
 
 import penstock as ps
 from penstock.ranks.process_world import join
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
+from penstock.transport.collectives import barrier
 from penstock.transport.payload import Payload
 from penstock.transport.same_host import SameHostTransport
 
@@ -39,7 +40,7 @@ def measure(section: Section) -> None:
     device, smoke = str(section.device), section.smoke
     sizes = dict(list(SIZES.items())[:2]) if smoke else SIZES
     section.attempt("gpt2 1f1b, 2 processes", lambda: _two(section, sizes), least_s=8)
-    section.not_built("message by CUDA IPC")
+    section.attempt("CUDA IPC by hand", lambda: _by_ipc(section, sizes), least_s=8)
     section.attempt("rank killed", lambda: _killed(device, smoke=smoke), least_s=8)
     name = f"gpt2 1f1b, {STAGES} processes"
     if smoke:
@@ -100,6 +101,53 @@ def _messages(sizes: dict[str, int], device: str) -> dict[str, float]:
         medians[name] = statistics.median(seconds)
     transport.close()
     return medians
+
+
+def _by_ipc(section: Section, sizes: dict[str, int]) -> dict[str, object]:
+    """A row for each size: what a copy into another process's memory takes, on the CPU that of
+    shared host memory. Penstock has no transport that does this on a GPU.
+    """
+    results = ps.launch(_ipc_copies, 2, sizes, str(section.device), threads=1)
+    for name, seconds in results[0].items():
+        speed = sizes[name] / seconds / 1e9
+        section.row(f"message {name}, CUDA IPC by hand", us=seconds * 1e6, GB_per_s=speed)
+    arrived = set(results[1].values()) == {1.0}
+    return {"status": "measured" if arrived else "wrong", "sizes": len(sizes)}
+
+
+def _ipc_copies(sizes: dict[str, int], device: str) -> dict[str, float]:
+    """In each of two ranks: rank 1 exports memory, rank 0 copies into it. Rank 0 returns the median
+    seconds of a copy by size, rank 1 the least number in its memory afterwards, which is 1.
+    """
+    join()
+    rank, place = dist.get_rank(), torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    results = {}
+    for name, nbytes in sizes.items():
+        slot = torch.zeros(nbytes // 4, device=place)
+        exported = [_exported(slot) if rank else None]
+        dist.broadcast_object_list(exported, src=1, device=torch.device("cpu"))
+        if rank == 0:
+            opener, handle = exported[0]
+            storage = getattr(torch.UntypedStorage, opener)(*handle)
+            target = torch.empty(0, device=place).set_(storage)
+            source = torch.ones_like(target)
+            work = lambda target=target, source=source: target.copy_(source)  # noqa: E731
+            results[name] = seconds_of(work, place, times=5)
+            del storage, target, work
+        barrier()
+        if rank:
+            results[name] = float(slot.min())
+    return results
+
+
+def _exported(tensor: torch.Tensor) -> tuple[str, tuple[object, ...]]:
+    """How another process opens a tensor's memory: a method of storages, and its arguments."""
+    storage = tensor.untyped_storage()
+    if tensor.is_cuda:
+        return "_new_shared_cuda", storage._share_cuda_()
+    return "_new_shared_filename_cpu", storage._share_filename_cpu_()
 
 
 def _pipe(device: str, ranks: int, *, smoke: bool) -> tuple[ps.Pipeline, object, object]:
