@@ -159,10 +159,10 @@ DEFECTS = [
         ("tests/simulate/test_simulate.py", "tests/simulate/test_everything.py"),
     ),
     Defect(
-        "simulate: second input ignored",
+        "simulate: updates of replicas do not wait for the slowest rank",
         "simulate/kernels.py",
-        "            if second_input[op] >= 0:\n                begin = max(",
-        "            if second_input[op] < -1:\n                begin = max(",
+        "            begin = max(begin, free[rank[op]])\n            source",
+        "            begin = free[rank[op]]\n            source",
         ("tests/simulate/test_simulate.py", "tests/simulate/test_everything.py"),
     ),
     Defect(
