@@ -104,7 +104,7 @@ KINDS = {
         "A model",
         ("tests/zoo/test_catalogue.py", "tests/tracing/test_traced_chain.py"),
     ),
-    "option": Kind("training option", "A training option", ()),
+    "option": Kind("training option", "An option of training", ()),
 }
 
 
@@ -278,7 +278,7 @@ def main(names: list[str]) -> int:
         for request in requests[entry]:
             print(f"  still to do: {request}")
     if status or any(requests.values()):
-        recipes = sorted({entry.kind.recipe for entry in entries})
+        recipes = list(dict.fromkeys(entry.kind.recipe for entry in entries))
         print(f"not finished; see {', '.join(map(repr, recipes))} in CONTRIBUTING.md")
         return 1
     return 0

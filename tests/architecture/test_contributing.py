@@ -18,39 +18,47 @@ GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: A line that tells where the block below it goes.
-PLACE = re.compile(r"^Write `(src/penstock/[\w/]+\.py)`:\s*\Z", re.MULTILINE)
+PLACE = re.compile(r"Write\s`((?:src/penstock|tests)/[\w/]+\.py)`:\s*\Z", re.MULTILINE)
+#: A line that announces a row of the list of papers.
+ROW = re.compile(r"^Add to `docs/papers\.md`:\s*\Z", re.MULTILINE)
 
 
-def blocks() -> tuple[dict[str, str], str, str]:
-    """The files by path, the code that uses them as one script, and the output that the last block
-    shows.
+def blocks() -> tuple[dict[str, str], str, str, str]:
+    """The files by path, the code that uses them as one script, the output that the last block
+    shows, and the rows of the list of papers.
     """
     files: dict[str, str] = {}
-    script, shown = [], ""
+    script, shown, rows = [], "", ""
     for fence in FENCE.finditer(GUIDE):
         place = PLACE.search(GUIDE[: fence.start()])
         if place is not None:
             files[place[1]] = fence[2]
+        elif ROW.search(GUIDE[: fence.start()]):
+            rows += fence[2]
         elif fence[1] == "python":
             script.append(fence[2])
         elif fence[1] == "text":
             shown += fence[2]
-    return files, "\n".join(script), shown
+    return files, "\n".join(script), shown, rows
 
 
-FILES, SCRIPT, SHOWN = blocks()
+FILES, SCRIPT, SHOWN, ROWS = blocks()
+SOURCES = [path for path in FILES if path.startswith("src/")]
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """A folder with the package, its settings, and the new files in their places."""
+    """A copy of the repository with the new files in their places."""
     folder = tmp_path_factory.mktemp("contributed")
-    shutil.copytree(
-        ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
-    )
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("src", "tests", "docs", "examples", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, folder)
     for path, text in FILES.items():
         (folder / path).write_text(text, encoding="utf-8")
+    with (folder / "docs" / "papers.md").open("a", encoding="utf-8") as papers:
+        papers.write(ROWS)
     return folder
 
 
@@ -71,7 +79,7 @@ def run(copy: Path, *command: str, cwd: Path) -> str:
 
 def test_the_guide_gives_one_file_for_each_kind_and_none_is_taken():
     """An example whose name the package has would show how to change something, not how to add it."""
-    assert [path.split("/")[2] for path in FILES] == [
+    assert [path.split("/")[2] for path in SOURCES] == [
         "schedule",
         "partition",
         "weights",
@@ -90,37 +98,23 @@ def test_what_the_guide_adds_works_with_no_other_change(copy, tmp_path):
     assert run(copy, "guide.py", cwd=tmp_path) == SHOWN
 
 
-def test_the_laws_adopt_what_the_guide_adds(copy):
-    """That nothing else needs to be told of a new schedule is the design's main promise; a weight
-    rule is found likewise.
+def test_every_recipe_ends_in_a_check_that_passes(copy):
+    """That nothing else needs to be told of a new entry is the design's main promise: its tests,
+    and those of the catalogue that adopt it, are run by name.
     """
-    tests = [
-        "schedule/test_catalogue.py",
-        "weights/test_catalogue.py",
-        "conformance/test_exact_gradients.py",
-    ]
-    told = run(
-        copy,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-vv",
-        *(f"tests/{path}" for path in tests),
-        "-k",
-        "grouped-gpipe or capped-stash",
-        cwd=ROOT,
-    )
-    passed = re.findall(r"(\w+\.py)::\S*\[(grouped-gpipe|capped-stash)\S*\] PASSED", told)
-    assert {file for file, _ in passed} == {"test_catalogue.py", "test_exact_gradients.py"}
-    assert {name for _, name in passed} == {"grouped-gpipe", "capped-stash"}
+    names = re.findall(r"[Tt]hen `make check NAME=([\w-]+)`", GUIDE)
+    assert len(names) == len(SOURCES)
+    output = run(copy, "-m", "tests.check_entry", *names, cwd=copy)
+    tests = dict(re.findall(r"^([\w-]+), [\w ]+: (\d+) tests", output, re.MULTILINE))
+    assert list(tests) == names
+    # The laws adopt each entry, beside the test of the recipe; most of all those of schedules.
+    assert all(int(count) > 1 for count in tests.values()), tests
+    assert int(tests["grouped-gpipe"]) > 50
 
 
 def test_doctests_of_what_the_guide_adds_pass(copy, tmp_path):
     """The drawing in a docstring is the first thing that its reader believes."""
-    run(copy, "-m", "doctest", *(str(copy / path) for path in FILES), cwd=tmp_path)
+    run(copy, "-m", "doctest", *(str(copy / path) for path in SOURCES), cwd=tmp_path)
 
 
 def test_what_the_guide_adds_is_in_the_house_style(copy):

@@ -49,3 +49,37 @@ def test_a_receiver_wakes_when_its_time_is_over(mailboxes):
     notifier.arm()
     notifier.sleep(0.001)
     assert mailboxes[0]._words[8] == 1
+
+
+class Recorder:
+    """Stands for the words of a segment and for the lock of a fence; records their order."""
+
+    def __init__(self) -> None:
+        self.steps = []
+
+    def __getitem__(self, index):
+        """Read a word."""
+        self.steps.append("read")
+        return 0
+
+    def __setitem__(self, index, value):
+        """Write a word."""
+        self.steps.append("write")
+
+    def acquire(self):
+        """Begin the fence."""
+        self.steps.append("fence")
+
+    def release(self):
+        """End the fence."""
+
+
+def test_a_fence_stands_between_the_write_of_a_side_and_its_read(mailboxes):
+    """x86 may perform a read before an earlier write is visible: a wake-up would be lost, rarely."""
+    notifier, recorder = mailboxes[0].notifier(0), Recorder()
+    notifier._words = notifier._lock = recorder
+    notifier.notify()  # the message was written before
+    assert recorder.steps == ["fence", "read"]
+    recorder.steps.clear()
+    notifier.arm()  # the queue is read after
+    assert recorder.steps == ["write", "fence"]

@@ -81,6 +81,36 @@ def test_an_entry_without_its_sequence_number_is_not_read(ends):
     assert list(ends.reader.pending) == [16]
 
 
+class WatchedWords:
+    """Words of a segment that remember what an entry held when its sequence number was stored."""
+
+    def __init__(self, words) -> None:
+        self.words = words
+        self.entries = []
+
+    def __getitem__(self, index):
+        """Read a word."""
+        return self.words[index]
+
+    def __setitem__(self, index, value):
+        """Store a word; it is the sequence number of the entry whose other words follow it."""
+        self.entries.append(tuple(self.words[index + 1 : index + 4]))
+        self.words[index] = value
+
+
+def test_the_sequence_number_is_stored_after_the_rest_of_its_entry(ends):
+    """The receiver takes the rest for complete as soon as it sees the number."""
+    ends.writer.announce_layout(b"")
+    block = ends.writer._block
+    block.words = WatchedWords(block.words)
+    slot = ends.writer.arena.take(ends.writer.arena.pool(8))
+    for number in range(300):  # the last entry of a block links to the next one
+        ends.writer.append(number << KIND_BITS, 0, slot.place)
+    entries = block.words.entries
+    assert entries[:3] == [(number << KIND_BITS, 0, slot.place) for number in range(3)]
+    assert entries[-1][2] == ends.writer._block.place != block.place
+
+
 def test_a_sleeping_receiver_is_woken_by_notify_and_not_by_append(ends):
     """Whoever sends several messages wakes the receiver once."""
     calls = []

@@ -1,0 +1,65 @@
+"""The interpreter of programs, where a whole pipeline would not show a mistake."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.errors import StageFailed
+
+
+class FailsOnce(nn.Module):
+    """A layer that raises for negative input."""
+
+    def forward(self, x):
+        """Return the input."""
+        if bool((x < 0).any()):
+            raise ValueError("negative")
+        return x
+
+
+def test_a_failed_batch_leaves_no_values_behind():
+    """Two stages of a rank pass values to each other: they would stay in memory, and could be
+    taken for those of the next batch.
+    """
+    pipe = ps.Pipeline(
+        nn.Sequential(nn.Identity(), FailsOnce(), nn.Linear(4, 4), nn.Linear(4, 4)),
+        balance=(1, 1, 1, 1),
+        schedule=ps.Schedule.parse(
+            "0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1 1U1 0U1\n2F0 3F0 3B0 2B0 2F1 3F1 3B1 2B1 3U1 2U1"
+        ),
+        loss=nn.functional.mse_loss,
+        executor="threads",
+        device="cpu",
+    )
+    good, bad = torch.ones(4, 4), torch.tensor([[-1.0], [1.0], [1.0], [1.0]]).expand(4, 4)
+    expected = float(pipe.eval_batch(good, good))
+    with pytest.raises(StageFailed, match="negative"):
+        pipe.train_batch(bad, bad)
+    for interpreter in pipe._assembly.interpreters.values():
+        assert not interpreter._values
+        assert not interpreter._arrivals
+    assert float(pipe.eval_batch(good, good)) == expected
+
+
+def test_a_cached_program_is_not_used_for_another_one_at_the_same_address():
+    """Python gives the id of a freed program to a new one, which must run its own steps."""
+    torch.manual_seed(0)
+    pipe = ps.Pipeline(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        balance=(1, 1),
+        schedule="gpipe",
+        micro_batches=2,
+        loss=nn.functional.mse_loss,
+        executor="threads",
+        device="cpu",
+    )
+    x = torch.randn(4, 4)
+    expected = float(pipe.eval_batch(x, x))
+    for interpreter in pipe._assembly.interpreters.values():
+        assert interpreter._programs
+        for key in interpreter._programs:
+            interpreter._programs[key] = (), ()
+    assert float(pipe.eval_batch(x, x)) == expected
