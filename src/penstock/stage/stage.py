@@ -470,14 +470,13 @@ class Stage:
 
         Evicted micro-batches save through other hooks, and count as much.
         """
-        if not keeps:
+        form = self._form(batch, micro_batch)
+        if not keeps or self.held.settled(form):
             return nullcontext()
         # The first graph may be of copies of the inputs, see `_run`.
         final = self._in_place.known(training=batch.training)
         targets = [] if self._losses is None else self._losses.targets(batch, micro_batch)
-        return self.held.measuring(
-            self._form(batch, micro_batch), inputs.tensors, self._running.weights(), targets, final
-        )
+        return self.held.measuring(form, inputs.tensors, self._running.weights(), targets, final)
 
     def _roots(
         self, batch: Batch, micro_batch: int, arrived: Payload | None
