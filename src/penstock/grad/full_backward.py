@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from penstock.modules.recomputing import PASSES
+from penstock.modules.recomputing import recomputing
 
 
 def whole_grad(root: Tensor, grad: Tensor) -> None:
@@ -18,12 +18,8 @@ def whole_grad(root: Tensor, grad: Tensor) -> None:
         root: output of the stage.
         grad: gradient of `root`, of its shape.
     """
-    # A layer that recomputes by itself runs its second forward in here. Not `recomputing()`, which
-    # takes longer, because this is called for every micro-batch.
-    outer, PASSES.recomputing = PASSES.recomputing, True
-    try:
+    # A layer that recomputes by itself runs its second forward in here.
+    with recomputing():
         _engine_run_backward(
             (root,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
-    finally:
-        PASSES.recomputing = outer

@@ -20,7 +20,7 @@ nothing, and for one whose modules are known never to draw.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -278,9 +278,12 @@ class PartitionRandomness:
             self._layers[module] = LayerRandomness(module)
         return self._layers[module]
 
-    @contextmanager
-    def backward(self, device: torch.device) -> Iterator[None]:
+    def backward(self, device: torch.device) -> AbstractContextManager[None]:
         """Enclose a backward: reserve the generators for it if layers draw in it."""
+        return self._observed_backward(device) if self._may_draw else nullcontext()
+
+    @contextmanager
+    def _observed_backward(self, device: torch.device) -> Iterator[None]:
         layers = [self.of_layer(layer) for layer in self._module.children()]
         observing = self.observing and any(layer.user_code for layer in layers)
         random_in_rerun = any(layer.random_in_rerun for layer in layers)

@@ -178,7 +178,7 @@ class PipeStage:
             run.side_loss_requires_grad |= any(term.requires_grad for term in side_losses)
         if run.has_backward:
             if first_forward is not None:
-                first_forward.note([value.leaves for value in outputs])
+                first_forward.note([leaf for value in outputs for leaf in value.leaves])
             requires_grad = [flag for value in outputs for flag in value.wants_grad]
             run.saved[micro_batch] = _SavedMicroBatch(
                 inputs,
@@ -217,7 +217,7 @@ class PipeStage:
                 )
         finally:
             _set_modes(run.modules, present_modes, run.training_modes)
-        leaves = [value.leaves for value in saved.roots]
+        leaves = [leaf for value in saved.roots for leaf in value.leaves]
         self._second_forwards.check(saved.first_forward, leaves, micro_batch)
         saved.first_forward = None
         tensors = [tensor for value in saved.roots for tensor in value.tensors]

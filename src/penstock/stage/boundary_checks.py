@@ -103,14 +103,16 @@ class Watch:
         versions = versions_of(self._tensors)
         if self._versions is None or versions is None:
             return
-        modified = [before != after for before, after in zip(self._versions, versions, strict=True)]
-        if any(modified):
+        any_modified = versions != self._versions
+        if any_modified:
+            pairs = zip(self._versions, versions, strict=True)
+            modified = [before != after for before, after in pairs]
             first = 0
             for value in self.inputs:
                 count = len(value.tensors)
                 check_shared(value.shared, modified[first : first + count])
                 first += count
-        self._in_place.record(training=self._training, modified=any(modified), copied=self._copied)
+        self._in_place.record(training=self._training, modified=any_modified, copied=self._copied)
 
 
 def check_shared(shared: Sequence[tuple[int, int]], modified: Sequence[bool]) -> None:

@@ -7,12 +7,11 @@ both are compared by fingerprints.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
 from penstock.grad.attributes import Attributes, Values
@@ -35,9 +34,9 @@ class FirstForward:
     attributes: Values
     outcome: Fingerprint | None = None
 
-    def note(self, outcome: Any) -> None:
-        """Store the fingerprint of the tensors in the forward's results."""
-        self.outcome = fingerprint(pytree.tree_leaves(outcome))
+    def note(self, results: Sequence[Any]) -> None:
+        """Store the fingerprint of the forward's results: tensors and constants."""
+        self.outcome = fingerprint(results)
 
 
 class SecondForwards:
@@ -59,12 +58,17 @@ class SecondForwards:
         """Record the state before a first forward."""
         return FirstForward(self._buffers.contents(), self._attributes.contents())
 
-    @contextmanager
-    def seeing(self, first: FirstForward) -> Iterator[None]:
-        """Run a block with the buffers and plain attributes of the first forward.
+    def seeing(self, first: FirstForward) -> AbstractContextManager[None]:
+        """Run a block as a recomputation, with the buffers and attributes of the first forward.
 
         Afterwards those from before the block are restored, and the buffers in `first` are dropped.
         """
+        if not (first.buffers or first.attributes):
+            return recomputing()  # the way of most layers, and faster
+        return self._restoring(first)
+
+    @contextmanager
+    def _restoring(self, first: FirstForward) -> Iterator[None]:
         with (
             recomputing(),
             self._buffers.as_they_were(first.buffers),
@@ -73,12 +77,12 @@ class SecondForwards:
             yield
         first.buffers = {}
 
-    def check(self, first: FirstForward, outcome: Any, micro_batch: int) -> None:
+    def check(self, first: FirstForward, results: Sequence[Any], micro_batch: int) -> None:
         """Compare the results of a second forward with those of the first.
 
         Args:
             first: the first forward.
-            outcome: the results of the second.
+            results: the results of the second.
             micro_batch: number of the micro-batch, for the message.
 
         Raises:
@@ -86,7 +90,7 @@ class SecondForwards:
         """
         if first.outcome is None:
             return
-        mismatch = difference(pytree.tree_leaves(outcome), first.outcome)
+        mismatch = difference(results, first.outcome)
         if mismatch is not None:
             raise unlike(f"{self._name}, micro-batch {micro_batch}", mismatch)
 
