@@ -27,6 +27,11 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "2026-11-21",
         "front door: 3 arguments and 8 keyword-only settings",
     ),
+    ("arguments", "pipe/pipe.py:Pipe.__init__"): (
+        8,
+        "2026-11-22",
+        "front door: torchgpipe's 2 arguments and 6 keyword-only settings",
+    ),
     ("arguments", "runtime/pipeline.py:Pipeline.__init__"): (
         29,
         "2026-11-21",
