@@ -62,7 +62,7 @@ def workload(name: str) -> tuple[nn.Sequential, Tensor, Tensor, Callable[..., Te
 
 
 def contestant(name: str) -> Callable[..., nn.Module]:
-    """Its class."""
+    """Its class; `penstock:1f1b` is ours with that schedule and `loss=`."""
     if name == "torchgpipe":
         from torchgpipe import GPipe
 
@@ -87,15 +87,17 @@ def serve(name: str, cell: str, mode: str) -> None:
     kind = None if name == "plain" else contestant(name)
     expected: list[Tensor] = list(torch.autograd.grad(loss(model(x), y), list(model.parameters())))
     start_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    schedule = name.partition(":")[2] or None
+    options = {} if schedule is None else {"schedule": schedule, "loss": loss}
     pipe: Any = (
         model
         if kind is None
-        else kind(model, balance, devices=["cpu", "cpu"], chunks=chunks, checkpoint=mode)
+        else kind(model, balance, devices=["cpu", "cpu"], chunks=chunks, checkpoint=mode, **options)
     )
 
     def step() -> None:
         pipe.zero_grad()
-        loss(pipe(x), y).backward()
+        (loss(pipe(x), y) if schedule is None else pipe(x, y)).backward()
 
     for _ in range(WARM_UP[cell]):
         step()
@@ -193,7 +195,7 @@ def measure(cell: str, mode: str, names: list[str], settings: argparse.Namespace
 
 def there(peers: str | None) -> list[str]:
     """Who can be measured."""
-    names = ["penstock", "plain"]
+    names = ["penstock", "penstock:1f1b", "plain"]
     for name in ("torchgpipe", "fairscale"):
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
         environment = {
@@ -230,7 +232,7 @@ def main() -> None:
         return
     names = there(settings.peers)
     print(
-        f"{'':<6}{'checkpoint':<13}{'':<12}{'median':>10}{'least':>10}{'to ours':>9}   {'spread':<16}{'gradient error':>15}{'more memory':>13}"
+        f"{'':<6}{'checkpoint':<13}{'':<14}{'median':>10}{'least':>10}{'to ours':>9}   {'spread':<16}{'gradient error':>15}{'more memory':>13}"
     )
     cells = []
     for cell in settings.cells.split(","):
@@ -239,7 +241,7 @@ def main() -> None:
             for name, row in cells[-1]["rows"].items():
                 spread = "{:.2f} to {:.2f}".format(*row["to_ours_spread"])
                 print(
-                    f"{cell:<6}{mode:<13}{name:<12}{row['median_ms']:>7.1f} ms{row['least_ms']:>7.1f} ms{row['to_ours']:>9.2f}   {spread:<16}"
+                    f"{cell:<6}{mode:<13}{name:<14}{row['median_ms']:>7.1f} ms{row['least_ms']:>7.1f} ms{row['to_ours']:>9.2f}   {spread:<16}"
                     f"{row['gradient_error']:>15.1e}{row['more_memory_mib']:>9.0f} MiB",
                     flush=True,
                 )
