@@ -13,6 +13,7 @@ from tests.simulate.slow import rich_schedules
 from tests.simulate.test_everything import rich_costs
 
 from penstock.schedule.catalogue import schedule
+from penstock.schedule.recompute import Recompute
 from penstock.simulate import kernel_dispatch as engine
 from penstock.simulate.costs import LINKS, Costs
 from penstock.simulate.dependencies import dependencies_of
@@ -44,7 +45,7 @@ def test_plain_and_compiled_loops_agree_to_the_bit(links, monkeypatch):
         for worth in (0, 10**9):
             monkeypatch.setattr(engine, "WORTH_CALLING", worth)
             case_schedule.__dict__.pop("_dependencies", None)
-            tables = tables_of(case_schedule, costs, "always")
+            tables = tables_of(case_schedule, costs, Recompute.ALWAYS)
             times.append(
                 [
                     dependencies_of(case_schedule).graph.order,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.plan.plan import Candidate, Plan
+from penstock.schedule.recompute import Recompute
 from penstock.units import format_bytes, format_seconds
 
 #: Most ranks whose memory is listed; of more ranks, those with the largest memory.
@@ -90,14 +91,14 @@ def _bound(plan: Plan) -> list[str]:
 
 def _recomputed(plan: Plan) -> list[str]:
     """Write how many layers are recomputed, the extra work, and the memory that it saves."""
-    if plan.recompute == "never":
+    if plan.recompute is Recompute.NEVER:
         return []
     layers = f"all {plan.layers} layers"
-    if plan.recompute == "selective":
+    if plan.recompute is Recompute.SELECTIVE:
         layers = f"{len(plan.recomputed)} of {plan.layers} layers"
     count = sum(len(plan.selection.of_stage(first, end)) for first, end in plan.bounds)
     segments = f" in {count} segment{'s' * (count > 1)}" if count else ""
-    exception = " except in the last micro-batch" if plan.recompute == "except_last" else ""
+    exception = " except in the last micro-batch" if plan.recompute is Recompute.EXCEPT_LAST else ""
     work, less_memory = plan.predicted.more_work, plan.predicted.less_kept
     return [
         (

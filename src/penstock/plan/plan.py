@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, final
+from typing import final
 
 from penstock.errors import FileError, PenstockError, PlanError
 from penstock.plan.segments import Selection
 from penstock.schedule.op import Schedule
+from penstock.schedule.recompute import Recompute
 from penstock.schedule.slicing import Slicing
 from penstock.schedule.streams import Stream
 from penstock.store import read_json, write_json
@@ -18,8 +19,6 @@ from penstock.units import format_bytes, format_seconds
 from penstock.weights.compatibility import rule_of
 
 SCHEMA = 3
-
-Recompute = Literal["never", "except_last", "always", "selective"]
 
 #: Types of a schedule's options: plain values, because a plan is stored as JSON.
 Option = bool | int | float | str | tuple[int, ...] | None
@@ -146,6 +145,9 @@ class Candidate:
     weights: str = "flush"
     replicas: int | tuple[int, ...] = 1
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recompute", Recompute.parse(self.recompute))
+
 
 @final
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ class Plan:
     synchronous: bool = True
     slicing: Slicing | None = None
     stream: Stream | None = None
-    recompute: Recompute = "never"
+    recompute: Recompute = Recompute.NEVER
     weights: str = "flush"
     weights_options: tuple[tuple[str, float], ...] = ()
     candidates: tuple[Candidate, ...] = ()
@@ -249,6 +251,9 @@ class Plan:
         """Index of the first layer and of the layer after the last one, per stage."""
         ends = list(accumulate(self.lengths))
         return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recompute", Recompute.parse(self.recompute))
 
     @property
     def selection(self) -> Selection:
@@ -322,7 +327,7 @@ class Plan:
 
     def _check_recomputed(self) -> None:
         """Check the layers and segments of selective recompute."""
-        if self.recompute != "selective" and (self.recomputed or self.segment_starts):
+        if self.recompute is not Recompute.SELECTIVE and (self.recomputed or self.segment_starts):
             raise PlanError(
                 'recomputed and segment_starts are for recompute="selective", '
                 f"but recompute is {self.recompute!r}"

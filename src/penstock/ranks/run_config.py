@@ -11,7 +11,7 @@ from penstock.errors import PlanError, ScheduleError, SettingError
 from penstock.plan.plan import Plan
 from penstock.schedule.catalogue import schedule as make_schedule
 from penstock.schedule.op import ACTIVATION_MOVES, Schedule
-from penstock.simulate.simulate import recomputes
+from penstock.schedule.recompute import Recompute
 from penstock.tracing.traced_chain import TracedChain
 from penstock.verify.verify import verify
 from penstock.weights.compatibility import rule_of, schedule_for
@@ -35,7 +35,7 @@ class RunConfig:
 
     lengths: tuple[int, ...]
     schedule: Schedule
-    recompute: str
+    recompute: Recompute
     weights: str
     weights_options: Mapping[str, float] = field(default_factory=dict)
     recomputed: frozenset[int] = frozenset()
@@ -154,7 +154,7 @@ def _make_schedule(overrides: Overrides, stages: int) -> Schedule:
 
 def _parse_recompute(
     traced: TracedChain, recompute: str | Collection[int | str] | None
-) -> tuple[str, frozenset[int]]:
+) -> tuple[Recompute, frozenset[int]]:
     """Return the recompute mode, and the indices of recomputed layers for "selective".
 
     Args:
@@ -164,13 +164,13 @@ def _parse_recompute(
     Raises:
         SettingError: the model has no layer of that name or index, or no layers are named.
     """
-    if recompute == "selective":
+    if recompute == Recompute.SELECTIVE:
         raise SettingError(
             'recompute="selective" needs the layers: name them, recompute=["blocks.0", …], or use '
             'ps.plan(recompute="selective"), which chooses them'
         )
     if recompute is None or isinstance(recompute, str):
-        return recompute or "never", frozenset()
+        return Recompute.parse(recompute or Recompute.NEVER), frozenset()
     indices = {layer.name: index for index, layer in enumerate(traced.layers)}
     for layer in recompute:
         if layer not in indices and layer not in indices.values():
@@ -180,7 +180,7 @@ def _parse_recompute(
                 f"{', '.join(map(repr, list(indices)[:4]))}"
             )
     layers = frozenset(indices.get(layer, layer) for layer in recompute)  # type: ignore[arg-type]
-    return "selective", layers
+    return Recompute.SELECTIVE, layers
 
 
 def check(setting: RunConfig) -> None:
@@ -201,7 +201,6 @@ def check(setting: RunConfig) -> None:
         _check_stream(schedule)
     rule_of(schedule, setting.weights, setting.weights_options)
     verify(schedule) if schedule.stream is None else verify(schedule, weights=setting.weights)
-    recomputes(setting.recompute, 0, 1)
     if setting.recomputed and schedule.slicing is not None and schedule.slicing.along == "tokens":
         raise SettingError(
             f"{schedule.name} cuts sequences, and single layers cannot be recomputed then, because "

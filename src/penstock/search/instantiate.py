@@ -9,9 +9,10 @@ from functools import cached_property, lru_cache
 from typing import Any, final
 
 from penstock.errors import PlanError
-from penstock.plan.plan import Candidate, Option, Recompute
+from penstock.plan.plan import Candidate, Option
 from penstock.plan.segments import Selection
 from penstock.schedule.op import Schedule
+from penstock.schedule.recompute import Recompute
 from penstock.search.bottleneck import describe_bottleneck
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest

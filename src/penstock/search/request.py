@@ -9,11 +9,10 @@ from typing import Literal, final
 
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError, SettingError
-from penstock.plan.plan import Recompute
 from penstock.profile.device_profiles import Profiles, profiles_of, with_optimizer_states
 from penstock.profile.profile import Profile
 from penstock.schedule.catalogue import FAMILIES, ScheduleFacts, schedules
-from penstock.simulate.simulate import RECOMPUTE
+from penstock.schedule.recompute import Recompute
 from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.compatibility import mismatch_message, schedule_for
 
@@ -36,7 +35,7 @@ class PlanRequest:
         batch: samples in a batch.
         schedules: names of the schedules to consider.
         memory_limit: bytes for every rank, on top of the limit of its device.
-        recompute: one of `RECOMPUTE`, or "auto".
+        recompute: a policy, or "auto".
         budget_s: seconds that a search may take.
         stages: number of stages.
         micro_batches: number of micro-batches in a batch.
@@ -85,10 +84,7 @@ class PlanRequest:
         self._check_numbers()
         if len(self.profile) == 0:
             raise PlanError("the profile has no layers: there is nothing to plan")
-        if self.recompute != "auto" and self.recompute not in RECOMPUTE:
-            raise PlanError(
-                f"recompute is {self.recompute!r}; it must be one of auto, {', '.join(RECOMPUTE)}"
-            )
+        object.__setattr__(self, "recompute", Recompute.parse_or_auto(self.recompute))
         if not self.budget_s >= 0:
             raise PlanError(f"budget_s is {self.budget_s!r}; it must be 0 s or more")
         for facts in self.families():

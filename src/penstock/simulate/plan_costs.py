@@ -16,6 +16,7 @@ from penstock.profile.device_profiles import Profiles, profiles_of, with_optimiz
 from penstock.profile.profile import LayerProfile, Phase, Profile
 from penstock.schedule.lower import partners_of
 from penstock.schedule.op import Schedule
+from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import Costs
 from penstock.simulate.device_costs import on_devices
 from penstock.simulate.host_costs import with_host_work
@@ -376,7 +377,7 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
     costs = schedule_costs(
         plan.schedule, plan_profiles, plan.lengths, cluster.on(devices), plan.batch, rule
     )
-    if plan.recompute != "selective":
+    if plan.recompute is not Recompute.SELECTIVE:
         return costs
     return with_selective_recompute(
         costs,
