@@ -23,7 +23,7 @@ def test_a_name_is_parsed_where_it_enters():
     """Behind the door nobody has to know the names."""
     assert Proposal((1,), "gpipe", 1, recompute="always").recompute is Recompute.ALWAYS
     assert Recompute.parse_or_auto("auto") == "auto"
-    with pytest.raises(SettingError, match="recompute is one of never, .*, not 'auto'"):
+    with pytest.raises(SettingError, match=r"recompute is one of never, .*, not 'auto'"):
         Recompute.parse("auto")
     with pytest.raises(PlanError, match="must be one of auto, never"):
         Recompute.parse_or_auto("often")

@@ -111,17 +111,15 @@ def _recomputed(plan: Plan) -> list[str]:
 def _asynchrony(plan: Plan) -> str:
     """Write the weight rule, its staleness and the weight versions."""
     # Imported late: it loads NumPy, which `import penstock` does not need.
-    from penstock.weights.compatibility import rule_of
     from penstock.weights.weight_uses import readings
 
-    rule = rule_of(plan.schedule, plan.weights)
     options = "".join(f", {name} {value:g}" for name, value in plan.weights_options)
-    weight_uses = readings(plan.schedule, rule)
+    weight_uses = readings(plan.schedule, plan.rule)
     versions, staleness = max(weight_uses.versions), max(map(max, weight_uses.ages))
     versions_text = "1 version" if versions == 1 else f"up to {versions} versions"
-    extra = f" and extra state of {rule.extra:g} times the weights" if rule.extra else ""
+    extra = f" and extra state of {plan.rule.extra:g} times the weights" if plan.rule.extra else ""
     return (
-        f"  asynchronous: weights {rule.name}{options}, staleness at most {staleness}, "
+        f"  asynchronous: weights {plan.weights}{options}, staleness at most {staleness}, "
         f"{versions_text}{extra}"
     )
 

@@ -16,6 +16,7 @@ from penstock.schedule.slicing import Slicing
 from penstock.schedule.streams import Stream
 from penstock.store import read_json, write_json
 from penstock.units import format_bytes, format_seconds
+from penstock.weights.catalogue import WeightRule
 from penstock.weights.compatibility import rule_of
 
 SCHEMA = 3
@@ -255,6 +256,15 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", Recompute.parse(self.recompute))
 
+    @cached_property
+    def rule(self) -> WeightRule:
+        """The weight rule, checked to fit the schedule.
+
+        Raises:
+            UnknownName, PlanError, ScheduleError: see `rule_of`.
+        """
+        return rule_of(self.schedule, self.weights)
+
     @property
     def selection(self) -> Selection:
         """The layers that selective recompute runs again, and their segments."""
@@ -275,7 +285,7 @@ class Plan:
         self._check_devices()
         self._check_recomputed()
         self._check_stream()
-        rule_of(self.schedule, self.weights, dict(self.weights_options))
+        self.rule.with_defaults(dict(self.weights_options))
 
     def _check_sizes(self) -> None:
         """Check that layers, stages, micro-batches and batch agree with the programs."""

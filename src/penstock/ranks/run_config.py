@@ -14,6 +14,7 @@ from penstock.schedule.op import ACTIVATION_MOVES, Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.tracing.traced_chain import TracedChain
 from penstock.verify.verify import verify
+from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.compatibility import rule_of, schedule_for
 
 
@@ -26,7 +27,7 @@ class RunConfig:
         schedule: the schedule.
         recompute: which micro-batches are recomputed: "never", "except_last" or "always"; or
             "selective" for the layers in `recomputed`.
-        weights: name of the weight rule.
+        rule: the weight rule.
         weights_options: options of the weight rule.
         recomputed: indices of recomputed layers.
         segment_starts: indices of recomputed layers that start a new segment.
@@ -36,7 +37,7 @@ class RunConfig:
     lengths: tuple[int, ...]
     schedule: Schedule
     recompute: Recompute
-    weights: str
+    rule: WeightRule
     weights_options: Mapping[str, float] = field(default_factory=dict)
     recomputed: frozenset[int] = frozenset()
     segment_starts: frozenset[int] = frozenset()
@@ -58,7 +59,7 @@ class RunConfig:
             tuple(plan.lengths),
             _on_devices(plan),
             plan.recompute,
-            plan.weights,
+            plan.rule,
             dict(plan.weights_options),
             frozenset(plan.recomputed),
             frozenset(plan.segment_starts),
@@ -95,7 +96,7 @@ class Overrides:
     schedule: str | Schedule | None = None
     micro_batches: int | None = None
     recompute: str | Collection[int | str] | None = None
-    weights: str | None = None
+    weights: str | WeightRule | None = None
     weights_options: Mapping[str, float] | None = None
 
 
@@ -131,7 +132,7 @@ def make_run_config(traced: TracedChain, plan: Plan | None, overrides: Overrides
         weights = "flush" if schedule.stream is None else schedule.stream.weights
     recompute, recomputed = _parse_recompute(traced, overrides.recompute)
     options = dict(overrides.weights_options or {})
-    return RunConfig(lengths, schedule, recompute, weights, options, recomputed)
+    return RunConfig(lengths, schedule, recompute, weight_rule(weights), options, recomputed)
 
 
 def _make_schedule(overrides: Overrides, stages: int) -> Schedule:
@@ -199,8 +200,8 @@ def check(setting: RunConfig) -> None:
         )
     if schedule.stream is not None:
         _check_stream(schedule)
-    rule_of(schedule, setting.weights, setting.weights_options)
-    verify(schedule) if schedule.stream is None else verify(schedule, weights=setting.weights)
+    rule_of(schedule, setting.rule, setting.weights_options)
+    verify(schedule) if schedule.stream is None else verify(schedule, weights=setting.rule)
     if setting.recomputed and schedule.slicing is not None and schedule.slicing.along == "tokens":
         raise SettingError(
             f"{schedule.name} cuts sequences, and single layers cannot be recomputed then, because "

@@ -117,7 +117,7 @@ class PlanRequest:
         Raises:
             PlanError, SettingError, UnknownName: it does not.
         """
-        rule = weight_rule(self.weights or facts.weights)
+        rule = self.rule or weight_rule(facts.weights)
         rule.with_defaults(dict(self.weights_options))
         if rule.synchronous != facts.synchronous:
             raise PlanError(mismatch_message(rule.name, facts.name, facts.synchronous))
@@ -149,15 +149,24 @@ class PlanRequest:
             names = dict.fromkeys(FAMILIES.find(name).name for name in self.schedules)
             return tuple(catalogue[name] for name in names)
         kinds = {True, not self.asynchronous}
-        if self.weights is not None:
-            kinds = {weight_rule(self.weights).synchronous}
+        if self.rule is not None:
+            kinds = {self.rule.synchronous}
             if kinds == {False} and not self.asynchronous:
-                return (catalogue[schedule_for(self.weights)],)
+                return (catalogue[schedule_for(self.rule)],)
         return tuple(
             facts
             for facts in catalogue.values()
             if facts.synchronous in kinds and self._suits_any_model(facts)
         )
+
+    @cached_property
+    def rule(self) -> WeightRule | None:
+        """The weight rule of the request; None for the default of each schedule.
+
+        Raises:
+            UnknownName: there is no such rule.
+        """
+        return None if self.weights is None else weight_rule(self.weights)
 
     def _suits_any_model(self, facts: ScheduleFacts) -> bool:
         """Return whether a schedule needs no causal model and its weight rule has a formula for the

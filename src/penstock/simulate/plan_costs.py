@@ -25,7 +25,6 @@ from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.stage_seconds import largest_part, parts_of, stage_seconds, update_seconds
 from penstock.simulate.weight_versions import versions_per_stage
 from penstock.weights.catalogue import WeightRule
-from penstock.weights.compatibility import rule_of
 
 #: On CPUs the core that sends gradients to another replica also receives that replica's and adds
 #: them, through memory that is in no cache: that takes this many times as long as one direction of
@@ -370,12 +369,9 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
             f"the plan uses device {max(devices)} of its cluster, but {cluster.name} has devices "
             f"0 to {cluster.ranks - 1}: make a new plan"
         )
-    rule, plan_profiles = (
-        rule_of(plan.schedule, plan.weights),
-        [rank_profiles[rank] for rank in devices],
-    )
+    plan_profiles = [rank_profiles[rank] for rank in devices]
     costs = schedule_costs(
-        plan.schedule, plan_profiles, plan.lengths, cluster.on(devices), plan.batch, rule
+        plan.schedule, plan_profiles, plan.lengths, cluster.on(devices), plan.batch, plan.rule
     )
     if plan.recompute is not Recompute.SELECTIVE:
         return costs
