@@ -14,6 +14,7 @@ from penstock.search.check_plan import checked_plan
 from penstock.search.optimizer_kind import optimizer_kind
 from penstock.search.request import PlanRequest
 from penstock.units import parse_bytes
+from penstock.weights.catalogue import WeightRule
 
 PLANNERS: Registry[Callable[[PlanRequest], Plan]] = Registry("planner", "penstock.search.planners")
 register = PLANNERS.register
@@ -34,7 +35,7 @@ def plan(
     stages: int | None = None,
     micro_batches: int | None = None,
     partition: str | Sequence[int] = "bottleneck",
-    weights: str | None = None,
+    weights: str | WeightRule | None = None,
     weights_options: Mapping[str, float] | None = None,
     optimizer: object = None,
 ) -> Plan:

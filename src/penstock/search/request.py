@@ -42,7 +42,7 @@ class PlanRequest:
         by: how to partition: the name of a partition method, or the lengths of the stages (`stages`
             is then their number).
         asynchronous: also consider asynchronous schedules.
-        weights: name of the weight rule, to replace the default of each schedule.
+        weights: the weight rule or its name, to replace the default of each schedule.
         weights_options: options of the weight rule.
         optimizer: name of the torch optimizer class, where it is known.
         max_replicas: maximum number of replicas of a stage. A schedule requested by name that
@@ -87,8 +87,27 @@ class PlanRequest:
         object.__setattr__(self, "recompute", Recompute.parse_or_auto(self.recompute))
         if not self.budget_s >= 0:
             raise PlanError(f"budget_s is {self.budget_s!r}; it must be 0 s or more")
+        self._parse_names()
         for facts in self.families():
             self._check_weight_rule(facts)
+
+    def _parse_names(self) -> None:
+        """Replace aliases of schedules and of the weight rule by their names in the catalogues.
+
+        Raises:
+            PlanError: the list of schedules is empty.
+            UnknownName: there is no such schedule or weight rule.
+        """
+        if self.rule is not None:
+            object.__setattr__(self, "weights", self.rule.name)
+        if self.schedules is None:
+            return
+        if not self.schedules:
+            raise PlanError(
+                "schedules is empty: name at least one, or leave it out to consider all"
+            )
+        names = dict.fromkeys(FAMILIES.find(name).name for name in self.schedules)
+        object.__setattr__(self, "schedules", tuple(names))
 
     def _check_numbers(self) -> None:
         """Check that every count is a positive integer within its range.
@@ -135,19 +154,10 @@ class PlanRequest:
         the schedules that it goes with. Two kinds of schedules must be requested by name: those
         that slice sequences, since they need a causal model, which a profile does not reveal; and
         those with replicas of stages.
-
-        Raises:
-            PlanError: the list is empty.
-            UnknownName: there is no such schedule or weight rule.
         """
         catalogue = schedules()
         if self.schedules is not None:
-            if not self.schedules:
-                raise PlanError(
-                    "schedules is empty: name at least one, or leave it out to consider all"
-                )
-            names = dict.fromkeys(FAMILIES.find(name).name for name in self.schedules)
-            return tuple(catalogue[name] for name in names)
+            return tuple(catalogue[name] for name in self.schedules)
         kinds = {True, not self.asynchronous}
         if self.rule is not None:
             kinds = {self.rule.synchronous}

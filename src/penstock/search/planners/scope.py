@@ -31,10 +31,9 @@ def check_scope(request: PlanRequest, planner: str, *schedules: str) -> None:
     if request.schedules is None:
         return
     available = {FAMILIES.find(name).name for name in schedules}
-    requested = [FAMILIES.find(name).name for name in request.schedules]
-    if not available.intersection(requested):
+    if not available.intersection(request.schedules):
         raise PlanError(
-            f"{planner} runs {' or '.join(sorted(available))}, and {', '.join(requested)} is "
+            f"{planner} runs {' or '.join(sorted(available))}, and {', '.join(request.schedules)} is "
             "requested: leave schedules out, or use planner 'auto'"
         )
 
