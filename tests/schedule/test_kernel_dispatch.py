@@ -16,6 +16,7 @@ from penstock.schedule import kernel_dispatch as engine
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.kernel_dispatch import load_compiled
+from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import LINKS, Costs
 from penstock.simulate.simulate import simulate_schedule, tables_of, times_of
 
@@ -44,7 +45,7 @@ def test_plain_and_compiled_loops_agree_to_the_bit(links, monkeypatch):
         for worth in (0, 10**9):
             monkeypatch.setattr(engine, "WORTH_CALLING", worth)
             case_schedule.__dict__.pop("_dependencies", None)
-            tables = tables_of(case_schedule, costs, "always")
+            tables = tables_of(case_schedule, costs, Recompute.ALWAYS)
             times.append(
                 [
                     dependencies_of(case_schedule).graph.order,

@@ -8,13 +8,14 @@ from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import PlanError, ScheduleError
 from penstock.partition.catalogue import partition
 from penstock.schedule.catalogue import schedule
+from penstock.schedule.recompute import Recompute
 from penstock.search.build_plan import ROWS
 from penstock.search.catalogue import plan as search
 from penstock.search.instantiate import CLOSE
 from penstock.search.request import MICRO_BATCHES
 from penstock.search.schedules import schedules
 from penstock.simulate.plan_costs import costs_of_plan, place_costs, simulate_plan, stage_costs
-from penstock.simulate.simulate import RECOMPUTE, peak_memory, simulate_schedule
+from penstock.simulate.simulate import peak_memory, simulate_schedule
 from penstock.simulate.steady_state import steady
 
 BASIC = ("gpipe", "1f1b", "naive")
@@ -95,7 +96,7 @@ def test_auto_within_a_memory_limit_is_the_best_that_fits(profile_of, seconds, r
     profile, cluster = profile_of(seconds), cluster_of(ranks)
     fits = {}
     for name, m, again, lengths, timeline in every_way(
-        profile, cluster, batch, recompute=RECOMPUTE
+        profile, cluster, batch, recompute=tuple(Recompute)
     ):
         if max(timeline.peak_memory) <= limit:
             fits.setdefault((name, m, lengths), (timeline.makespan, again))
@@ -297,7 +298,7 @@ def test_the_device_s_memory_counts_as_the_limit_does(profile_of):
 def test_recompute_is_as_it_was_asked(profile_of):
     """Whoever says so has a reason."""
     profile, cluster = profile_of([1.0] * 4), cluster_of(2)
-    for asked in RECOMPUTE:
+    for asked in tuple(Recompute):
         assert plan(profile, cluster, 16, schedules=BASIC, recompute=asked).recompute == asked
     with pytest.raises(
         PlanError, match="or leave recompute, stages and micro_batches to the planner"

@@ -9,6 +9,7 @@ from tests.search.random_requests import FAST, SLOW, clusters, cuts, links, prof
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PlanError, ScheduleError
+from penstock.schedule.recompute import Recompute
 from penstock.search.evaluate import evaluate
 from penstock.search.instantiate import (
     CLOSE,
@@ -22,7 +23,6 @@ from penstock.search.instantiate import (
 )
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.simulate.simulate import RECOMPUTE
 from penstock.simulate.steady_state import steady
 
 LINK = Link(0.0, 1e12)
@@ -187,7 +187,7 @@ def test_as_little_is_recomputed_as_fits_or_what_was_asked(profile_of):
     assert tried(10**6) == [("never", False)]
     assert tried(2000)[0] == ("never", True)
     assert tried(2000)[-1][1] is False
-    assert sorted(tried(100)) == sorted((recompute, True) for recompute in RECOMPUTE)
+    assert sorted(tried(100)) == sorted((recompute, True) for recompute in tuple(Recompute))
     assert tried(10**6, own="always") == [("always", False)]
     assert tried(10**6, recompute="except_last", own="always") == [("except_last", False)]
 

@@ -7,6 +7,7 @@ from tests.search.random_requests import FAST, SLOW
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PlanError, SettingError, UnknownName
+from penstock.schedule.catalogue import FAMILIES
 from penstock.search.request import MOST_IN_A_PIPELINE, PlanRequest
 
 LINK = Link(0.0, 1e12)
@@ -126,3 +127,17 @@ def test_a_rule_goes_with_the_optimizer_or_is_refused(profile_of):
     """Before a plan that no run would take."""
     with pytest.raises(SettingError, match="weight rule 'xpipe' has no formula for SGD"):
         PlanRequest(profile_of([1.0]), MIXED, 4, weights="xpipe", optimizer="SGD")
+
+
+def test_names_are_those_of_the_catalogues_behind_the_door(profile_of):
+    """Planners compare them with names of their own, and aliases would differ."""
+    alias = next(
+        alias for entry in FAMILIES.entries().values() for alias in entry.facts.get("aliases", ())
+    )
+    request = PlanRequest(
+        replace(profile_of([1.0]), device="fast"), MIXED, 4, schedules=(alias, alias)
+    )
+    assert request.schedules == (FAMILIES.find(alias).name,)
+    assert request.rule is None
+    named = replace(request, schedules=None, weights=weight_rule("stash"))
+    assert (named.weights, named.rule) == ("stash", weight_rule("stash"))

@@ -9,8 +9,9 @@ import pytest
 from penstock.errors import SettingError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
+from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import peak_memory, recomputes, simulate_schedule
+from penstock.simulate.simulate import peak_memory, simulate_schedule
 
 #: A stage keeps 10 bytes per micro-batch, 2 of them its input; weights take 100 and 200.
 COSTS = Costs(activation_bytes=10, input_bytes=2, weight_bytes=[100, 200])
@@ -92,7 +93,7 @@ def test_either_kind_of_bytes_alone_is_counted():
 )
 def test_recompute_of_three_micro_batches(recompute, expected):
     """torchgpipe's three words for `checkpoint`."""
-    assert [recomputes(recompute, m, 3) for m in range(3)] == expected
+    assert [Recompute(recompute).repeats(m, 3) for m in range(3)] == expected
 
 
 def test_an_unknown_word_for_recompute_is_refused():
@@ -101,7 +102,7 @@ def test_an_unknown_word_for_recompute_is_refused():
         SettingError,
         match="recompute is one of never, except_last, always, selective, not 'offload'",
     ):
-        recomputes("offload", 0, 1)
+        Recompute.parse("offload")
 
 
 def test_recompute_adds_a_forward_to_each_backward_it_concerns():

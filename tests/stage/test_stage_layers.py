@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.batches.batch import make_batch
 from penstock.optim.update import Update
+from penstock.schedule.recompute import Recompute
 from penstock.stage.stage import Stage
 from penstock.stage.stage_layers import StageLayer, StageLayers
 
@@ -24,7 +25,7 @@ def stage(modules, *, recompute="never", autocast=None, **options):
         0,
         StageLayers(layers, CPU, 0, **options),
         Update.make(parameters, None),
-        recompute,
+        Recompute(recompute),
         nn.functional.mse_loss,
         autocast=autocast,
     )

@@ -4,6 +4,7 @@ import pytest
 
 from penstock.errors import PlanError, ScheduleError, SettingError, UnknownName
 from penstock.schedule.catalogue import schedule, schedules
+from penstock.verify.front import verify
 from penstock.weights.catalogue import WEIGHT_RULES, weight_rule
 from penstock.weights.compatibility import rule_of, rules, schedule_for
 
@@ -105,3 +106,15 @@ def test_a_rule_that_does_not_go_with_a_schedule_is_refused_with_the_reason(
     """Before anything is measured or started."""
     with pytest.raises(error, match=message):
         rule_of(schedule(name, 2, micro_batches), weights, options)
+
+
+def test_a_rule_that_was_looked_up_is_taken_as_it_is():
+    """A name is looked up once, where it enters."""
+    rule = weight_rule("stash")
+    candidate = schedule("pipedream", 3, 1)
+    assert weight_rule(rule) is rule
+    assert rule_of(candidate, rule) is rule
+    assert verify(candidate, weights=rule) == verify(candidate, weights="stash")
+    assert schedule_for(rule) == "pipedream"
+    with pytest.raises(PlanError, match="'stash' does not go with 1f1b"):
+        rule_of(schedule("1f1b", 3, 3), rule)

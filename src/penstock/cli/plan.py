@@ -70,6 +70,7 @@ def plan(
     """
     from penstock.cluster.cluster import cluster as describe
     from penstock.draw.draw import draw
+    from penstock.schedule.recompute import Recompute
     from penstock.search.catalogue import PLANNERS
     from penstock.search.catalogue import plan as search
     from penstock.search.compare import compare as run_all_planners
@@ -78,7 +79,7 @@ def plan(
 
     if compare and planner != "auto":
         raise SettingError(f"--compare runs every planner: leave out --planner {planner}")
-    if recompute not in ("auto", "never", "except_last", "always", "selective"):
+    if recompute not in ("auto", *Recompute):
         raise SettingError(
             f"--recompute must be auto, never, except_last, always or selective, not {recompute!r}"
         )

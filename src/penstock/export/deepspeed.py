@@ -14,6 +14,7 @@ from penstock.export.pipelines import (
 )
 from penstock.partition.uniform import partition_uniform
 from penstock.plan.plan import Plan
+from penstock.schedule.recompute import Recompute
 
 
 @register(
@@ -75,11 +76,13 @@ def deepspeed(plan: Plan) -> Exported:
 
 def _recompute_notes(plan: Plan) -> list[str]:
     """Return the note on the setting for recomputation, if the plan has any."""
-    if plan.recompute == "selective" and plan.recomputed:
+    if plan.recompute is Recompute.SELECTIVE and plan.recomputed:
         interval = _checkpoint_interval(plan)
         return [f"recomputation (selective): activation_checkpoint_interval={interval}"]
-    if plan.recompute in ("except_last", "always"):
-        except_last = " for the last micro-batch too" if plan.recompute == "except_last" else ""
+    if plan.recompute.whole:
+        except_last = (
+            " for the last micro-batch too" if plan.recompute is Recompute.EXCEPT_LAST else ""
+        )
         return [
             (
                 f"recomputation: activation_checkpoint_interval={max(plan.lengths)} "

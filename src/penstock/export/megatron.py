@@ -207,7 +207,7 @@ def _notes(plan: Plan, pipelines: Pipelines) -> list[str]:
         )
     if plan.recomputed:
         notes.append(f"recomputation (selective): {_recompute_flags(plan)}")
-    elif plan.recompute in ("except_last", "always"):
+    elif plan.recompute.whole:
         notes.append(
             f"recomputation ({plan.recompute}): --recompute-granularity full --recompute-method uniform"
         )

@@ -55,7 +55,7 @@ def pipedream(plan: Plan) -> Exported:
             "micro-batches"
         )
     notes += device_notes(plan)
-    if plan.recompute in ("except_last", "always"):
+    if plan.recompute.whole:
         notes.append(f"recomputation ({plan.recompute}): --recompute")
     layers = ", ".join(f"Stage{stage} of {length}" for stage, length in enumerate(plan.lengths))
     return Exported(

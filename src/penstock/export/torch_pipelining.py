@@ -88,7 +88,7 @@ def _notes(plan: Plan, pipelines: Pipelines) -> list[str]:
             "recomputation (selective): wrap each list of modules under recomputed in "
             "torch.utils.checkpoint yourself"
         )
-    elif plan.recompute in ("except_last", "always"):
+    elif plan.recompute.whole:
         notes.append(
             f"recomputation ({plan.recompute}): wrap the layers in torch.utils.checkpoint yourself"
         )

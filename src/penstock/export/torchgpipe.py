@@ -12,6 +12,7 @@ from penstock.export.pipelines import (
     why_not_pipelines,
 )
 from penstock.plan.plan import Plan
+from penstock.schedule.recompute import Recompute
 
 
 @register(
@@ -51,7 +52,7 @@ def torchgpipe(plan: Plan) -> Exported:
         notes.append(
             "nested Sequentials: pass the flat one, nn.Sequential(*penstock.chain(model).modules)"
         )
-    checkpoint = "never" if plan.recompute == "selective" else plan.recompute
+    checkpoint = plan.recompute if plan.recompute.whole else Recompute.NEVER
     use = (
         f"GPipe(model, balance={balance}, devices={_devices(plan, pipelines)}, "
         f"chunks={pipelines.schedule.micro_batches}, checkpoint={checkpoint!r})"

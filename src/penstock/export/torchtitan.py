@@ -79,7 +79,7 @@ def _notes(plan: Plan, pipelines: Pipelines) -> list[str]:
         notes.append(
             f"{pipelines.count} pipelines: data_parallel_replicate_degree = {pipelines.count}"
         )
-    if plan.recompute in ("except_last", "always"):
+    if plan.recompute.whole:
         notes.append(f'recomputation ({plan.recompute}): activation_checkpoint.mode = "full"')
     return notes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.plan.plan import Candidate, Plan
+from penstock.schedule.recompute import Recompute
 from penstock.units import format_bytes, format_seconds
 
 #: Most ranks whose memory is listed; of more ranks, those with the largest memory.
@@ -90,14 +91,14 @@ def _bound(plan: Plan) -> list[str]:
 
 def _recomputed(plan: Plan) -> list[str]:
     """Write how many layers are recomputed, the extra work, and the memory that it saves."""
-    if plan.recompute == "never":
+    if plan.recompute is Recompute.NEVER:
         return []
     layers = f"all {plan.layers} layers"
-    if plan.recompute == "selective":
+    if plan.recompute is Recompute.SELECTIVE:
         layers = f"{len(plan.recomputed)} of {plan.layers} layers"
     count = sum(len(plan.selection.of_stage(first, end)) for first, end in plan.bounds)
     segments = f" in {count} segment{'s' * (count > 1)}" if count else ""
-    exception = " except in the last micro-batch" if plan.recompute == "except_last" else ""
+    exception = " except in the last micro-batch" if plan.recompute is Recompute.EXCEPT_LAST else ""
     work, less_memory = plan.predicted.more_work, plan.predicted.less_kept
     return [
         (
@@ -110,17 +111,15 @@ def _recomputed(plan: Plan) -> list[str]:
 def _asynchrony(plan: Plan) -> str:
     """Write the weight rule, its staleness and the weight versions."""
     # Imported late: it loads NumPy, which `import penstock` does not need.
-    from penstock.weights.compatibility import rule_of
     from penstock.weights.weight_uses import readings
 
-    rule = rule_of(plan.schedule, plan.weights)
     options = "".join(f", {name} {value:g}" for name, value in plan.weights_options)
-    weight_uses = readings(plan.schedule, rule)
+    weight_uses = readings(plan.schedule, plan.rule)
     versions, staleness = max(weight_uses.versions), max(map(max, weight_uses.ages))
     versions_text = "1 version" if versions == 1 else f"up to {versions} versions"
-    extra = f" and extra state of {rule.extra:g} times the weights" if rule.extra else ""
+    extra = f" and extra state of {plan.rule.extra:g} times the weights" if plan.rule.extra else ""
     return (
-        f"  asynchronous: weights {rule.name}{options}, staleness at most {staleness}, "
+        f"  asynchronous: weights {plan.weights}{options}, staleness at most {staleness}, "
         f"{versions_text}{extra}"
     )
 

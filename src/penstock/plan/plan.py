@@ -6,21 +6,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, final
+from typing import final
 
 from penstock.errors import FileError, PenstockError, PlanError
 from penstock.files.read import read_json
 from penstock.plan.segments import Selection
 from penstock.schedule.op import Schedule
+from penstock.schedule.recompute import Recompute
 from penstock.schedule.slicing import Slicing
 from penstock.schedule.streams import Stream
 from penstock.store import write_json
 from penstock.units import format_bytes, format_seconds
+from penstock.weights.catalogue import WeightRule
 from penstock.weights.compatibility import rule_of
 
 SCHEMA = 3
-
-Recompute = Literal["never", "except_last", "always", "selective"]
 
 #: Types of a schedule's options: plain values, because a plan is stored as JSON.
 Option = bool | int | float | str | tuple[int, ...] | None
@@ -147,6 +147,9 @@ class Candidate:
     weights: str = "flush"
     replicas: int | tuple[int, ...] = 1
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recompute", Recompute.parse(self.recompute))
+
 
 @final
 @dataclass(frozen=True)
@@ -201,7 +204,7 @@ class Plan:
     synchronous: bool = True
     slicing: Slicing | None = None
     stream: Stream | None = None
-    recompute: Recompute = "never"
+    recompute: Recompute = Recompute.NEVER
     weights: str = "flush"
     weights_options: tuple[tuple[str, float], ...] = ()
     candidates: tuple[Candidate, ...] = ()
@@ -251,6 +254,18 @@ class Plan:
         ends = list(accumulate(self.lengths))
         return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recompute", Recompute.parse(self.recompute))
+
+    @cached_property
+    def rule(self) -> WeightRule:
+        """The weight rule, checked to fit the schedule.
+
+        Raises:
+            UnknownName, PlanError, ScheduleError: see `rule_of`.
+        """
+        return rule_of(self.schedule, self.weights)
+
     @property
     def selection(self) -> Selection:
         """The layers that selective recompute runs again, and their segments."""
@@ -271,7 +286,7 @@ class Plan:
         self._check_devices()
         self._check_recomputed()
         self._check_stream()
-        rule_of(self.schedule, self.weights, dict(self.weights_options))
+        self.rule.with_defaults(dict(self.weights_options))
 
     def _check_sizes(self) -> None:
         """Check that layers, stages, micro-batches and batch agree with the programs."""
@@ -323,7 +338,7 @@ class Plan:
 
     def _check_recomputed(self) -> None:
         """Check the layers and segments of selective recompute."""
-        if self.recompute != "selective" and (self.recomputed or self.segment_starts):
+        if self.recompute is not Recompute.SELECTIVE and (self.recomputed or self.segment_starts):
             raise PlanError(
                 'recomputed and segment_starts are for recompute="selective", '
                 f"but recompute is {self.recompute!r}"

@@ -11,9 +11,10 @@ from penstock.errors import PlanError, ScheduleError, SettingError
 from penstock.plan.plan import Plan
 from penstock.schedule.catalogue import schedule as make_schedule
 from penstock.schedule.op import ACTIVATION_MOVES, Schedule
-from penstock.simulate.simulate import recomputes
+from penstock.schedule.recompute import Recompute
 from penstock.tracing.traced_chain import TracedChain
 from penstock.verify.verify import verify
+from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.compatibility import rule_of, schedule_for
 
 
@@ -26,7 +27,7 @@ class RunConfig:
         schedule: the schedule.
         recompute: which micro-batches are recomputed: "never", "except_last" or "always"; or
             "selective" for the layers in `recomputed`.
-        weights: name of the weight rule.
+        rule: the weight rule.
         weights_options: options of the weight rule.
         recomputed: indices of recomputed layers.
         segment_starts: indices of recomputed layers that start a new segment.
@@ -35,8 +36,8 @@ class RunConfig:
 
     lengths: tuple[int, ...]
     schedule: Schedule
-    recompute: str
-    weights: str
+    recompute: Recompute
+    rule: WeightRule
     weights_options: Mapping[str, float] = field(default_factory=dict)
     recomputed: frozenset[int] = frozenset()
     segment_starts: frozenset[int] = frozenset()
@@ -58,7 +59,7 @@ class RunConfig:
             tuple(plan.lengths),
             _on_devices(plan),
             plan.recompute,
-            plan.weights,
+            plan.rule,
             dict(plan.weights_options),
             frozenset(plan.recomputed),
             frozenset(plan.segment_starts),
@@ -95,7 +96,7 @@ class Overrides:
     schedule: str | Schedule | None = None
     micro_batches: int | None = None
     recompute: str | Collection[int | str] | None = None
-    weights: str | None = None
+    weights: str | WeightRule | None = None
     weights_options: Mapping[str, float] | None = None
 
 
@@ -131,7 +132,7 @@ def make_run_config(traced: TracedChain, plan: Plan | None, overrides: Overrides
         weights = "flush" if schedule.stream is None else schedule.stream.weights
     recompute, recomputed = _parse_recompute(traced, overrides.recompute)
     options = dict(overrides.weights_options or {})
-    return RunConfig(lengths, schedule, recompute, weights, options, recomputed)
+    return RunConfig(lengths, schedule, recompute, weight_rule(weights), options, recomputed)
 
 
 def _make_schedule(overrides: Overrides, stages: int) -> Schedule:
@@ -154,7 +155,7 @@ def _make_schedule(overrides: Overrides, stages: int) -> Schedule:
 
 def _parse_recompute(
     traced: TracedChain, recompute: str | Collection[int | str] | None
-) -> tuple[str, frozenset[int]]:
+) -> tuple[Recompute, frozenset[int]]:
     """Return the recompute mode, and the indices of recomputed layers for "selective".
 
     Args:
@@ -164,13 +165,13 @@ def _parse_recompute(
     Raises:
         SettingError: the model has no layer of that name or index, or no layers are named.
     """
-    if recompute == "selective":
+    if recompute == Recompute.SELECTIVE:
         raise SettingError(
             'recompute="selective" needs the layers: name them, recompute=["blocks.0", …], or use '
             'ps.plan(recompute="selective"), which chooses them'
         )
     if recompute is None or isinstance(recompute, str):
-        return recompute or "never", frozenset()
+        return Recompute.parse(recompute or Recompute.NEVER), frozenset()
     indices = {layer.name: index for index, layer in enumerate(traced.layers)}
     for layer in recompute:
         if layer not in indices and layer not in indices.values():
@@ -180,7 +181,7 @@ def _parse_recompute(
                 f"{', '.join(map(repr, list(indices)[:4]))}"
             )
     layers = frozenset(indices.get(layer, layer) for layer in recompute)  # type: ignore[arg-type]
-    return "selective", layers
+    return Recompute.SELECTIVE, layers
 
 
 def check(setting: RunConfig) -> None:
@@ -199,9 +200,8 @@ def check(setting: RunConfig) -> None:
         )
     if schedule.stream is not None:
         _check_stream(schedule)
-    rule_of(schedule, setting.weights, setting.weights_options)
-    verify(schedule) if schedule.stream is None else verify(schedule, weights=setting.weights)
-    recomputes(setting.recompute, 0, 1)
+    rule_of(schedule, setting.rule, setting.weights_options)
+    verify(schedule) if schedule.stream is None else verify(schedule, weights=setting.rule)
     if setting.recomputed and schedule.slicing is not None and schedule.slicing.along == "tokens":
         raise SettingError(
             f"{schedule.name} cuts sequences, and single layers cannot be recomputed then, because "

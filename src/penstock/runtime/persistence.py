@@ -150,4 +150,4 @@ class Persistence:
         stream = self.assembly.setting.schedule.stream
         if stream is None:
             return None
-        return RuleFacts(self.assembly.setting.weights, stream.pipelines, self.assembly.lives)
+        return RuleFacts(self.assembly.setting.rule.name, stream.pipelines, self.assembly.lives)

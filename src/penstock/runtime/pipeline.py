@@ -47,6 +47,7 @@ from penstock.stage.stage_builder import Training
 from penstock.stage.training_options import TrainingOptions, check_accumulate, parse_options
 from penstock.tracing.slices import check_slices
 from penstock.tracing.traced_chain import TracedChain, chain
+from penstock.weights.catalogue import WeightRule
 
 
 class Pipeline(Optimizing, ModelState, Inspection):
@@ -106,7 +107,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
         schedule: str | Schedule | None = None,
         micro_batches: int | None = None,
         recompute: str | Collection[int | str] | None = None,
-        weights: str | None = None,
+        weights: str | WeightRule | None = None,
         weights_options: Mapping[str, float] | None = None,
         seed: int = 0,
         device: str | torch.device | None = None,

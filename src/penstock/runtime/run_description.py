@@ -80,10 +80,11 @@ def _describe_settings(
         "schedule": (
             f"{schedule.name} with {schedule.stages} stages, {schedule.micro_batches} micro-batches"
         ),
+        "weights": describe(setting.rule.name),
         "seed": describe(training.seed),
     }
     for field in dataclasses.fields(setting):
-        if field.name not in ("lengths", "schedule"):
+        if field.name not in ("lengths", "schedule", "rule"):
             facts[field.name] = describe(getattr(setting, field.name))
     for field in dataclasses.fields(schedule):
         if field.name not in ("name", "options", "programs") and not field.name.startswith("_"):

@@ -15,7 +15,6 @@ from penstock.runtime.assembly import Assembly
 from penstock.stage.replicas import ReplicaGroup, WaveReplicaExchange
 from penstock.stage.stage import Stage
 from penstock.transport.payload import TensorForm
-from penstock.weights.compatibility import rule_of
 from penstock.weights.weight_uses import uses
 
 
@@ -33,7 +32,7 @@ class StreamWeights:
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         setting = assembly.setting
-        self._rule = rule_of(setting.schedule, setting.weights, setting.weights_options)
+        self._rule = setting.rule
         self._uses = uses(setting.schedule, self._rule)
         for stage in assembly.stages:
             stage.allow_weight_changes()

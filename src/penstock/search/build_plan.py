@@ -8,6 +8,7 @@ from typing import cast
 import numpy as np
 
 from penstock.plan.plan import Option, Plan, Prediction, Remedy, Traffic
+from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import Evaluated
 from penstock.search.request import PlanRequest
 from penstock.simulate.memory_curves import Changes
@@ -102,10 +103,10 @@ def _recompute_effect(chosen: Evaluated) -> dict[str, float]:
     """Return the work that recompute adds and the activation bytes that it saves, as shares of
     those without it; empty without recompute.
     """
-    if chosen.recompute == "never":
+    if chosen.recompute is Recompute.NEVER:
         return {}
     schedule, costs = chosen.placed.schedule, chosen.placed.costs
-    without = tables_of(schedule, costs, "never")
+    without = tables_of(schedule, costs, Recompute.NEVER)
     with_recompute = tables_of(schedule, costs, chosen.recompute)
     base_s = float(without.seconds[0][without.op_entry].sum())
     work_s = float(with_recompute.seconds[0][with_recompute.op_entry].sum())

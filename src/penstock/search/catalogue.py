@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from penstock.cluster.cluster import Cluster
-from penstock.plan.plan import Plan, Recompute
+from penstock.plan.plan import Plan
 from penstock.profile.device_profiles import Profiles
 from penstock.registry import Registry
+from penstock.schedule.recompute import Recompute
 from penstock.search.check_plan import checked_plan
 from penstock.search.optimizer_kind import optimizer_kind
 from penstock.search.request import PlanRequest
 from penstock.units import parse_bytes
+from penstock.weights.catalogue import WeightRule
 
 PLANNERS: Registry[Callable[[PlanRequest], Plan]] = Registry("planner", "penstock.search.planners")
 register = PLANNERS.register
@@ -28,12 +30,12 @@ def plan(
     asynchronous: bool = False,
     memory_limit: int | str | None = None,
     max_replicas: int | None = None,
-    recompute: Recompute | Literal["auto"] = "auto",
+    recompute: str = "auto",
     budget_s: float = 10.0,
     stages: int | None = None,
     micro_batches: int | None = None,
     partition: str | Sequence[int] = "bottleneck",
-    weights: str | None = None,
+    weights: str | WeightRule | None = None,
     weights_options: Mapping[str, float] | None = None,
     optimizer: object = None,
 ) -> Plan:
@@ -88,7 +90,7 @@ def plan(
         asynchronous=asynchronous,
         memory_limit=memory_limit,
         max_replicas=max_replicas,
-        recompute=recompute,
+        recompute=Recompute.parse_or_auto(recompute),
         budget_s=budget_s,
         stages=stages,
         micro_batches=micro_batches,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.plan.plan import Recompute
+from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import Evaluated, PlacedSchedule, by_time
 from penstock.search.min_time_recompute import COARSE, FINE, Precision
 from penstock.search.request import PlanRequest
@@ -26,15 +26,15 @@ def evaluate(placed: PlacedSchedule, cutoff_s: float = math.inf) -> list[Evaluat
     recompute = placed.proposal.recompute if requested == "auto" else requested
     if recompute != "auto":
         return _variants(placed, recompute)
-    variants = _variants(placed, "never")
+    variants = _variants(placed, Recompute.NEVER)
     if variants[-1].memory_shortfall:
         try:
-            variants += _variants(placed, "selective", COARSE, cutoff_s)
+            variants += _variants(placed, Recompute.SELECTIVE, COARSE, cutoff_s)
         except Infeasible:
             return variants
-        variants += _variants(placed, "except_last")
+        variants += _variants(placed, Recompute.EXCEPT_LAST)
         if all(variant.memory_shortfall for variant in variants):
-            variants += _variants(placed, "always")
+            variants += _variants(placed, Recompute.ALWAYS)
     infeasible = [variant for variant in variants if variant.memory_shortfall]
     feasible = [variant for variant in variants if not variant.memory_shortfall]
     return infeasible + sorted(feasible, key=by_time)[:1]
@@ -44,9 +44,9 @@ def refine_recompute(chosen: Evaluated) -> Evaluated:
     """Return the same candidate with its selective recompute searched at fine precision, if that
     makes it faster.
     """
-    if chosen.recompute != "selective":
+    if chosen.recompute is not Recompute.SELECTIVE:
         return chosen
-    (variant,) = _variants(replace(chosen.placed, selection=None), "selective")
+    (variant,) = _variants(replace(chosen.placed, selection=None), Recompute.SELECTIVE)
     return variant if not variant.memory_shortfall and variant.step_s < chosen.step_s else chosen
 
 
@@ -59,7 +59,9 @@ def _variants(
     """Return the variant with this recompute, simulated if it fits; empty where selective recompute
     is not possible.
     """
-    variant = select_recompute(placed, precision, cutoff_s) if recompute == "selective" else placed
+    variant: PlacedSchedule | None = placed
+    if recompute is Recompute.SELECTIVE:
+        variant = select_recompute(placed, precision, cutoff_s)
     if variant is None:
         return []
     memory = peak_memory(variant.schedule, variant.costs, recompute) or ()

@@ -9,9 +9,10 @@ from functools import cached_property, lru_cache
 from typing import Any, final
 
 from penstock.errors import PlanError
-from penstock.plan.plan import Candidate, Option, Recompute
+from penstock.plan.plan import Candidate, Option
 from penstock.plan.segments import Selection
 from penstock.schedule.op import Schedule
+from penstock.schedule.recompute import Recompute
 from penstock.search.bottleneck import describe_bottleneck
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
@@ -201,10 +202,15 @@ def instantiate(request: PlanRequest, proposal: Proposal) -> PlacedSchedule:
             "proposed for it"
         )
     check_replicable(request, schedule, proposal.lengths)
-    rule = rule_of(schedule, proposal.weights or request.weights, dict(request.weights_options))
+    rule = _rule(request, proposal, schedule)
     profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
     costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, request.batch, rule)
     return PlacedSchedule(local, proposal, schedule, rule, costs)
+
+
+def _rule(request: PlanRequest, proposal: Proposal, schedule: Schedule) -> WeightRule:
+    """Return the weight rule of a proposal: its own, or the request's, or the schedule's."""
+    return rule_of(schedule, proposal.weights or request.rule, dict(request.weights_options))
 
 
 def _request_on_devices(request: PlanRequest, proposal: Proposal) -> PlanRequest:
@@ -284,7 +290,7 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
     if needed > len(devices):
         raise PlanError(f"{schedule.name} needs {needed} ranks, and there are {len(devices)}")
     local = request.on(devices[: schedule.ranks])
-    rule = rule_of(schedule, proposal.weights or request.weights, dict(request.weights_options))
+    rule = _rule(request, proposal, schedule)
     profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
     batch = request.batch * micro_batches / proposal.micro_batches
     costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, batch, rule)

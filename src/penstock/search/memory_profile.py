@@ -12,6 +12,7 @@ import numpy as np
 from penstock.schedule.arrays import Array
 from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.op import Kind, Schedule
+from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import Costs
 from penstock.simulate.memory_curves import Changes
 from penstock.simulate.simulate import tables_of
@@ -71,8 +72,8 @@ def _memory_profiles(schedule: Schedule) -> list[MemoryProfile]:
     """
     save_all = Costs(activation_bytes=1.0, saved_bytes=1.0)
     save_none = Costs(activation_bytes=1.0, saved_bytes=0.0)
-    saved = Changes.of(tables_of(schedule, save_all, "selective"))
-    recomputed = Changes.of(tables_of(schedule, save_none, "selective"))
+    saved = Changes.of(tables_of(schedule, save_all, Recompute.SELECTIVE))
+    recomputed = Changes.of(tables_of(schedule, save_none, Recompute.SELECTIVE))
     ops = dependencies_of(schedule).ops
     is_backward = ops.of_kind(Kind.B)
     # Rows: in flight, between I and W, in a B.

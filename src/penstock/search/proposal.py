@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, final
 
-from penstock.plan.plan import Objective, Option, Recompute
+from penstock.plan.plan import Objective, Option
+from penstock.schedule.recompute import Recompute
 
 __all__ = ["Objective", "Proposal"]
 
@@ -35,6 +36,9 @@ class Proposal:
     weights: str | None = None
     devices: tuple[int, ...] = ()
     objective: Objective | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recompute", Recompute.parse_or_auto(self.recompute))
 
     @property
     def stages(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from penstock.plan.plan import Option
+from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import Evaluated
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
@@ -81,4 +82,6 @@ def _activation_room(candidate: Evaluated) -> tuple[int, ...] | None:
     room = tuple(
         int(placed.request.memory_bytes(rank) - size) for rank, size in enumerate(weight_bytes)
     )
-    return room if candidate.recompute == "never" and all(size > 0 for size in room) else None
+    return (
+        room if candidate.recompute is Recompute.NEVER and all(size > 0 for size in room) else None
+    )

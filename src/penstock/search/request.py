@@ -9,11 +9,10 @@ from typing import Literal, final
 
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError, SettingError
-from penstock.plan.plan import Recompute
 from penstock.profile.device_profiles import Profiles, profiles_of, with_optimizer_states
 from penstock.profile.profile import Profile
 from penstock.schedule.catalogue import FAMILIES, ScheduleFacts, schedules
-from penstock.simulate.simulate import RECOMPUTE
+from penstock.schedule.recompute import Recompute
 from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.compatibility import mismatch_message, schedule_for
 
@@ -36,14 +35,14 @@ class PlanRequest:
         batch: samples in a batch.
         schedules: names of the schedules to consider.
         memory_limit: bytes for every rank, on top of the limit of its device.
-        recompute: one of `RECOMPUTE`, or "auto".
+        recompute: a policy, or "auto".
         budget_s: seconds that a search may take.
         stages: number of stages.
         micro_batches: number of micro-batches in a batch.
         by: how to partition: the name of a partition method, or the lengths of the stages (`stages`
             is then their number).
         asynchronous: also consider asynchronous schedules.
-        weights: name of the weight rule, to replace the default of each schedule.
+        weights: the weight rule or its name, to replace the default of each schedule.
         weights_options: options of the weight rule.
         optimizer: name of the torch optimizer class, where it is known.
         max_replicas: maximum number of replicas of a stage. A schedule requested by name that
@@ -85,14 +84,30 @@ class PlanRequest:
         self._check_numbers()
         if len(self.profile) == 0:
             raise PlanError("the profile has no layers: there is nothing to plan")
-        if self.recompute != "auto" and self.recompute not in RECOMPUTE:
-            raise PlanError(
-                f"recompute is {self.recompute!r}; it must be one of auto, {', '.join(RECOMPUTE)}"
-            )
+        object.__setattr__(self, "recompute", Recompute.parse_or_auto(self.recompute))
         if not self.budget_s >= 0:
             raise PlanError(f"budget_s is {self.budget_s!r}; it must be 0 s or more")
+        self._parse_names()
         for facts in self.families():
             self._check_weight_rule(facts)
+
+    def _parse_names(self) -> None:
+        """Replace aliases of schedules and of the weight rule by their names in the catalogues.
+
+        Raises:
+            PlanError: the list of schedules is empty.
+            UnknownName: there is no such schedule or weight rule.
+        """
+        if self.rule is not None:
+            object.__setattr__(self, "weights", self.rule.name)
+        if self.schedules is None:
+            return
+        if not self.schedules:
+            raise PlanError(
+                "schedules is empty: name at least one, or leave it out to consider all"
+            )
+        names = dict.fromkeys(FAMILIES.find(name).name for name in self.schedules)
+        object.__setattr__(self, "schedules", tuple(names))
 
     def _check_numbers(self) -> None:
         """Check that every count is a positive integer within its range.
@@ -121,7 +136,7 @@ class PlanRequest:
         Raises:
             PlanError, SettingError, UnknownName: it does not.
         """
-        rule = weight_rule(self.weights or facts.weights)
+        rule = self.rule or weight_rule(facts.weights)
         rule.with_defaults(dict(self.weights_options))
         if rule.synchronous != facts.synchronous:
             raise PlanError(mismatch_message(rule.name, facts.name, facts.synchronous))
@@ -139,29 +154,29 @@ class PlanRequest:
         the schedules that it goes with. Two kinds of schedules must be requested by name: those
         that slice sequences, since they need a causal model, which a profile does not reveal; and
         those with replicas of stages.
-
-        Raises:
-            PlanError: the list is empty.
-            UnknownName: there is no such schedule or weight rule.
         """
         catalogue = schedules()
         if self.schedules is not None:
-            if not self.schedules:
-                raise PlanError(
-                    "schedules is empty: name at least one, or leave it out to consider all"
-                )
-            names = dict.fromkeys(FAMILIES.find(name).name for name in self.schedules)
-            return tuple(catalogue[name] for name in names)
+            return tuple(catalogue[name] for name in self.schedules)
         kinds = {True, not self.asynchronous}
-        if self.weights is not None:
-            kinds = {weight_rule(self.weights).synchronous}
+        if self.rule is not None:
+            kinds = {self.rule.synchronous}
             if kinds == {False} and not self.asynchronous:
-                return (catalogue[schedule_for(self.weights)],)
+                return (catalogue[schedule_for(self.rule)],)
         return tuple(
             facts
             for facts in catalogue.values()
             if facts.synchronous in kinds and self._suits_any_model(facts)
         )
+
+    @cached_property
+    def rule(self) -> WeightRule | None:
+        """The weight rule of the request; None for the default of each schedule.
+
+        Raises:
+            UnknownName: there is no such rule.
+        """
+        return None if self.weights is None else weight_rule(self.weights)
 
     def _suits_any_model(self, facts: ScheduleFacts) -> bool:
         """Return whether a schedule needs no causal model and its weight rule has a formula for the

@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock.plan.segments import Selection
 from penstock.schedule.arrays import Array
+from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import PlacedSchedule
 from penstock.search.memory_profile import MemoryProfile, memory_profiles
 from penstock.search.min_time_recompute import COARSE, Layers, Precision, min_time_recompute
@@ -257,7 +258,7 @@ def _moment(profile: MemoryProfile, row: int) -> Moment:
 def _groups(placed: PlacedSchedule) -> list[_Group] | None:
     """Group the ranks by their stages; None if two ranks share some stages but not all."""
     schedule = placed.schedule
-    weights = weight_bytes_of_ranks(tables_of(schedule, placed.costs, "never")).sum(axis=1)
+    weights = weight_bytes_of_ranks(tables_of(schedule, placed.costs, Recompute.NEVER)).sum(axis=1)
     groups: dict[tuple[int, ...], _Group] = {}
     for rank, profile in enumerate(memory_profiles(schedule)):
         if profile.stages:

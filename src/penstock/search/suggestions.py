@@ -10,6 +10,7 @@ from penstock.cluster.device import Link
 from penstock.errors import PenstockError
 from penstock.plan.plan import Remedy
 from penstock.profile.device_profiles import scale_profile
+from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import Evaluated, instantiate, needs_costs, with_request
 from penstock.search.plan_search import PlanSearch
 from penstock.search.request import PlanRequest
@@ -39,7 +40,7 @@ def suggestions(request: PlanRequest, chosen: Evaluated) -> list[Remedy]:
         placed = with_request(chosen.placed, changed_request)
         seconds = steady(placed.schedule, placed.costs, chosen.recompute).seconds_per_batch
         changes.append(Remedy(change, seconds))
-    if chosen.recompute != "never":
+    if chosen.recompute is not Recompute.NEVER:
         seconds = steady(chosen.placed.schedule, chosen.placed.costs).seconds_per_batch
         changes.append(Remedy("memory for all activations, so that nothing is recomputed", seconds))
     changes += _twice_the_batch(request, chosen) + _one_more_rank(request, chosen)

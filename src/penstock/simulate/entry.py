@@ -11,6 +11,7 @@ from penstock.plan.plan import Plan
 from penstock.profile.device_profiles import Profiles
 from penstock.profile.profile import Profile
 from penstock.schedule.op import Schedule
+from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import simulate_plan
 from penstock.simulate.simulate import simulate_schedule
@@ -63,4 +64,4 @@ def simulate(
             "a schedule is simulated with costs: simulate(schedule, costs); "
             "profile and cluster go with a plan"
         )
-    return simulate_schedule(what, costs, overlap=overlap, recompute=recompute or "never")
+    return simulate_schedule(what, costs, overlap=overlap, recompute=recompute or Recompute.NEVER)

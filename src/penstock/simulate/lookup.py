@@ -18,35 +18,17 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.errors import SettingError
 from penstock.schedule.arrays import Array
 from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.op import BACKWARD_STARTS
+from penstock.schedule.recompute import Recompute
 from penstock.simulate.cost_arrays import Amounts
-
-RECOMPUTE = ("never", "except_last", "always", "selective")
 
 _UP, _DOWN, _EVICT = 7, 8, 9
 _BLOCKS = 11  #: the last block is 0
 _WORK = {"F": 0, "B": 1, "I": 2, "W": 3, "U": 4, "E": 10, "L": 10}
 _HOP = {"F": _UP, "B": _DOWN, "I": _DOWN, "W": 10, "U": 10, "E": _EVICT, "L": _EVICT}
 _TO_RECOMPUTED = 4  #: offset from the blocks of B and I to those of recomputed ones
-
-
-def recomputes(recompute: str, micro_batch: int, micro_batches: int) -> bool:
-    """Return whether this micro-batch's whole forward runs again before its backward.
-
-    The policies "always", "except_last" and "never" are torchgpipe's `checkpoint`. With
-    "selective", some layers of every micro-batch run again, so the answer is False.
-
-    Raises:
-        SettingError: there is no such policy.
-    """
-    if recompute not in RECOMPUTE:
-        raise SettingError(f"recompute is one of {', '.join(RECOMPUTE)}, not {recompute!r}")
-    return recompute == "always" or (
-        recompute == "except_last" and micro_batch != micro_batches - 1
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +38,12 @@ class Tables:
     Attributes:
         dependencies: of the schedule.
         amounts: the costs.
-        recompute: one of `RECOMPUTE`.
+        recompute: the recompute policy.
     """
 
     dependencies: Dependencies
     amounts: Amounts
-    recompute: str = "never"
+    recompute: Recompute = Recompute.NEVER
 
     @cached_property
     def detailed(self) -> bool:
@@ -76,7 +58,7 @@ class Tables:
     @property
     def selective(self) -> bool:
         """Whether recompute is selective."""
-        return self.recompute == "selective"
+        return self.recompute is Recompute.SELECTIVE
 
     @cached_property
     def op_entry(self) -> Array:
@@ -91,7 +73,7 @@ class Tables:
         if self.detailed:
             count = len(self.dependencies.ops)
             return np.arange(count, 2 * count, dtype=np.int32)
-        return self._cached_entries("hop", "never")
+        return self._cached_entries("hop", Recompute.NEVER)
 
     @cached_property
     def seconds(self) -> Array:
@@ -127,7 +109,7 @@ class Tables:
         if self.selective:
             return np.ones(len(self.dependencies.ops), bool)
         numbers, count = self.dependencies.numbers, self.dependencies.micro_batches
-        by_number = [recomputes(self.recompute, int(m) % count, count) for m in numbers]
+        by_number = [self.recompute.repeats(int(m) % count, count) for m in numbers]
         return np.take(np.array(by_number, bool), self.dependencies.column)
 
     def of_ops(self, name: str, rows: Array) -> Array:
@@ -135,7 +117,7 @@ class Tables:
         values: Array = self._gather(self.amounts.get_or(name), rows)[0]
         return values
 
-    def _cached_entries(self, table: str, recompute: str) -> Array:
+    def _cached_entries(self, table: str, recompute: Recompute) -> Array:
         """Return the entries in a table of blocks, cached with the schedule's dependencies."""
         cache = self.dependencies.cache
         if (table, recompute) not in cache:
@@ -154,7 +136,7 @@ class Tables:
         for letter, block in block_of.items():
             blocks[ord(letter)] = block
         entries = blocks[ops.kind]
-        if block_of is _WORK and self.recompute != "never":
+        if block_of is _WORK and self.recompute is not Recompute.NEVER:
             entries[ops.of_kind(*BACKWARD_STARTS) & self.recomputed] += _TO_RECOMPUTED
         entries *= stages
         entries += ops.stage.astype(np.int32)

@@ -16,6 +16,7 @@ from penstock.profile.device_profiles import Profiles, profiles_of, with_optimiz
 from penstock.profile.profile import LayerProfile, Phase, Profile
 from penstock.schedule.lower import partners_of
 from penstock.schedule.op import Schedule
+from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import Costs
 from penstock.simulate.device_costs import on_devices
 from penstock.simulate.host_costs import with_host_work
@@ -24,7 +25,6 @@ from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.stage_seconds import largest_part, parts_of, stage_seconds, update_seconds
 from penstock.simulate.weight_versions import versions_per_stage
 from penstock.weights.catalogue import WeightRule
-from penstock.weights.compatibility import rule_of
 
 #: On CPUs the core that sends gradients to another replica also receives that replica's and adds
 #: them, through memory that is in no cache: that takes this many times as long as one direction of
@@ -369,14 +369,11 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
             f"the plan uses device {max(devices)} of its cluster, but {cluster.name} has devices "
             f"0 to {cluster.ranks - 1}: make a new plan"
         )
-    rule, plan_profiles = (
-        rule_of(plan.schedule, plan.weights),
-        [rank_profiles[rank] for rank in devices],
-    )
+    plan_profiles = [rank_profiles[rank] for rank in devices]
     costs = schedule_costs(
-        plan.schedule, plan_profiles, plan.lengths, cluster.on(devices), plan.batch, rule
+        plan.schedule, plan_profiles, plan.lengths, cluster.on(devices), plan.batch, plan.rule
     )
-    if plan.recompute != "selective":
+    if plan.recompute is not Recompute.SELECTIVE:
         return costs
     return with_selective_recompute(
         costs,

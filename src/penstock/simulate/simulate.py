@@ -9,17 +9,16 @@ from penstock.schedule.arrays import Array
 from penstock.schedule.dependencies import Dependencies, acyclic_dependencies_of
 from penstock.schedule.kernels import Durations, Times
 from penstock.schedule.op import Schedule
+from penstock.schedule.recompute import Recompute
 from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import Costs
-from penstock.simulate.lookup import RECOMPUTE, Tables, recomputes
+from penstock.simulate.lookup import Tables
 from penstock.simulate.memory_curves import Memory, peaks_in_order
 from penstock.simulate.weight_versions import with_stream_memory
 
-__all__ = ["RECOMPUTE", "peak_memory", "recomputes", "simulate_schedule"]
-
 
 def simulate_schedule(
-    schedule: Schedule, costs: Costs, *, overlap: bool = True, recompute: str = "never"
+    schedule: Schedule, costs: Costs, *, overlap: bool = True, recompute: str = Recompute.NEVER
 ) -> Timeline:
     """Compute when every op and transfer starts and ends.
 
@@ -51,8 +50,7 @@ def simulate_schedule(
         SettingError: the costs do not fit the schedule.
         ScheduleError: the schedule misses an op, or deadlocks.
     """
-    recomputes(recompute, 0, 1)
-    tables = tables_of(schedule, costs, recompute)
+    tables = tables_of(schedule, costs, Recompute.parse(recompute))
     dependencies = tables.dependencies
     times = times_of(tables, tables.seconds[0], overlap, costs.links)
     moves = TransferArrays(
@@ -70,7 +68,7 @@ def simulate_schedule(
 
 
 def peak_memory(
-    schedule: Schedule, costs: Costs, recompute: str = "never"
+    schedule: Schedule, costs: Costs, recompute: str = Recompute.NEVER
 ) -> tuple[int, ...] | None:
     """Return the peak bytes of every rank, or None if the costs contain no bytes.
 
@@ -83,13 +81,13 @@ def peak_memory(
         SettingError: the costs do not fit the schedule.
         ScheduleError: the schedule is not valid.
     """
-    recomputes(recompute, 0, 1)
+    policy = Recompute.parse(recompute)
     if costs.activation_bytes is None and costs.weight_bytes is None:
         return None
-    return peaks_in_order(tables_of(schedule, costs, recompute))
+    return peaks_in_order(tables_of(schedule, costs, policy))
 
 
-def tables_of(schedule: Schedule, costs: Costs, recompute: str) -> Tables:
+def tables_of(schedule: Schedule, costs: Costs, recompute: Recompute) -> Tables:
     """Return the lookup tables of these costs for this schedule."""
     dependencies = acyclic_dependencies_of(schedule)
     amounts = Amounts.of([costs], dependencies.stages, dependencies.numbers.tolist())

@@ -17,6 +17,7 @@ from penstock.event import EventArrays, Timeline, TransferArrays
 from penstock.schedule.arrays import Array, OpArrays
 from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.period import period_of, with_batch_count, with_batches
+from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import FIELDS, Costs
 from penstock.simulate.simulate import simulate_schedule
 
@@ -59,7 +60,7 @@ class Steady:
 
 
 def steady(
-    schedule: Schedule, costs: Costs, recompute: str = "never", *, overlap: bool = True
+    schedule: Schedule, costs: Costs, recompute: str = Recompute.NEVER, *, overlap: bool = True
 ) -> Steady:
     """Return the time of a batch in the steady state; if synchronous, from flush to flush.
 

@@ -16,9 +16,10 @@ from penstock.schedule.dependencies import acyclic_dependencies_of, number_keys
 from penstock.schedule.kernel_dispatch import WORTH_LOADING, load_compiled
 from penstock.schedule.kernels import Durations, OpGraph, RankSpans, Times
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Schedule
+from penstock.schedule.recompute import Recompute
 from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import FIELDS, LINKS, RENAMED, Costs
-from penstock.simulate.lookup import Tables, recomputes
+from penstock.simulate.lookup import Tables
 from penstock.simulate.memory_curves import Memory, peaks_in_order
 from penstock.simulate.simulate import times_of
 from penstock.simulate.weight_versions import with_stream_memory
@@ -69,7 +70,7 @@ def simulate_many(
     costs: Sequence[Costs] | Mapping[str, ArrayLike | str | bool],
     *,
     overlap: bool = True,
-    recompute: str = "never",
+    recompute: str = Recompute.NEVER,
 ) -> Outcomes:
     """Simulate a schedule for many cost vectors at once.
 
@@ -88,8 +89,7 @@ def simulate_many(
         SettingError: there are no costs, or they do not fit the schedule.
         ScheduleError: the schedule is not valid.
     """
-    recomputes(recompute, 0, 1)
-    parts = tuple(_batches(schedule, costs, _Mode(overlap, recompute)))
+    parts = tuple(_batches(schedule, costs, _Mode(overlap, Recompute.parse(recompute))))
     count = sum(len(positions) for positions, _ in parts)
     makespan, span_bubble_ratio = np.zeros(count), np.zeros(count)
     busy = np.zeros((count, acyclic_dependencies_of(schedule).ranks))
@@ -135,7 +135,7 @@ class _Mode:
     """Options of the simulation that all vectors share; see `simulate_schedule`."""
 
     overlap: bool
-    recompute: str
+    recompute: Recompute
 
 
 @dataclass(frozen=True, eq=False)

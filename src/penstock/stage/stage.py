@@ -16,7 +16,7 @@ from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.losses.stage_loss import Loss, LossOptions, StageLoss, Starts
 from penstock.modules.recomputing import checkpointing, recomputing
 from penstock.optim.update import Update
-from penstock.simulate.simulate import recomputes
+from penstock.schedule.recompute import Recompute
 from penstock.stage.activation_meter import ActivationMeter
 from penstock.stage.boundary_checks import check_same_requires_grad
 from penstock.stage.eviction import Saved
@@ -77,7 +77,7 @@ class Stage:
     index: int
     runner: StageLayers
     update: Update
-    recompute: str = "never"
+    recompute: Recompute = Recompute.NEVER
     loss: Loss | None = None
     loss_options: LossOptions = field(default_factory=LossOptions)
     evicted: Collection[int] = ()
@@ -168,7 +168,7 @@ class Stage:
             self._saved[batch.step, micro_batch] = fast
             return output
         inputs = self._leaves(batch, micro_batch, arrived)
-        recomputed = batch.training and recomputes(self.recompute, *batch.place(micro_batch))
+        recomputed = batch.training and self.recompute.repeats(*batch.place(micro_batch))
         first = self._second_forwards.first() if recomputed else None
         next_slice = batch.next_slice(micro_batch)
         slice_state = SliceState(

@@ -124,7 +124,7 @@ def _check_numbers(config: TrainConfig, name: str, rule: WeightRule) -> None:
         for micro_batches in micro_batch_counts:
             try:
                 candidate = schedule(name, stage_count, micro_batches)
-                readings(candidate, rule_of(candidate, rule.name, config.weights_options))
+                readings(candidate, rule_of(candidate, rule, config.weights_options))
             except ScheduleError as error:
                 errors.append(error)
             else:

@@ -31,7 +31,6 @@ from penstock.training.optimizer import sample_optimizer
 from penstock.training.rank import RankResult, profile_rank, train_rank
 from penstock.training.resume import check_checkpoint, remove_staging, staging_folder
 from penstock.training.task import make_task
-from penstock.weights.compatibility import rule_of
 from penstock.weights.weight_uses import readings
 
 #: Receives progress messages, of a line or several.
@@ -277,9 +276,7 @@ def _outcome(
         measured_peak_memory=measured.peak_memory,
         synchronous=plan.synchronous,
         weights=plan.weights,
-        predicted_weight_versions=readings(
-            plan.schedule, rule_of(plan.schedule, plan.weights)
-        ).versions,
+        predicted_weight_versions=readings(plan.schedule, plan.rule).versions,
         measured_weight_versions=first.weight_versions or (1,) * plan.stages,
         device=prepared.devices.name,
         measured_peak_allocated=_peaks_allocated(results),

@@ -8,10 +8,13 @@ from penstock.schedule.op import Schedule
 from penstock.verify.lowered import verify_lowered
 from penstock.verify.verify import Report
 from penstock.verify.verify import verify as verify_schedule
+from penstock.weights.catalogue import WeightRule
 
 
 def verify(
-    what: Schedule | LoweredSchedule, in_flight_limit: int | None = None, weights: str | None = None
+    what: Schedule | LoweredSchedule,
+    in_flight_limit: int | None = None,
+    weights: str | WeightRule | None = None,
 ) -> Report:
     """Prove that the programs are sound, or report everything that is wrong.
 

@@ -9,13 +9,14 @@ from penstock.schedule.lower import LoweredSchedule
 from penstock.schedule.op import Schedule
 from penstock.schedule.transfers import ops_alone, transfer_findings, unsound
 from penstock.verify.verify import Report, verify
+from penstock.weights.catalogue import WeightRule
 
 
 def verify_lowered(
     lowered: LoweredSchedule,
     in_flight_limit: int | None = None,
     schedule: Schedule | None = None,
-    weights: str | None = None,
+    weights: str | WeightRule | None = None,
 ) -> Report:
     """Prove that programs with transfers are sound, or report everything that is wrong.
 

@@ -19,6 +19,7 @@ from penstock.schedule.transfers import unsound
 from penstock.verify.completeness import completeness_findings
 from penstock.verify.stream_rules import stream_findings
 from penstock.verify.weight_rules import check_weights
+from penstock.weights.catalogue import WeightRule
 
 #: The kinds of op that a micro-batch goes through on its rank, in order.
 _KIND_ORDER = (Kind.F, Kind.E, Kind.L, Kind.B, Kind.I, Kind.W)
@@ -63,7 +64,7 @@ class Report:
 
 
 def verify(
-    schedule: Schedule, in_flight_limit: int | None = None, weights: str | None = None
+    schedule: Schedule, in_flight_limit: int | None = None, weights: str | WeightRule | None = None
 ) -> Report:
     """Prove that the programs are sound, or report everything that is wrong.
 

@@ -11,7 +11,7 @@ from penstock.weights.weight_uses import WeightReadings, readings
 
 
 def check_weights(
-    schedule: Schedule, weights: str | None = None
+    schedule: Schedule, weights: str | WeightRule | None = None
 ) -> tuple[WeightRule, WeightReadings]:
     """Return the weight rule, and which versions are read and kept under it.
 

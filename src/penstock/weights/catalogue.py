@@ -93,8 +93,8 @@ class WeightRule:
         return {**self.options, **options}
 
 
-def weight_rule(name: str) -> WeightRule:
-    """Return the weight rule called `name`.
+def weight_rule(name: str | WeightRule) -> WeightRule:
+    """Return the weight rule called `name`; a rule is returned as it is.
 
     >>> weight_rule("flush").synchronous
     True
@@ -102,6 +102,8 @@ def weight_rule(name: str) -> WeightRule:
     Raises:
         UnknownName: no weight rule has that name.
     """
+    if isinstance(name, WeightRule):
+        return name
     entry = WEIGHT_RULES.find(name)
     # The constructor checks the names of the registered facts.
     return WeightRule(entry.name, reads=entry.make, **entry.facts)  # type: ignore[arg-type]

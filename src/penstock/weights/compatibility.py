@@ -14,13 +14,15 @@ _DEFAULT_SCHEDULE = {True: "1f1b", False: "pipedream"}
 
 
 def rule_of(
-    schedule: Schedule, weights: str | None = None, options: Mapping[str, float] | None = None
+    schedule: Schedule,
+    weights: str | WeightRule | None = None,
+    options: Mapping[str, float] | None = None,
 ) -> WeightRule:
-    """Return the weight rule called `weights`, checked to fit the schedule.
+    """Return a weight rule, checked to fit the schedule.
 
     Args:
         schedule: the schedule.
-        weights: name of the rule; by default the one that the schedule is designed for.
+        weights: the rule or its name; by default the one that the schedule is designed for.
         options: options of the rule, which are checked.
 
     Raises:
@@ -65,7 +67,7 @@ def rules(synchronous: bool) -> list[str]:
     ]
 
 
-def schedule_for(weights: str) -> str:
+def schedule_for(weights: str | WeightRule) -> str:
     """Return the name of the default schedule of a weight rule.
 
     It is plain 1F1B, with or without a flush, unless other schedules are designed for the rule.

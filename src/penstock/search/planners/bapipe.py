@@ -108,8 +108,9 @@ def _requested_rows(
     rows = {name.lower(): row for name, row in table.items()}
     if request.schedules is None:
         return rows
-    requested = {FAMILIES.find(name).name for name in request.schedules}
-    return {name: row for name, row in rows.items() if FAMILIES.find(name).name in requested}
+    return {
+        name: row for name, row in rows.items() if FAMILIES.find(name).name in request.schedules
+    }
 
 
 def preferred(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from penstock.schedule.catalogue import FAMILIES
 from penstock.search.planners.scope import SIMULATED_FORWARDS, check_scope
 from penstock.search.request import PlanRequest
 
@@ -63,5 +62,4 @@ def allowed(request: PlanRequest, *schedules: str) -> list[str]:
     """Return those of a planner's schedules that are requested; all if none is named."""
     if request.schedules is None:
         return list(schedules)
-    requested = {FAMILIES.find(name).name for name in request.schedules}
-    return [name for name in schedules if name in requested]
+    return [name for name in schedules if name in request.schedules]

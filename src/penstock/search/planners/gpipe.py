@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.plan.plan import Plan
+from penstock.schedule.recompute import Recompute
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.cut_only import counts_of, stages_of
@@ -42,7 +43,9 @@ def gpipe(request: PlanRequest) -> Plan:
         deviation = float(np.std(_sums(costs, lengths)))
         objective = Objective("standard deviation of the stages' costs", deviation, "s")
         proposals.append(
-            Proposal(tuple(lengths), "gpipe", count, recompute="always", objective=objective)
+            Proposal(
+                tuple(lengths), "gpipe", count, recompute=Recompute.ALWAYS, objective=objective
+            )
         )
     return best_plan(request, proposals)
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import PlanError
 from penstock.partition.replicated import replicated_table
-from penstock.plan.plan import Plan, Recompute
+from penstock.plan.plan import Plan
+from penstock.schedule.recompute import Recompute
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts, Numbers
@@ -73,13 +74,15 @@ def _proposals(request: PlanRequest, entries: float) -> Iterator[tuple[float, Pr
     """Yield one proposal per number of micro-batches and recompute, with an estimate of a step's
     seconds.
     """
-    policies: tuple[Recompute, ...] = ("never", "always")
+    policies: tuple[Recompute, ...] = (Recompute.NEVER, Recompute.ALWAYS)
     if request.recompute != "auto":
         policies = (request.recompute,)
     for count in likely_counts(request, entries * len(policies), ENTRIES_IN_ALL):
         costs = LayerCosts.of(request.profile, request.batch / count)
         for recompute in policies:
-            table, most_stages = tables(request, costs, count, recompute=recompute != "never")
+            table, most_stages = tables(
+                request, costs, count, recompute=recompute is not Recompute.NEVER
+            )
             cut = replicated_table(
                 table, exactly=False, stages=request.stages, most_stages=most_stages
             )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError
 from penstock.schedule.catalogue import FAMILIES
+from penstock.schedule.recompute import Recompute
 from penstock.schedule.replicas import start_up
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
@@ -30,10 +31,9 @@ def check_scope(request: PlanRequest, planner: str, *schedules: str) -> None:
     if request.schedules is None:
         return
     available = {FAMILIES.find(name).name for name in schedules}
-    requested = [FAMILIES.find(name).name for name in request.schedules]
-    if not available.intersection(requested):
+    if not available.intersection(request.schedules):
         raise PlanError(
-            f"{planner} runs {' or '.join(sorted(available))}, and {', '.join(requested)} is "
+            f"{planner} runs {' or '.join(sorted(available))}, and {', '.join(request.schedules)} is "
             "requested: leave schedules out, or use planner 'auto'"
         )
 
@@ -94,9 +94,9 @@ def _stage_bytes(request: PlanRequest, proposal: Proposal, part: slice, in_fligh
     input_bytes = request.profile.input_bytes_per_sample
     if part.start:
         input_bytes = request.profile.layers[part.start - 1].output_bytes_per_sample
-    if recompute == "never":
+    if recompute is Recompute.NEVER:
         needed = in_flight * activations
-    elif recompute in ("always", "except_last"):
+    elif recompute != "auto" and recompute.whole:
         needed = (in_flight - 1) * samples * input_bytes + activations
     else:
         # With any selection the first layer saves its input or its activations, and the activations

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.partition.catalogue import partition
 from penstock.plan.plan import Plan
+from penstock.schedule.recompute import Recompute
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.cut_only import counts_of, method_of, stages_of
@@ -77,7 +78,7 @@ def _proposal(request: PlanRequest, stages: int, count: int, method: str) -> Pro
         "gpipe",
         count,
         (("backward_order", "reverse"),),
-        recompute="except_last",
+        recompute=Recompute.EXCEPT_LAST,
         objective=Objective(
             "heaviest less lightest stage, in dearest layers", imbalance(costs, lengths), "1"
         ),

@@ -10,6 +10,7 @@ from typing import Literal, final
 
 from penstock.errors import PlanError
 from penstock.plan.plan import Plan
+from penstock.schedule.recompute import Recompute
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.bapipe_balance import balanced_lengths
@@ -95,7 +96,7 @@ def _infeasible_message(request: PlanRequest) -> str:
 
 def _proposal(shape: Shape, name: str) -> Proposal:
     """Return a shape as a proposal."""
-    recompute: Literal["auto", "always"] = "always" if shape.recompute else "auto"
+    recompute: Literal["auto"] | Recompute = Recompute.ALWAYS if shape.recompute else "auto"
     return Proposal(
         shape.lengths,
         name,
@@ -116,7 +117,9 @@ def shapes(request: PlanRequest) -> Iterator[Shape]:
         if rest or width > request.copies_allowed or request.stages not in (None, depth):
             continue
         for recompute in (False, True):
-            if request.recompute != "auto" and recompute != (request.recompute != "never"):
+            if request.recompute != "auto" and recompute != (
+                request.recompute is not Recompute.NEVER
+            ):
                 continue
             shape = _largest_micro_batch(request, width, depth, recompute)
             if shape is not None:

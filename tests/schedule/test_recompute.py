@@ -1,0 +1,34 @@
+"""A recompute policy is its name, parsed."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import PlanError, SettingError
+from penstock.schedule.recompute import Recompute
+from penstock.search.proposal import Proposal
+from penstock.store import to_json
+
+
+@pytest.mark.parametrize("policy", Recompute)
+def test_a_policy_equals_its_name_in_comparisons_tables_and_files(policy):
+    """Public arguments and plans on disk hold names."""
+    assert policy == policy.value
+    assert {policy.value: 1}[policy] == 1
+    assert (str(policy), repr(policy)) == (policy.value, repr(policy.value))
+    assert Recompute.parse(policy.value) is Recompute.parse(policy) is policy
+
+
+def test_a_name_is_parsed_where_it_enters():
+    """Behind the door nobody has to know the names."""
+    assert Proposal((1,), "gpipe", 1, recompute="always").recompute is Recompute.ALWAYS
+    assert Recompute.parse_or_auto("auto") == "auto"
+    with pytest.raises(SettingError, match=r"recompute is one of never, .*, not 'auto'"):
+        Recompute.parse("auto")
+    with pytest.raises(PlanError, match="must be one of auto, never"):
+        Recompute.parse_or_auto("often")
+
+
+def test_json_holds_the_name():
+    """Plans of earlier versions stay valid."""
+    assert '"recompute": "always"' in to_json(Proposal((1,), "gpipe", 1, recompute="always"))
