@@ -77,7 +77,7 @@ def send(work: Workspace, rank: int, target: int, ready: float, seconds: float) 
     """Send a message that is ready at `ready` over the link from `rank` to `target`, once that is
     free. Return its arrival.
     """
-    arrival = max(ready, work.link[rank, target]) + seconds
+    arrival: float = max(ready, work.link[rank, target]) + seconds
     work.link[rank, target] = arrival
     return arrival
 
