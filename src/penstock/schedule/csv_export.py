@@ -31,7 +31,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.channels import topological_order
 from penstock.schedule.csv_cells import Communication, FsdpAction, overlaps
 from penstock.schedule.dependencies import dependencies_of
-from penstock.schedule.lower import Direction, Link, Message, messages
+from penstock.schedule.lower import Direction, Link, Message, messages, output_message
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.unit_times import unit_times
 from penstock.schedule.updates import with_updates
@@ -138,8 +138,10 @@ def communication_rows(schedule: Schedule) -> list[list[str]]:
     second_of = dict(schedule.pairs)
     for _, _, rank, op, target in _ordered_events(schedule):
         if target is not None:
-            rows[rank].append(_transfer_cell(Direction.SEND, op))
-            rows[target].append(_transfer_cell(Direction.RECV, op))
+            message = output_message(op, schedule.stages)
+            assert message is not None, "an op with a transfer has an output"
+            rows[rank].append(_transfer_cell(Direction.SEND, message))
+            rows[target].append(_transfer_cell(Direction.RECV, message))
         elif op.kind is Kind.U:
             rows[rank].append(f"{op.stage}{FsdpAction.REDUCE_GRAD.value}")
             rows[rank].append(f"{op.stage}{FsdpAction.RESHARD.value}")
@@ -259,9 +261,7 @@ def _without_updates(program: tuple[Op, ...]) -> list[Op]:
     return [op for op in program if op.kind is not Kind.U]
 
 
-def _transfer_cell(direction: Direction, producer: Op) -> str:
-    """Return the cell that sends or receives the output of an op, e.g. `1SEND_F0`."""
-    kind = Kind.F if producer.kind is Kind.F else Kind.B
-    message = Message(kind, producer.stage, producer.micro_batch)
+def _transfer_cell(direction: Direction, message: Message) -> str:
+    """Return the cell that sends or receives a message, e.g. `1SEND_F0`."""
     stage = Communication(direction, message).stage
-    return f"{stage}{direction.value}_{kind.value}{message.micro_batch}"
+    return f"{stage}{direction.value}_{message.kind.value}{message.micro_batch}"

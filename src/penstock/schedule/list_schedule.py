@@ -24,8 +24,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
-from penstock.schedule.op import Kind, Op, Program
+from penstock.schedule.op import Kind, Op, Program, Schedule
 from penstock.schedule.rules import ACTIVATION_CHANGE, needs
+from penstock.schedule.unit_times import unit_times
 
 #: The slot of every op of one rank.
 Slots = dict[Op, int]
@@ -133,15 +134,10 @@ def _stage_0_turns(rank: Slots) -> tuple[int, int]:
 
 def _squeeze(slots: Sequence[Slots]) -> list[Slots]:
     """Start every op as early as possible, without changing the order on any rank."""
-    stages = _stage_count(slots)
-    slot_of: dict[Op, int] = {}
-    squeezed: list[Slots] = [{} for _ in slots]
-    next_free = [0] * len(slots)
-    for _, rank, op in _in_time_order(slots):
-        slot_of[op] = max(next_free[rank], _ready_slot(op, stages, slot_of))
-        squeezed[rank][op] = slot_of[op]
-        next_free[rank] = slot_of[op] + 1
-    return squeezed
+    in_order = [sorted(rank, key=rank.__getitem__) for rank in slots]
+    schedule = Schedule(tuple(map(tuple, in_order)))
+    starts = iter(unit_times(schedule, lambda _: 1.0).start.tolist())
+    return [{op: int(next(starts)) for op in program} for program in schedule.programs]
 
 
 def _reorder(slots: Sequence[Slots], warm_up: bool, peak: Callable[[Slots], int]) -> list[Slots]:

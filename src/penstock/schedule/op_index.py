@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NoReturn
 
 import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.schedule.arrays import Array, op_arrays
-from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.rules import FLOWS, feeds, needs
 
 
@@ -107,6 +108,12 @@ def raise_missing(schedule: Schedule) -> NoReturn:
     for rank, program in enumerate(schedule.programs):
         for op in program:
             _check_op(schedule, op, rank, rank_of)
+    occurrences = Counter(
+        op for op in schedule.ops if op.kind is not Kind.U and op.kind not in ACTIVATION_MOVES
+    )
+    for op, count in occurrences.items():
+        if count > 1:
+            raise ScheduleError(f"{schedule.name} is not valid: {op} occurs {count} times")
     raise ScheduleError(f"{schedule.name} is not valid: `verify` reports why")
 
 

@@ -1,4 +1,9 @@
-"""Kernel: start times of the ops of encoded programs. The rules are those of `simulate`."""
+"""Kernel: start times of the ops of encoded programs.
+
+The rules are those of `schedule.kernels`, which walk a dependency graph that is built once. Here
+the order of the ops changes with every move of a search, so the inputs of an op are found by
+counting; the tests compare both.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +58,9 @@ def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
             target, end = copies[taker, 0], free
             if target != rank:
                 if link[rank, target] > end:
-                    end, op = link[rank, target], busy[rank, target]
-                end += cost[copy, UP + way]
-                link[rank, target], busy[rank, target] = end, op
+                    op = busy[rank, target]
+                busy[rank, target] = op
+                end = send(work, rank, target, end, cost[copy, UP + way])
                 if turn[target, 2] == 0:
                     turn[target, 2] = 1
                     turn[(first + waiting) % ranks, 1] = target
@@ -65,6 +70,16 @@ def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
     for rank in range(ranks):
         left += lengths[rank] - turn[rank, 0]
     return -1.0 if left else end_of_updates(spec, work)
+
+
+@compiled
+def send(work: Workspace, rank: int, target: int, ready: float, seconds: float) -> float:
+    """Send a message that is ready at `ready` over the link from `rank` to `target`, once that is
+    free. Return its arrival.
+    """
+    arrival: float = max(ready, work.link[rank, target]) + seconds
+    work.link[rank, target] = arrival
+    return arrival
 
 
 @compiled
