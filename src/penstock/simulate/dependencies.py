@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
 
+from penstock.compiled import run
 from penstock.errors import ScheduleError
 from penstock.schedule.arrays import Array, OpArrays, op_arrays, runs
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.rules import RULES, SLICE_RULES, feeds, needs
 from penstock.schedule.updates import awaited_update
-from penstock.simulate.kernel_dispatch import run
-from penstock.simulate.kernels import OpGraph
+from penstock.simulate.kernels import ITERATIONS_PER_OP, OpGraph, order_ops
 
 #: Kinds of op that consume a value of this kind on the receiving stage.
 _CONSUMERS = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I)}
@@ -34,7 +35,6 @@ class Dependencies:
         column: per op, the position of its (uncut) micro-batch in `numbers`.
         numbers: the numbers of all micro-batches.
         micro_batches: micro-batches of one batch.
-        effort: ops processed in simulations so far; decides when Numba pays off.
         cache: what other modules derive from this once.
     """
 
@@ -47,7 +47,6 @@ class Dependencies:
     column: Array
     numbers: Array
     micro_batches: int
-    effort: int = 0
     cache: dict[object, Any] = field(default_factory=dict)
 
     @property
@@ -60,11 +59,9 @@ class Dependencies:
         """Number of stages."""
         return self.ops.stages
 
-    def walk(self, kernel: str, *arguments: object, vectors: int = 1) -> None:
+    def walk(self, kernel: Callable[..., Any], *arguments: object, vectors: int = 1) -> None:
         """Run a kernel over all ops, for `vectors` cost vectors at once."""
-        work = len(self.ops) * vectors
-        run(kernel, work, self.effort, *arguments)
-        self.effort += work
+        run(kernel, ITERATIONS_PER_OP * len(self.ops) * vectors, *arguments, on_lists=True)
 
 
 def dependencies_of(schedule: Schedule) -> Dependencies:
@@ -166,7 +163,9 @@ class _DependencyBuilder:
             numbers,
             self.schedule.micro_batches,
         )
-        if run("order_ops", len(ops), 0, graph, pending.copy(), graph.order) < len(ops):
+        work = ITERATIONS_PER_OP * len(ops)
+        ordered = run(order_ops, work, graph, pending.copy(), graph.order, on_lists=True)
+        if ordered < len(ops):
             self._raise_deadlock(graph.order)
         return dependencies
 

@@ -10,7 +10,7 @@ from penstock.schedule.op import Schedule
 from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import Costs
 from penstock.simulate.dependencies import Dependencies, dependencies_of
-from penstock.simulate.kernels import Durations, Times
+from penstock.simulate.kernels import Durations, Times, time_ops, time_ops_contended
 from penstock.simulate.lookup import RECOMPUTE, Tables, recomputes
 from penstock.simulate.memory_curves import Memory, peaks_in_order
 from penstock.simulate.weight_versions import with_stream_memory
@@ -104,15 +104,13 @@ def times_of(tables: Tables, seconds: Array, overlap: bool, links: str) -> Times
     times = Times(*(np.empty(count) for _ in range(4)))
     if links == "duplex":
         rank_free, link_free = np.zeros(dependencies.ranks), np.zeros(len(dependencies.links))
-        dependencies.walk("time_ops", dependencies.graph, durations, rank_free, link_free, times)
+        dependencies.walk(time_ops, dependencies.graph, durations, rank_free, link_free, times)
     else:
         medium = _media(dependencies, links)
         graph = dependencies.graph._replace(link=medium)
         pending, ready = dependencies.pending.copy(), np.zeros(count)
         medium_free = np.zeros(int(medium.max(initial=-1)) + 1)
-        dependencies.walk(
-            "time_ops_contended", graph, durations, pending, ready, medium_free, times
-        )
+        dependencies.walk(time_ops_contended, graph, durations, pending, ready, medium_free, times)
     return times
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.compiled import compiled
 from penstock.synthesis.arrays import HOLD, UP, UPDATE, Encoding, Spec, Workspace
-from penstock.synthesis.numba_compile import compiled
 
 
 @compiled

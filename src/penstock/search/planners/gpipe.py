@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.partition.chain_dp import SUM, best_cut, stage_sums
 from penstock.plan.plan import Plan
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.cut_only import counts_of, stages_of
-from penstock.search.planners.layer_costs import over_ranges
+from penstock.search.planners.layer_costs import before
 from penstock.search.planners.scope import check_scope
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
@@ -55,22 +56,9 @@ def least_variance(costs: Sequence[float], stages: int) -> list[int]:
     [2, 2, 1]
     """
     mean = sum(costs) / stages or 1.0
-    squares = np.square(over_ranges(tuple(costs)) / mean)
-    layers = len(costs)
-    least = np.full(layers + 1, np.inf)
-    least[0] = 0.0
-    choices = []
-    for _ in range(stages):
-        # [first, last]: the stages before `first`, and one stage of these layers.
-        total = least[:-1, None] + squares
-        choices.append(total.argmin(axis=0))
-        least = np.concatenate(([np.inf], total.min(axis=0)))
-    end, lengths = layers, []
-    for choice in reversed(choices):
-        first = int(choice[end - 1])
-        lengths.append(end - first)
-        end = first
-    return lengths[::-1]
+    sums = before(tuple(costs))
+    squares = np.square(stage_sums(sums, len(costs) - stages + 1) / mean)
+    return best_cut(lambda _: squares, stages, len(costs), SUM).lengths
 
 
 def _sums(costs: Sequence[float], lengths: Sequence[int]) -> list[float]:
