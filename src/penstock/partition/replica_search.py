@@ -67,11 +67,7 @@ class Chain:
 
     def seconds(self, stages: list[Stage]) -> list[float]:
         """Return the seconds of each of these stages."""
-        times, first = [], 0
-        for length, replicas in stages:
-            times.append(float(self.table[first, first + length, replicas]))
-            first += length
-        return times
+        return seconds_of(self.table, stages)
 
     def below(self, stages: int) -> Chain:
         """Return the chain of a stage that is the `stages`-th from the end, itself included.
@@ -280,6 +276,15 @@ class Chain:
             stages.append((length, replicas))
             first, ranks, count = first + length, ranks - replicas, count - 1
         return stages
+
+
+def seconds_of(table: Floats, stages: Sequence[Stage]) -> list[float]:
+    """Return the seconds of each of these stages, from the table of all."""
+    times, first = [], 0
+    for length, replicas in stages:
+        times.append(float(table[first, first + length, replicas]))
+        first += length
+    return times
 
 
 def chain_of(

@@ -11,7 +11,7 @@ from penstock.plan.plan import Plan
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.cut_only import counts_of, stages_of
-from penstock.search.planners.layer_costs import before
+from penstock.search.planners.layer_costs import before, stage_totals
 from penstock.search.planners.scope import check_scope
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
@@ -40,7 +40,7 @@ def gpipe(request: PlanRequest) -> Plan:
     for count in counts_of(request, stages):
         costs = request.profile.step_seconds(request.batch / count)
         lengths = least_variance(costs, stages)
-        deviation = float(np.std(_sums(costs, lengths)))
+        deviation = float(np.std(stage_totals(costs, lengths)))
         objective = Objective("standard deviation of the stages' costs", deviation, "s")
         proposals.append(
             Proposal(tuple(lengths), "gpipe", count, recompute="always", objective=objective)
@@ -59,11 +59,3 @@ def least_variance(costs: Sequence[float], stages: int) -> list[int]:
     sums = before(tuple(costs))
     squares = np.square(stage_sums(sums, len(costs) - stages + 1) / mean)
     return best_cut(lambda _: squares, stages, len(costs), SUM).lengths
-
-
-def _sums(costs: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """Return the cost of every stage."""
-    ends = np.cumsum(lengths)
-    return [
-        float(sum(costs[end - length : end])) for length, end in zip(lengths, ends, strict=True)
-    ]

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from penstock.errors import PlanError
 from penstock.partition.chain_dp import MAXIMUM, at_starts, best_cut, stage_sums
-from penstock.plan.plan import Option, Plan
+from penstock.plan.plan import Plan
 from penstock.schedule.families.pipedream import falling
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.hetpipe_allocation import Allocation, allocations, orders
 from penstock.search.planners.layer_costs import LayerCosts, Numbers, before
 from penstock.search.planners.scope import check_scope, quickest
-from penstock.search.proposal import Objective, Proposal
+from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
 
 
@@ -96,9 +96,7 @@ def hetpipe(request: PlanRequest) -> Plan:
 def _proposal(candidate: Candidate, *, asynchronous: bool) -> Proposal:
     """Return a candidate as a proposal."""
     virtual_workers = len(candidate.devices)
-    options: tuple[tuple[str, Option], ...] = (
-        (("replicas", virtual_workers),) if virtual_workers > 1 else ()
-    )
+    options = replica_options(virtual_workers)
     if asynchronous:
         options = (("virtual_workers", virtual_workers), ("in_flight", candidate.in_flight))
     return Proposal(
