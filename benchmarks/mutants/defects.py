@@ -142,28 +142,28 @@ DEFECTS = [
     # Simulation.
     Defect(
         "simulate: a link carries any number of messages at once",
-        "simulate/kernels.py",
+        "schedule/kernels.py",
         "departure = max(done, link_free[link[op]])",
         "departure = done",
         ("tests/simulate/test_simulate.py", "tests/simulate/test_everything.py"),
     ),
     Defect(
         "simulate: overlap inverted",
-        "simulate/kernels.py",
+        "schedule/kernels.py",
         "                if not overlap:\n                    done = arrival\n            free[rank[op]]",
         "                if overlap:\n                    done = arrival\n            free[rank[op]]",
         ("tests/simulate/test_simulate.py", "tests/simulate/test_everything.py"),
     ),
     Defect(
         "simulate: a shared medium is free at the start of a message",
-        "simulate/kernels.py",
+        "schedule/kernels.py",
         "            free[medium[op]] = arrival\n        arrived[op] = arrival\n",
         "            free[medium[op]] = sent[op]\n        arrived[op] = arrival\n",
         ("tests/simulate/test_simulate.py", "tests/simulate/test_everything.py"),
     ),
     Defect(
         "simulate: updates of replicas do not wait for the slowest rank",
-        "simulate/kernels.py",
+        "schedule/kernels.py",
         "            begin = max(begin, free[rank[op]])\n            source",
         "            begin = free[rank[op]]\n            source",
         ("tests/simulate/test_simulate.py", "tests/simulate/test_everything.py"),

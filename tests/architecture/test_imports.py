@@ -22,6 +22,7 @@ ORDER = [
     "files",
     "store",
     "option",
+    "compiled",
     "notebook",
     "model",
     "cluster",

@@ -1,17 +1,17 @@
 """Kernel of DAPPLE's search: the latency of all pipelines that add one stage to a prefix and put
 the remaining layers into a last stage.
 
-Compiled by Numba and cached on disk; importing this file loads Numba.
+Importing this file loads Numba.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numba import njit
+
+from penstock.compiled import compiled
 
 #: NumPy arrays.
 Numbers = Any
@@ -53,7 +53,8 @@ class StepNumbers:
         )
 
 
-def _latency(
+@compiled
+def latency(
     forward: Numbers, backward: Numbers, reduce: Numbers, count: int, micro_batches: float
 ) -> Any:
     """Return the total of `dapple_latency.latency`, without its parts."""
@@ -82,18 +83,8 @@ def _latency(
     return total
 
 
-def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a kernel, cached on disk if possible."""
-    try:
-        return njit(cache=True, nogil=True)(kernel)
-    except RuntimeError:  # no folder that Numba may write to: compiled again in every process
-        return njit(nogil=True)(kernel)
-
-
-latency = _compiled(_latency)
-
-
-def _insert(
+@compiled
+def insert(
     values: Numbers, origins: Numbers, stop: int, kind: int, key: float, origin: tuple[float, float]
 ) -> None:
     """Insert a pipeline into one ranking of a state, if it is among the best `keep`."""
@@ -110,10 +101,8 @@ def _insert(
     origins[0, place, stop], origins[1, place, stop] = origin
 
 
-insert = _compiled(_insert)
-
-
-def _extend(
+@compiled
+def extend(
     stages: Numbers,
     at: int,
     start: int,
@@ -179,6 +168,3 @@ def _extend(
         insert(table[0], table[1], stop, 0, value, (numbers[2], numbers[3]))
         insert(table[0], table[1], stop, 1, spread, (numbers[2], numbers[3]))
     return best, where
-
-
-extend = _compiled(_extend)
