@@ -42,7 +42,7 @@ def compiled(kernel: Kernel) -> Kernel:
         from numba import njit
 
         # As NumPy does, divisions by zero return infinity or NaN; testing every divisor is slower.
-        options: Any = {"nogil": True, "error_model": "numpy"}
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
         try:
             _dispatchers[kernel] = njit(cache=True, **options)(kernel)
         except RuntimeError:  # there is no folder for the cache that this user may write to

@@ -123,8 +123,7 @@ def least_excess(
 
     def excess(stage: int) -> Floats:
         """Return the bytes by which every possible stage exceeds its limit (negative: to spare)."""
-        excess_bytes: Floats = stage_sums(memory[stage], longest) - allowed[stage]
-        return excess_bytes
+        return stage_sums(memory[stage], longest) - float(allowed[stage])
 
     least = best_cut(excess, stages, layers, MAXIMUM).value
     cutoff = least + ROUNDING * float(memory[:, -1].max())

@@ -25,18 +25,6 @@ from penstock.search.planners.layer_costs import Numbers, before
 Seconds = Sequence[Sequence[float]]
 
 
-def ideal_seconds(totals: Sequence[float]) -> float:
-    """Return T*, the seconds of a stage if accelerators share the model ideally.
-
-    Args:
-        totals: per accelerator, its seconds for the whole model.
-
-    >>> ideal_seconds((4.0, 4.0)), ideal_seconds((2.0, 6.0))
-    (2.0, 1.5)
-    """
-    return 1 / sum(1 / total for total in totals) if all(totals) else 0.0
-
-
 def fractional_cut(seconds: Seconds) -> tuple[float, tuple[float, ...]]:
     """Return the seconds of every stage if layers may be split, and for each stage the number of
     layers up to its end, which may be fractional.

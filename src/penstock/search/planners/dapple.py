@@ -17,6 +17,7 @@ from penstock.search.catalogue import register
 from penstock.search.planners.dapple_places import Network
 from penstock.search.planners.dapple_search import Placed, Task, devices_of, search
 from penstock.search.planners.layer_costs import LayerCosts
+from penstock.search.planners.replicated_stages import links_inside
 from penstock.search.planners.scope import check_alike, check_scope, likely, nodes_of, quickest
 from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
@@ -117,7 +118,7 @@ def network_of(cluster: Cluster) -> Network:
     """Return the links of a cluster as the planner sees them; if the links inside nodes differ, the
     slowest.
     """
-    inside = [cluster.inside, *(link for _, link in cluster.insides)]
+    inside = links_inside(cluster)
     return Network(
         (
             max(link.latency_s for link in inside),

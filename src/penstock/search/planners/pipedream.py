@@ -13,7 +13,7 @@ from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.pipedream_cut import Level, Rules, hierarchical_cut, spread
-from penstock.search.planners.replicated_stages import least_memory, slowest_bandwidth
+from penstock.search.planners.replicated_stages import least_memory, links_inside, slowest_bandwidth
 from penstock.search.planners.scope import (
     check_alike,
     check_scope,
@@ -190,7 +190,6 @@ def _levels(request: PlanRequest) -> tuple[list[Level], list[object]]:
     is_free = request.stages is None and request.max_replicas is None
     if not is_free or len(nodes) == 1 or sizes == {1} or len(sizes) > 1:
         return [Level(cluster.ranks, slowest_bandwidth(cluster))], list(range(cluster.ranks))
-    links = (cluster.inside, *(link for _, link in cluster.insides))
-    inside = min(link.bandwidth_bytes_per_s for link in links)
+    inside = min(link.bandwidth_bytes_per_s for link in links_inside(cluster))
     between = cluster.between.bandwidth_bytes_per_s
     return [Level(sizes.pop(), inside), Level(len(nodes), between)], list(nodes)

@@ -14,6 +14,7 @@ from typing import final
 import numpy as np
 
 from penstock.cluster.cluster import Cluster
+from penstock.cluster.device import Link
 from penstock.errors import PlanError
 from penstock.plan.plan import Plan
 from penstock.search.best_plan import best_plan
@@ -89,11 +90,14 @@ def likely_counts(request: PlanRequest, work: float, most: float) -> list[int]:
     return sorted(nearest[: max(1, int(most / work))])
 
 
+def links_inside(cluster: Cluster) -> list[Link]:
+    """Return the different links inside nodes."""
+    return [cluster.inside, *(link for _, link in cluster.insides)]
+
+
 def slowest_bandwidth(cluster: Cluster) -> float:
     """Return the bytes per second of the slowest link that is used."""
-    links = []
-    if cluster.nodes < cluster.ranks:
-        links += [cluster.inside, *(link for _, link in cluster.insides)]
+    links = links_inside(cluster) if cluster.nodes < cluster.ranks else []
     if cluster.nodes > 1:
         links.append(cluster.between)
     return min(link.bandwidth_bytes_per_s for link in links or [cluster.inside])

@@ -57,7 +57,22 @@ class StepNumbers:
 def latency(
     forward: Numbers, backward: Numbers, reduce: Numbers, count: int, micro_batches: float
 ) -> Any:
-    """Return the total of `dapple_latency.latency`, without its parts."""
+    """Return the paper's latency of a step: warm-up, steady phase and ending, seen from the pivot Q,
+    the stage that has the fewest bubbles. Transfers count as stages between stages.
+
+        T_w = F_0 + ... + F_Q
+        T_s = (M - 1)(F_Q + B_Q)
+        T_e = maximum over all stages s of AR_s + (B_s + ... + B_Q)    for s <= Q
+                                           AR_s - (B_Q + ... + B_s)    for s > Q
+
+    Args:
+        forward, backward: seconds of a micro-batch on every stage and transfer.
+        reduce: seconds of the all-reduce of the stage's gradients; 0 for a transfer.
+        count: number of stages and transfers, from the first on.
+        micro_batches: M.
+
+    Source: Fan et al. 2021, DAPPLE (arXiv 2007.01045), section 4.
+    """
     pivot = count - 1
     between = 0.0
     for s in range(count - 2, -1, -1):
