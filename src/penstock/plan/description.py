@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.errors import ScheduleError
 from penstock.plan.plan import Candidate, Plan
 from penstock.units import format_bytes, format_seconds
 
@@ -115,7 +116,12 @@ def _asynchrony(plan: Plan) -> str:
 
     rule = rule_of(plan.schedule, plan.weights)
     options = "".join(f", {name} {value:g}" for name, value in plan.weights_options)
-    weight_uses = readings(plan.schedule, rule)
+    try:
+        weight_uses = readings(plan.schedule, rule)
+    except ScheduleError:  # a plan that was read from a file may have unsound programs
+        return (
+            f"  asynchronous: weights {rule.name}{options}; unsound programs, see penstock verify"
+        )
     versions, staleness = max(weight_uses.versions), max(map(max, weight_uses.ages))
     versions_text = "1 version" if versions == 1 else f"up to {versions} versions"
     extra = f" and extra state of {rule.extra:g} times the weights" if rule.extra else ""
