@@ -10,6 +10,9 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+#: Characters of an unknown name that a message quotes.
+_MAX_NAME = 80
+
 
 class PenstockError(Exception):
     """Base class of all errors that Penstock raises on purpose.
@@ -46,9 +49,11 @@ class UnknownName(PenstockError, ValueError):
 
     def __init__(self, kind: str, name: str, valid_names: Iterable[str]) -> None:
         self.kind, self.name, self.valid_names = kind, name, tuple(valid_names)
-        close_matches = difflib.get_close_matches(name, self.valid_names, n=1)
+        # A foreign text of any length may stand where a name should.
+        quoted = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…"
+        close_matches = difflib.get_close_matches(quoted, self.valid_names, n=1)
         hint = f" Did you mean {close_matches[0]!r}?" if close_matches else ""
-        super().__init__(f"no {kind} called {name!r}.{hint} Known: {', '.join(self.valid_names)}")
+        super().__init__(f"no {kind} called {quoted!r}.{hint} Known: {', '.join(self.valid_names)}")
 
 
 class ChainError(PenstockError, ValueError):

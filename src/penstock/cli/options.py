@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.errors import SettingError
+from penstock.errors import FileError, SettingError
+from penstock.files.text import shorten
 from penstock.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -300,16 +301,22 @@ def named_values(flag: str, texts: list[str] | None) -> dict[str, Any]:
     """Parse `["layers=6"]` to `{"layers": 6}`; values are read as YAML.
 
     Raises:
-        SettingError: a text has no name or no value.
+        SettingError: a text has no name or no value, or a value is not YAML.
     """
-    import yaml
+    from penstock.files.yaml_values import yaml_value
 
     values: dict[str, Any] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise SettingError(f"--{flag} {text}: write name=value, such as layers=6")
-        values[name.strip().replace("-", "_")] = yaml.safe_load(value)
+        key = name.strip().replace("-", "_")
+        if key in values:
+            raise SettingError(f"--{flag} {key} is given twice: leave one of them out")
+        try:
+            values[key] = yaml_value(value, f"--{flag} {shorten(text)}")
+        except FileError as error:
+            raise SettingError(str(error)) from error
     return values
 
 

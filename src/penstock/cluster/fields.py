@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from penstock.cluster.device import DTYPES
 from penstock.errors import ClusterError, SettingError, UnknownName
+from penstock.files.text import quote
 from penstock.units import parse_bytes, parse_seconds
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ def parse_bandwidth(text: object) -> float:
     match = _BANDWIDTH.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise SettingError(
-            f"{text!r} is not a bandwidth; write for example '10 Gb/s' (bits) or '1.25 GB/s' "
+            f"{quote(text)} is not a bandwidth; write for example '10 Gb/s' (bits) or '1.25 GB/s' "
             "(bytes)"
         )
     return float(match[1]) * _PREFIX[match[2]] / (1 if match[3] == "B" else 8)
@@ -69,7 +70,9 @@ def parse_flops(text: object) -> float:
     """
     match = _FLOPS.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise SettingError(f"{text!r} is not a rate of computing; write for example '15.7 TFLOP/s'")
+        raise SettingError(
+            f"{quote(text)} is not a rate of computing; write for example '15.7 TFLOP/s'"
+        )
     return float(match[1]) * _PREFIX[match[2]]
 
 
@@ -82,7 +85,7 @@ def parse_peaks(value: object) -> tuple[tuple[str, float], ...]:
     """
     if not isinstance(value, dict) or not value:
         raise SettingError(
-            f"{value!r} is no mapping of dtypes to rates; write for example "
+            f"{quote(value)} is no mapping of dtypes to rates; write for example "
             "{float32: 15.7 TFLOP/s}"
         )
     peaks = []
@@ -105,7 +108,7 @@ def parse_clock(text: object) -> float:
     """
     match = _CLOCK.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise SettingError(f"{text!r} is not a clock; write for example '200 MHz'")
+        raise SettingError(f"{quote(text)} is not a clock; write for example '200 MHz'")
     return float(match[1]) * _PREFIX[match[2]]
 
 
@@ -117,9 +120,9 @@ def parse_memory(text: object) -> int:
             bits.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
-        raise SettingError(f"{text!r} is not an amount of memory; write for example '16 GB'")
+        raise SettingError(f"{quote(text)} is not an amount of memory; write for example '16 GB'")
     if isinstance(text, str) and text.rstrip().endswith("b"):
-        raise SettingError(f"{text!r} counts bits; memory is in bytes, for example '16 GB'")
+        raise SettingError(f"{quote(text)} counts bits; memory is in bytes, for example '16 GB'")
     return parse_bytes(text)
 
 
@@ -130,7 +133,7 @@ def parse_latency(text: object) -> float:
         SettingError: it is not of that form.
     """
     if isinstance(text, bool) or not isinstance(text, (int, float, str)):
-        raise SettingError(f"{text!r} is not a time; write for example '50 us'")
+        raise SettingError(f"{quote(text)} is not a time; write for example '50 us'")
     return parse_seconds(text)
 
 
@@ -141,7 +144,7 @@ def parse_count(value: object) -> int:
         SettingError: the value is none.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_DEVICES:
-        raise SettingError(f"{value!r} is not a whole number from 1 to {MAX_DEVICES}")
+        raise SettingError(f"{quote(value)} is not a whole number from 1 to {MAX_DEVICES}")
     return value
 
 
@@ -152,7 +155,7 @@ def parse_number(value: object) -> float:
         SettingError: the value is none.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise SettingError(f"{value!r} is not a number of 0 or more; write for example 1.5")
+        raise SettingError(f"{quote(value)} is not a number of 0 or more; write for example 1.5")
     return float(value)
 
 
@@ -163,7 +166,7 @@ def parse_flag(value: object) -> bool:
         SettingError: the value is neither.
     """
     if not isinstance(value, bool):
-        raise SettingError(f"{value!r} is neither true nor false")
+        raise SettingError(f"{quote(value)} is neither true nor false")
     return value
 
 
@@ -174,7 +177,7 @@ def parse_text(value: object) -> str:
         SettingError: the value is none.
     """
     if not isinstance(value, str) or not value.strip():
-        raise SettingError(f"{value!r} is not a text")
+        raise SettingError(f"{quote(value)} is not a text")
     return value
 
 
@@ -194,12 +197,12 @@ class Fields:
         """
         if not isinstance(value, dict):
             raise ClusterError(
-                f"{where}: {value!r} is no mapping; its keys may be {', '.join(known_keys)}"
+                f"{where}: {quote(value)} is no mapping; its keys may be {', '.join(known_keys)}"
             )
         unknown = [key for key in value if key not in known_keys]
         if unknown:
             raise ClusterError(
-                f"{where}: unknown key {unknown[0]!r}; known are {', '.join(known_keys)}"
+                f"{where}: unknown key {quote(unknown[0])}; known are {', '.join(known_keys)}"
             )
         return cls(value, where)
 

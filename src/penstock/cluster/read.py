@@ -35,7 +35,7 @@ from penstock.cluster.local import LOOPBACK
 from penstock.cluster.machines import Cluster
 from penstock.cluster.presets import Presets
 from penstock.errors import ClusterError, FileError, SettingError, UnknownName
-from penstock.files.text import read_text
+from penstock.files.text import quote, read_text
 from penstock.files.yaml_values import yaml_value
 
 #: Keys of a description with equal nodes, and of one that lists its nodes.
@@ -151,7 +151,7 @@ class _Reader:
         """Return the nodes of a list."""
         rows = fields.values["nodes"]
         if not isinstance(rows, list) or not rows:
-            raise ClusterError(f"{self.where}: nodes: {rows!r} is no list of nodes")
+            raise ClusterError(f"{self.where}: nodes: {quote(rows)} is no list of nodes")
         nodes: list[_Node] = []
         for i, row in enumerate(rows):
             nodes += self.node_entry(row, f"{self.where}: nodes[{i}]", fields)
@@ -188,7 +188,7 @@ class _Reader:
         )
         if not has_integers or sorted(node_of) != in_order:
             raise ClusterError(
-                f"{self.where}: node_of: {node_of!r} is not the node of every rank; the nodes, "
+                f"{self.where}: node_of: {quote(node_of)} is not the node of every rank; the nodes, "
                 f"from 0, hold {sizes} devices"
             )
         return tuple(node_of)
@@ -204,7 +204,7 @@ class _Reader:
         """Return the devices of a list."""
         rows = fields.read("devices", lambda value: value)
         if not isinstance(rows, list) or not rows:
-            raise ClusterError(f"{self.where}: devices: {rows!r} is no list of devices")
+            raise ClusterError(f"{self.where}: devices: {quote(rows)} is no list of devices")
         devices: list[Device] = []
         for i, row in enumerate(rows):
             devices += self.device_entry(row, f"{self.where}: devices[{i}]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.errors import ScheduleError
 from penstock.plan.plan import Candidate, Plan
 from penstock.schedule.recompute import Recompute
 from penstock.units import format_bytes, format_seconds
@@ -114,7 +115,10 @@ def _asynchrony(plan: Plan) -> str:
     from penstock.weights.weight_uses import readings
 
     options = "".join(f", {name} {value:g}" for name, value in plan.weights_options)
-    weight_uses = readings(plan.schedule, plan.rule)
+    try:
+        weight_uses = readings(plan.schedule, plan.rule)
+    except ScheduleError:  # a plan that was read from a file may have unsound programs
+        return f"  asynchronous: weights {plan.weights}{options}; unsound programs, see penstock verify"
     versions, staleness = max(weight_uses.versions), max(map(max, weight_uses.ages))
     versions_text = "1 version" if versions == 1 else f"up to {versions} versions"
     extra = f" and extra state of {plan.rule.extra:g} times the weights" if plan.rule.extra else ""

@@ -418,7 +418,8 @@ class Plan:
         try:
             plan.check()
         except PenstockError as error:
-            raise FileError(f"{path} is no valid plan: {error}") from error
+            problems = "; ".join(map(str.strip, str(error).splitlines()))
+            raise FileError(f"{path} is no valid plan: {problems}") from error
         return plan
 
     def __str__(self) -> str:

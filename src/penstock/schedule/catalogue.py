@@ -10,6 +10,7 @@ from penstock.errors import ScheduleError
 from penstock.registry import Registered, Registry
 from penstock.schedule.op import Schedule
 from penstock.schedule.replicas import check_replicas, pipelines, round_robin
+from penstock.schedule.size_limit import check_size
 
 FAMILIES: Registry[Callable[..., Schedule]] = Registry("schedule", "penstock.schedule.families")
 register = FAMILIES.register
@@ -77,12 +78,14 @@ def schedule(
 
     Raises:
         UnknownName: no schedule has that name.
-        ScheduleError: this schedule does not accept these numbers or options.
+        ScheduleError: this schedule does not accept these numbers or options, or would not fit
+            into memory.
     """
     entry = FAMILIES.find(name)
     for quantity, number in (("stages", stages), ("micro-batches", micro_batches)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ScheduleError(f"{entry.name} needs at least 1 of {quantity} and got {number!r}")
+    check_size(entry.name, stages, micro_batches, options)
     check_replicas(entry.name, stages, replicas)
     try:
         new_schedule = _replicated(entry, stages, micro_batches, replicas, options)

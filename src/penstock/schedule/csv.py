@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.errors import FileError
+from penstock.files.text import read_text
 from penstock.schedule.csv_cells import (
     Cell,
     Communication,
@@ -29,6 +30,7 @@ from penstock.schedule.csv_cells import (
 from penstock.schedule.csv_export import check_supported, communication_rows, compute_rows
 from penstock.schedule.lower import Action, Direction, LoweredSchedule, Transfer
 from penstock.schedule.op import Kind, Op, Program, Schedule
+from penstock.schedule.size_limit import check_ops
 from penstock.schedule.transfers import transfer_findings, unsound
 from penstock.schedule.updates import with_updates
 
@@ -84,7 +86,7 @@ def read_csv(path: str | Path) -> Schedule:
         ScheduleError: its transfers do not carry what the ops need.
     """
     file = Path(path)
-    return from_csv(_text_of(file), file.stem)
+    return from_csv(read_text(file, "schedule"), file.stem)
 
 
 def load_csv(path: str | Path) -> tuple[Schedule, LoweredSchedule | None]:
@@ -96,16 +98,7 @@ def load_csv(path: str | Path) -> tuple[Schedule, LoweredSchedule | None]:
         FileError: the file is missing or not in torch's format.
     """
     file = Path(path)
-    return parse_csv(_text_of(file), file.stem)
-
-
-def _text_of(file: Path) -> str:
-    """Return the file's text."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise FileError(f"cannot read the schedule {file}: {reason}") from error
+    return parse_csv(read_text(file, "schedule"), file.stem)
 
 
 def parse_csv(text: str, name: str = "csv") -> tuple[Schedule, LoweredSchedule | None]:
@@ -121,6 +114,7 @@ def parse_csv(text: str, name: str = "csv") -> tuple[Schedule, LoweredSchedule |
 
     Raises:
         FileError: a cell is not in torch's format; the message names row, column and cell.
+        ScheduleError: the ops name more stages and micro-batches than a schedule can have.
     """
     rows = list(_rows(text))
     cells = [cell for row in rows for cell in row]
@@ -130,6 +124,7 @@ def parse_csv(text: str, name: str = "csv") -> tuple[Schedule, LoweredSchedule |
     programs = _programs(rows)
     if not _reduces_gradients(cells):
         programs = list(map(_with_default_updates, programs))
+    check_ops(name, (cell.ops for cell in computes))
     pairs = frozenset((cell.ops[0], cell.ops[1]) for cell in computes if len(cell.ops) == 2)
     schedule = Schedule(tuple(map(_ops_of, programs)), name, pairs=pairs)
     if len(computes) == len(cells):

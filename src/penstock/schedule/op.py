@@ -11,7 +11,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
+from penstock.files.text import quote
 from penstock.notebook import NotebookPicture
+from penstock.schedule.size_limit import check_ops
 from penstock.schedule.slicing import Slicing
 from penstock.schedule.streams import Stream
 
@@ -65,7 +67,7 @@ class Op(NamedTuple):
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an op: write stage, one of F B I W U E L, micro-batch, "
+                f"{quote(text)} is not an op: write stage, one of F B I W U E L, micro-batch, "
                 "such as '2F0'"
             )
         return cls(Kind(match[2]), int(match[1]), int(match[3]))
@@ -147,7 +149,8 @@ class Schedule(NotebookPicture):
         The labels are optional; blank lines are skipped.
 
         Raises:
-            ScheduleError: a word is not an op, or a label has the wrong rank.
+            ScheduleError: a word is not an op, a label has the wrong rank, or the ops name more
+                stages and micro-batches than a schedule can have.
         """
         programs: list[Program] = []
         pairs: set[tuple[Op, Op]] = set()
@@ -156,7 +159,7 @@ class Schedule(NotebookPicture):
             number = re.search(r"[0-9]+", label)
             if bar and (number is None or number[0] != str(len(programs))):
                 raise ScheduleError(
-                    f"{label.strip()!r} labels the program of rank {len(programs)}: write one line "
+                    f"{quote(label.strip())} labels the program of rank {len(programs)}: write one line "
                     "per rank, in order from 'rank 0 |'"
                 )
             program: list[Op] = []
@@ -165,6 +168,7 @@ class Schedule(NotebookPicture):
                 pairs.update(pairwise(ops))
                 program += ops
             programs.append(tuple(program))
+        check_ops(name, programs)
         return cls(tuple(programs), name, synchronous, pairs=frozenset(pairs))
 
     @cached_property

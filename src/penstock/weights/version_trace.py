@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from penstock.errors import ScheduleError
 from penstock.schedule.op import BACKWARD_ENDS, BACKWARD_STARTS, Kind, Op
 from penstock.weights.rule_types import Place
 
@@ -95,6 +96,9 @@ def trace_versions(rows: Sequence[BatchedOps], stages: int, pipelines: int = 1) 
         stages: number of stages.
         pipelines: number of copies of the weights that take turns: batch t uses copy t mod
             `pipelines`.
+
+    Raises:
+        ScheduleError: a backward has no forward before it.
     """
     trace = VersionTrace(tuple({} for _ in range(stages)))
     for rank, row in enumerate(rows):
@@ -113,8 +117,14 @@ def trace_versions(rows: Sequence[BatchedOps], stages: int, pipelines: int = 1) 
             elif kind is Kind.U:
                 newest[copy] = version + 1
             elif kind in (Kind.B, Kind.I, Kind.W):
-                share = trace.shares[rank, stage, batch]
-                _note_backward(kind, number, version, trace.stages[stage][number], share)
+                traced = trace.stages[stage].get(number)
+                traced_share = trace.shares.get((rank, stage, batch))
+                if traced is None or traced_share is None:
+                    raise ScheduleError(
+                        f"{stage}{kind}{number} on rank {rank} has no forward before it: run "
+                        "penstock verify for all that is wrong"
+                    )
+                _note_backward(kind, number, version, traced, traced_share)
     return trace
 
 

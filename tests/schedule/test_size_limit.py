@@ -1,0 +1,55 @@
+"""A request beyond any memory is refused before an op of it is generated."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import schedule, schedules
+from penstock.schedule.csv import from_csv
+from penstock.schedule.op import Schedule
+from penstock.schedule.size_limit import MAX_FORWARDS, check_size
+
+
+def test_the_limit_itself_is_allowed_and_one_more_is_not():
+    """The message says what it would take."""
+    check_size("1f1b", 1000, MAX_FORWARDS // 1000)
+    message = (
+        r"1f1b with 1,000 stages x 5,001 micro-batches has at least 1e\+07 ops, which take 1 GB"
+    )
+    with pytest.raises(ScheduleError, match=message):
+        check_size("1f1b", 1000, MAX_FORWARDS // 1000 + 1)
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_no_schedule_is_generated_beyond_the_limit(name):
+    """The memory of a billion ops is not even begun to be filled."""
+    tracemalloc.start()
+    with pytest.raises(ScheduleError, match="stages x micro-batches may be 5,000,000 at most"):
+        schedule(name, 32_768, 32_768)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10**6
+
+
+def test_options_that_multiply_micro_batches_count():
+    """Slices and batches are micro-batches of their own in the programs."""
+    with pytest.raises(ScheduleError, match=r"x 1,000,000 \(batches or slices\)"):
+        schedule("pipedream", 2, 4, batches=1_000_000)
+    with pytest.raises(ScheduleError, match=r"x 10,000,000 \(batches or slices\)"):
+        schedule("terapipe", 2, 4, slices=10_000_000)
+
+
+@pytest.mark.parametrize("op", ["0F999999999999999999", "999999999999999999B0", "0U99999999"])
+def test_a_program_that_names_a_distant_op_is_refused(op):
+    """Every check would count up to it."""
+    with pytest.raises(ScheduleError, match=r"mine with .* may be 5,000,000 at most"):
+        Schedule.parse(f"0F0 0B0 {op}", "mine")
+
+
+def test_a_csv_that_names_a_distant_op_is_refused():
+    """The same for files in torch's format."""
+    with pytest.raises(ScheduleError, match="may be 5,000,000 at most"):
+        from_csv("0F0,0F99999999,0B0")
