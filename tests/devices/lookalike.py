@@ -55,6 +55,10 @@ _WAITS = frozenset(
 )
 
 
+#: Ops for which a mask is turned into indices, whose number the host has to know.
+_INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
+
+
 def clear() -> None:
     """Begin all counts anew."""
     LOG.clear()
@@ -218,9 +222,15 @@ class Lookalike(torch.Tensor):
             _count_copies(args)
         elif "index" not in name:  # indices may be on the CPU, as on CUDA
             _check_one_device(name, (args, options))
-        if name in _WAITS:
+        if name in _WAITS or (name in _INDEXING and _has_mask(args)):
             _count(f"wait {name.removeprefix('aten::')}")
         return _run(func, args, options)
+
+
+def _has_mask(args: Any) -> bool:
+    """Whether an index among the arguments of an op is a mask."""
+    indices = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, torch.Tensor)]
+    return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _data(value: Any) -> Any:

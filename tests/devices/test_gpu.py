@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import RunError, StageFailed
+from penstock.ranks.launch import launch
 from penstock.zoo.gpt import gpt, gpt_loss
 
 pytestmark = [
@@ -281,6 +282,75 @@ def test_fifty_steps_need_no_more_memory_than_the_first_ones(cuda):
     after = torch.cuda.memory_allocated(cuda)
     pipe.close()
     assert after == before
+
+
+def test_a_steady_step_makes_the_host_wait_for_nothing(cuda):
+    """By torch's own count: with the batch on the device, the host runs ahead by whole steps."""
+    pipe = pipeline(layers_of(), cuda, loss=functional.mse_loss, clip_grad_norm=1.0)
+    x = batch_on(cuda)[0]
+    y = torch.randn(16, 10, device=cuda)
+    for _ in range(4):
+        pipe.train_batch(x, y)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = pipe.train_batch(x, y)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    pipe.close()
+    assert torch.isfinite(loss)
+
+
+def test_gradients_of_a_captured_batch_are_those_of_an_eager_one(cuda):
+    """N14 on a GPU: all stages on one rank, in the caller's thread, as one CUDA graph."""
+    layers = [layer.to(cuda) for layer in layers_of()]
+    schedule = ps.Schedule.parse("rank 0 | 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1 0U1 1U1")
+    pipe = pipeline(
+        layers, cuda, schedule=schedule, micro_batches=None, loss_weight=len, optimizer=None
+    )
+    x, y = batch_on(cuda)
+    parameters = list(nn.Sequential(*layers).parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            pipe.train_batch(x, y, update=False)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pipe.train_batch(x, y, update=False)
+    x.copy_(x.flip(0) * 2)
+    gradients = []
+    for run in (graph.replay, lambda: pipe.train_batch(x, y, update=False)):
+        for parameter in parameters:
+            parameter.grad.zero_()
+        run()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in parameters]))
+    pipe.close()
+    assert gradients[0].abs().max() > 0
+    assert torch.equal(*gradients)
+
+
+def test_two_processes_on_one_card_train_as_two_threads(cuda):
+    """NCCL refuses two ranks on a card; their messages go through host memory."""
+    expected = train_in_ranks("threads")
+    assert expected[-1] < expected[0]
+    losses, others = launch(train_in_ranks, 2, "processes", threads=1)
+    assert losses == others
+    # Processes of their own have not set deterministic algorithms.
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def train_in_ranks(executor):
+    """Losses of three batches, in this rank, on the first card."""
+    device = torch.device("cuda", 0)
+    pipe = pipeline(layers_of(), device, executor=executor)
+    x, y = batch_on(device)
+    losses = [float(pipe.train_batch(x, y)) for _ in range(3)]
+    pipe.close()
+    return losses
 
 
 def test_a_checkpoint_from_the_gpu_goes_on_there_and_under_another_cut(cuda, tmp_path):

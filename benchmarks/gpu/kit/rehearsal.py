@@ -80,8 +80,6 @@ def rehearse(cell: Cell, rank: int, device: torch.device, steps: int) -> RankAlo
         device: where it is played.
         steps: steps before the one that is measured, at least 1.
     """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     layers = list(cell.first_model())
     lengths = equal_cut(len(layers))
     first = sum(lengths[:rank])
@@ -93,6 +91,8 @@ def rehearse(cell: Cell, rank: int, device: torch.device, steps: int) -> RankAlo
         arrivals = torch.cat([before(part) for part in x.chunk(count)]) if rank else x
         output = own.to(device)(arrivals.chunk(count)[0])
     del before, layers, x
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     is_last = rank == STAGES - 1
     loss = cell.loss if is_last else Departure(torch.randn_like(output))
     parts = [Arrival(), *own] if rank else [*own]

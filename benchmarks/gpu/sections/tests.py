@@ -12,7 +12,7 @@ from xml.etree import ElementTree as ET
 from kit.section import Section
 
 ROOT = Path(__file__).parents[3]
-FILE = Path("tests/devices/test_gpu.py")
+FILES = ("tests/devices/test_gpu.py", "tests/measure/test_card_ipc.py")
 
 
 def measure(section: Section) -> None:
@@ -23,7 +23,7 @@ def measure(section: Section) -> None:
 
 def _run(section: Section) -> dict[str, object]:
     report = section.out / "junit.xml"
-    words = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={report}", str(FILE)]
+    words = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={report}", *FILES]
     if find_spec("xdist") is not None and not section.smoke:
         words += ["-n", "6"]
     if find_spec("pytest_timeout") is not None:
