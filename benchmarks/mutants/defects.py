@@ -390,7 +390,7 @@ DEFECTS = [
         "transport/messages.py",
         "((stage << 13 | micro_batch % _MAX_MICRO_BATCHES) << 3)",
         "((stage << 12 | micro_batch % _MAX_MICRO_BATCHES) << 3)",
-        ("tests/transport/test_distributed.py",),
+        ("tests/transport/test_messages.py", "tests/transport/test_distributed.py"),
     ),
     Defect(
         "compression: the error of the last gradient is not fed back",
