@@ -197,14 +197,6 @@ def test_copies_of_two_stages_that_update_in_opposite_orders_wait_for_each_other
     ]
 
 
-def test_a_link_carries_one_message_at_a_time_in_the_order_of_sending():
-    """Two forwards of 1 s are ready at 1 s and 2 s; each message takes 10 s of the link."""
-    graph = build_graph(schedule("gpipe", 2, 2))
-    events = graph.events(lambda rank, op: 1.0, lambda link, message: 10.0)
-    transfers = sorted(event[2:4] for event in events if event[0] == 0 and event[5] == 1)
-    assert transfers == [(1.0, 11.0), (11.0, 21.0)]
-
-
 def test_the_last_send_of_a_program_keeps_nobody_waiting():
     """overlap=False delays the sender's next op; after its last there is none, and the next rank's
     first is not it.
