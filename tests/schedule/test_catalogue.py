@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from penstock.errors import ScheduleError, UnknownName
-from penstock.schedule.catalogue import schedule, schedules
+from penstock.schedule.catalogue import FAMILIES, schedule, schedules
 from penstock.schedule.op import Schedule
+
+TESTS = Path(__file__).parent / "families"
 
 
 @pytest.mark.parametrize("name", sorted(schedules()))
@@ -33,6 +38,47 @@ def test_facts_hold_for_the_schedule_that_is_made(name):
         assert (
             schedule(alias, family_schedule.stages, family_schedule.micro_batches)
             == family_schedule
+        )
+
+
+#: Facts that docstrings declare, and what a test of them mentions.
+FACTS = {
+    "makespan": r"makespan",
+    "longest span": r"span",
+    "per batch": r"seconds_per_batch",
+    "per W batches": r"seconds_per_batch",
+    "in flight": r"in_flight|peak",
+    "staleness": r"staleness|gaps",
+    "local staleness": r"staleness|gaps",
+    "global staleness": r"staleness|gaps",
+    "versions": r"versions",
+    "memory": r"memory|limit",
+    "weights": r"ranks_of_stage|gradients|copies|replicas",
+}
+
+
+@pytest.mark.parametrize("name", sorted(schedules()))
+def test_the_docstring_declares_facts_and_the_familys_tests_hold_each(name):
+    """A formula that no test evaluates is right on the day on which it is written."""
+    make = FAMILIES.find(name).make
+    facts = re.search(r"^    Facts .*?:$\n(.*?)^$", make.__doc__, re.MULTILINE | re.DOTALL)
+    assert facts, f'add "Facts for equal costs ...:" to the docstring of {name}, as of `gpipe`'
+    declared = re.findall(r"^        (\w[\w ]*?)(?:, [^ ].*?)?  +\S", facts[1], re.MULTILINE)
+    assert "in flight" in declared, f"{name}: say how many micro-batches are in flight"
+    assert {"makespan", "longest span", "per batch", "per W batches"} & set(declared), (
+        f"{name}: say how long a batch takes, in closed form"
+    )
+    tests = TESTS / f"test_{make.__module__.rpartition('.')[2]}.py"
+    assert tests.exists(), f"write {tests}, which holds these facts: {', '.join(declared)}"
+    # What follows from its weight rule may be held by the tests of the rule.
+    rule = schedules()[name].weights.replace("-", "_")
+    of_rule = TESTS.parents[1] / "weights" / f"test_{rule}.py"
+    text = "".join(path.read_text(encoding="utf-8") for path in (tests, of_rule) if path.exists())
+    for fact in declared:
+        words = FACTS.get(fact)
+        assert words, f"{name}: name the fact {fact!r} as one of {', '.join(FACTS)}"
+        assert re.search(words, text), (
+            f"{tests} does not test {fact!r} of {name}: evaluate it there"
         )
 
 

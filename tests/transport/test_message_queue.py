@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.shared_memory.mailbox import Mailbox
+from penstock.transport.layout import Layout
 from penstock.transport.message_queue import PayloadReader, PayloadWriter
 from penstock.transport.payload import Payload
 
@@ -83,6 +84,23 @@ def test_entries_come_in_order_whatever_lies_between_two_looks(bursts):
         )
         number += burst
     ends.close()
+
+
+def test_a_slot_is_freed_after_its_tensors_were_copied_out(ends, monkeypatch):
+    """The sender may write the next message into a freed slot at once."""
+    real, states = Layout.take, []
+
+    def take(layout, slot, device):
+        states.append(slot.words[slot.state])
+        return real(layout, slot, device)
+
+    monkeypatch.setattr(Layout, "take", take)
+    ends.writer.send(16, Payload.of(torch.ones(1)))
+    ends.reader.poll()
+    _, slot = ends.reader.pending[16][0]
+    assert ends.reader.take(16).value().item() == 1
+    assert states == [1]
+    assert slot.words[slot.state] == 0
 
 
 def test_only_an_armed_notifier_makes_a_system_call(ends):

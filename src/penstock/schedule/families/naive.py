@@ -18,8 +18,9 @@ def naive(stages: int, micro_batches: int = 1) -> Schedule:
 
     Usually there is only one micro-batch.
 
-    Facts for equal costs f and b, p stages, m micro-batches: makespan m p (f + b); 1 micro-batch in
-    flight.
+    Facts for equal costs f and b and free links, p stages, m micro-batches:
+        makespan            m p (f + b)
+        in flight           1 on every stage
 
     >>> print(naive(2, 2))
     rank 0 | 0F0 0B0 0F1 0B1 0U1
