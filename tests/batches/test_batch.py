@@ -336,8 +336,8 @@ def test_a_batch_too_small_for_its_slices_fills_the_first_of_them():
     )
 
 
-def test_ways_of_slicing_have_signatures_of_their_own():
-    """Shapes between stages go by them."""
+def test_each_slicing_has_a_separate_signature():
+    """The shapes between stages depend on it."""
     x = text(4, 8)
     ways = [
         ("tokens", ((0.5, 0.5),)),

@@ -64,8 +64,8 @@ def test_slices_of_sequences_are_views_too(copies):
     assert len(copies) == 1
 
 
-def test_nested_inputs_are_copied_tensor_by_tensor_when_they_are_asked_for(copies):
-    """A stage that takes one of several inputs does not pay for the others."""
+def test_nested_inputs_are_copied_tensor_by_tensor_at_first_use(copies):
+    """A stage that uses one of several inputs must not pay for the others."""
     x = {"image": torch.randn(4, 2), "mask": torch.ones(4, 1), "scale": 2.0}
     batch = make_batch(x, torch.arange(4), 2, step=0, training=True)
     on_device = device_batch(batch, META)

@@ -51,8 +51,8 @@ def test_without_path_and_format_the_drawing_is_text():
     ("name", "what"),
     [("out.pdf", r"the suffix '\.pdf'"), ("out", "no suffix"), (".svg", "no suffix")],
 )
-def test_an_unknown_suffix_is_refused_with_the_five_that_are_known(tmp_path, name, what):
-    """Nothing is written under a name that promises another format."""
+def test_an_unknown_suffix_is_refused_with_the_five_known_ones(tmp_path, name, what):
+    """The suffix decides the format, so no file with another suffix is written."""
     with pytest.raises(
         SettingError, match=rf"has {what}.*\.txt .*\.svg, \.png, \.html and \.json \(Perfetto"
     ):
@@ -60,8 +60,8 @@ def test_an_unknown_suffix_is_refused_with_the_five_that_are_known(tmp_path, nam
     assert names(tmp_path) == []
 
 
-def test_an_unknown_format_is_refused_with_the_five_that_are_known():
-    """The same, where the format is named."""
+def test_an_unknown_format_is_refused_with_the_five_known_ones():
+    """The rule for suffixes holds for `format=` too."""
     with pytest.raises(
         SettingError, match=r"unknown drawing format 'pdf': the formats are \.txt .*\.json"
     ):

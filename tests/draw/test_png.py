@@ -61,8 +61,8 @@ def test_the_same_timeline_gives_the_same_bytes(tmp_path):
     assert (tmp_path / "a.png").read_bytes() == data == draw(MADE, format="png")
 
 
-def test_without_matplotlib_the_message_says_what_to_install(monkeypatch):
-    """The extra is optional; the words of an import error are not its users'."""
+def test_without_matplotlib_the_message_has_the_install_command(monkeypatch):
+    """The extra is optional, and a user cannot act on a plain ImportError."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(
         MissingExtra,

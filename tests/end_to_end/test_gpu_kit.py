@@ -162,8 +162,8 @@ def test_no_row_with_small_sizes_is_wrong_or_failed(smoke):
     assert rows == {}
 
 
-def test_what_needs_cuda_says_so_and_nothing_claims_a_gpu(smoke):
-    """A run on a CPU has no predictions of a card to hold itself against."""
+def test_sections_that_need_cuda_report_it_and_no_row_claims_a_gpu(smoke):
+    """A run on a CPU has no predictions for a GPU to compare with."""
     rows = {row["row"]: row for part in smoke.results["sections"] for row in part["rows"]}
     assert rows["pinned h2d"]["status"] == "not on this machine"
     assert rows["communicator"]["status"] == "not on this machine"
@@ -171,14 +171,14 @@ def test_what_needs_cuda_says_so_and_nothing_claims_a_gpu(smoke):
     assert {row["verdict"] for row in smoke.results["expected"]} == {"missing"}
 
 
-def test_the_summary_is_printed_last_and_kept(smoke):
-    """A log that is cut off at the front still has what matters."""
+def test_the_summary_is_printed_last_and_saved(smoke):
+    """A log whose beginning is lost still has the main results."""
     text = (smoke.out / "summary.txt").read_text()
     assert smoke.done.stdout.rstrip().endswith(text.rstrip())
     assert text.rstrip().splitlines()[-1].startswith("sections: ")
 
 
-def test_only_the_files_of_a_run_come_back(smoke):
+def test_a_run_returns_only_its_result_files(smoke):
     """Eight files may."""
     names = {path.name for path in smoke.out.iterdir()}
     assert names == {"results.json", "summary.txt", "timeline.json.gz", "junit.xml"}
@@ -206,14 +206,14 @@ def faults(tmp_path_factory):
         ("h_leaves", "failed", "SystemExit"),
     ],
 )
-def test_a_section_that_goes_wrong_says_how(faults, name, status, word):
-    """The status, and the last lines of its output: of a hang, where it stood."""
+def test_a_failed_section_reports_its_status_and_last_output(faults, name, status, word):
+    """For a hang, the last lines show where it stopped."""
     assert faults.parts[name]["status"] == status
     assert word in faults.parts[name]["error"]
 
 
 @pytest.mark.parametrize("name", ["b_raises", "c_dies", "d_hangs", "e_garbage", "h_leaves"])
-def test_rows_before_a_fault_are_kept(faults, name):
+def test_rows_before_a_failure_are_saved(faults, name):
     """Rows are flushed one by one."""
     assert [row["row"] for row in faults.parts[name]["rows"]] == ["before"]
 
@@ -233,7 +233,7 @@ def test_what_a_section_that_hangs_has_started_is_ended_with_it(faults):
     assert not is_alive(pid)
 
 
-def test_a_number_that_is_none_is_kept_as_a_word(faults):
+def test_a_number_that_is_not_finite_is_saved_as_a_string(faults):
     """JSON has no NaN, and a reader that fails on one loses the whole run."""
     assert faults.parts["e_garbage"]["rows"][0]["value"] == "nan"
 
@@ -338,8 +338,8 @@ def test_verdicts(kit, found, better, verdict):
     assert kit.expected.verdict_of(found, 4.0, 5.0, better) == verdict
 
 
-def test_a_card_has_its_own_column_and_an_unknown_one_none(kit):
-    """Nothing is to be changed for another card."""
+def test_a_known_gpu_has_a_column_and_an_unknown_one_has_none(kit):
+    """Another GPU must not require a change."""
     rows = [{"row": "launch", "status": "measured", "eager_op_us": 6.0}]
     sections = [kit.results.SectionResult("facts", "passed", rows=rows)]
     by_card = {

@@ -89,8 +89,8 @@ def test_every_system_has_plain_trainings_gradients_before_its_first_update(peer
     assert all(len(row.seconds) == 1 and len(row.peaks) in {1, 2} for row in rows.values())
 
 
-def test_no_rank_is_left_when_a_system_has_been_let_go(peers, bench):
-    """Dozens of processes are started; one left behind would disturb all that is measured after it."""
+def test_no_rank_is_left_after_a_system_is_closed(peers, bench):
+    """A remaining process would disturb all later measurements."""
     system = peers.catalogue.systems()["floor: shared memory"]
     team = peers.processes.Team(system, bench.nursery, bench.cell, bench.cuts, bench.files)
     assert all(alive(pid) for pid in team.pids)

@@ -212,8 +212,10 @@ def _started(tmp_path, profile):
     return process, [child for child in children if "RANK" in child.environ()]
 
 
-def test_killing_a_rank_ends_the_run_and_says_who_died(tmp_path, profile):
-    """The kernel's out-of-memory killer leaves no word; nobody may be left waiting for the dead."""
+def test_killing_a_rank_ends_the_run_and_names_the_rank(tmp_path, profile):
+    """The out-of-memory killer of the kernel leaves no message, and no rank may wait for the dead
+    one.
+    """
     process, ranks = _started(tmp_path, profile)
     victim = next(rank for rank in ranks if rank.environ().get("RANK") == "1")
     victim.send_signal(signal.SIGKILL)
@@ -263,9 +265,9 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_word(tmp_path, profile):
 STREAM = [*TRAIN, "--weights", "stash", "--schedule", "pipedream", "--partition", "6,9"]
 
 
-def test_an_asynchronous_run_trains_as_a_stream_and_says_what_it_kept(tmp_path, profile):
-    """Losses in order, one line for each; epochs end drained; versions and memory beside what was
-    predicted.
+def test_an_asynchronous_run_trains_as_a_stream_and_reports_versions_and_memory(tmp_path, profile):
+    """Losses are in order, one line each; the pipeline is drained at the end of an epoch; measured
+    versions and memory are beside the predicted ones.
     """
     words = [
         *STREAM,
@@ -337,9 +339,9 @@ def test_an_asynchronous_run_resumes_where_it_stopped(tmp_path, profile):
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
 
 
-def test_the_self_check_of_a_new_run_changes_nothing_and_says_what_it_found(tmp_path, profile):
-    """Weights, random numbers and the order of the data are those without it; going on from a
-    checkpoint needs none.
+def test_the_self_check_of_a_new_run_changes_nothing_and_prints_its_result(tmp_path, profile):
+    """Weights, random numbers and the order of the data are those without it; a run that continues
+    from a checkpoint needs none.
     """
     outcomes = []
     for words in ([], ["--no-self-check"]):

@@ -31,7 +31,7 @@ def test_every_library_of_the_issue_is_there():
         export(schedule("1f1b", 2, 2), "torchpipe")
 
 
-def test_a_schedule_goes_to_torchs_csv_and_to_nothing_else():
+def test_a_schedule_exports_to_the_csv_of_torch_only():
     """A schedule has no layers, and the other forms are lists of layers."""
     made = schedule("zb-v", 4, 4)
     assert export(made, "csv") == to_csv(made)
@@ -88,8 +88,8 @@ def test_all_reasons_come_in_one_message(plan_of, library):
         export(plan_of(made, LINEAR, batch=10), library)
 
 
-def test_what_is_left_out_is_told(plan_of):
-    """Which devices, and that another schedule is played: neither is in a list of lengths."""
+def test_the_export_lists_what_the_format_cannot_express(plan_of):
+    """A list of lengths has neither devices nor the schedule."""
     made = plan_of(schedule("zb-h1", 4, 8), LINEAR, devices=(8, 9, 10, 3))
     for library in ("torchgpipe", "deepspeed", "megatron"):
         notes = "\n".join(exported(made, library).left_out)

@@ -66,9 +66,9 @@ def test_the_parser_reads_the_documented_examples():
     first=st.integers(0, 9),
     last=st.integers(0, 9),
 )
-def test_the_layout_says_the_lengths_of_the_plan(plan_of, inner, first, last):
-    """Any cut between decoder layers; the outer stages may have none, as where the embedding stands
-    alone.
+def test_the_layout_has_the_lengths_of_the_plan(plan_of, inner, first, last):
+    """The layout allows any cut between decoder layers; the outer stages may have none, as with a
+    stage of the embedding only.
     """
     blocks = [first, *inner, last]
     if not sum(blocks):

@@ -53,16 +53,16 @@ def test_schedules_that_torch_has_go_by_its_names(plan_of, name, stages, theirs)
     assert "pipeline_parallel_degree = 4, pipeline_parallel_microbatch_size = 2" in found.use
 
 
-def test_torch_has_every_schedule_by_the_name_that_is_given():
-    """Names are torch's own table's, in the version that is installed."""
+def test_torch_has_every_exported_schedule_name():
+    """The names are compared with the table of the installed version of torch."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     for name in TORCH_SCHEDULES.values():
         assert get_schedule_class(name)
 
 
-def test_a_schedule_of_ours_goes_with_a_csv_unless_its_stages_stand_elsewhere(plan_of):
-    """The modules are placed by the schedule's name, in a loop unless it is one of two."""
+def test_a_penstock_schedule_exports_with_a_csv_if_torchtitan_places_its_stages_so(plan_of):
+    """torchtitan places modules by the name of the schedule, in a loop unless it is one of two."""
     assert (
         "pipeline_parallel_schedule_csv"
         in exported(plan_of(schedule("zb-h1", 4, 8), LINEAR), "torchtitan").use

@@ -403,7 +403,7 @@ def test_a_count_that_depends_on_the_output_is_refused():
         pipe.train_batch(*batch())
 
 
-def test_a_count_that_only_a_real_evaluation_tells_is_taken_from_one():
+def test_a_divisor_that_needs_real_values_is_computed_by_an_evaluation():
     """The loss goes through NumPy, and its count does not depend on the output."""
 
     def loss(output, target):
@@ -440,7 +440,7 @@ def test_a_loss_that_is_no_function_and_words_that_mean_nothing_are_refused():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera", "seq1f1b"])
-def test_loss_weight_says_how_much_a_micro_batch_counts(schedule):
+def test_loss_weight_sets_the_weight_of_a_micro_batch(schedule):
     """For a mean whose divisor cannot be seen: it goes through NumPy."""
 
     def hidden(output, target):
@@ -483,8 +483,8 @@ def test_a_weight_that_is_no_number_is_refused(weight):
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "terapipe"])
-def test_a_contrastive_loss_is_computed_on_the_whole_batch_when_asked(schedule, recompute):
-    """Its gradient goes back by micro-batch."""
+def test_loss_on_batch_computes_a_contrastive_loss_on_the_whole_batch(schedule, recompute):
+    """The gradient is split into micro-batches."""
     net, other = model(), model()
     pipe = pipeline(net, contrastive, schedule, loss_on="batch", recompute=recompute)
     for number in range(2):
@@ -593,7 +593,7 @@ def test_a_loss_that_works_in_place_is_not_disturbed():
     check_gradients(net, grads)
 
 
-def test_a_loss_that_cannot_be_tested_is_weighed_by_samples_and_says_so():
+def test_a_loss_that_cannot_be_tested_is_weighted_by_samples_with_a_warning():
     """It takes nothing but what the model gives it."""
     outputs = []
 

@@ -84,7 +84,7 @@ CUSTOM = Schedule.parse(
         "some layers again",
     ],
 )
-def test_a_plan_comes_back_from_json_as_it_was(tmp_path, made):
+def test_a_plan_saved_as_json_loads_as_an_equal_plan(tmp_path, made):
     """Plans travel between machines; any schedule must survive, a user's own and idle ranks too."""
     path = tmp_path / "plan.json"
     made.save(path)
@@ -176,7 +176,7 @@ def test_a_changed_file_is_refused_with_what_is_wrong(tmp_path, changes, message
         Plan.load(path)
 
 
-def test_a_plan_fits_the_model_and_ranks_that_it_was_made_for():
+def test_a_plan_fits_its_model_and_number_of_ranks():
     """Four ranks in the cluster, two of them used: two are started."""
     plan().check_fits("abc", 2)
 
@@ -246,10 +246,8 @@ def test_a_plan_of_nothing_prints_too():
     assert empty.bounds == ((0, 2), (2, 3))
 
 
-def test_pairs_and_slices_are_kept(tmp_path):
-    """A program without them would be another one: ops that run as one, slices that number
-    differently.
-    """
+def test_pairs_and_slices_survive_saving(tmp_path):
+    """Without pairs, or with other slices, the program would be a different one."""
     made = Schedule.parse("0F0 0F1&0B0 0F2 0B2 0B1 0U1", "sliced")
     made = replace(made, slicing=Slicing("samples", ((0.25, 0.75), (1.0,))))
     kept = replace(plan(made, (3,)), slicing=made.slicing)
@@ -303,8 +301,10 @@ def test_a_plan_written_before_there_were_streams_is_read(tmp_path):
     assert Plan.load(path) == plan()
 
 
-def test_an_asynchronous_plan_says_how_stale_gradients_are_and_which_were_asynchronous():
-    """What is won in time is paid for in staleness and memory: both belong beside each other."""
+def test_an_asynchronous_plan_prints_staleness_and_asynchronous_candidates():
+    """Asynchronous schedules trade staleness and memory for time, so the text must show all of
+    them.
+    """
     rows = (
         replace(plan().candidates[0], schedule="pipedream", micro_batches=1, weights="stash"),
         plan().candidates[0],
@@ -342,15 +342,15 @@ def told() -> Plan:
     )
 
 
-def test_all_that_a_planner_tells_comes_back_from_json(tmp_path):
-    """Devices, parts of memory, traffic, bounds, remedies and whose plan it is."""
+def test_all_results_of_a_planner_survive_json(tmp_path):
+    """They are devices, parts of memory, traffic, bounds, suggestions and the name of the planner."""
     told().save(tmp_path / "p.json")
     assert Plan.load(tmp_path / "p.json") == told()
 
 
-def test_all_that_a_planner_tells_is_printed():
-    """Who made it and by what, how far from the best it can be, where it stands, what it holds and
-    sends, and what would help.
+def test_all_results_of_a_planner_are_printed():
+    """They are the planner and its objective, the gap to the bound, placement, memory, traffic and
+    suggestions.
     """
     text = str(told())
     for line in (

@@ -63,7 +63,7 @@ def shares(efficiency):
     }
 
 
-def test_the_efficiencies_that_made_the_timings_are_found_again():
+def test_calibration_recovers_the_efficiencies_behind_synthetic_timings():
     """Each unknown, to a twentieth; the hold on what is unknown costs that much."""
     counts = model()
     measured = roofline(counts, DEVICE, efficiency=TRUE)
@@ -96,7 +96,7 @@ def test_what_was_calibrated_on_one_model_predicts_another():
         assert ours.step_seconds(size) == pytest.approx(theirs.step_seconds(size), rel=0.02)
 
 
-def test_families_that_were_not_measured_are_as_much_worse_as_those_that_were():
+def test_unmeasured_families_get_the_slowdown_of_the_measured_ones():
     """A slow machine is slow for all families: its LSTM layers are not assumed to be as fast as a
     V100's because none was timed.
     """

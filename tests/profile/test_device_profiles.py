@@ -119,8 +119,8 @@ def test_one_kind_of_devices_needs_no_peak():
     ("devices", "lacking"),
     [((device("V", 10), device("x")), "x"), ((device("x"), device("P", 5)), "x")],
 )
-def test_a_device_whose_pace_nobody_knows_is_refused(devices, lacking):
-    """A guess would be a wrong plan."""
+def test_a_device_of_unknown_speed_is_refused(devices, lacking):
+    """An assumed speed would give a wrong plan."""
     with pytest.raises(
         PlanError,
         match=f"the speed of {lacking} is unknown: give its flops in the cluster file, or one profile",

@@ -134,8 +134,8 @@ def test_a_profile_gives_seconds_layer_by_layer():
     assert replace(PROFILE, layers=()).sizes == ()
 
 
-def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path):
-    """Measured once, planned with often."""
+def test_a_saved_profile_loads_as_an_equal_profile(tmp_path):
+    """A profile is measured once and used for many plans."""
     PROFILE.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == PROFILE
     assert (

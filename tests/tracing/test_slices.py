@@ -72,7 +72,7 @@ def named(modules):
 
 
 @pytest.mark.parametrize("module", named(PER_TOKEN))
-def test_layers_known_to_work_token_by_token_do(module):
+def test_layers_in_the_list_of_per_token_layers_work_token_by_token(module):
     """On every token alone, each listed layer returns what it returns on the whole sequence."""
     assert is_per_token(module)
     module = copy.deepcopy(module).eval()
@@ -137,7 +137,7 @@ class Remembers(nn.Module):
         return self.forward_slice(x, None)[0]
 
 
-def test_an_unknown_layer_is_taken_by_its_own_word():
+def test_an_unknown_layer_is_accepted_if_it_declares_per_token():
     """`per_token = True` on a class, or on one module."""
     assert not is_per_token(Own())
     assert is_per_token(Marked())

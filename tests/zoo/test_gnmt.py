@@ -77,8 +77,8 @@ def test_boundaries_carry_what_later_layers_need_and_nothing_else():
     assert boundary_keys == [*reads, *writes, None]
 
 
-def test_a_token_is_told_without_those_that_follow_it():
-    """The target's later tokens are what the model is to say; the source's it may read to the end."""
+def test_a_target_token_is_predicted_without_later_tokens():
+    """The decoder must not see the tokens that it predicts; it may read the whole source."""
     network, tokens = small(), torch.randint(0, 7, (3, 2, 5))
     changed = tokens.clone()
     changed[:, 1, 3] = (changed[:, 1, 3] + 1) % 7
