@@ -275,7 +275,7 @@ def test_a_section_reads_back_from_its_data(papers):
 
 
 def test_fitted_rows_do_not_count_as_predicted(papers):
-    """A row that a constant was fitted to says nothing about the model."""
+    """A row that was used to fit a constant is no test of the model."""
     side = papers.side_by_side
     section = side.Section(
         "n", "t", "s", (side.Row("a", 1.0, 1.0, fitted=True), side.Row("b", 1.0, 2.0))

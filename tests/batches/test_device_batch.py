@@ -106,8 +106,8 @@ def test_stages_on_several_threads_share_one_copy(copies):
     assert len(copies) == 1
 
 
-def test_a_view_may_become_the_leaf_of_a_graph_without_the_others():
-    """Each caller gets a tensor of its own."""
+def test_a_view_may_become_the_leaf_of_a_graph_without_changing_other_views():
+    """Each caller gets a separate tensor."""
     batch = make_batch(torch.randn(4, 3), torch.arange(4), 2, step=0, training=True)
     on_device = device_batch(batch, META)
     on_device.part(INPUTS, 0).requires_grad_()

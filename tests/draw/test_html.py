@@ -50,7 +50,7 @@ def made():
 
 
 def test_the_page_lists_every_rank_and_stage():
-    """The drawing shows where time goes, the tables say how much."""
+    """The drawing shows where time is spent; the tables have the numbers."""
     cells = Reader(html([made()])).cells
     assert cells[:8] == ["0", "0", "12", "66.7 %", "33.3 %", "3.0 KiB", "2", "activations 3.0 KiB"]
     assert cells[-3:] == ["2", "2", "1"]
@@ -89,7 +89,7 @@ def test_an_empty_timeline_has_a_page():
 
 
 def test_the_data_of_the_figure_has_every_op_and_transfer():
-    """What the script draws is what was simulated: start, end, kind, stage, number and bytes."""
+    """The script must draw the simulated start, end, kind, stage, number and bytes."""
     shown = simulate_schedule(
         schedule("1f1b", stages=3, micro_batches=4),
         Costs(transfer=0.5, boundary_bytes=64, activation_bytes=1024),

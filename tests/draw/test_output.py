@@ -37,7 +37,7 @@ def test_the_suffix_chooses_the_format_and_the_file_holds_what_is_returned(tmp_p
 
 
 def test_format_outweighs_the_suffix(tmp_path):
-    """Some viewers want a suffix of their own."""
+    """Some viewers require another suffix."""
     assert draw(MADE, tmp_path / "trace.perfetto", format="json").startswith("{")
     assert draw(MADE, format=".SVG").startswith("<svg ")
 
@@ -88,7 +88,7 @@ def test_a_path_that_cannot_be_written_leaves_nothing_behind(tmp_path):
 
 
 def test_an_old_drawing_is_replaced_through_its_link(tmp_path):
-    """The link stays one; what it points to is new."""
+    """The link remains a link, and its target is replaced."""
     (tmp_path / "real.svg").write_text("old")
     (tmp_path / "link.svg").symlink_to("real.svg")
     drawing = draw(MADE, tmp_path / "link.svg")

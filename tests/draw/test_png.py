@@ -56,7 +56,7 @@ def test_boxes_have_the_colours_and_places_of_the_svg():
 
 
 def test_the_same_timeline_gives_the_same_bytes(tmp_path):
-    """A figure in a repository changes when what it shows changes."""
+    """A figure in a repository must change only if its contents change."""
     data = draw(MADE, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes() == data == draw(MADE, format="png")
 

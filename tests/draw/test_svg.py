@@ -112,8 +112,8 @@ def lane_ends(root):
     return left, left + float(lanes[0].get("width"))
 
 
-def test_boxes_stand_at_their_times_and_tell_them():
-    """Position and length are what is read off; the tooltip has the numbers."""
+def test_boxes_have_their_times_as_position_and_tooltip():
+    """Readers take times from position and length; the tooltip has the numbers."""
     root = parsed(svg([timeline("1f1b", 3, 4, forward=0.0032, backward=0.0064)]))
     titles = {box.find(f"{NAMESPACE}title").text: box for box in boxes(root)}
     second = titles["2F0: 3.2 ms at 6.4 ms"]
@@ -141,8 +141,8 @@ def test_stage_numbers_appear_only_on_ranks_of_several_stages():
     ]
 
 
-def test_transfers_are_drawn_from_lane_to_lane_when_they_take_time():
-    """Where a bubble comes from the link and not from the schedule, the figure has to show it."""
+def test_transfers_are_drawn_between_ranks_if_they_take_time():
+    """The figure must show whether a bubble is due to a link or to the schedule."""
     root = parsed(svg([timeline("gpipe", 3, 2, transfer=0.5)]))
     arrows = [
         path.find(f"{NAMESPACE}title").text
@@ -228,7 +228,7 @@ def test_the_ops_of_a_pair_share_their_span_one_above_the_other():
 
 
 def test_slices_are_written_with_their_micro_batch():
-    """Slice 5 of a schedule says nothing to who cuts micro-batches in two."""
+    """`slice 5` alone does not show the micro-batch."""
     made = simulate_schedule(schedule("seq1f1b", stages=2, micro_batches=3, slices=2), Costs())
     root = parsed(svg([made]))
     assert {"0.0", "0.1", "2.1"} <= set(texts(root, 0))

@@ -1,5 +1,5 @@
-"""The GPU benchmark on a machine without one: every section runs, and a section that goes wrong
-costs itself and no other.
+"""The GPU benchmark on a machine without a GPU: every section runs, and a failed section does not
+stop the others.
 """
 
 from __future__ import annotations
@@ -238,8 +238,8 @@ def test_a_number_that_is_not_finite_is_saved_as_a_string(faults):
     assert faults.parts["e_garbage"]["rows"][0]["value"] == "nan"
 
 
-def test_sections_are_chosen_and_left_out_by_name(tmp_path):
-    """A run that repeats what was mended."""
+def test_sections_are_selected_and_skipped_by_name(tmp_path):
+    """After a repair only some sections run again."""
     folder = write(tmp_path / "sections", one=GOOD, two=GOOD, three=GOOD)
     done, results = run(
         tmp_path, "--smoke", "--sections-from", folder, "--only", "one,two", "--skip", "two"
@@ -249,7 +249,7 @@ def test_sections_are_chosen_and_left_out_by_name(tmp_path):
 
 
 def test_without_time_left_sections_are_skipped_with_the_reason(tmp_path):
-    """What was not measured is not taken for measured."""
+    """The report must not present a skipped section as measured."""
     folder = write(tmp_path / "sections", one=GOOD)
     _, results = run(tmp_path, "--smoke", "--sections-from", folder, "--limit", 0)
     assert results["sections"][0]["status"] == "skipped"
@@ -264,8 +264,8 @@ def test_without_time_left_sections_are_skipped_with_the_reason(tmp_path):
         ((), "there is no CUDA device here"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_runs(tmp_path, words, message):
-    """Full sizes on a CPU, in silence, would be an hour of figures that nobody asked for."""
+def test_an_impossible_run_is_refused_before_anything_runs(tmp_path, words, message):
+    """Full sizes on a CPU would take an hour for useless figures."""
     import torch
 
     if torch.cuda.is_available() and "--smoke" not in words:
@@ -352,10 +352,8 @@ def test_a_known_gpu_has_a_column_and_an_unknown_one_has_none(kit):
     assert verdicts == ["as expected", "as expected", "missing", "missing"]
 
 
-def test_every_prediction_names_a_section_and_both_cards(kit):
-    """A prediction of a row that no section writes would be missing for ever, and nobody would see
-    why.
-    """
+def test_every_prediction_names_a_section_and_both_gpus(kit):
+    """A prediction of a row that no section writes would always be missing, unnoticed."""
     content = json.loads((GPU / "expected.json").read_text())
     names = {entry.name for entry in kit.run.SECTIONS}
     for row in content["rows"]:

@@ -70,9 +70,7 @@ def profile(tmp_path_factory):
 
 
 def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path):
-    """Whoever comes back the next day finds what was asked, planned, predicted, measured and
-    learned.
-    """
+    """The folder has the request, plan, prediction, measurements and the trained model."""
     ran = subprocess.run(
         [*TRAIN, "--epochs", "8", "--baseline-steps", "2", "--json"],
         cwd=tmp_path,
@@ -229,7 +227,7 @@ def test_killing_a_rank_ends_the_run_and_names_the_rank(tmp_path, profile):
 
 
 def test_control_c_stops_all_ranks_and_keeps_the_checkpoint(tmp_path, profile):
-    """What was trained so far is not lost."""
+    """The training so far must not be lost."""
     process, ranks = _started(tmp_path, profile)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=20)
@@ -241,8 +239,8 @@ def test_control_c_stops_all_ranks_and_keeps_the_checkpoint(tmp_path, profile):
     )
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_a_word(tmp_path, profile):
-    """Training on with weights that are not numbers wastes a night; the message says what to try."""
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_message(tmp_path, profile):
+    """Further training with such weights is useless; the message has remedies."""
     words = [
         *TRAIN,
         "--lr",
@@ -312,8 +310,8 @@ def test_an_asynchronous_run_trains_as_a_stream_and_reports_versions_and_memory(
 
 
 def test_an_asynchronous_run_resumes_where_it_stopped(tmp_path, profile):
-    """Also in the middle of an epoch: whoever stops there drains, and goes on as one who drained
-    there.
+    """This holds also in the middle of an epoch: a run that stops drains first, and continues like
+    a run that drained there.
     """
     common = [*STREAM, "--profile", str(profile), "--epochs", "2"]
     subprocess.run([*common, "--out", str(tmp_path / "whole")], check=True, capture_output=True)

@@ -113,7 +113,7 @@ def test_slices_are_a_matter_of_the_schedule_and_left_out_with_it(plan_of, name,
 
 
 def test_a_form_of_two_files_is_written_to_a_folder_or_to_one_file(plan_of, tmp_path):
-    """torch loads its CSV from a file of its own; other tools rather read one JSON."""
+    """torch loads its CSV from a separate file; other tools read one JSON."""
     made = plan_of(schedule("1f1b", 4, 8), LINEAR)
     text = export(made, "torch", tmp_path / "plan")
     assert (tmp_path / "plan" / "schedule.csv").read_text() == to_csv(made.schedule)

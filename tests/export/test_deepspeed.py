@@ -69,7 +69,7 @@ def test_recompute_exports_as_an_interval(plan_of):
 
 
 def test_deepspeed_itself_gives_every_rank_the_plans_layers(plan_of):
-    """By its own topology and bounds, where it is installed; a whole PipelineModule wants a process
+    """Its topology and bounds are used if it is installed; a whole PipelineModule needs a process
     group and a compiler.
     """
     pytest.importorskip("deepspeed")

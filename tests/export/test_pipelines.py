@@ -35,8 +35,8 @@ def even(made: Schedule) -> list[int]:
     count=st.integers(1, 4),
     each=st.sampled_from([8, 12]),
 )
-def test_one_of_several_pipelines_is_the_schedule_that_was_copied(plan_of, name, count, each):
-    """What is exported must be what one process group plays, with its own numbers."""
+def test_one_of_several_pipelines_is_the_replicated_schedule(plan_of, name, count, each):
+    """The export must be the schedule of one process group, with its numbering."""
     made = schedule(
         name,
         8 if name in ("interleaved", "zb-v", "v-half", "dualpipe-v") else 4,
@@ -109,6 +109,6 @@ def test_other_replicas_are_not_exported_as_parallel_pipelines(plan_of, made):
 
 
 def test_long_rows_of_devices_are_shortened():
-    """A thousand devices in a message are read by nobody."""
+    """A message with a thousand devices is unreadable."""
     assert compact_list(tuple(range(1000))) == "[0-999]"
     assert compact_list((0, 2, 4, 5, 6, 7, 8, 1)) == "[0, 2, 4-8, 1]"

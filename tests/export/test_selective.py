@@ -1,5 +1,5 @@
-"""Plans that run some layers again: said where a library can say it, refused with the layers where
-not.
+"""Plans with selective recompute: exported if the format can express them, refused with the
+layers otherwise.
 """
 
 import json

@@ -18,8 +18,8 @@ LINEAR = (4, 4, 4, 3)
 
 
 def test_names_are_modules_of_the_model_in_its_order(plan_of):
-    """torchtitan deletes from each stage's copy of the model what is not named: an unknown name
-    would leave a hole.
+    """torchtitan deletes unnamed modules from the model of each stage, so an unknown name would
+    leave a hole.
     """
     gpt = model("gpt", layers=12, width=8, heads=2, vocabulary=8, tokens=4)
     names = tuple(layer.name for layer in chain(gpt))
@@ -101,7 +101,7 @@ class Tolerant(nn.Module):
 
 
 def test_torchtitan_itself_makes_the_plans_stages(plan_of):
-    """By its own splitter and its own placement, where it is installed."""
+    """Its splitter and placement are used if it is installed."""
     theirs = pytest.importorskip("torchtitan.distributed.pipeline_parallel", exc_type=ImportError)
     names = ("embedding", *(f"blocks.{i}" for i in range(5)), "norm", "head")
     made = plan_of(schedule("interleaved", 4, 4), (2, 3, 1, 2), names)

@@ -63,8 +63,8 @@ def test_activations_of_layers_are_freed_and_weights_are_not_copied():
     del out
 
 
-def test_on_the_cpu_nothing_moves():
-    """The CPU has no memory of its own."""
+def test_on_the_cpu_offload_moves_nothing():
+    """The CPU has no device memory."""
     net, x = model(), torch.randn(128, 64)
     with offloading(weights_of(net)):
         out = net(x)

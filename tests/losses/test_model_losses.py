@@ -185,8 +185,10 @@ class First(nn.Module):
         return self.embed(value["ids"]), value["labels"]
 
 
-def test_layers_by_hand_that_compute_their_loss_are_held_to_the_samples():
-    """The labels of micro-batches to come are not known to the last stage: what it finds must fit."""
+def test_a_list_of_layers_that_computes_its_loss_must_weight_by_samples():
+    """The last stage does not know the labels of later micro-batches, so the loss must be a mean
+    over samples.
+    """
     x = batch()
     whole = {"ids": x["ids"], "labels": x["labels"].clamp(0)}
     for compute in (tokens_that_count, squares, total):

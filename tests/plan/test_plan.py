@@ -181,8 +181,8 @@ def test_a_plan_fits_its_model_and_number_of_ranks():
     plan().check_fits("abc", 2)
 
 
-def test_another_model_or_number_of_ranks_is_refused_with_all_that_differs():
-    """Both at once: nobody wants to find the second one after repairing the first."""
+def test_another_model_or_number_of_ranks_is_refused_with_all_differences():
+    """One message has both, so that the user repairs both at once."""
     with pytest.raises(
         PlanError, match="for a chain of 3 layers with fingerprint abc, but this one's is xyz"
     ) as caught:
@@ -195,8 +195,8 @@ def test_another_model_or_number_of_ranks_is_refused_with_all_that_differs():
         plan().check_fits("abc", 1)
 
 
-def test_a_plan_prints_its_cuts_its_prediction_and_why_the_others_lost():
-    """print(plan) is how people learn what was chosen."""
+def test_a_plan_prints_its_cuts_its_prediction_and_the_limits_of_other_candidates():
+    """print(plan) is the explanation of the choice."""
     assert str(plan()).splitlines() == [
         "1f1b on 2 of 4 ranks of local:2: 2 stages, batch 16 in 4 micro-batches, recompute never, weights flush",
         "  predicted: 500.0 ms a step, 32 samples/s, 1.80 times one device, bubble 20%",
@@ -283,14 +283,14 @@ def test_pairs_and_slices_survive_saving(tmp_path):
         ({"weights_options": [["decay", "much"]]}, "is no plan: at weights_options.0.1"),
     ],
 )
-def test_a_changed_stream_is_refused_with_what_is_wrong(tmp_path, changes, message):
-    """How a schedule goes on is part of what runs."""
+def test_a_changed_stream_is_refused_with_the_reason(tmp_path, changes, message):
+    """The repetition of a schedule is part of the program that runs."""
     with pytest.raises(FileError, match=message):
         Plan.load(saved(tmp_path, stream_plan(), **changes))
 
 
-def test_a_plan_written_before_there_were_streams_is_read(tmp_path):
-    """Plans are kept; what they do not say is what there was then."""
+def test_a_plan_saved_before_streams_existed_is_read(tmp_path):
+    """Missing fields get the values that older versions implied."""
     path = saved(tmp_path)
     found = json.loads(path.read_text())
     for name in ("stream", "weights_options"):
@@ -376,9 +376,9 @@ def test_an_objective_prints_with_its_unit(value, unit, text):
 
 
 @pytest.mark.parametrize("here", ["2.13.1", "2.13.0+cu128", "2.13.0a0", ""])
-def test_a_torch_of_the_same_two_numbers_will_do(here):
-    """Builds and repairs change no times worth a new plan; where nobody says, nothing is known to
-    differ.
+def test_a_torch_of_the_same_minor_version_is_accepted(here):
+    """Builds and patch versions do not change times enough for a new plan; a plan without a version
+    is accepted.
     """
     told().check_fits("abc", 2, here)
     plan().check_fits("abc", 2, here)

@@ -1,5 +1,5 @@
-"""Timing: what lies between and beyond the measured sizes. Profile: to JSON and back, trusting
-nothing.
+"""Timing: values between and beyond the measured sizes. Profile: saved as JSON and loaded with
+strict checks.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def test_no_time_is_ever_negative(timing, samples):
 
 @given(timings())
 @settings(deadline=None, max_examples=100)
-def test_measured_sizes_give_back_what_was_measured(timing):
-    """The fit is for what was not measured."""
+def test_measured_sizes_return_the_measured_times(timing):
+    """The fit is only for sizes that were not measured."""
     for size, median in zip(timing.sizes, timing.median_s, strict=True):
         assert timing.at(size) == pytest.approx(median, rel=1e-12)
 

@@ -77,8 +77,8 @@ def test_a_3x3_convolution_uses_winograd_if_faster_and_only_in_float32():
     assert Roof.of(replace(DEVICE, kind="cpu"), "float32", 4).winograd is False
 
 
-def test_a_narrower_dtype_moves_and_keeps_less_and_leaves_tokens_and_parameters():
-    """Mixed precision: what is trained stays as wide as it was counted."""
+def test_a_narrower_dtype_needs_fewer_bytes_except_for_tokens_and_parameters():
+    """In mixed precision, parameters keep their dtype."""
     wide, narrow = (roofline(counts_of(), DEVICE, dtype=dtype) for dtype in ("float32", "float16"))
     assert (
         wide.layers[0].activation_bytes_per_sample,

@@ -73,7 +73,7 @@ def named(modules):
 
 @pytest.mark.parametrize("module", named(PER_TOKEN))
 def test_layers_in_the_list_of_per_token_layers_work_token_by_token(module):
-    """On every token alone, each listed layer returns what it returns on the whole sequence."""
+    """For a single token, each listed layer returns the same values as for the whole sequence."""
     assert is_per_token(module)
     module = copy.deepcopy(module).eval()
     x = torch.randn(3, 6, 8)

@@ -217,8 +217,8 @@ def patched():
     ],
 )
 def test_a_sequential_that_does_more_than_run_its_parts_is_one_layer(make):
-    """Divided, it would silently lose its skip or its hook; on its own it cannot be cut, and the
-    message says what to do.
+    """If it were cut, its skip or hook would be lost silently; alone it cannot be cut, and the
+    message has the remedy.
     """
     traced = chain(nn.Sequential(nn.Linear(2, 2), make(), nn.ReLU()))
     assert [layer.name for layer in traced] == ["0", "1", "2"]

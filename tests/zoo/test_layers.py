@@ -1,4 +1,4 @@
-"""Layers that draw their own weights: from the stated distribution, at construction and at every
+"""Layers that initialise their weights: from the stated distribution, at construction and at every
 reset.
 """
 

@@ -1,4 +1,4 @@
-"""U-Net: what its chain computes, what its boundaries carry, and what it refuses."""
+"""U-Net: results of its chain, values at its boundaries, and refusals."""
 
 from __future__ import annotations
 
