@@ -18,27 +18,33 @@ FIGURES = (
     ("naive.svg", "One micro-batch at a time", "naive", 4, 2),
     ("figure-2a-gpipe.svg", "GPipe: all forwards, then all backwards", "gpipe", 4, 4),
     ("figure-2b-1f1b.svg", "1F1B: one forward, one backward", "1f1b", 4, 8),
-    ("zb-h1.svg", "ZB-H1: backwards split in two, 8 ranks and 16 micro-batches", "zb-h1", 8, 16),
+    ("zb-h1.svg", "ZB-H1: split backward, 8 ranks and 16 micro-batches", "zb-h1", 8, 16),
     ("chimera.svg", "Chimera: two pipelines, one down the ranks and one up", "chimera", 4, 4),
     (
         "dualpipe.svg",
-        "DualPipe: forward and backward of the two ways run as one",
+        "DualPipe: forwards and backwards as pairs of ops",
         "dualpipe",
         4,
         10,
     ),
-    ("seq1f1b.svg", "Seq1F1B: micro-batches cut in two slices along their tokens", "seq1f1b", 4, 4),
+    (
+        "seq1f1b.svg",
+        "Seq1F1B: micro-batches cut into two slices along their tokens",
+        "seq1f1b",
+        4,
+        4,
+    ),
 )
 
 
 def compared() -> str:
-    """1F1B above ZB-H1, with what their ranks hold."""
+    """Draw 1F1B above ZB-H1, with the memory of their ranks."""
     costs = Costs(forward=1, backward=2, transfer=0.2, activation_bytes=2**30, weight_bytes=2**31)
-    made = [
+    timelines = [
         simulate_schedule(schedule(name, stages=4, micro_batches=8), costs)
         for name in ("1f1b", "zb-h1")
     ]
-    drawing = draw(made, format="svg")
+    drawing = draw(timelines, format="svg")
     return str(drawing)
 
 

@@ -32,9 +32,11 @@ def model():
 @pytest.mark.parametrize(("schedule", "lengths", "micro_batches"), [
     ("gpipe", (5, 5), 8), ("gpipe", (6, 4), 8), ("1f1b", (3, 7), 4), ("interleaved", (2, 3, 2, 3), 4), ("zb-v", (3, 2, 2, 3), 4),
 ])  # fmt: skip
-def test_predicted_peaks_are_what_a_run_holds(schedule, lengths, micro_batches, recompute):
-    """A plan that says it fits must fit. Activations are most of it here: the weights are small,
-    and the batch is not.
+def test_predicted_peaks_are_within_the_band_of_the_measured_memory(
+    schedule, lengths, micro_batches, recompute
+):
+    """A plan that fits must fit in a run. Most of the memory is activations here: the weights are
+    small, and the batch is large.
     """
     torch.manual_seed(0)
     made, x, y = model(), torch.randn(512, 32), torch.randn(512, 8)
@@ -70,9 +72,9 @@ def test_predicted_peaks_are_what_a_run_holds(schedule, lengths, micro_batches, 
     ],
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
-def test_predicted_peaks_count_what_the_optimizer_keeps(schedule, optimizer):
-    """Weights are most of it here. Planned for SGD with momentum, Adam's ranks would hold a third
-    more than the plan says.
+def test_predicted_peaks_include_the_optimizer_state(schedule, optimizer):
+    """Most of the memory is weights here. If the plan assumed SGD with momentum, the ranks of Adam
+    would need a third more.
     """
     torch.manual_seed(0)
     made = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))

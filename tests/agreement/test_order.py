@@ -1,4 +1,4 @@
-"""What is simulated is what runs: the same ops in the same order on every rank, with the same
+"""Simulation and run agree: the same ops in the same order on every rank, with the same
 micro-batches in flight.
 """
 
@@ -49,14 +49,12 @@ def check_agreement(schedule, recompute="never"):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_measured_order_equals_simulated_order(name):
-    """The runtime plays the program it was given, op for op; so what the simulation says of the
-    order is true.
-    """
+    """The runtime executes the program op by op, so the order in a simulation is that of the run."""
     check_agreement(EVERY[name])
 
 
 @given(random_schedules(), st.sampled_from(["never", "always"]))
 @settings(deadline=None, max_examples=30)
 def test_measured_order_equals_simulated_order_for_any_schedule(schedule, recompute):
-    """Also where nobody wrote a family for it."""
+    """This holds also for schedules that are not in the catalogue."""
     check_agreement(schedule, recompute)

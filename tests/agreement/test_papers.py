@@ -119,9 +119,9 @@ def test_threads_that_wait_for_each_other_for_ever_are_refused(papers):
         papers.one_process.makespan(swapped, lambda _: papers.one_process.Work(1.0, 0.0))
 
 
-def test_the_fit_finds_the_numbers_that_made_the_data(papers):
-    """Constants are fitted by descent without chance; on data made by the model itself it must find
-    them.
+def test_the_fit_recovers_the_constants_behind_synthetic_data(papers):
+    """The fit is a deterministic descent; on data that the model itself produced it must find the
+    constants.
     """
     made = (3e-4, 2e-3)
 
@@ -192,12 +192,10 @@ def test_dapples_profile_of_vgg19_has_its_published_sums(papers):
 
 @settings(deadline=None, max_examples=30)
 @given(bandwidth=st.floats(1e7, 1e11), samples=st.integers(1, 64))
-def test_overlapped_data_parallelism_lies_between_its_parts_and_their_sum(
+def test_overlapped_data_parallelism_takes_between_its_longest_part_and_the_sum(
     papers, bandwidth, samples
 ):
-    """Gradients beside the backward hide no more than there is of either, and the sum is what hides
-    nothing.
-    """
+    """Overlap hides at most the shorter of backward and gradient synchronisation."""
     profile = papers.dapple.profile("VGG-19")
     whole = ps.cluster("DAPPLE-B")
     cluster = ps.cluster("DAPPLE-B").on(range(16))
@@ -210,7 +208,7 @@ def test_overlapped_data_parallelism_lies_between_its_parts_and_their_sum(
     assert bare == pytest.approx(compute + network)
 
 
-def test_a_balance_of_torchgpipes_resnet_falls_on_ours(papers):
+def test_a_balance_of_torchgpipes_resnet_maps_to_layers_of_penstock(papers):
     """Boundaries go to the nearest residual block, and no layer is lost."""
     assert papers.resnet101.cut((135, 235), 40) == [16, 24]
     assert sum(papers.resnet101.cut((26, 22, 33, 44, 44, 66, 66, 69), 40)) == 40
@@ -277,7 +275,7 @@ def test_a_section_reads_back_from_its_data(papers):
 
 
 def test_fitted_rows_do_not_count_as_predicted(papers):
-    """A row that a constant was fitted to says nothing about the model."""
+    """A row that was used to fit a constant is no test of the model."""
     side = papers.side_by_side
     section = side.Section(
         "n", "t", "s", (side.Row("a", 1.0, 1.0, fitted=True), side.Row("b", 1.0, 2.0))

@@ -84,7 +84,7 @@ def ratios(measured, simulated):
 def test_measured_makespan_is_within_the_band_of_the_simulated_one(
     schedule, forward, input_grad, weight_grad, recompute, monkeypatch
 ):
-    """A prediction that nobody holds against a clock is a guess."""
+    """A prediction needs a comparison with a measurement."""
     found, expected = measured_and_simulated(
         schedule, forward, input_grad, weight_grad, recompute, monkeypatch
     )

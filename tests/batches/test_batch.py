@@ -1,4 +1,4 @@
-"""Batches: cut into micro-batches of nearly equal size, put together again, and told apart by
+"""Batches: split into micro-batches of nearly equal size, joined again, and distinguished by
 signature.
 """
 
@@ -336,8 +336,8 @@ def test_a_batch_too_small_for_its_slices_fills_the_first_of_them():
     )
 
 
-def test_ways_of_slicing_have_signatures_of_their_own():
-    """Shapes between stages go by them."""
+def test_each_slicing_has_a_separate_signature():
+    """The shapes between stages depend on it."""
     x = text(4, 8)
     ways = [
         ("tokens", ((0.5, 0.5),)),
@@ -378,8 +378,8 @@ def test_ways_of_slicing_have_signatures_of_their_own():
     ],
 )
 def test_sequences_that_cannot_be_cut_are_refused_with_their_shapes(x, y, message):
-    """What has no tokens has no slices: nothing can be left whole, for its share of the loss would
-    be counted several times.
+    """A target without tokens has no slices, and its share of the loss would be counted several
+    times.
     """
     with pytest.raises(SettingError, match=message):
         sliced(x, y, Slicing("tokens", ((0.5, 0.25, 0.25),)))

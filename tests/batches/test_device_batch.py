@@ -64,8 +64,8 @@ def test_slices_of_sequences_are_views_too(copies):
     assert len(copies) == 1
 
 
-def test_nested_inputs_are_copied_tensor_by_tensor_when_they_are_asked_for(copies):
-    """A stage that takes one of several inputs does not pay for the others."""
+def test_nested_inputs_are_copied_tensor_by_tensor_at_first_use(copies):
+    """A stage that uses one of several inputs must not pay for the others."""
     x = {"image": torch.randn(4, 2), "mask": torch.ones(4, 1), "scale": 2.0}
     batch = make_batch(x, torch.arange(4), 2, step=0, training=True)
     on_device = device_batch(batch, META)
@@ -106,8 +106,8 @@ def test_stages_on_several_threads_share_one_copy(copies):
     assert len(copies) == 1
 
 
-def test_a_view_may_become_the_leaf_of_a_graph_without_the_others():
-    """Each caller gets a tensor of its own."""
+def test_a_view_may_become_the_leaf_of_a_graph_without_changing_other_views():
+    """Each caller gets a separate tensor."""
     batch = make_batch(torch.randn(4, 3), torch.arange(4), 2, step=0, training=True)
     on_device = device_batch(batch, META)
     on_device.part(INPUTS, 0).requires_grad_()

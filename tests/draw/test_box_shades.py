@@ -17,18 +17,18 @@ from penstock.simulate.simulate import simulate_schedule
 @pytest.mark.parametrize(
     ("name", "stages", "size", "meaning"),
     [
-        ("pipedream", 3, 2, "shades: batches in turn"),
-        ("avgpipe", 2, 3, "shades: batches in turn"),
-        ("hetpipe", 2, 2, "shades: batches in turn"),
+        ("pipedream", 3, 2, "shades: alternating batches"),
+        ("avgpipe", 2, 3, "shades: alternating batches"),
+        ("hetpipe", 2, 2, "shades: alternating batches"),
         ("pipedream", 3, 1, ""),
         ("1f1b", 3, 4, ""),
         ("gpipe", 1, 4, ""),
-        ("wpipe", 4, 2, "shades: a rank's stages in turn"),
-        ("interleaved", 4, 4, "shades: a rank's stages in turn"),
-        ("chimera", 4, 4, "shades: the ways down and up the ranks"),
+        ("wpipe", 4, 2, "shades: stages of a rank"),
+        ("interleaved", 4, 4, "shades: stages of a rank"),
+        ("chimera", 4, 4, "shades: stages down and up the ranks"),
     ],
 )
-def test_the_legend_says_what_shades_mean(name, stages, size, meaning):
+def test_the_legend_explains_shades(name, stages, size, meaning):
     """Shades mean stages if a rank has several, batches if a batch has several micro-batches, and
     otherwise there is one shade.
     """

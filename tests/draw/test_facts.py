@@ -21,8 +21,8 @@ def test_cleaned_text_is_one_line_of_xml_that_can_be_encoded(text):
     assert (ET.fromstring(f"<a>{escaped}</a>".encode()).text or "") == cleaned
 
 
-def test_the_heading_says_what_the_numbers_are():
-    """A prediction that passes for a measurement is the worst mistake a figure can make."""
+def test_the_heading_names_the_source_of_the_numbers():
+    """A figure must not present a prediction as a measurement."""
     assert heading(Timeline((), 1, 1, source="measured", title="1f1b")) == "1f1b, measured"
     assert heading(Timeline((), 1, 1)) == "simulated"
 

@@ -51,7 +51,7 @@ def test_a_folder_that_is_there_keeps_its_other_files(tmp_path):
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    """A typing error in a path should not grow a tree."""
+def test_a_folder_that_cannot_be_created_is_named(tmp_path):
+    """A typing error in a path must not create a tree of folders."""
     with pytest.raises(FileError, match=r"cannot create the folder .*a/b: No such file"):
         write_gallery(tmp_path / "a" / "b", TEXT, entries())

@@ -50,15 +50,15 @@ def made():
 
 
 def test_the_page_lists_every_rank_and_stage():
-    """The drawing shows where time goes, the tables say how much."""
+    """The drawing shows where time is spent; the tables have the numbers."""
     cells = Reader(html([made()])).cells
     assert cells[:8] == ["0", "0", "12", "66.7 %", "33.3 %", "3.0 KiB", "2", "activations 3.0 KiB"]
     assert cells[-3:] == ["2", "2", "1"]
     assert len(cells) == 3 * 8 + 3 * 3
 
 
-def test_memory_has_no_column_when_it_is_not_known():
-    """An empty column reads as zero bytes."""
+def test_memory_has_no_column_if_it_is_unknown():
+    """An empty column would read as zero bytes."""
     page = html([simulate_schedule(schedule("1f1b", stages=3, micro_batches=4), Costs())])
     assert "peak memory" not in page
     assert json.loads(DATA.search(page)[1])["panels"][0]["ranks"][0]["memory"] is None
@@ -89,7 +89,7 @@ def test_an_empty_timeline_has_a_page():
 
 
 def test_the_data_of_the_figure_has_every_op_and_transfer():
-    """What the script draws is what was simulated: start, end, kind, stage, number and bytes."""
+    """The script must draw the simulated start, end, kind, stage, number and bytes."""
     shown = simulate_schedule(
         schedule("1f1b", stages=3, micro_batches=4),
         Costs(transfer=0.5, boundary_bytes=64, activation_bytes=1024),
@@ -135,8 +135,8 @@ def test_readers_without_scripts_get_the_still_figure():
     assert "<svg" in page.partition("<noscript>")[2].partition("</noscript>")[0]
 
 
-def test_a_page_of_too_many_ops_holds_a_still_figure_and_says_so(monkeypatch):
-    """Hundreds of megabytes of data would not open at all."""
+def test_a_page_with_too_many_ops_has_a_static_figure_and_a_note(monkeypatch):
+    """A browser could not open hundreds of megabytes of data."""
     monkeypatch.setattr(importlib.import_module("penstock.draw.html"), "MAX_VIEWER_OPS", 10)
     page = html([made()])
     assert "<script" not in page

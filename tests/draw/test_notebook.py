@@ -28,10 +28,8 @@ def test_a_schedule_that_never_finishes_shows_as_text():
 
 
 @pytest.mark.parametrize("way", ["penstock.schedule.op", "penstock"])
-def test_drawing_is_loaded_when_the_first_picture_is_asked_for(way):
-    """`import penstock` must cost next to nothing, and a schedule shows itself however it was come
-    by.
-    """
+def test_drawing_is_imported_with_the_first_picture(way):
+    """`import penstock` must be fast, and every schedule must have a picture in a notebook."""
     code = (
         f"import sys, {way}; from penstock.schedule.op import Schedule; example = Schedule.parse('0F0 0B0 0U1'); "
         "assert 'penstock.draw.svg' not in sys.modules; assert example._repr_svg_().startswith('<svg')"

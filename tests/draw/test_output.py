@@ -37,7 +37,7 @@ def test_the_suffix_chooses_the_format_and_the_file_holds_what_is_returned(tmp_p
 
 
 def test_format_outweighs_the_suffix(tmp_path):
-    """Some viewers want a suffix of their own."""
+    """Some viewers require another suffix."""
     assert draw(MADE, tmp_path / "trace.perfetto", format="json").startswith("{")
     assert draw(MADE, format=".SVG").startswith("<svg ")
 
@@ -51,8 +51,8 @@ def test_without_path_and_format_the_drawing_is_text():
     ("name", "what"),
     [("out.pdf", r"the suffix '\.pdf'"), ("out", "no suffix"), (".svg", "no suffix")],
 )
-def test_an_unknown_suffix_is_refused_with_the_five_that_are_known(tmp_path, name, what):
-    """Nothing is written under a name that promises another format."""
+def test_an_unknown_suffix_is_refused_with_the_five_known_ones(tmp_path, name, what):
+    """The suffix decides the format, so no file with another suffix is written."""
     with pytest.raises(
         SettingError, match=rf"has {what}.*\.txt .*\.svg, \.png, \.html and \.json \(Perfetto"
     ):
@@ -60,8 +60,8 @@ def test_an_unknown_suffix_is_refused_with_the_five_that_are_known(tmp_path, nam
     assert names(tmp_path) == []
 
 
-def test_an_unknown_format_is_refused_with_the_five_that_are_known():
-    """The same, where the format is named."""
+def test_an_unknown_format_is_refused_with_the_five_known_ones():
+    """The rule for suffixes holds for `format=` too."""
     with pytest.raises(
         SettingError, match=r"unknown drawing format 'pdf': the formats are \.txt .*\.json"
     ):
@@ -88,7 +88,7 @@ def test_a_path_that_cannot_be_written_leaves_nothing_behind(tmp_path):
 
 
 def test_an_old_drawing_is_replaced_through_its_link(tmp_path):
-    """The link stays one; what it points to is new."""
+    """The link remains a link, and its target is replaced."""
     (tmp_path / "real.svg").write_text("old")
     (tmp_path / "link.svg").symlink_to("real.svg")
     drawing = draw(MADE, tmp_path / "link.svg")

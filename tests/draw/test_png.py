@@ -56,13 +56,13 @@ def test_boxes_have_the_colours_and_places_of_the_svg():
 
 
 def test_the_same_timeline_gives_the_same_bytes(tmp_path):
-    """A figure in a repository changes when what it shows changes."""
+    """A figure in a repository must change only if its contents change."""
     data = draw(MADE, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes() == data == draw(MADE, format="png")
 
 
-def test_without_matplotlib_the_message_says_what_to_install(monkeypatch):
-    """The extra is optional; the words of an import error are not its users'."""
+def test_without_matplotlib_the_message_has_the_install_command(monkeypatch):
+    """The extra is optional, and a user cannot act on a plain ImportError."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(
         MissingExtra,

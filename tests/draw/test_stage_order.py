@@ -24,7 +24,7 @@ def test_a_plain_pipeline_needs_no_names():
     )
 
 
-def test_stages_of_one_way_are_shaded_in_turn():
+def test_stages_of_one_direction_have_alternating_shades():
     """On each interleaved rank, the second stage has the second shade."""
     order = stage_order("interleaved", 4, 4)
     assert order.rank_labels() == ["s0 s2", "s1 s3"]
@@ -42,15 +42,15 @@ def test_stages_of_one_way_are_shaded_in_turn():
     assert order.arrows == {}
 
 
-def test_two_directions_are_told_by_shade_and_arrow_on_every_rank_alike():
-    """By number alone, stage 0 of the way down and stage 0 of the way up would look the same."""
+def test_two_directions_have_the_same_shade_and_arrow_on_every_rank():
+    """Without shades, stage 0 of both directions would look the same."""
     order = stage_order("chimera", 4, 4)
     assert order.rank_labels() == ["s0↓ s3↑", "s1↓ s2↑", "s2↓ s1↑", "s3↓ s0↑"]
     assert [order.is_second_shade(rank, rank) for rank in range(4)] == [False] * 4
     assert [order.is_second_shade(rank, 3 - rank) for rank in range(4)] == [True] * 4
 
 
-def test_copies_of_a_pipeline_that_share_no_rank_are_not_shaded():
+def test_replicas_of_a_pipeline_on_separate_ranks_have_one_shade():
     """Data parallelism repeats a pipeline; each rank still has a single stage."""
     both = Schedule.parse("0F0 0B0 0U1\n1F0 1B0 1U1\n0F1 0B1 0U1\n1F1 1B1 1U1")
     order = StageOrder.of(unit_timeline(both))

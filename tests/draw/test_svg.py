@@ -112,8 +112,8 @@ def lane_ends(root):
     return left, left + float(lanes[0].get("width"))
 
 
-def test_boxes_stand_at_their_times_and_tell_them():
-    """Position and length are what is read off; the tooltip has the numbers."""
+def test_boxes_have_their_times_as_position_and_tooltip():
+    """Readers take times from position and length; the tooltip has the numbers."""
     root = parsed(svg([timeline("1f1b", 3, 4, forward=0.0032, backward=0.0064)]))
     titles = {box.find(f"{NAMESPACE}title").text: box for box in boxes(root)}
     second = titles["2F0: 3.2 ms at 6.4 ms"]
@@ -141,8 +141,8 @@ def test_stage_numbers_appear_only_on_ranks_of_several_stages():
     ]
 
 
-def test_transfers_are_drawn_from_lane_to_lane_when_they_take_time():
-    """Where a bubble comes from the link and not from the schedule, the figure has to show it."""
+def test_transfers_are_drawn_between_ranks_if_they_take_time():
+    """The figure must show whether a bubble is due to a link or to the schedule."""
     root = parsed(svg([timeline("gpipe", 3, 2, transfer=0.5)]))
     arrows = [
         path.find(f"{NAMESPACE}title").text
@@ -155,7 +155,7 @@ def test_transfers_are_drawn_from_lane_to_lane_when_they_take_time():
     assert "sent" not in svg([timeline("gpipe", 3, 2)])
 
 
-def test_a_title_is_escaped_wherever_it_stands():
+def test_a_title_is_escaped_in_all_places():
     """A title is text, even if it contains markup; control characters are not valid XML."""
     drawing = svg([replace(timeline("gpipe", 2, 2), title='<script>&"\x00\ud800')], note="<&>")
     root = parsed(drawing)
@@ -224,11 +224,11 @@ def test_the_ops_of_a_pair_share_their_span_one_above_the_other():
     assert (upper.get("x"), upper.get("width")) == (lower.get("x"), lower.get("width"))
     assert (upper.get("y"), float(lower.get("y"))) == (None, float(upper.get("height")))
     assert float(titles["0F0: 1 at 0"].get("height")) == 2 * float(upper.get("height"))
-    assert "two ops run as one" in drawing
+    assert "pair of ops" in drawing
 
 
 def test_slices_are_written_with_their_micro_batch():
-    """Slice 5 of a schedule says nothing to who cuts micro-batches in two."""
+    """`slice 5` alone does not show the micro-batch."""
     made = simulate_schedule(schedule("seq1f1b", stages=2, micro_batches=3, slices=2), Costs())
     root = parsed(svg([made]))
     assert {"0.0", "0.1", "2.1"} <= set(texts(root, 0))
@@ -244,18 +244,16 @@ def test_slices_stand_below_their_micro_batch_where_a_box_is_narrow():
     assert Counter(texts(root, 0))[".1"] == 16
 
 
-def test_evictions_and_loads_are_marks_of_their_own_colours():
-    """They take no time of a rank; where they stand is the whole schedule."""
+def test_evictions_and_loads_are_marks_in_two_colours():
+    """They take no time of a rank, so a box would have no width."""
     root = parsed(svg([timeline("bpipe", 6, 12)]))
     marks = Counter(box.get("class") for box in boxes(root) if box.get("class").endswith(" z"))
     assert marks["E z"] == marks["L z"] > 0
     assert any(text.startswith("E evict") for text, *_ in words(root))
 
 
-def test_what_a_rank_holds_stands_below_its_lane_on_one_scale():
-    """Time is half of a schedule's price; the fullest rank must look fullest, in every timeline of
-    the figure.
-    """
+def test_memory_is_below_the_row_of_a_rank_on_one_scale():
+    """The rank with the most memory must look so, in every timeline of the figure."""
     one, other = (
         timeline(name, 3, 4, activation_bytes=1024, weight_bytes=1024) for name in ("1f1b", "gpipe")
     )
@@ -281,8 +279,8 @@ def test_what_a_rank_holds_stands_below_its_lane_on_one_scale():
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(4, 4000), (128, 100)])
-def test_too_many_ops_become_shares_of_time_and_the_figure_says_so(stages, micro_batches):
-    """A hundred thousand boxes stop a browser and show nothing that columns do not."""
+def test_too_many_ops_become_shares_of_time_with_a_note(stages, micro_batches):
+    """A browser cannot show a hundred thousand boxes."""
     drawing = svg([timeline("1f1b", stages, micro_batches, transfer=0.1)])
     root = parsed(drawing)
     assert not boxes(root)

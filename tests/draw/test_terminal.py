@@ -183,11 +183,11 @@ def test_slices_are_written_with_their_micro_batch_in_plain_units():
 def test_the_fullest_rank_is_named_with_what_it_holds():
     """Which tensor to shrink is the question behind every peak."""
     drawing = text([timeline("1f1b", 2, 4, activation_bytes=1024, weight_bytes=512)])
-    assert "fullest is rank 0: activations 2.0 KiB, weights 512 B" in " ".join(drawing.split())
+    assert "largest on rank 0: activations 2.0 KiB, weights 512 B" in " ".join(drawing.split())
 
 
-def test_memory_is_listed_when_known():
-    """The other half of every trade of pipelines is memory."""
+def test_memory_is_listed_if_known():
+    """Schedules trade time for memory, so both belong into the summary."""
     assert "peak memory 2.0 KiB / 1.0 KiB" in text([timeline("1f1b", 2, 4, activation_bytes=1024)])
 
 

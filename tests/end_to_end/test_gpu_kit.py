@@ -1,5 +1,5 @@
-"""The GPU benchmark on a machine without one: every section runs, and a section that goes wrong
-costs itself and no other.
+"""The GPU benchmark on a machine without a GPU: every section runs, and a failed section does not
+stop the others.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def test_no_row_with_small_sizes_is_wrong_or_failed(smoke):
     assert rows == {}
 
 
-def test_what_needs_cuda_says_so_and_nothing_claims_a_gpu(smoke):
-    """A run on a CPU has no predictions of a card to hold itself against."""
+def test_sections_that_need_cuda_report_it_and_no_row_claims_a_gpu(smoke):
+    """A run on a CPU has no predictions for a GPU to compare with."""
     rows = {row["row"]: row for part in smoke.results["sections"] for row in part["rows"]}
     assert rows["pinned h2d"]["status"] == "not on this machine"
     assert rows["communicator"]["status"] == "not on this machine"
@@ -201,14 +201,14 @@ def test_all_ranks_in_turn_are_a_sound_schedule_of_the_same_ops(kit, name, stage
     ps.verify(one)
 
 
-def test_the_summary_is_printed_last_and_kept(smoke):
-    """A log that is cut off at the front still has what matters."""
+def test_the_summary_is_printed_last_and_saved(smoke):
+    """A log whose beginning is lost still has the main results."""
     text = (smoke.out / "summary.txt").read_text()
     assert smoke.done.stdout.rstrip().endswith(text.rstrip())
     assert text.rstrip().splitlines()[-1].startswith("sections: ")
 
 
-def test_only_the_files_of_a_run_come_back(smoke):
+def test_a_run_returns_only_its_result_files(smoke):
     """Eight files may."""
     names = {path.name for path in smoke.out.iterdir()}
     assert names == {"results.json", "summary.txt", "timeline.json.gz", "junit.xml"}
@@ -236,14 +236,14 @@ def faults(tmp_path_factory):
         ("h_leaves", "failed", "SystemExit"),
     ],
 )
-def test_a_section_that_goes_wrong_says_how(faults, name, status, word):
-    """The status, and the last lines of its output: of a hang, where it stood."""
+def test_a_failed_section_reports_its_status_and_last_output(faults, name, status, word):
+    """For a hang, the last lines show where it stopped."""
     assert faults.parts[name]["status"] == status
     assert word in faults.parts[name]["error"]
 
 
 @pytest.mark.parametrize("name", ["b_raises", "c_dies", "d_hangs", "e_garbage", "h_leaves"])
-def test_rows_before_a_fault_are_kept(faults, name):
+def test_rows_before_a_failure_are_saved(faults, name):
     """Rows are flushed one by one."""
     assert [row["row"] for row in faults.parts[name]["rows"]] == ["before"]
 
@@ -263,13 +263,13 @@ def test_what_a_section_that_hangs_has_started_is_ended_with_it(faults):
     assert not is_alive(pid)
 
 
-def test_a_number_that_is_none_is_kept_as_a_word(faults):
+def test_a_number_that_is_not_finite_is_saved_as_a_string(faults):
     """JSON has no NaN, and a reader that fails on one loses the whole run."""
     assert faults.parts["e_garbage"]["rows"][0]["value"] == "nan"
 
 
-def test_sections_are_chosen_and_left_out_by_name(tmp_path):
-    """A run that repeats what was mended."""
+def test_sections_are_selected_and_skipped_by_name(tmp_path):
+    """After a repair only some sections run again."""
     folder = write(tmp_path / "sections", one=GOOD, two=GOOD, three=GOOD)
     done, results = run(
         tmp_path, "--smoke", "--sections-from", folder, "--only", "one,two", "--skip", "two"
@@ -279,7 +279,7 @@ def test_sections_are_chosen_and_left_out_by_name(tmp_path):
 
 
 def test_without_time_left_sections_are_skipped_with_the_reason(tmp_path):
-    """What was not measured is not taken for measured."""
+    """The report must not present a skipped section as measured."""
     folder = write(tmp_path / "sections", one=GOOD)
     _, results = run(tmp_path, "--smoke", "--sections-from", folder, "--limit", 0)
     assert results["sections"][0]["status"] == "skipped"
@@ -294,8 +294,8 @@ def test_without_time_left_sections_are_skipped_with_the_reason(tmp_path):
         ((), "there is no CUDA device here"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_runs(tmp_path, words, message):
-    """Full sizes on a CPU, in silence, would be an hour of figures that nobody asked for."""
+def test_an_impossible_run_is_refused_before_anything_runs(tmp_path, words, message):
+    """Full sizes on a CPU would take an hour for useless figures."""
     import torch
 
     if torch.cuda.is_available() and "--smoke" not in words:
@@ -368,8 +368,8 @@ def test_verdicts(kit, found, better, verdict):
     assert kit.expected.verdict_of(found, 4.0, 5.0, better) == verdict
 
 
-def test_a_card_has_its_own_column_and_an_unknown_one_none(kit):
-    """Nothing is to be changed for another card."""
+def test_a_known_gpu_has_a_column_and_an_unknown_one_has_none(kit):
+    """Another GPU must not require a change."""
     rows = [{"row": "launch", "status": "measured", "eager_op_us": 6.0}]
     sections = [kit.results.SectionResult("facts", "passed", rows=rows)]
     by_card = {
@@ -382,10 +382,8 @@ def test_a_card_has_its_own_column_and_an_unknown_one_none(kit):
     assert verdicts == ["as expected", "as expected", "missing", "missing"]
 
 
-def test_every_prediction_names_a_section_and_both_cards(kit):
-    """A prediction of a row that no section writes would be missing for ever, and nobody would see
-    why.
-    """
+def test_every_prediction_names_a_section_and_both_gpus(kit):
+    """A prediction of a row that no section writes would always be missing, unnoticed."""
     content = json.loads((GPU / "expected.json").read_text())
     names = {entry.name for entry in kit.run.SECTIONS}
     for row in content["rows"]:

@@ -1,7 +1,6 @@
-"""The comparison with peers: whoever is compared trains as plain training does, and leaves no
-process behind.
+"""The comparison with peers: every system trains like plain training, and leaves no process behind.
 
-Peers that need an environment of their own are checked by the benchmark itself, at every run.
+Peers that need a separate environment are checked by the benchmark itself, at every run.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ def test_every_system_has_plain_trainings_gradients_before_its_first_update(peer
     assert all(len(row.seconds) == 1 and len(row.peaks) in {1, 2} for row in rows.values())
 
 
-def test_no_rank_is_left_when_a_system_has_been_let_go(peers, bench):
-    """Dozens of processes are started; one left behind would disturb all that is measured after it."""
+def test_no_rank_is_left_after_a_system_is_closed(peers, bench):
+    """A remaining process would disturb all later measurements."""
     system = peers.catalogue.systems()["floor: shared memory"]
     team = peers.processes.Team(system, bench.nursery, bench.cell, bench.cuts, bench.files)
     assert all(alive(pid) for pid in team.pids)
@@ -112,7 +111,7 @@ def test_a_rank_that_raises_is_reported_and_the_others_are_ended(peers, bench):
 
 
 def test_a_peer_that_is_not_installed_is_a_note_and_no_error(peers, bench, tmp_path):
-    """Nobody has all peers."""
+    """Few machines have all peers installed."""
     system = replace(peers.catalogue.systems()["torchgpipe never"], imports=("no_such_peer",))
     nursery = peers.processes.Nursery(system, tmp_path, tmp_path / "log.txt")
     try:
@@ -122,9 +121,9 @@ def test_a_peer_that_is_not_installed_is_a_note_and_no_error(peers, bench, tmp_p
         nursery.end()
 
 
-def test_the_bound_is_the_busiest_rank_and_what_it_cannot_but_wait_for(peers):
-    """Worked out by hand for two stages, and for four stages on two cores, where all work on all
-    cores is more.
+def test_the_bound_is_the_busiest_rank_and_its_unavoidable_waiting(peers):
+    """The expected values are computed by hand for two stages, and for four stages on two cores,
+    where the work of all ranks divided by the cores is larger.
     """
     bound = peers.measuring.bound_s
     assert (
@@ -136,8 +135,8 @@ def test_the_bound_is_the_busiest_rank_and_what_it_cannot_but_wait_for(peers):
     assert bound([(1.0, 1.0, 1.0)] * 4, micro_batches=100, cores=2) == 6.0
 
 
-def test_the_table_has_every_system_and_why_some_were_not_measured(peers, bench):
-    """A row that is silently missing reads as if nobody had thought of it."""
+def test_the_table_has_every_system_with_the_reason_if_not_measured(peers, bench):
+    """A missing row would look like a system that was never considered."""
     rows, bound = measured(
         peers, bench, ("bound", "penstock 1f1b", "plain, 1 thread", "penstock auto")
     )

@@ -70,9 +70,7 @@ def profile(tmp_path_factory):
 
 
 def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path):
-    """Whoever comes back the next day finds what was asked, planned, predicted, measured and
-    learned.
-    """
+    """The folder has the request, plan, prediction, measurements and the trained model."""
     ran = subprocess.run(
         [*TRAIN, "--epochs", "8", "--baseline-steps", "2", "--json"],
         cwd=tmp_path,
@@ -212,8 +210,10 @@ def _started(tmp_path, profile):
     return process, [child for child in children if "RANK" in child.environ()]
 
 
-def test_killing_a_rank_ends_the_run_and_says_who_died(tmp_path, profile):
-    """The kernel's out-of-memory killer leaves no word; nobody may be left waiting for the dead."""
+def test_killing_a_rank_ends_the_run_and_names_the_rank(tmp_path, profile):
+    """The out-of-memory killer of the kernel leaves no message, and no rank may wait for the dead
+    one.
+    """
     process, ranks = _started(tmp_path, profile)
     victim = next(rank for rank in ranks if rank.environ().get("RANK") == "1")
     victim.send_signal(signal.SIGKILL)
@@ -227,7 +227,7 @@ def test_killing_a_rank_ends_the_run_and_says_who_died(tmp_path, profile):
 
 
 def test_control_c_stops_all_ranks_and_keeps_the_checkpoint(tmp_path, profile):
-    """What was trained so far is not lost."""
+    """The training so far must not be lost."""
     process, ranks = _started(tmp_path, profile)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=20)
@@ -239,8 +239,8 @@ def test_control_c_stops_all_ranks_and_keeps_the_checkpoint(tmp_path, profile):
     )
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_a_word(tmp_path, profile):
-    """Training on with weights that are not numbers wastes a night; the message says what to try."""
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_message(tmp_path, profile):
+    """Further training with such weights is useless; the message has remedies."""
     words = [
         *TRAIN,
         "--lr",
@@ -263,9 +263,9 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_word(tmp_path, profile):
 STREAM = [*TRAIN, "--weights", "stash", "--schedule", "pipedream", "--partition", "6,9"]
 
 
-def test_an_asynchronous_run_trains_as_a_stream_and_says_what_it_kept(tmp_path, profile):
-    """Losses in order, one line for each; epochs end drained; versions and memory beside what was
-    predicted.
+def test_an_asynchronous_run_trains_as_a_stream_and_reports_versions_and_memory(tmp_path, profile):
+    """Losses are in order, one line each; the pipeline is drained at the end of an epoch; measured
+    versions and memory are beside the predicted ones.
     """
     words = [
         *STREAM,
@@ -310,8 +310,8 @@ def test_an_asynchronous_run_trains_as_a_stream_and_says_what_it_kept(tmp_path, 
 
 
 def test_an_asynchronous_run_resumes_where_it_stopped(tmp_path, profile):
-    """Also in the middle of an epoch: whoever stops there drains, and goes on as one who drained
-    there.
+    """This holds also in the middle of an epoch: a run that stops drains first, and continues like
+    a run that drained there.
     """
     common = [*STREAM, "--profile", str(profile), "--epochs", "2"]
     subprocess.run([*common, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
@@ -337,9 +337,9 @@ def test_an_asynchronous_run_resumes_where_it_stopped(tmp_path, profile):
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 25))
 
 
-def test_the_self_check_of_a_new_run_changes_nothing_and_says_what_it_found(tmp_path, profile):
-    """Weights, random numbers and the order of the data are those without it; going on from a
-    checkpoint needs none.
+def test_the_self_check_of_a_new_run_changes_nothing_and_prints_its_result(tmp_path, profile):
+    """Weights, random numbers and the order of the data are those without it; a run that continues
+    from a checkpoint needs none.
     """
     outcomes = []
     for words in ([], ["--no-self-check"]):

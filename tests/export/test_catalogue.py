@@ -31,7 +31,7 @@ def test_every_library_of_the_issue_is_there():
         export(schedule("1f1b", 2, 2), "torchpipe")
 
 
-def test_a_schedule_goes_to_torchs_csv_and_to_nothing_else():
+def test_a_schedule_exports_to_the_csv_of_torch_only():
     """A schedule has no layers, and the other forms are lists of layers."""
     made = schedule("zb-v", 4, 4)
     assert export(made, "csv") == to_csv(made)
@@ -88,8 +88,8 @@ def test_all_reasons_come_in_one_message(plan_of, library):
         export(plan_of(made, LINEAR, batch=10), library)
 
 
-def test_what_is_left_out_is_told(plan_of):
-    """Which devices, and that another schedule is played: neither is in a list of lengths."""
+def test_the_export_lists_what_the_format_cannot_express(plan_of):
+    """A list of lengths has neither devices nor the schedule."""
     made = plan_of(schedule("zb-h1", 4, 8), LINEAR, devices=(8, 9, 10, 3))
     for library in ("torchgpipe", "deepspeed", "megatron"):
         notes = "\n".join(exported(made, library).left_out)
@@ -113,7 +113,7 @@ def test_slices_are_a_matter_of_the_schedule_and_left_out_with_it(plan_of, name,
 
 
 def test_a_form_of_two_files_is_written_to_a_folder_or_to_one_file(plan_of, tmp_path):
-    """torch loads its CSV from a file of its own; other tools rather read one JSON."""
+    """torch loads its CSV from a separate file; other tools read one JSON."""
     made = plan_of(schedule("1f1b", 4, 8), LINEAR)
     text = export(made, "torch", tmp_path / "plan")
     assert (tmp_path / "plan" / "schedule.csv").read_text() == to_csv(made.schedule)

@@ -42,7 +42,7 @@ def test_the_configuration_has_micro_batches_of_one_pipeline(plan_of):
     assert any('axes=["data", "pipe"], dims=[2, 4]' in note for note in found.left_out)
 
 
-def test_a_uniform_cut_is_told_by_its_method(plan_of):
+def test_a_uniform_cut_exports_as_the_method_uniform(plan_of):
     """Then no subclass is needed."""
     assert (
         'partition_method="uniform"'
@@ -60,8 +60,8 @@ def test_several_stages_on_a_rank_are_refused(plan_of):
         export(plan_of(schedule("interleaved", 8, 8), (2, 2, 2, 2, 2, 2, 2, 1)), "deepspeed")
 
 
-def test_recomputation_is_told_as_an_interval(plan_of):
-    """The longest stage is one group; the last micro-batch is no exception there."""
+def test_recompute_exports_as_an_interval(plan_of):
+    """The interval is that of the longest stage; the last micro-batch is no exception in DeepSpeed."""
     found = exported(plan_of(schedule("1f1b", 4, 8), LINEAR, recompute="except_last"), "deepspeed")
     assert found.left_out == (
         "recomputation: activation_checkpoint_interval=5 recomputes every stage whole for the last micro-batch too",
@@ -69,7 +69,7 @@ def test_recomputation_is_told_as_an_interval(plan_of):
 
 
 def test_deepspeed_itself_gives_every_rank_the_plans_layers(plan_of):
-    """By its own topology and bounds, where it is installed; a whole PipelineModule wants a process
+    """Its topology and bounds are used if it is installed; a whole PipelineModule needs a process
     group and a compiler.
     """
     pytest.importorskip("deepspeed")

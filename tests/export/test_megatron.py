@@ -55,7 +55,7 @@ def check(stages: list[str], ranks: int, layers: int) -> None:
 
 
 def test_the_parser_reads_the_documented_examples():
-    """The keeper itself: both strings are said to be right."""
+    """The other tests rely on this parser; both strings are from the documentation."""
     assert parsed("Et*3|(tt|)*29,m|L") == ["Ettt", *["tt"] * 29, "m", "L"]
     assert parsed("Ett|tt|tt|tt|tt|tt|tt|tL") == ["Ett", *["tt"] * 6, "tL"]
 
@@ -66,9 +66,9 @@ def test_the_parser_reads_the_documented_examples():
     first=st.integers(0, 9),
     last=st.integers(0, 9),
 )
-def test_the_layout_says_the_lengths_of_the_plan(plan_of, inner, first, last):
-    """Any cut between decoder layers; the outer stages may have none, as where the embedding stands
-    alone.
+def test_the_layout_has_the_lengths_of_the_plan(plan_of, inner, first, last):
+    """The layout allows any cut between decoder layers; the outer stages may have none, as with a
+    stage of the embedding only.
     """
     blocks = [first, *inner, last]
     if not sum(blocks):
@@ -104,9 +104,7 @@ def test_several_stages_on_a_rank_stand_in_a_loop(plan_of):
 
 
 def test_parts_of_blocks_count_as_their_block(plan_of):
-    """A chain may have attention and MLP as layers of their own; a cut between them is none of
-    Megatron's.
-    """
+    """A chain may have attention and MLP as separate layers; Megatron cannot cut between them."""
     names = (
         "embedding",
         *(f"blocks.{i}.{part}" for i in range(4) for part in ("attention", "mlp")),
@@ -167,7 +165,7 @@ def test_the_embedding_and_the_head_may_stand_alone(plan_of):
     ids=["cut evenly", "interleaved", "embedding alone"],
 )
 def test_megatron_itself_builds_the_plans_layers_on_every_rank(plan_of, made, lengths):
-    """By its own parser, validator and offsets, where it is installed."""
+    """Its parser, validator and offsets are used if it is installed."""
     theirs = pytest.importorskip(
         "megatron.core.transformer.pipeline_parallel_layer_layout", exc_type=ImportError
     )

@@ -39,8 +39,10 @@ def test_depths_are_those_that_pipedreams_runtime_would_choose(plan_of, replicas
     assert found["module_to_stage_map"] == [*range(len(replicas)), len(replicas) - 1]
 
 
-def test_how_updates_differ_is_told_where_they_do(plan_of):
-    """A stage of its own updates after every minibatch there; here all update together."""
+def test_the_export_reports_different_updates(plan_of):
+    """In PipeDream a stage without replicas updates after every minibatch; here all stages update
+    together.
+    """
     assert exported(plan_of(schedule("pipedream", 2, 1), (8, 7)), "pipedream").left_out == ()
     (note,) = exported(
         plan_of(schedule("pipedream", 2, 3, replicas=(3, 1)), (8, 7)), "pipedream"

@@ -35,8 +35,8 @@ def even(made: Schedule) -> list[int]:
     count=st.integers(1, 4),
     each=st.sampled_from([8, 12]),
 )
-def test_one_of_several_pipelines_is_the_schedule_that_was_copied(plan_of, name, count, each):
-    """What is exported must be what one process group plays, with its own numbers."""
+def test_one_of_several_pipelines_is_the_replicated_schedule(plan_of, name, count, each):
+    """The export must be the schedule of one process group, with its numbering."""
     made = schedule(
         name,
         8 if name in ("interleaved", "zb-v", "v-half", "dualpipe-v") else 4,
@@ -64,8 +64,8 @@ def test_every_stage_on_two_ranks_is_two_pipelines(plan_of):
     assert found.schedule.micro_batches == 4
 
 
-def test_placements_are_told_apart(plan_of):
-    """Megatron has loops, torchtitan Vs too, DeepSpeed neither."""
+def test_placements_are_distinguished(plan_of):
+    """Megatron has loops, torchtitan V shapes too, DeepSpeed neither."""
     kinds = {}
     for name, stages in (("1f1b", 4), ("interleaved", 8), ("zb-v", 8)):
         found = pipelines_of(
@@ -92,8 +92,8 @@ def test_placements_are_told_apart(plan_of):
     ],
     ids=["chimera", "dualpipe", "gems", "hybrid", "2 and 3", "7 on 2", "stream"],
 )
-def test_other_copies_are_no_pipelines_side_by_side(plan_of, made):
-    """Exported as such, they would do other work."""
+def test_other_replicas_are_not_exported_as_parallel_pipelines(plan_of, made):
+    """The exported run would do other work."""
     found = plan_of(made, even(made), LAYERS)
     assert pipelines_of(found) is None
     assert why_not_pipelines(found).startswith(
@@ -109,6 +109,6 @@ def test_other_copies_are_no_pipelines_side_by_side(plan_of, made):
 
 
 def test_long_rows_of_devices_are_shortened():
-    """A thousand devices in a message are read by nobody."""
+    """A message with a thousand devices is unreadable."""
     assert compact_list(tuple(range(1000))) == "[0-999]"
     assert compact_list((0, 2, 4, 5, 6, 7, 8, 1)) == "[0, 2, 4-8, 1]"

@@ -1,5 +1,5 @@
-"""Plans that run some layers again: said where a library can say it, refused with the layers where
-not.
+"""Plans with selective recompute: exported if the format can express them, refused with the
+layers otherwise.
 """
 
 import json
@@ -73,8 +73,8 @@ def test_who_cannot_choose_layers_refuses(plan_of, library):
         exported(selective(plan_of, (1, 2, 5, 6), (6,)), library)
 
 
-def test_torch_is_told_the_modules_of_every_segment(plan_of):
-    """Its users wrap modules by hand."""
+def test_the_export_to_torch_names_the_modules_of_every_segment(plan_of):
+    """Users of torch wrap the modules in a checkpoint."""
     found = exported(selective(plan_of, (1, 2, 5, 6), (6,)), "torch")
     assert json.loads(found.text)["recomputed"] == [
         [["blocks.0", "blocks.1"]],

@@ -74,8 +74,8 @@ def test_torch_trains_from_the_folder_alone_and_finds_our_gradients(
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_the_file_says_what_the_plan_says(plan_of):
-    """Stages of ranks, micro-batches, pipelines: all that the runtime is made with."""
+def test_the_file_has_the_stages_micro_batches_and_pipelines_of_the_plan(plan_of):
+    """The runtime of torch is constructed from them."""
     made = plan_of(
         schedule("zb-v", 4, 8, replicas=2),
         (1, 3, 1, 2),

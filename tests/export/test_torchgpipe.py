@@ -24,8 +24,8 @@ def test_the_balance_is_a_python_list_of_the_lengths(plan_of, library):
     ]
 
 
-def test_stages_that_share_a_device_are_told_by_devices(plan_of):
-    """Repeated devices are allowed there: the V of a zero-bubble plan is a list of devices."""
+def test_stages_that_share_a_device_export_as_repeated_devices(plan_of):
+    """torchgpipe allows repeated devices: the V shape of a zero-bubble plan is a list of devices."""
     found = exported(
         plan_of(schedule("zb-v", 8, 8), (2, 2, 2, 2, 2, 2, 2, 1), recompute="except_last"),
         "torchgpipe",

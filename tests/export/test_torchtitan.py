@@ -18,8 +18,8 @@ LINEAR = (4, 4, 4, 3)
 
 
 def test_names_are_modules_of_the_model_in_its_order(plan_of):
-    """torchtitan deletes from each stage's copy of the model what is not named: an unknown name
-    would leave a hole.
+    """torchtitan deletes unnamed modules from the model of each stage, so an unknown name would
+    leave a hole.
     """
     gpt = model("gpt", layers=12, width=8, heads=2, vocabulary=8, tokens=4)
     names = tuple(layer.name for layer in chain(gpt))
@@ -53,16 +53,16 @@ def test_schedules_that_torch_has_go_by_its_names(plan_of, name, stages, theirs)
     assert "pipeline_parallel_degree = 4, pipeline_parallel_microbatch_size = 2" in found.use
 
 
-def test_torch_has_every_schedule_by_the_name_that_is_given():
-    """Names are torch's own table's, in the version that is installed."""
+def test_torch_has_every_exported_schedule_name():
+    """The names are compared with the table of the installed version of torch."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     for name in TORCH_SCHEDULES.values():
         assert get_schedule_class(name)
 
 
-def test_a_schedule_of_ours_goes_with_a_csv_unless_its_stages_stand_elsewhere(plan_of):
-    """The modules are placed by the schedule's name, in a loop unless it is one of two."""
+def test_a_penstock_schedule_exports_with_a_csv_if_torchtitan_places_its_stages_so(plan_of):
+    """torchtitan places modules by the name of the schedule, in a loop unless it is one of two."""
     assert (
         "pipeline_parallel_schedule_csv"
         in exported(plan_of(schedule("zb-h1", 4, 8), LINEAR), "torchtitan").use
@@ -101,7 +101,7 @@ class Tolerant(nn.Module):
 
 
 def test_torchtitan_itself_makes_the_plans_stages(plan_of):
-    """By its own splitter and its own placement, where it is installed."""
+    """Its splitter and placement are used if it is installed."""
     theirs = pytest.importorskip("torchtitan.distributed.pipeline_parallel", exc_type=ImportError)
     names = ("embedding", *(f"blocks.{i}" for i in range(5)), "norm", "head")
     made = plan_of(schedule("interleaved", 4, 4), (2, 3, 1, 2), names)

@@ -18,7 +18,7 @@ def module_with(**tensors):
     return module
 
 
-def test_copies_stand_in_the_buffers_places_and_the_buffers_come_back():
+def test_copies_replace_the_buffers_until_the_originals_are_restored():
     """Changes of the copies have no effect afterwards; the buffers are the same objects as before."""
     module = module_with(mean=torch.zeros(2), none=None)
     held = Buffers([module])
@@ -33,7 +33,7 @@ def test_copies_stand_in_the_buffers_places_and_the_buffers_come_back():
     assert buffer.tolist() == [1, 1]
 
 
-def test_the_buffers_come_back_after_a_forward_that_failed():
+def test_the_buffers_are_restored_after_a_failed_forward():
     """The error is raised, and the model is not left with copies."""
     module = module_with(mean=torch.zeros(2))
     held = Buffers([module])
@@ -44,7 +44,7 @@ def test_the_buffers_come_back_after_a_forward_that_failed():
     assert module.mean is buffer
 
 
-def test_a_buffer_that_is_replaced_by_a_new_tensor_each_time_comes_back_too():
+def test_a_buffer_that_every_forward_replaces_is_restored_too():
     """`self.mean = 0.9 * self.mean + ...` is as common as working in place."""
     module = module_with(mean=torch.zeros(2))
     held = Buffers([module])

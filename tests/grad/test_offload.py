@@ -47,7 +47,7 @@ def test_gradients_are_the_same_to_the_bit():
     assert all(torch.equal(one, other) for one, other in zip(offloaded, expected, strict=True))
 
 
-def test_what_layers_made_is_let_go_and_weights_are_not_copied():
+def test_activations_of_layers_are_freed_and_weights_are_not_copied():
     """Offloading must free the device's memory."""
     net, x = model(), torch.randn(128, 64)
     activations = []
@@ -63,8 +63,8 @@ def test_what_layers_made_is_let_go_and_weights_are_not_copied():
     del out
 
 
-def test_on_the_cpu_nothing_moves():
-    """The CPU has no memory of its own."""
+def test_on_the_cpu_offload_moves_nothing():
+    """The CPU has no device memory."""
     net, x = model(), torch.randn(128, 64)
     with offloading(weights_of(net)):
         out = net(x)
@@ -72,7 +72,7 @@ def test_on_the_cpu_nothing_moves():
     assert not isinstance(saved, offload._Offloaded)
 
 
-def test_a_tensor_that_is_saved_twice_goes_once_unless_it_has_changed_in_between():
+def test_a_tensor_that_is_saved_twice_is_offloaded_once_unless_it_changed():
     """A tensor is identified by address and version."""
     x = torch.randn(200, 200, requires_grad=True)
     copies = []

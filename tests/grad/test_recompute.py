@@ -349,10 +349,10 @@ class Exp(nn.Module):
     ],
 )
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "in two parts"])
-def test_what_came_back_goes_with_its_segment(
+def test_recomputed_tensors_are_freed_with_their_segment(
     monkeypatch, recomputed, starts, expected_alive, expected_peak, split
 ):
-    """The peak is the kept memory and the largest segment. A split backward needs all segments
+    """The peak is the saved memory plus the largest segment. A split backward needs all segments
     until its weight part.
     """
     monkeypatch.setattr(Watched, "activations", [])
@@ -442,7 +442,7 @@ def test_what_is_changed_in_place_after_it_was_saved_is_refused_as_torch_does():
             out.sum().backward()
 
 
-def test_an_input_that_somebody_changes_later_is_refused():
+def test_an_input_that_a_later_layer_changes_is_refused():
     """A later layer changes the segment's input through an alias, which the second forward would
     read.
     """
@@ -456,7 +456,7 @@ def test_an_input_that_somebody_changes_later_is_refused():
         out.sum().backward()
 
 
-def test_a_layer_that_walks_over_its_own_graph_is_refused():
+def test_a_layer_that_traverses_its_autograd_graph_is_refused():
     """Its saved tensors are needed before its forward is done."""
 
     class Penalty(nn.Module):

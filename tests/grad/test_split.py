@@ -361,7 +361,7 @@ def test_a_weight_used_twice_gets_the_sum_of_both_uses(forward):
     ],
     ids=["apart", "a scalar", "in a row"],
 )
-def test_outputs_that_nobody_used_have_no_part_in_the_backward(forward, keep):
+def test_unused_outputs_have_no_part_in_the_backward(forward, keep):
     """The next stage sends None for them. Regression: a scalar among them was treated as a loss,
     with gradient 1.
     """
@@ -432,7 +432,7 @@ def test_the_input_part_leaves_all_weights_alone():
     assert set(run.weight_grads().values()) == {None}
 
 
-def test_micro_batches_add_up_whatever_stands_between_their_two_parts():
+def test_micro_batches_add_up_whatever_runs_between_their_two_parts():
     """Zero-bubble schedules run W after the forward and I of later micro-batches, and out of order."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -629,7 +629,7 @@ def test_an_error_in_the_backward_leaves_no_hook_behind():
     assert torch.equal(before, torch.ones(3, 4) @ module.a.weight)
 
 
-def test_reentrant_checkpoints_are_refused_by_torch_with_the_way_out():
+def test_reentrant_checkpoints_are_refused_by_torch_with_the_alternative():
     """They do not support a partial backward; torch's message names the other kind, which does."""
     run = Run.of(
         Pair(),

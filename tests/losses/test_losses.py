@@ -143,7 +143,7 @@ def check_gradients(net, expected, times=1):
 )
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_that_of_the_undivided_batch(name, schedule):
-    """Loss, gradients and evaluation, of batches whose padding lies elsewhere each time."""
+    """It covers loss, gradients and evaluation for batches with different padding."""
     loss, net, other = LOSSES[name], model(), model()
     pipe = pipeline(net, loss, schedule)
     for number in range(3):
@@ -403,7 +403,7 @@ def test_a_count_that_depends_on_the_output_is_refused():
         pipe.train_batch(*batch())
 
 
-def test_a_count_that_only_a_real_evaluation_tells_is_taken_from_one():
+def test_a_divisor_that_needs_real_values_is_computed_by_an_evaluation():
     """The loss goes through NumPy, and its count does not depend on the output."""
 
     def loss(output, target):
@@ -440,7 +440,7 @@ def test_a_loss_that_is_no_function_and_words_that_mean_nothing_are_refused():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera", "seq1f1b"])
-def test_loss_weight_says_how_much_a_micro_batch_counts(schedule):
+def test_loss_weight_sets_the_weight_of_a_micro_batch(schedule):
     """For a mean whose divisor cannot be seen: it goes through NumPy."""
 
     def hidden(output, target):
@@ -470,8 +470,8 @@ def test_loss_weight_and_a_count_must_agree():
 
 
 @pytest.mark.parametrize("weight", [lambda _: -1, lambda target: target, lambda _: None])
-def test_a_weight_that_is_no_number_is_refused(weight):
-    """What it returned is said."""
+def test_a_weight_that_is_not_a_number_is_refused(weight):
+    """The message has the returned value."""
     pipe = pipeline(model(), cross_entropy, loss_weight=weight)
     with pytest.raises(StageFailed, match="loss_weight must return one number of 0 or more"):
         pipe.train_batch(*batch())
@@ -483,8 +483,8 @@ def test_a_weight_that_is_no_number_is_refused(weight):
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "terapipe"])
-def test_a_contrastive_loss_is_computed_on_the_whole_batch_when_asked(schedule, recompute):
-    """Its gradient goes back by micro-batch."""
+def test_loss_on_batch_computes_a_contrastive_loss_on_the_whole_batch(schedule, recompute):
+    """The gradient is split into micro-batches."""
     net, other = model(), model()
     pipe = pipeline(net, contrastive, schedule, loss_on="batch", recompute=recompute)
     for number in range(2):
@@ -545,7 +545,7 @@ class Counting(nn.Module):
 
 
 def test_a_loss_module_is_called_once_for_each_micro_batch():
-    """Evaluations that tell how it adds up are of copies."""
+    """Evaluations that test how it adds up use copies."""
     loss = Counting()
     pipe = pipeline(model(), loss)
     for _ in range(2):
@@ -554,10 +554,8 @@ def test_a_loss_module_is_called_once_for_each_micro_batch():
     assert loss.seen == [3, 2, 2] * 2
 
 
-def test_a_loss_that_draws_has_the_same_numbers_in_every_run_and_leaves_the_generator_alone():
-    """What it draws depends on seed, step and micro-batch, also where ranks are threads beside each
-    other.
-    """
+def test_a_random_loss_repeats_its_numbers_and_does_not_change_the_generator():
+    """Its numbers depend on seed, step and micro-batch, also with ranks as threads."""
 
     def noisy(output, target):
         return functional.mse_loss(
@@ -580,7 +578,7 @@ def test_a_loss_that_draws_has_the_same_numbers_in_every_run_and_leaves_the_gene
 
 
 def test_a_loss_that_works_in_place_is_not_disturbed():
-    """Evaluations have outputs of their own."""
+    """Evaluations use separate outputs."""
 
     def loss(output, target):
         return functional.mse_loss(output.mul_(2.0).sub_(1.0).sum(-1), target.float())
@@ -593,7 +591,7 @@ def test_a_loss_that_works_in_place_is_not_disturbed():
     check_gradients(net, grads)
 
 
-def test_a_loss_that_cannot_be_tested_is_weighed_by_samples_and_says_so():
+def test_a_loss_that_cannot_be_tested_is_weighted_by_samples_with_a_warning():
     """It takes nothing but what the model gives it."""
     outputs = []
 
@@ -628,8 +626,8 @@ class Penalised(nn.Linear):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "seq1f1b"])
-def test_side_losses_are_weighed_by_samples_and_the_loss_by_what_counts(schedule):
-    """Each by its own; also where the last stage has both."""
+def test_side_losses_are_weighted_by_samples_and_the_loss_by_its_divisor(schedule):
+    """This holds also if the last stage has both."""
 
     def made():
         net = model()
@@ -651,8 +649,8 @@ def test_side_losses_are_weighed_by_samples_and_the_loss_by_what_counts(schedule
         check_gradients(net, {n: p.grad for n, p in other.named_parameters()}, number + 1)
 
 
-def test_asynchronous_schedules_weigh_each_batch_by_itself():
-    """Several batches are under way, each with weights of its own."""
+def test_asynchronous_schedules_weight_each_batch_separately():
+    """Several batches are in flight, each with its weights."""
     pipe = pipeline(
         model(),
         cross_entropy,

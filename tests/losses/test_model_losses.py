@@ -121,14 +121,14 @@ def check(model, plain, x, schedule, loss=its_own):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("compute", [tokens_that_count, by_hand, halves, squares, total])
-def test_a_traced_models_own_loss_is_that_of_the_undivided_batch(compute, schedule):
-    """Its graph says what it is divided by, and every rank has the labels."""
+def test_the_loss_inside_a_traced_model_is_that_of_the_undivided_batch(compute, schedule):
+    """Its graph shows the divisor, and every rank has the labels."""
     check(made(compute), made(compute), batch(), schedule)
 
 
 @pytest.mark.parametrize("compute", [contrastive, penalised])
-def test_a_traced_models_own_loss_that_cannot_be_divided_is_refused(compute):
-    """Samples that see each other, and terms that count differently."""
+def test_a_loss_inside_a_traced_model_that_cannot_be_divided_is_refused(compute):
+    """Its samples depend on each other, or its terms have different divisors."""
     model, x = made(compute), batch()
     pipe = ps.Pipeline(
         ps.chain(model, x), loss=its_own, balance=[1, 2], micro_batches=3, executor="threads"
@@ -185,8 +185,10 @@ class First(nn.Module):
         return self.embed(value["ids"]), value["labels"]
 
 
-def test_layers_by_hand_that_compute_their_loss_are_held_to_the_samples():
-    """The labels of micro-batches to come are not known to the last stage: what it finds must fit."""
+def test_a_list_of_layers_that_computes_its_loss_must_weight_by_samples():
+    """The last stage does not know the labels of later micro-batches, so the loss must be a mean
+    over samples.
+    """
     x = batch()
     whole = {"ids": x["ids"], "labels": x["labels"].clamp(0)}
     for compute in (tokens_that_count, squares, total):

@@ -218,7 +218,7 @@ def test_what_cannot_be_deferred_is_refused():
         convert(nn.BatchNorm1d(3), 0)
 
 
-def test_inputs_of_another_number_of_dimensions_are_refused_by_torchs_own_words():
+def test_inputs_with_a_wrong_number_of_dimensions_are_refused_with_the_message_of_torch():
     """The converted layer knows its original class."""
     with pytest.raises(ValueError, match="expected 4D input"):
         convert(nn.BatchNorm2d(3), 2)(torch.randn(4, 3))

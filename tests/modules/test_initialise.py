@@ -67,7 +67,7 @@ def on_meta(kind):
         return kind()
 
 
-def test_weights_are_drawn_by_reset_parameters_and_then_as_the_model_around_them_says():
+def test_weights_are_initialised_by_reset_parameters_and_then_by_the_enclosing_model():
     """The constructor does both in this order; statistics begin as in batch norm."""
     inputs = torch.randn(3, 4)
     traced = chain(on_meta(WithInitWeights), inputs)
@@ -86,7 +86,7 @@ def test_weights_are_drawn_by_reset_parameters_and_then_as_the_model_around_them
     torch.testing.assert_close(value, plain(inputs))
 
 
-def test_a_module_without_a_way_of_its_own_is_drawn_by_the_one_around_it():
+def test_a_module_without_reset_parameters_is_initialised_by_the_enclosing_module():
     """For example a parameter of the model itself."""
     traced = chain(on_meta(Resetting), torch.randn(3, 4))
     layers = materialise(traced, range(len(traced)), torch.device("cpu"), seed=1)

@@ -89,8 +89,8 @@ def tried(kind):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_module_of_torch_that_draws_is_known_to():
-    """Results would depend on the cut if one drew without a seed; a seed without need costs 10 µs."""
+def test_every_random_module_of_torch_is_recognised():
+    """Without a seed, results would depend on the cut; an unnecessary seed costs 10 µs."""
     results = {kind.__name__: result for kind in classes() if (result := tried(kind)) is not None}
     assert len(results) > 110
     drew = {name for name, (_, changed) in results.items() if changed}
@@ -116,7 +116,7 @@ def test_every_module_of_torch_that_draws_is_known_to():
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_modules_that_draw_when_told_to_are_known_to(module, inputs):
+def test_modules_with_a_dropout_argument_are_recognised(module, inputs):
     """Dropout depends on arguments and may be deep inside containers."""
     assert draws(module, *inputs)
     assert may_draw(module)
@@ -248,7 +248,7 @@ def test_parametrised_layers_are_taken_for_layers_that_may_draw(make):
     assert may_draw(make(nn.Linear(4, 4)))
 
 
-def test_models_of_the_zoo_are_seeded_where_they_drop_and_at_blocks_of_their_own_classes():
+def test_models_of_the_zoo_are_seeded_at_dropout_and_at_blocks_of_custom_classes():
     """Plain layers are not seeded: on VGG all but two."""
 
     def seeded(name, **options):

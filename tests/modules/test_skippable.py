@@ -105,7 +105,7 @@ def test_in_a_plain_sequential_what_is_stashed_waits_for_its_pop():
     assert waiting == {}
 
 
-def test_names_of_parameters_are_the_users_own_and_the_peers_states_load():
+def test_names_of_parameters_are_those_of_the_user_and_states_of_torchgpipe_load():
     """torchgpipe has the user's module one level down, as `.module.`."""
     down = Down()
     assert list(down.state_dict()) == ["linear.weight", "linear.bias"]
@@ -265,7 +265,7 @@ def yielding(_, x):
         (yielding, {}, TypeError, "it may yield"),
     ],
 )
-def test_a_forward_that_does_not_do_what_was_declared_is_told_so(body, declares, kind, says):
+def test_a_forward_that_differs_from_its_declared_skips_is_refused(body, declares, kind, says):
     """Skips are static; a forward that omits one would leave a tensor behind, or wait for one."""
     layer = running(body, **declares)
     waiting = dict.fromkeys(layer.poppable(), torch.ones(1))
@@ -273,8 +273,8 @@ def test_a_forward_that_does_not_do_what_was_declared_is_told_so(body, declares,
         layer(torch.ones(1))
 
 
-def test_a_pop_before_its_stash_says_so():
-    """Layers that run in the wrong order."""
+def test_a_pop_before_its_stash_is_refused():
+    """The layers are in the wrong order."""
     with (
         waiting_skips({}),
         pytest.raises(RuntimeError, match="'early' has not been stashed before Up pops it"),

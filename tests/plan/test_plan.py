@@ -84,7 +84,7 @@ CUSTOM = Schedule.parse(
         "some layers again",
     ],
 )
-def test_a_plan_comes_back_from_json_as_it_was(tmp_path, made):
+def test_a_plan_saved_as_json_loads_as_an_equal_plan(tmp_path, made):
     """Plans travel between machines; any schedule must survive, a user's own and idle ranks too."""
     path = tmp_path / "plan.json"
     made.save(path)
@@ -176,13 +176,13 @@ def test_a_changed_file_is_refused_with_what_is_wrong(tmp_path, changes, message
         Plan.load(path)
 
 
-def test_a_plan_fits_the_model_and_ranks_that_it_was_made_for():
+def test_a_plan_fits_its_model_and_number_of_ranks():
     """Four ranks in the cluster, two of them used: two are started."""
     plan().check_fits("abc", 2)
 
 
-def test_another_model_or_number_of_ranks_is_refused_with_all_that_differs():
-    """Both at once: nobody wants to find the second one after repairing the first."""
+def test_another_model_or_number_of_ranks_is_refused_with_all_differences():
+    """One message has both, so that the user repairs both at once."""
     with pytest.raises(
         PlanError, match="for a chain of 3 layers with fingerprint abc, but this one's is xyz"
     ) as caught:
@@ -195,8 +195,8 @@ def test_another_model_or_number_of_ranks_is_refused_with_all_that_differs():
         plan().check_fits("abc", 1)
 
 
-def test_a_plan_prints_its_cuts_its_prediction_and_why_the_others_lost():
-    """print(plan) is how people learn what was chosen."""
+def test_a_plan_prints_its_cuts_its_prediction_and_the_limits_of_other_candidates():
+    """print(plan) is the explanation of the choice."""
     assert str(plan()).splitlines() == [
         "1f1b on 2 of 4 ranks of local:2: 2 stages, batch 16 in 4 micro-batches, recompute never, weights flush",
         "  predicted: 500.0 ms a step, 32 samples/s, 1.80 times one device, bubble 20%",
@@ -246,10 +246,8 @@ def test_a_plan_of_nothing_prints_too():
     assert empty.bounds == ((0, 2), (2, 3))
 
 
-def test_pairs_and_slices_are_kept(tmp_path):
-    """A program without them would be another one: ops that run as one, slices that number
-    differently.
-    """
+def test_pairs_and_slices_survive_saving(tmp_path):
+    """Without pairs, or with other slices, the program would be a different one."""
     made = Schedule.parse("0F0 0F1&0B0 0F2 0B2 0B1 0U1", "sliced")
     made = replace(made, slicing=Slicing("samples", ((0.25, 0.75), (1.0,))))
     kept = replace(plan(made, (3,)), slicing=made.slicing)
@@ -285,14 +283,14 @@ def test_pairs_and_slices_are_kept(tmp_path):
         ({"weights_options": [["decay", "much"]]}, "is no plan: at weights_options.0.1"),
     ],
 )
-def test_a_changed_stream_is_refused_with_what_is_wrong(tmp_path, changes, message):
-    """How a schedule goes on is part of what runs."""
+def test_a_changed_stream_is_refused_with_the_reason(tmp_path, changes, message):
+    """The repetition of a schedule is part of the program that runs."""
     with pytest.raises(FileError, match=message):
         Plan.load(saved(tmp_path, stream_plan(), **changes))
 
 
-def test_a_plan_written_before_there_were_streams_is_read(tmp_path):
-    """Plans are kept; what they do not say is what there was then."""
+def test_a_plan_saved_before_streams_existed_is_read(tmp_path):
+    """Missing fields get the values that older versions implied."""
     path = saved(tmp_path)
     found = json.loads(path.read_text())
     for name in ("stream", "weights_options"):
@@ -303,8 +301,10 @@ def test_a_plan_written_before_there_were_streams_is_read(tmp_path):
     assert Plan.load(path) == plan()
 
 
-def test_an_asynchronous_plan_says_how_stale_gradients_are_and_which_were_asynchronous():
-    """What is won in time is paid for in staleness and memory: both belong beside each other."""
+def test_an_asynchronous_plan_prints_staleness_and_asynchronous_candidates():
+    """Asynchronous schedules trade staleness and memory for time, so the text must show all of
+    them.
+    """
     rows = (
         replace(plan().candidates[0], schedule="pipedream", micro_batches=1, weights="stash"),
         plan().candidates[0],
@@ -342,15 +342,15 @@ def told() -> Plan:
     )
 
 
-def test_all_that_a_planner_tells_comes_back_from_json(tmp_path):
-    """Devices, parts of memory, traffic, bounds, remedies and whose plan it is."""
+def test_all_results_of_a_planner_survive_json(tmp_path):
+    """They are devices, parts of memory, traffic, bounds, suggestions and the name of the planner."""
     told().save(tmp_path / "p.json")
     assert Plan.load(tmp_path / "p.json") == told()
 
 
-def test_all_that_a_planner_tells_is_printed():
-    """Who made it and by what, how far from the best it can be, where it stands, what it holds and
-    sends, and what would help.
+def test_all_results_of_a_planner_are_printed():
+    """They are the planner and its objective, the gap to the bound, placement, memory, traffic and
+    suggestions.
     """
     text = str(told())
     for line in (
@@ -376,9 +376,9 @@ def test_an_objective_prints_with_its_unit(value, unit, text):
 
 
 @pytest.mark.parametrize("here", ["2.13.1", "2.13.0+cu128", "2.13.0a0", ""])
-def test_a_torch_of_the_same_two_numbers_will_do(here):
-    """Builds and repairs change no times worth a new plan; where nobody says, nothing is known to
-    differ.
+def test_a_torch_of_the_same_minor_version_is_accepted(here):
+    """Builds and patch versions do not change times enough for a new plan; a plan without a version
+    is accepted.
     """
     told().check_fits("abc", 2, here)
     plan().check_fits("abc", 2, here)

@@ -20,8 +20,8 @@ def test_segments_have_all_layers_once_and_are_as_long_as_they_may(recomputed, s
 
 @settings(max_examples=100, deadline=None)
 @given(st.sets(st.integers(0, 12)), st.sets(st.integers(0, 12)), st.sets(st.integers(1, 12)))
-def test_a_selection_gives_back_the_segments_it_was_made_of(recomputed, starts, inner):
-    """Stages cut by themselves, and are not told again."""
+def test_a_selection_returns_the_segments_that_it_was_constructed_from(recomputed, starts, inner):
+    """Segments end at the ends of stages, which the selection does not repeat."""
     firsts = sorted({0, *inner})
     found = segments(recomputed, {*starts, *firsts})
     made = Selection.of_segments(found, firsts)

@@ -63,8 +63,10 @@ def shares(efficiency):
     }
 
 
-def test_the_efficiencies_that_made_the_timings_are_found_again():
-    """Each unknown, to a twentieth; the hold on what is unknown costs that much."""
+def test_calibration_recovers_the_efficiencies_behind_synthetic_timings():
+    """The tolerance of a twentieth allows for the regularisation of efficiencies that no timing
+    determines.
+    """
     counts = model()
     measured = roofline(counts, DEVICE, efficiency=TRUE)
     efficiency = calibrated(counts, measured, DEVICE)
@@ -76,8 +78,8 @@ def test_the_efficiencies_that_made_the_timings_are_found_again():
     assert efficiency.source == "a profile on toy"
 
 
-def test_what_was_calibrated_on_one_model_predicts_another():
-    """That is what it is for."""
+def test_a_calibration_on_one_model_predicts_another():
+    """This is the purpose of a calibration."""
     counts = model()
     fitted = calibrated(counts, roofline(counts, DEVICE, efficiency=TRUE), DEVICE)
     other = ModelCounts(
@@ -96,7 +98,7 @@ def test_what_was_calibrated_on_one_model_predicts_another():
         assert ours.step_seconds(size) == pytest.approx(theirs.step_seconds(size), rel=0.02)
 
 
-def test_families_that_were_not_measured_are_as_much_worse_as_those_that_were():
+def test_unmeasured_families_get_the_slowdown_of_the_measured_ones():
     """A slow machine is slow for all families: its LSTM layers are not assumed to be as fast as a
     V100's because none was timed.
     """
@@ -139,8 +141,8 @@ def test_a_profile_of_another_model_is_refused_with_both_fingerprints():
         calibrated(counts, measured, DEVICE)
 
 
-def test_nothing_to_calibrate_with_is_refused():
-    """A profile of views says nothing of a device."""
+def test_a_profile_without_timed_work_is_refused_for_calibration():
+    """A profile of views has no information about a device."""
     empty = LayerCounts("flatten", "Flatten", (), (), (), (), 0, 0, 0, 0.0, 1.0)
     counts = ModelCounts((empty,), "0123456789ab", 1.0, 1.0, 4)
     with pytest.raises(SettingError, match="no timed layer launches an op"):

@@ -51,8 +51,8 @@ def test_saved_counts_read_back_equal(tmp_path):
         ({"speed": 1}, "speed"),
     ],
 )
-def test_a_file_that_is_no_counts_is_refused_with_the_place(tmp_path, change, words):
-    """Files travel; what they say is not believed."""
+def test_a_malformed_file_of_counts_is_refused_with_the_position(tmp_path, change, words):
+    """Files come from other machines and may be damaged."""
     path = tmp_path / "counts.json"
     COUNTS.save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))

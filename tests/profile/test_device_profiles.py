@@ -74,7 +74,7 @@ def test_a_pace_of_one_is_the_profile_itself():
 
 
 def test_devices_of_one_name_share_one_object():
-    """What is worked out for one is worked out for all."""
+    """Results that are computed for one device are then computed for all."""
     profiles = profiles_of(
         PROFILE, cluster(device("V", 10), device("P", 5), device("V", 10), device("P", 5))
     )
@@ -82,9 +82,9 @@ def test_devices_of_one_name_share_one_object():
     assert profiles[1] is profiles[3] is not PROFILE
 
 
-def test_of_one_profile_others_are_reckoned_by_their_peaks():
-    """Half the peak takes twice as long, wherever the profiled device stands; a profile that names
-    none is of rank 0's.
+def test_other_devices_are_estimated_from_one_profile_by_their_peaks():
+    """Half the peak takes twice as long, wherever the profiled device is; an unnamed profile is
+    that of rank 0.
     """
     on = cluster(device("P", 5), device("V", 10))
     slow, unscaled = profiles_of(PROFILE, on)
@@ -101,7 +101,7 @@ def test_of_one_profile_others_are_reckoned_by_their_peaks():
 
 
 def test_a_profile_of_none_of_several_kinds_is_refused():
-    """A CPU's profile says nothing of which of two unlike hosts it was measured on."""
+    """A profile of "cpu" does not show which of two unlike hosts it was measured on."""
     on = cluster(device("cpu-0", 5), device("cpu-1", 10))
     with pytest.raises(
         PlanError, match=r"kinds, cpu-0, cpu-1, and the profile is of cpu, .*'cpu-1': …"
@@ -119,8 +119,8 @@ def test_one_kind_of_devices_needs_no_peak():
     ("devices", "lacking"),
     [((device("V", 10), device("x")), "x"), ((device("x"), device("P", 5)), "x")],
 )
-def test_a_device_whose_pace_nobody_knows_is_refused(devices, lacking):
-    """A guess would be a wrong plan."""
+def test_a_device_of_unknown_speed_is_refused(devices, lacking):
+    """An assumed speed would give a wrong plan."""
     with pytest.raises(
         PlanError,
         match=f"the speed of {lacking} is unknown: give its flops in the cluster file, or one profile",
@@ -148,6 +148,6 @@ def test_profiles_are_found_by_the_name_of_the_device():
     ],
 )
 def test_profiles_that_do_not_cover_the_cluster_are_refused(profiles, message):
-    """With what is lacking."""
+    """The message names the missing devices."""
     with pytest.raises(PlanError, match=message):
         profiles_of(profiles, cluster(device("V", 10), device("P", 5)))

@@ -73,7 +73,7 @@ def test_weights_off_the_chip_come_through_the_ddr_in_every_micro_batch_whatever
     assert estimated.update_s_per_byte == pytest.approx(0.05)
 
 
-def test_whether_weights_stay_on_the_chip_is_asked_of_weights_and_gradients_together():
+def test_weights_stay_on_the_chip_if_weights_and_gradients_fit_together():
     """BaPipe counts 2w."""
     assert fits_on_chip(400, BOARD)
     assert not fits_on_chip(401, BOARD)

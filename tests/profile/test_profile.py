@@ -1,5 +1,5 @@
-"""Timing: what lies between and beyond the measured sizes. Profile: to JSON and back, trusting
-nothing.
+"""Timing: values between and beyond the measured sizes. Profile: saved as JSON and loaded with
+strict checks.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def test_no_time_is_ever_negative(timing, samples):
 
 @given(timings())
 @settings(deadline=None, max_examples=100)
-def test_measured_sizes_give_back_what_was_measured(timing):
-    """The fit is for what was not measured."""
+def test_measured_sizes_return_the_measured_times(timing):
+    """The fit is only for sizes that were not measured."""
     for size, median in zip(timing.sizes, timing.median_s, strict=True):
         assert timing.at(size) == pytest.approx(median, rel=1e-12)
 
@@ -134,8 +134,8 @@ def test_a_profile_gives_seconds_layer_by_layer():
     assert replace(PROFILE, layers=()).sizes == ()
 
 
-def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path):
-    """Measured once, planned with often."""
+def test_a_saved_profile_loads_as_an_equal_profile(tmp_path):
+    """A profile is measured once and used for many plans."""
     PROFILE.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == PROFILE
     assert (

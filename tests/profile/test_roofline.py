@@ -67,7 +67,7 @@ def test_a_layer_that_launches_nothing_takes_no_time():
     assert estimated.layers[0].forward.median_s == (0.0,) * 4
 
 
-def test_a_3x3_convolution_goes_winograds_way_where_that_is_shorter_and_only_at_full_width():
+def test_a_3x3_convolution_uses_winograd_if_faster_and_only_in_float32():
     """Fewer products, more traffic; tensor cores need neither."""
     deep = Work("convolution", "convolution_3x3", 1, 0.0, 4000.0, 0.0, 10.0)
     assert forward_s(deep) == pytest.approx(0.5 + 1 + WINOGRAD_TRAFFIC * 0.1)
@@ -77,8 +77,8 @@ def test_a_3x3_convolution_goes_winograds_way_where_that_is_shorter_and_only_at_
     assert Roof.of(replace(DEVICE, kind="cpu"), "float32", 4).winograd is False
 
 
-def test_a_narrower_dtype_moves_and_keeps_less_and_leaves_tokens_and_parameters():
-    """Mixed precision: what is trained stays as wide as it was counted."""
+def test_a_narrower_dtype_needs_fewer_bytes_except_for_tokens_and_parameters():
+    """In mixed precision, parameters keep their dtype."""
     wide, narrow = (roofline(counts_of(), DEVICE, dtype=dtype) for dtype in ("float32", "float16"))
     assert (
         wide.layers[0].activation_bytes_per_sample,
@@ -91,7 +91,7 @@ def test_a_narrower_dtype_moves_and_keeps_less_and_leaves_tokens_and_parameters(
     assert forward_s(work, dtype="float16") == 0.5 + 1.5
 
 
-def test_the_profile_says_whose_it_is_and_what_an_update_takes():
+def test_the_profile_names_its_device_and_has_the_time_of_an_update():
     """SGD with momentum reads three numbers and writes two."""
     estimated = roofline(counts_of(), DEVICE, batch=24, efficiency=replace(WHOLE, memory=0.5))
     assert (estimated.device, estimated.batch, estimated.fingerprint) == ("toy", 24, "0123456789ab")
@@ -123,8 +123,8 @@ def test_sizes_are_the_batch_in_parts_by_powers_of_two(batch):
         ({"batch": 0}, "must be 1 or more"),
     ],
 )
-def test_what_a_device_or_a_call_lacks_is_refused_by_name(settings, words):
-    """A zero would make every layer free."""
+def test_missing_figures_of_a_device_or_a_call_are_refused_by_name(settings, words):
+    """A missing figure that reads as zero would make every layer free."""
     device = settings.pop("device", DEVICE)
     with pytest.raises(SettingError, match=words):
         roofline(counts_of(), device, **settings)

@@ -65,7 +65,7 @@ def counts_in_a_tensor(self, x):
     "work",
     [counts, counts_samples, counts_inside, collects, averages, initialises, counts_in_a_tensor],
 )
-def test_what_goes_from_one_call_to_the_next_in_an_attribute_is_refused(work):
+def test_an_attribute_that_one_call_writes_and_the_next_reads_is_refused(work):
     """In a trace every batch would read the value of the first."""
     with pytest.raises(
         ChainError, match=r"its forward changes `\w+` of the model .*register_buffer"

@@ -99,7 +99,7 @@ def test_what_cannot_be_traced_is_refused_with_its_line_and_what_to_do(kind, mes
         chain(kind(), torch.randn(2, 4))
 
 
-def test_a_model_that_cannot_be_copied_is_refused_with_what_stands_in_the_way():
+def test_a_model_that_cannot_be_copied_is_refused_with_the_reason():
     """Tracing must not change the user's model, so it runs a copy."""
     model = nn.ModuleList([nn.Linear(4, 4)])
     model.cache = model[0].weight * 2

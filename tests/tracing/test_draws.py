@@ -83,7 +83,7 @@ def test_what_a_trace_would_draw_once_for_ever_is_refused_with_its_line(draw, so
         lambda _: torch.rand(()).item(),
     ],
 )
-def test_seeded_generators_torchs_own_draws_and_log_records_are_traced(draw):
+def test_seeded_generators_random_ops_of_torch_and_log_records_are_traced(draw):
     """Values that are equal in every call may be in a graph, and torch's random ops are part of it."""
     assert len(chain(Drawing(draw), torch.randn(3, 4))) == 2
 

@@ -380,7 +380,7 @@ def test_a_pipeline_of_three_stages_trains_a_traced_model_as_plain_training_does
         torch.testing.assert_close(state[key], value)
 
 
-def test_layers_are_the_modules_with_weights_in_the_order_of_running_under_their_own_names():
+def test_layers_are_the_modules_with_weights_in_execution_order_with_their_names():
     """The finest chain: the ops around a module belong to its layer, and ops without weights are no
     layer.
     """
@@ -437,7 +437,7 @@ class Late(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
-def test_inputs_used_late_and_what_is_made_of_inputs_alone_never_cross():
+def test_inputs_and_values_computed_from_inputs_only_do_not_cross():
     """Every rank has the batch, so masks, tables and labels are recomputed where they are used."""
     model, batch = Late(), (tokens(2, 6), tokens(2, 6))
     traced = chain(model, batch)
@@ -460,8 +460,8 @@ def test_a_weight_used_in_two_places_is_tied_under_the_first_of_its_names():
     ]
 
 
-def test_a_layer_says_whether_it_draws_random_numbers_and_drops_by_the_seed():
-    """Only layers that are known to draw get a seed from seed, step, layer and micro-batch."""
+def test_a_layer_knows_whether_it_draws_and_drops_by_the_seed():
+    """Only layers that draw random numbers get a seed from seed, step, layer and micro-batch."""
     torch.manual_seed(0)
     model = Returning()
     model.second = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 2))
@@ -484,7 +484,7 @@ def test_a_layer_says_whether_it_draws_random_numbers_and_drops_by_the_seed():
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 
-def test_a_model_without_an_example_is_told_how_to_give_one():
+def test_a_model_without_an_example_is_refused_with_the_call_to_write():
     """The message has the line to write."""
     with pytest.raises(
         ChainError,

@@ -80,8 +80,8 @@ def test_layers_in_another_order_or_alone_have_the_same_weights():
             assert equal(module, whole[index])
 
 
-def test_weights_are_those_of_plain_construction_under_the_layers_own_seed():
-    """Initialisation is torch's and the model's; only the random seed is ours."""
+def test_weights_equal_those_of_plain_construction_with_the_seed_of_the_layer():
+    """Torch and the model define the initialisation; Penstock defines only the random seed."""
     makers = [
         lambda: nn.Conv2d(3, 4, 3),
         lambda: nn.MultiheadAttention(8, 2),
@@ -124,7 +124,7 @@ def test_the_users_meta_model_stays_on_meta():
     assert {id(module) for module in net.modules()} == before
 
 
-def test_real_layers_are_the_users_own_and_keep_their_weights():
+def test_real_layers_are_those_of_the_user_with_their_weights():
     """Users who pass a real model expect it to be trained, and read its weights afterwards."""
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
     before = {name: tensor.clone() for name, tensor in tensors(net).items()}

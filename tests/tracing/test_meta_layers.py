@@ -48,8 +48,8 @@ def test_parameters_of_others_take_no_memory_and_all_else_stays():
     )
 
 
-def test_who_gives_the_model_away_has_only_the_own_layers_left():
-    """This is how memory is saved."""
+def test_a_rank_without_references_to_the_model_holds_only_its_layers():
+    """The memory of the other layers must be freed."""
     net = model()
     others = [weakref.ref(net[index].weight) for index in (1, 2)]
     chain = without_others(ps.chain(net), {0})
@@ -77,7 +77,7 @@ def job():
     )
 
 
-def test_ranks_let_go_of_each_others_layers_and_the_self_check_still_works():
+def test_ranks_free_the_layers_of_other_ranks_and_the_self_check_still_works():
     """Also for layers without reset_parameters and with non-persistent buffers."""
     (first, worst, names), (second, _, _) = ps.launch(job, 2, threads=1)
     assert (first, second) == ([True, False], [False, True])

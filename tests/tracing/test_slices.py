@@ -72,8 +72,8 @@ def named(modules):
 
 
 @pytest.mark.parametrize("module", named(PER_TOKEN))
-def test_layers_known_to_work_token_by_token_do(module):
-    """On every token alone, each listed layer returns what it returns on the whole sequence."""
+def test_layers_in_the_list_of_per_token_layers_work_token_by_token(module):
+    """For a single token, each listed layer returns the same values as for the whole sequence."""
     assert is_per_token(module)
     module = copy.deepcopy(module).eval()
     x = torch.randn(3, 6, 8)
@@ -137,7 +137,7 @@ class Remembers(nn.Module):
         return self.forward_slice(x, None)[0]
 
 
-def test_an_unknown_layer_is_taken_by_its_own_word():
+def test_an_unknown_layer_is_accepted_if_it_declares_per_token():
     """`per_token = True` on a class, or on one module."""
     assert not is_per_token(Own())
     assert is_per_token(Marked())

@@ -188,7 +188,7 @@ def test_tensors_and_modules_that_the_layers_do_not_hold_are_refused(change, mes
         pipe.train_batch(x, y)
 
 
-def test_a_state_that_comes_back_is_not_traced_again(caplog):
+def test_an_earlier_state_is_not_traced_again(caplog):
     """Freezing batch norm in every second epoch would otherwise cost seconds in each."""
     torch.manual_seed(0)
     model = Changing()

@@ -217,8 +217,8 @@ def patched():
     ],
 )
 def test_a_sequential_that_does_more_than_run_its_parts_is_one_layer(make):
-    """Divided, it would silently lose its skip or its hook; on its own it cannot be cut, and the
-    message says what to do.
+    """If it were cut, its skip or hook would be lost silently; alone it cannot be cut, and the
+    message has the remedy.
     """
     traced = chain(nn.Sequential(nn.Linear(2, 2), make(), nn.ReLU()))
     assert [layer.name for layer in traced] == ["0", "1", "2"]
@@ -308,7 +308,7 @@ def test_the_fingerprint_depends_on_names_kinds_and_shapes_and_not_on_values():
     assert chain(trained.eval()).fingerprint == before == first
 
 
-def test_the_fingerprint_tells_tied_weights_from_equal_ones():
+def test_the_fingerprint_distinguishes_tied_weights_from_equal_ones():
     """The shapes are equal, but cuts of a tied model synchronise a weight."""
     shared = nn.Linear(2, 2)
     assert (
@@ -345,7 +345,7 @@ class Scaled(nn.Sequential):
 
 @pytest.mark.parametrize("tensor_kind", ["parameter", "buffer"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_sequential_with_tensors_of_its_own_is_refused_or_traced(tensor_kind, nested):
+def test_a_sequential_with_parameters_or_buffers_is_refused_or_traced(tensor_kind, nested):
     """No stage would have them: they would be neither trained nor in state_dict."""
     net = Scaled(nn.Linear(3, 3), nn.ReLU(), tensor_kind=tensor_kind)
     net = nn.Sequential(nn.Linear(3, 3), net) if nested else net
@@ -387,8 +387,8 @@ class Twice(nn.Sequential):
 
 
 @pytest.mark.parametrize("kind", [Doubling, Twice])
-def test_a_sequential_that_is_called_or_iterated_in_its_own_way_is_one_layer(kind):
-    """Divided, it would compute something else."""
+def test_a_sequential_with_a_custom_call_or_iteration_is_one_layer(kind):
+    """Cut into its modules, it would compute something else."""
     container = kind(nn.Linear(3, 3), nn.Tanh())
     traced = chain(nn.Sequential(nn.Linear(3, 3), container))
     assert len(traced) == 2

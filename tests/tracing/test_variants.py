@@ -50,7 +50,7 @@ def through(traced, inputs):
     return value
 
 
-def test_another_form_or_shape_has_its_own_graph_and_the_same_has_the_same():
+def test_each_form_or_shape_of_inputs_has_one_graph():
     """A graph must not be used for inputs for which it is invalid; tracing takes seconds, so it is
     done once.
     """
@@ -85,8 +85,8 @@ def test_a_chain_travels_to_another_process_and_is_traced_anew_there():
     torch.testing.assert_close(through(received, inputs), model(inputs))
 
 
-def test_copies_of_layers_have_their_own_tensors_and_the_same_graphs():
-    """Copies of a stage have different weights and do the same."""
+def test_replicas_of_layers_have_separate_tensors_and_the_same_graphs():
+    """Replicas of a stage have separate weights and the same computation."""
     traced = chain(Choosing(), torch.randn(3, 6, 4))
     copied = copy.deepcopy(nn.ModuleList(traced.modules))[0]
     assert copied.variants is traced.modules[0].variants

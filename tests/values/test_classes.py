@@ -43,8 +43,8 @@ def test_classes_that_a_layers_code_refers_to_are_found():
     assert find(name_of(inner)) is inner
 
 
-def test_the_class_that_was_met_last_counts_and_none_is_kept_alive():
-    """A cell of a notebook is run again and again; its old classes go."""
+def test_the_latest_class_of_a_name_is_used_and_old_ones_are_freed():
+    """A notebook cell that runs again defines its classes again."""
     _, first, _ = local_classes()
     _, second, _ = local_classes()
     remember(first)

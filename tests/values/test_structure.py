@@ -139,10 +139,8 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_a_value_comes_back_as_it_was(value):
-    """Of the same class, with the same attributes, and the very tensors; plain PyTorch hands on the
-    object itself.
-    """
+def test_a_value_is_restored_with_class_attributes_and_tensors(value):
+    """Plain PyTorch passes on the object itself, so the restored one must not differ."""
     leaves, structure = flatten(value)
     rebuilt = unflatten(structure, leaves)
     assert type(rebuilt) is type(value)
@@ -170,8 +168,8 @@ def test_containers_that_stand_in_several_places_are_one_afterwards():
     assert first is not inner
 
 
-def test_one_tensor_is_one_leaf_wherever_it_stands():
-    """So are its copies on the way one, and its gradient the sum."""
+def test_one_tensor_in_several_places_is_one_leaf():
+    """It is sent once, and its gradient is the sum."""
     value = {"a": H, "b": [H, (H,)]}
     assert len(tensors_of(value)) == 1
     doubled = map_tensors(lambda tensor: tensor * 2, value)
@@ -226,7 +224,7 @@ def test_objects_without_tensors_pass_as_they_are(value):
     assert unflatten(structure, leaves)[0] is value
 
 
-def test_model_outputs_and_encodings_of_transformers_come_back():
+def test_model_outputs_and_encodings_of_transformers_are_restored():
     """An ordered dict whose fields are attributes as well, and a mapping with a dict inside."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
     from transformers import BatchEncoding

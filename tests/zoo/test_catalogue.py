@@ -125,7 +125,7 @@ def test_building_on_meta_makes_no_tensor_elsewhere(name):
 
 
 @every_model
-def test_submodules_that_own_tensors_can_reset_them(name):
+def test_submodules_with_tensors_have_reset_parameters(name):
     """Materialising from the meta device calls nothing but `reset_parameters`."""
     network = model(name, device="meta")
     without_reset = [
@@ -202,7 +202,7 @@ def test_unknown_model_is_refused_with_the_closest_name():
 
 
 @every_model
-def test_unknown_option_is_named_beside_those_there_are(name):
+def test_unknown_option_is_refused_with_the_existing_ones(name):
     """Python's own TypeError would name an inner function, and none of the options."""
     options = ", ".join(models()[name].options)
     with pytest.raises(SettingError, match=rf"^{name} has no option 'colour'\. It has: {options}$"):

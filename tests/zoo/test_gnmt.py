@@ -1,4 +1,4 @@
-"""GNMT: what goes from layer to layer, and how many parameters each layer has."""
+"""GNMT: the values between layers, and the number of parameters per layer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def small(layers=6, **options):
 
 
 def test_every_layer_has_as_many_parameters_as_in_pipedreams_profile():
-    """Cuts of the paper are compared with ours: then the layers must be the same."""
+    """The cuts of the paper can be compared only if the layers are the same."""
     network = chain(model("gnmt", device="meta"))
     parameter_counts = [
         sum(network.description.tensor(name).bytes for name in layer.parameters)
@@ -77,8 +77,8 @@ def test_boundaries_carry_what_later_layers_need_and_nothing_else():
     assert boundary_keys == [*reads, *writes, None]
 
 
-def test_a_token_is_told_without_those_that_follow_it():
-    """The target's later tokens are what the model is to say; the source's it may read to the end."""
+def test_a_target_token_is_predicted_without_later_tokens():
+    """The decoder must not see the tokens that it predicts; it may read the whole source."""
     network, tokens = small(), torch.randint(0, 7, (3, 2, 5))
     changed = tokens.clone()
     changed[:, 1, 3] = (changed[:, 1, 3] + 1) % 7
@@ -91,8 +91,8 @@ def test_a_token_is_told_without_those_that_follow_it():
 
 
 def test_with_and_without_gradients_it_gives_the_same_bits():
-    """What is recomputed is run once in each way; oneDNN's two kernels for LSTMs differ in the last
-    bit.
+    """Recompute runs the forward once in each mode; the two LSTM kernels of oneDNN differ in the
+    last bit.
     """
     network, tokens = small(hidden=16).train(), torch.randint(0, 7, (3, 2, 5))
     for dropout in (module for module in network.modules() if isinstance(module, torch.nn.Dropout)):

@@ -153,7 +153,7 @@ def test_loss_of_equal_logits_is_the_logarithm_of_the_vocabulary():
     ).item() == pytest.approx(math.log(13))
 
 
-def test_loss_scores_every_token_with_its_own_target():
+def test_loss_compares_every_token_with_its_target():
     """Flattening logits and targets in different orders would still give a number."""
     targets = torch.arange(6).view(2, 3)
     sure = 50.0 * torch.nn.functional.one_hot(targets, 7).float()

@@ -1,4 +1,4 @@
-"""Layers that draw their own weights: from the stated distribution, at construction and at every
+"""Layers that initialise their weights: from the stated distribution, at construction and at every
 reset.
 """
 
@@ -53,8 +53,8 @@ def test_biases_start_at_0(make):
 
 
 @every_layer
-def test_a_copy_draws_from_the_same_distribution(make, std):
-    """Ranks get their layers by copying or pickling; the deviation must travel along."""
+def test_a_copied_or_pickled_layer_draws_from_the_same_distribution(make, std):
+    """Ranks get their layers by copying or pickling, which must preserve the standard deviation."""
     torch.manual_seed(0)
     for layer in (copy.deepcopy(make()), pickle.loads(pickle.dumps(make()))):
         layer.reset_parameters()

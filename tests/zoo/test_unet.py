@@ -1,4 +1,4 @@
-"""U-Net: what its chain computes, what its boundaries carry, and what it refuses."""
+"""U-Net: results of its chain, values at its boundaries, and refusals."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_the_chain_computes_what_the_figure_draws(per_pixel):
     torch.testing.assert_close(sides, plain(network, x, per_pixel=per_pixel))
 
 
-def test_a_skip_crosses_what_lies_between_its_ends_and_nothing_else():
-    """Each boundary may be a cut, and what stands in it crosses the link."""
+def test_a_skip_crosses_the_boundaries_between_its_ends_only():
+    """Every boundary may be a cut, and its values are sent over the link."""
     value, boundary_keys = torch.randn(2, 3, 8, 8), []
     for layer in chain(small()).modules[:-1]:
         value = layer(value)
@@ -56,7 +56,7 @@ def test_a_skip_crosses_what_lies_between_its_ends_and_nothing_else():
     ]
 
 
-def test_layers_are_named_as_the_two_ways():
+def test_layers_are_named_after_the_down_and_up_paths():
     """Plans and checkpoints name them."""
     names = [layer.name for layer in chain(model("unet", device="meta"))]
     assert names == [

@@ -45,7 +45,7 @@ def test_vgg11_layers_have_the_names_of_the_papers_models():
     assert "features.conv5_2.weight" in network.state_dict()
 
 
-def test_batch_norm_stands_between_convolution_and_relu():
+def test_batch_norm_is_between_convolution_and_relu():
     """Another order would be another model with the same parameter count."""
     names = list(model("vgg11_bn", device="meta").features._modules)
     assert names[:4] == ["conv1_1", "bn1_1", "relu1_1", "pool1"]

@@ -108,7 +108,7 @@ def compare(ranks: int, micro_batches: int) -> tuple[list[ScheduleFigures], dict
     left_out = {}
     for name, facts in schedules().items():
         if facts.needs_costs:
-            left_out[name] = "made to measure, for given costs"
+            left_out[name] = "computed for given costs"
             continue
         try:
             figures.append(_simulate_figures(facts, schedule_for_ranks(name, ranks, micro_batches)))

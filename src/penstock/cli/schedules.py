@@ -161,7 +161,7 @@ def _draw_gallery(
     )
     after = tuple(f"Not shown: {line}." for line in _left_out_lines(left_out))
     text = GalleryText(
-        f"Schedules on {ranks} ranks", (introduction, f"Made by: {command}"), HEAD, after
+        f"Schedules on {ranks} ranks", (introduction, f"Command: {command}"), HEAD, after
     )
     entries = [
         GalleryEntry(figures.name, figures.source, figures.timeline, _cells(figures))

@@ -45,15 +45,15 @@ class BoxShades:
         stage_order = StageOrder.of(panel) if stage_order is None else stage_order
         if stage_order.has_shared_ranks:
             if stage_order.arrows:
-                return cls("shades: the ways down and up the ranks", stage_order)
-            return cls("shades: a rank's stages in turn", stage_order)
+                return cls("shades: stages down and up the ranks", stage_order)
+            return cls("shades: stages of a rank", stage_order)
         batches = _batches(panel) if len(panel.log.start) <= _MAX_OPS else {}
         several_batches = len(set(batches.values())) > 1
         # With one micro-batch per batch, numbers already distinguish batches, and shading every
         # second box would only make the figure restless.
         distinct = {(rank, stage, version) for (rank, stage, _), version in batches.items()}
         if several_batches and len(distinct) < len(batches):
-            return cls("shades: batches in turn", stage_order, batches)
+            return cls("shades: alternating batches", stage_order, batches)
         return cls("", stage_order)
 
     def is_second(self, rank: int, op: Op) -> bool:

@@ -76,7 +76,7 @@ def difference(first: Timeline, second: Timeline) -> str:
     """Describe in one line how the second timeline differs from the first.
 
     >>> difference(Timeline((), 1, 1), Timeline((), 1, 1, source="measured"))
-    'measured takes 0 s where simulated takes 0 s; bubble ratio 0.0 % where it has 0.0 %'
+    'measured takes 0 s, as long as simulated; bubble ratio 0.0 % instead of 0.0 %'
     """
     clock = Clock.of((first, second))
     first_name, second_name = first.source, second.source
@@ -84,10 +84,13 @@ def difference(first: Timeline, second: Timeline) -> str:
         first_name = clean(first.title) or heading(first)
         second_name = clean(second.title) or heading(second)
     change = second.makespan / first.makespan - 1 if first.makespan else 0.0
-    direction = "longer" if change > 0 else "shorter"
-    change_text = f" ({percent(abs(change))} {direction})" if change else ""
+    if change:
+        direction = "more" if change > 0 else "less"
+        first_time = clock.exact(first.makespan)
+        change_text = f"{percent(abs(change))} {direction} than {first_name} ({first_time})"
+    else:
+        change_text = f"as long as {first_name}"
     return (
-        f"{second_name} takes {clock.exact(second.makespan)}{change_text} "
-        f"where {first_name} takes {clock.exact(first.makespan)}; "
-        f"bubble ratio {percent(second.bubble_ratio)} where it has {percent(first.bubble_ratio)}"
+        f"{second_name} takes {clock.exact(second.makespan)}, {change_text}; "
+        f"bubble ratio {percent(second.bubble_ratio)} instead of {percent(first.bubble_ratio)}"
     )

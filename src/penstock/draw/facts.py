@@ -116,7 +116,7 @@ def summary_items(panel: Timeline, clock: Clock) -> list[str]:
         highest = max(panel.peak_memory, default=0)
         if panel.memory_holders is not None and highest > 0:
             rank = panel.peak_memory.index(highest)
-            items.append(f"fullest is rank {rank}: {holder_text(panel, rank)}")
+            items.append(f"largest on rank {rank}: {holder_text(panel, rank)}")
     return items
 
 

@@ -70,10 +70,10 @@ def _legend(page: Page, panels: Sequence[Timeline]) -> list[tuple[str, str]]:
         halves = (
             '<rect class="F" width="18" height="6"/><rect class="B" y="6" width="18" height="6"/>'
         )
-        entries.append((halves, "two ops run as one"))
+        entries.append((halves, "pair of ops"))
     if any(panel.memory for panel in panels):
         curve = '<path class="held" d="M0 12V7H6V2H12V9H18V12Z"/>'
-        entries.append((curve, "memory, its peak on the left"))
+        entries.append((curve, "memory (peak on the left)"))
     if not page.summed:
         entries += _transfer_entries(panels)
     remarks = [_number_text(page, panels)] if page.numbered else []

@@ -85,7 +85,7 @@ def _legend(panels: Sequence[Timeline]) -> str:
     entries += [("", meaning) for meaning in meanings]
     entries.append(("", _number_text(panels)))
     if any(_has_pairs(panel) for panel in panels):
-        entries.append(("", "half boxes: two ops that run as one"))
+        entries.append(("", "half boxes: pairs of ops"))
     return "".join(f"<span>{sign}{escape(text)}</span>" for sign, text in entries)
 
 
