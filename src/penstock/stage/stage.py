@@ -322,7 +322,6 @@ class Stage:
         leaves, past, roots, grads, size = self._roots(batch, micro_batch, arrived)
         live = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
         if live:
-            # A layer that recomputes by itself runs its second forward in here.
             with recomputing(), self._seeded_backward(batch, micro_batch):
                 torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
         self._pasts.store_grads(micro_batch, [leaf.grad for leaf in past])
@@ -414,7 +413,6 @@ class Stage:
             earlier_side, value = value[_SIDE], value["value"]
         result: Payload | None = None
         loss: Tensor | None = None
-        loss_roots: list[Tensor] = []
         with self._autocast_context(), collecting_side_losses() as sides:
             value = self._running.run(batch, micro_batch, value, past)
             past.check_unchanged()
