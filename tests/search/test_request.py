@@ -9,6 +9,7 @@ from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PlanError, SettingError, UnknownName
 from penstock.schedule.catalogue import FAMILIES
 from penstock.search.request import MOST_IN_A_PIPELINE, PlanRequest
+from penstock.weights.catalogue import weight_rule
 
 LINK = Link(0.0, 1e12)
 MIXED = Cluster(
