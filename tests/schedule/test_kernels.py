@@ -11,6 +11,7 @@ from tests.simulate.test_everything import rich_costs
 
 from penstock import compiled
 from penstock.schedule.dependencies import dependencies_of
+from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import LINKS
 from penstock.simulate.simulate import tables_of, times_of
 
@@ -30,7 +31,7 @@ def test_plain_and_compiled_loops_agree_to_the_bit(links, monkeypatch):
         for is_worth in (True, False):
             monkeypatch.setattr(compiled, "is_worth_compiling", lambda *_, answer=is_worth: answer)
             case_schedule.__dict__.pop("_dependencies", None)
-            tables = tables_of(case_schedule, costs, "always")
+            tables = tables_of(case_schedule, costs, Recompute.ALWAYS)
             times.append(
                 [
                     dependencies_of(case_schedule).graph.order,
