@@ -19,8 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock.compiled import compiled
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.kernel_dispatch import load_compiled
+from penstock.schedule.kernels import order_ops, time_ops, time_ops_contended, time_vectors
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.entry import simulate
@@ -217,8 +218,8 @@ def main() -> None:
     if chosen.largest_only:
         print(json.dumps(largest(*LARGEST)))
         return
-    if load_compiled() is None:
-        raise SystemExit("Numba is not installed: these would be the figures of plain Python")
+    for kernel in (order_ops, time_ops, time_ops_contended, time_vectors):
+        compiled(kernel)
     singles = [one_schedule(*size, chosen.rounds) for size in SIZES]
     table(singles)
     batches = [many_vectors(*batch, chosen.rounds) for batch in BATCHES]

@@ -19,6 +19,7 @@ ORDER = [
     "units",
     "registry",
     "store",
+    "compiled",
     "notebook",
     "model",
     "cluster",

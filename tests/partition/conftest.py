@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from penstock import compiled
 from penstock.profile.profile import LayerProfile, Profile, Timing
 
 #: DAPPLE's VGG-19 on a V100 at 32 samples: forward and backward in ms (docs/literature/vgg-19-profile.md).
@@ -70,3 +71,11 @@ def make_profile() -> Callable[..., Profile]:
 def vgg() -> Profile:
     """The profile of docs/literature/vgg-19-profile.md, in ms."""
     return build_profile(VGG_FORWARD, VGG_BACKWARD)
+
+
+@pytest.fixture(params=["plain", "compiled"], scope="module")
+def loops(request) -> Iterator[None]:
+    """Both forms of the kernels, whatever there is to do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "is_worth_compiling", lambda *_: request.param == "compiled")
+        yield

@@ -10,21 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.partition import numba_switch as compiled
 from penstock.partition.looped import folded, looped, looped_with_bound
 
 REAL = st.one_of(
     st.just(0.0), st.sampled_from([0.1, 0.2, 0.3]), st.integers(0, 5).map(float), st.floats(0, 1)
 )
-
-
-@pytest.fixture(params=["plain", "compiled"], scope="module")
-def loops(request):
-    """Both forms of the loops, whatever there is to do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "WORTH_LOADING", {"plain": np.inf, "compiled": 0}[request.param])
-        patch.setattr(compiled, "WORTH_CALLING", {"plain": np.inf, "compiled": 0}[request.param])
-        yield
 
 
 def every_cut(layers, stages):

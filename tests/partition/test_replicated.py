@@ -11,19 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.partition import numba_switch as compiled
 from penstock.partition.replicated import replicated, replicated_sum, replicated_table, table_of
 
 TIMES = st.one_of(st.just(np.inf), st.integers(0, 6).map(float), st.floats(0, 9), st.floats(0, 9))
-
-
-@pytest.fixture(params=["plain", "compiled"], scope="module")
-def loops(request):
-    """Both forms of the loops, whatever there is to do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "WORTH_LOADING", {"plain": np.inf, "compiled": 0}[request.param])
-        patch.setattr(compiled, "WORTH_CALLING", {"plain": np.inf, "compiled": 0}[request.param])
-        yield
 
 
 def every_way(layers, ranks):

@@ -1,10 +1,7 @@
-"""The kernels: the simulator's times, with and without Numba."""
+"""The kernels: the simulator's times."""
 
-import importlib
 import math
-import sys
 
-import numpy as np
 import pytest
 from tests.synthesis.requests import problem_of
 
@@ -70,28 +67,3 @@ def test_list_scheduling_ends_under_the_tightest_limits(placement, limit):
     search.run(math.inf, 0)
     assert search.best is not None
     assert search.best.seconds < math.inf
-
-
-def test_python_alone_finds_what_numba_finds(monkeypatch):
-    """Numba is for speed only: the same numbers, the same moves, the same encoding."""
-    problem = problem_of(COSTS, 3, Constraints("linear", 2))
-    fast = Search(problem, 0.0, seed=3)
-    fast.run(math.inf, 1)
-    monkeypatch.setitem(sys.modules, "numba", None)
-    names = ["numba_compile", "evaluate", "list_schedule", "anneal", "rules", "encoding", "local"]
-    modules = {name: importlib.import_module(f"penstock.synthesis.{name}") for name in names}
-    try:
-        for module in modules.values():
-            importlib.reload(module)
-        local = modules["local"]
-        monkeypatch.setattr(local, "RULE_OPS_PER_ROUND", 2000)
-        slow = local.Search(problem, 0.0, seed=3)
-        slow.run(math.inf, 1)
-    finally:
-        monkeypatch.undo()
-        for module in modules.values():
-            importlib.reload(module)
-    again = modules["local"].Search(problem, 0.0, seed=3)
-    again.run(math.inf, 0)
-    assert slow.best.seconds <= again.best.seconds
-    assert np.isfinite(fast.best.seconds)

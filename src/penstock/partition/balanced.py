@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
 from penstock.partition.catalogue import check_stages
+from penstock.partition.chain_dp import RANGE, best_cut, stage_sums
 from penstock.partition.validation import check_costs
 
 
@@ -41,30 +41,5 @@ def partition_balanced(weights: Sequence[float], stages: int) -> list[int]:
     layers = len(numbers)
     stages = check_stages(layers, stages)
     prefix = np.concatenate(([0.0], np.cumsum(numbers)))
-    # Row i - 1, column layers - 1 - k: the weight of the layers k .. i - 1, infinite where k >= i.
-    # Columns run backwards so that argmin, which returns the first of equal minima, picks the
-    # largest k.
-    starts = np.arange(layers)[::-1]
-    segments = prefix[1:, None] - prefix[starts]
-    segments[np.arange(1, layers + 1)[:, None] <= starts] = np.inf
-    rows = np.arange(layers)
-    # Of every prefix, cut into 0 stages so far: only the empty prefix is possible.
-    heaviest = np.full(layers + 1, np.inf)
-    lightest = np.zeros(layers + 1)
-    heaviest[0], lightest[0] = 0.0, np.inf
-    choices = []
-    for _ in range(stages):
-        heaviest_with = np.maximum(heaviest[starts], segments)
-        lightest_with = np.minimum(lightest[starts], segments)
-        column = np.argmin(heaviest_with - lightest_with, axis=1)
-        choices.append(starts[column])
-        # Where no cut exists `heaviest_with` is infinite in every column; the lightest stage is set
-        # to a finite number there so that the difference stays infinite and is not inf - inf.
-        heaviest = np.concatenate(([np.inf], heaviest_with[rows, column]))
-        lightest_of_prefix = np.where(np.isinf(heaviest[1:]), 0.0, lightest_with[rows, column])
-        lightest = np.concatenate(([0.0], lightest_of_prefix))
-    ends = [layers]
-    for choice in reversed(choices):
-        ends.append(int(choice[ends[-1] - 1]))
-    ends.reverse()
-    return [stop - start for start, stop in pairwise(ends)]
+    table = stage_sums(prefix, layers - stages + 1)
+    return best_cut(lambda _: table, stages, layers, RANGE, longest_last=False).lengths

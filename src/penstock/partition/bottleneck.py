@@ -10,7 +10,7 @@ import numpy as np
 from penstock.errors import PartitionError
 from penstock.partition.by_time import samples_of
 from penstock.partition.catalogue import check_lengths, check_stages, register
-from penstock.partition.stage_paths import least_bottleneck, least_sum, spans
+from penstock.partition.chain_dp import MAXIMUM, SUM, at_starts, best_cut, stage_sums
 from penstock.partition.uniform import partition_uniform
 from penstock.partition.validation import Floats, check_costs, check_number, refuse_unknown
 from penstock.profile.profile import Profile
@@ -67,24 +67,36 @@ def minimax(
     prefix = np.concatenate(([0.0], np.cumsum(layers)))
     bound = min(_bottleneck(prefix, links, ends, overlap) for ends in _guesses(prefix, stages))
     longest = _longest(prefix, stages, bound)
-    ends, starts, possible = spans(len(layers), longest)
-    loads = prefix[ends] - prefix[starts]
-    before = links[starts]
-    if overlap:
-        # A link counts once, for the stage behind it.
-        busiest, evened_loads = np.maximum(loads, before), [loads, before]
-    else:
-        busiest = loads + before + links[ends]
-        evened_loads = [busiest]
-    table = np.where(possible, busiest, np.inf)
-    least = least_bottleneck(lambda _: table, stages, len(layers))
-    allowed = possible & (busiest <= least * (1 + ROUNDING))
-    unit = least or 1.0
-    penalty = EVENNESS * np.square((ends - starts) / len(layers))
+    loads, incoming = stage_sums(prefix, longest), at_starts(links, longest)
+    busiest = busiest_of(loads, incoming, links[1:, None], overlap=overlap)
+    least = best_cut(lambda _: busiest, stages, len(layers), MAXIMUM).value
+    evened_loads = [loads, incoming] if overlap else [busiest]
+    penalties = unevenness(busiest, evened_loads, least)
+    return best_cut(lambda _: penalties, stages, len(layers), SUM).lengths
+
+
+def busiest_of(load: Floats, incoming: Floats, outgoing: Floats, *, overlap: bool) -> Floats:
+    """Return the seconds of stages or their links, whichever take longer; as arrays.
+
+    With overlap a link counts once, for the stage behind it; without, for the stages on both sides.
+    """
+    return np.maximum(load, incoming) if overlap else load + incoming + outgoing
+
+
+def unevenness(busiest: Floats, evened_loads: Sequence[Floats], least: float) -> Floats:
+    """Return the table of a stage's part of the sum that breaks ties between equal bottlenecks.
+
+    Args:
+        busiest: the table of the stage's bottlenecks.
+        evened_loads: loads of stages and links, whose squares are summed.
+        least: the bottleneck; stages above it are impossible.
+    """
+    layers, longest = busiest.shape
+    allowed = busiest <= least * (1 + ROUNDING)
+    penalty = EVENNESS * np.square(np.arange(longest, 0, -1) / layers)
     for load in evened_loads:
-        penalty += np.square(np.where(allowed, load, 0.0) / unit)
-    penalties = np.where(allowed, penalty, np.inf)
-    return least_sum(lambda _: penalties, stages, len(layers))
+        penalty = penalty + np.square(np.where(allowed, load, 0.0) / (least or 1.0))
+    return np.where(allowed, penalty, np.inf)
 
 
 def slowest(
@@ -123,9 +135,7 @@ def _bottleneck(prefix: Floats, links: Floats, ends: np.ndarray, overlap: bool) 
     """Return the bottleneck of the cut with these ends."""
     starts = np.concatenate(([0], ends[:-1]))
     loads = prefix[ends] - prefix[starts]
-    return float(
-        np.max(np.maximum(loads, links[ends]) if overlap else loads + links[starts] + links[ends])
-    )
+    return float(np.max(busiest_of(loads, links[starts], links[ends], overlap=overlap)))
 
 
 def _guesses(prefix: Floats, stages: int) -> list[np.ndarray]:

@@ -1,7 +1,8 @@
-"""Inner loops of the partitioners' dynamic programs, compiled by Numba where they are long.
+"""Inner loops of the partitioners' dynamic programs; `compiled.run` compiles them where they are
+long.
 
-All walk from the last layer to the first, so that the memory limit of a stage can depend on the
-ranks and stages after it. `compiled.run` calls them.
+The loops over stages on several ranks walk from the last layer to the first, so that the memory
+limit of a stage can depend on the ranks and stages after it.
 """
 
 from __future__ import annotations

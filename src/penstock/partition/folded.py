@@ -7,10 +7,10 @@ from typing import Unpack
 
 import numpy as np
 
+from penstock.compiled import run
 from penstock.errors import PartitionError
 from penstock.partition.bottleneck import ROUNDING
 from penstock.partition.dp_loops import fold, peel
-from penstock.partition.numba_switch import run
 from penstock.partition.placement_costs import PlacedOptions, Placement, placement
 from penstock.partition.validation import Costs
 
@@ -20,6 +20,9 @@ BOTTLENECK_PRECISION, STAGE_PRECISION = 3e-13, 1e-6
 #: Relative increase of a bound that no cut keeps, doubled in every step; and the fraction of the
 #: limit that is added so that a bound of 0 grows too.
 FIRST_STEP, TINY = 0.01, 1e-6
+
+#: Number of bounds that a search tries, about.
+BOUNDS = 50
 
 
 def folded(seconds: Costs, ranks: int, **options: Unpack[PlacedOptions]) -> list[int] | None:
@@ -133,13 +136,14 @@ def _bisect(holds: Callable[[float], bool], high: float, low: float, precision: 
 
 def _iterations(chain: Placement) -> float:
     """Return the approximate number of innermost iterations of one call of `peel` or `fold`."""
-    return 50 * chain.layers * (chain.layers + chain.ranks)
+    return chain.layers * (chain.layers + chain.ranks)
 
 
 def _may_exist(chain: Placement, bound: float, largest: float) -> bool:
     """Return whether a V within the bounds may exist; False is certain."""
     work = np.empty((2, chain.layers + 1), np.int64)
-    return bool(run(peel, _iterations(chain), chain.costs, bound, largest, work[0], work[1]))
+    arguments = (chain.costs, bound, largest, work[0], work[1])
+    return bool(run(peel, _iterations(chain), *arguments, calls=BOUNDS))
 
 
 def _cut(chain: Placement, bound: float, largest: float) -> list[int] | None:
@@ -147,9 +151,8 @@ def _cut(chain: Placement, bound: float, largest: float) -> list[int] | None:
     size, costs = chain.layers + 1, chain.costs
     reached = np.zeros((chain.ranks + 1, size, size), np.uint8)
     fastest = np.concatenate(([0.0], np.cumsum(np.diff(costs.seconds, axis=1).min(axis=0))))
-    if not run(
-        fold, _iterations(chain), costs, fastest, bound, largest, np.empty(size, np.int64), reached
-    ):
+    arguments = (costs, fastest, bound, largest, np.empty(size, np.int64), reached)
+    if not run(fold, _iterations(chain), *arguments, calls=BOUNDS):
         return None
     middles = np.flatnonzero(np.diagonal(reached[-1]))
     front_end = back_start = int(middles[len(middles) // 2])

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import PartitionError
-from penstock.partition.bottleneck import EVENNESS, ROUNDING
+from penstock.partition.bottleneck import ROUNDING, busiest_of, unevenness
 from penstock.partition.catalogue import check_lengths
-from penstock.partition.stage_paths import least_bottleneck, least_sum, spans
+from penstock.partition.chain_dp import MAXIMUM, SUM, at_starts, best_cut, stage_sums
 from penstock.partition.validation import Costs, Floats, check_costs, numbers_of, rows_of, sums_of
 
 Ints = npt.NDArray[np.int64]
@@ -84,14 +84,20 @@ def limited(
     bound = chain.upper_bound()
     if bound is None:
         return None
-    tables = [chain.windows(stage, bound) for stage in range(chain.stages)]
-    least = least_bottleneck(
-        lambda stage: chain.busiest(stage, tables[stage]), chain.stages, chain.layers
-    )
+    windows = [chain.windows(stage, bound) for stage in range(chain.stages)]
+
+    def busiest(stage: int) -> Floats:
+        """Return the table of the stage's bottlenecks."""
+        return chain.loads(stage, windows[stage])[0]
+
+    least = best_cut(busiest, chain.stages, chain.layers, MAXIMUM).value
     assert least < np.inf
-    return least_sum(
-        lambda stage: chain.unevenness(stage, tables[stage], least), chain.stages, chain.layers
-    )
+
+    def penalties(stage: int) -> Floats:
+        """Return the table of the stage's part of the sum that breaks ties in the bottleneck."""
+        return unevenness(*chain.loads(stage, windows[stage]), least)
+
+    return best_cut(penalties, chain.stages, chain.layers, SUM).lengths
 
 
 def least_excess(
@@ -113,22 +119,21 @@ def least_excess(
     memory = _memory(fixed_bytes, saved_bytes, in_flight, len(allowed))
     stages, layers = len(allowed), memory.shape[1] - 1
     _check_stages(stages, layers)
-    ends, starts, possible = spans(layers, layers)
+    longest = layers - stages + 1
 
     def excess(stage: int) -> Floats:
         """Return the bytes by which every possible stage exceeds its limit (negative: to spare)."""
-        over_limit = memory[stage][ends] - memory[stage][starts] - allowed[stage]
-        return np.where(possible, over_limit, np.inf)
+        return stage_sums(memory[stage], longest) - float(allowed[stage])
 
-    least = least_bottleneck(excess, stages, layers)
+    least = best_cut(excess, stages, layers, MAXIMUM).value
     cutoff = least + ROUNDING * float(memory[:, -1].max())
 
     def positive_excess(stage: int) -> Floats:
         """Return the excess of every stage within the cutoff, at least 0."""
         stage_excess = excess(stage)
-        return np.where(possible & (stage_excess <= cutoff), np.maximum(stage_excess, 0.0), np.inf)
+        return np.where(stage_excess <= cutoff, np.maximum(stage_excess, 0.0), np.inf)
 
-    return least_sum(positive_excess, stages, layers)
+    return best_cut(positive_excess, stages, layers, SUM).lengths
 
 
 def bytes_per_stage(
@@ -223,8 +228,7 @@ class _Chain:
         after, before = np.asarray(ends[1:]), np.asarray(ends[:-1])
         loads = self.seconds[stage, after] - self.seconds[stage, before]
         incoming, outgoing = self.links[stage, before], self.links[stage + 1, after]
-        stage_loads = np.maximum(loads, incoming) if overlap else loads + incoming + outgoing
-        return float(np.max(stage_loads))
+        return float(np.max(busiest_of(loads, incoming, outgoing, overlap=overlap)))
 
     def upper_bound(self) -> float | None:
         """Return the bottleneck of a good cut that fits; None if no cut fits."""
@@ -251,33 +255,15 @@ class _Chain:
         longest = int(np.max(np.arange(self.layers + 1) - earliest))
         return earliest, max(longest, 1)
 
-    def busiest(self, stage: int, window: tuple[Ints, int]) -> Floats:
-        """Return the table (see `steps.py`) of the stage's bottlenecks."""
+    def loads(self, stage: int, window: tuple[Ints, int]) -> tuple[Floats, list[Floats]]:
+        """Return the table of the stage's bottlenecks, and the loads whose squares break ties."""
         earliest, longest = window
-        ends, starts, possible = spans(self.layers, longest)
-        load = self.seconds[stage][ends] - self.seconds[stage][starts]
-        incoming = self.links[stage][starts]
-        if self.overlap:
-            busiest = np.maximum(load, incoming)
-        else:
-            busiest = load + incoming + self.links[stage + 1][ends]
-        return np.where(possible & (starts >= earliest[1:, None]), busiest, np.inf)
-
-    def unevenness(self, stage: int, window: tuple[Ints, int], least: float) -> Floats:
-        """Return the table of the stage's part of the sum that breaks ties in the bottleneck."""
-        busiest = self.busiest(stage, window)
-        allowed = busiest <= least * (1 + ROUNDING)
-        ends, starts, _ = spans(self.layers, window[1])
-        unit = least or 1.0
-        penalty = EVENNESS * np.square((ends - starts) / self.layers)
-        if self.overlap:
-            load = self.seconds[stage][ends] - self.seconds[stage][starts]
-            evened_loads = [load, self.links[stage][starts]]
-        else:
-            evened_loads = [busiest]
-        for load in evened_loads:
-            penalty = penalty + np.square(np.where(allowed, load, 0.0) / unit)
-        return np.where(allowed, penalty, np.inf)
+        load = stage_sums(self.seconds[stage], longest)
+        incoming, outgoing = at_starts(self.links[stage], longest), self.links[stage + 1, 1:, None]
+        busiest = busiest_of(load, incoming, outgoing, overlap=self.overlap)
+        starts = np.arange(1, self.layers + 1)[:, None] - np.arange(longest, 0, -1)
+        busiest = np.where(starts >= earliest[1:, None], busiest, np.inf)
+        return busiest, [load, incoming] if self.overlap else [busiest]
 
 
 def _chain(

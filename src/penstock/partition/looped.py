@@ -13,11 +13,11 @@ from typing import NamedTuple, Unpack
 
 import numpy as np
 
+from penstock.compiled import run
 from penstock.errors import PartitionError
 from penstock.partition.bottleneck import ROUNDING, minimax
 from penstock.partition.dp_loops import Placed, RankLoads, share
 from penstock.partition.folded import folded
-from penstock.partition.numba_switch import run
 from penstock.partition.placement_costs import PlacedOptions, Placement, placement
 from penstock.partition.uniform import partition_uniform
 from penstock.partition.validation import Costs, Floats
@@ -33,6 +33,9 @@ NO_CUT = np.empty((1, 0), np.int64)
 #: Maximum number of sweeps over all windows of stages, and number of restarts from a randomly
 #: perturbed cut.
 SWEEPS, RESTARTS = 30, 6
+
+#: Number of windows that a search cuts, about.
+WINDOWS = 1000
 
 #: Layers x stages above which there are no restarts, because the search takes long without them.
 NO_RESTARTS_ABOVE = 30_000
@@ -288,8 +291,9 @@ def _cut_window(
         """Return the value and the stage ends of the best cut; `goal` as in `share`."""
         values = np.full((count + 1, chain.layers + 1), np.inf)
         choices = np.zeros((count + 1, chain.layers + 1), np.int64)
-        work = 1000 * (stop - start) ** 2 / count
-        run(share, work, placed, other_loads, (start, stop), goal, values, choices)
+        work = (stop - start) ** 2 / count
+        arguments = (placed, other_loads, (start, stop), goal, values, choices)
+        run(share, work, *arguments, calls=WINDOWS)
         stage_ends = [stop]
         for stage in range(count, 1, -1):
             stage_ends.append(int(choices[stage, stage_ends[-1]]))

@@ -10,10 +10,10 @@ from typing import NamedTuple, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from penstock.compiled import run
 from penstock.errors import PartitionError
 from penstock.partition.bottleneck import ROUNDING
 from penstock.partition.limited import limited
-from penstock.partition.numba_switch import run
 from penstock.partition.reachability_loops import reach, reach_furthest
 from penstock.partition.validation import Costs, Floats, check_costs, numbers_of, rows_of, sums_of
 
@@ -185,7 +185,7 @@ class _Chain:
         return self._search_furthest(far, states) if states <= STATES else self._beam_search(far)
 
     def _search_pairs(self, far: Ints, free: Ints, states: int) -> list[int] | None:
-        """Search all pairs of (ranks used per kind, layer); arguments as in `kind_loops.reach`."""
+        """Search all pairs of (ranks used per kind, layer); arguments as in `reach`."""
         reached = np.zeros((states, self.layers + 1), np.int8)
         state = run(reach, 16 * states * self.layers, far, free, self.counts, reached)
         if state < 0:

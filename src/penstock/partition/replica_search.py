@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from penstock.compiled import run
 from penstock.errors import PartitionError
+from penstock.partition.chain_dp import SUM, best_cut
 from penstock.partition.dp_loops import Tables, fewest_ranks, least_with
-from penstock.partition.numba_switch import run
 from penstock.partition.validation import Floats, check_costs
 
 Ints = npt.NDArray[np.int64]
@@ -29,7 +30,7 @@ NO_LIMIT: Ints = np.empty((0, 0, 0), np.int64)
 class Chain:
     """A table of stage costs and its limits, in the form that the loops read.
 
-    table, most_ranks, most_stages: see `loops.Tables`.
+    table, most_ranks, most_stages: see `dp_loops.Tables`.
     links: seconds of the cut before every layer and at the end, 0 at both ends.
     """
 
@@ -54,9 +55,9 @@ class Chain:
         return Tables(self.table, self.links, self.most_ranks, self.most_stages)
 
     @property
-    def _turns(self) -> float:
-        """Approximate number of innermost iterations of the search for the least bound."""
-        return self.layers**2 * self.ranks / 8 * 2 * HALVINGS
+    def _iterations(self) -> float:
+        """Approximate number of innermost iterations of `fewest_ranks`."""
+        return self.layers**2 * self.ranks / 8
 
     def entries(self) -> Floats:
         """Return all finite stage seconds of the table."""
@@ -66,11 +67,7 @@ class Chain:
 
     def seconds(self, stages: list[Stage]) -> list[float]:
         """Return the seconds of each of these stages."""
-        times, first = [], 0
-        for length, replicas in stages:
-            times.append(float(self.table[first, first + length, replicas]))
-            first += length
-        return times
+        return seconds_of(self.table, stages)
 
     def below(self, stages: int) -> Chain:
         """Return the chain of a stage that is the `stages`-th from the end, itself included.
@@ -108,10 +105,11 @@ class Chain:
         """
         fewest = [np.full(self.layers + 1, self.ranks + 1)]
         fewest[0][-1] = 0
-        work = self._turns * (stages or 1)
+        calls = 2 * HALVINGS * (stages or 1)
         for count in range(1, (stages or self.layers) + 1):
             fewest.append(np.full(self.layers + 1, self.ranks + 1))
-            run(fewest_ranks, work, self.tables, bound, count, fewest[-2], fewest[-1])
+            arguments = (self.tables, bound, count, fewest[-2], fewest[-1])
+            run(fewest_ranks, self._iterations, *arguments, calls=calls)
             if stages is None and fewest[-1][0] <= self.ranks:
                 break
         return fewest
@@ -122,7 +120,8 @@ class Chain:
             return bool(self.fewest_per_count(bound, stages)[-1][0] <= self.ranks)
         fewest = np.full(self.layers + 1, self.ranks + 1)
         fewest[-1] = 0
-        run(fewest_ranks, self._turns, self.tables, bound, 0, fewest, fewest)
+        arguments = (self.tables, bound, 0, fewest, fewest)
+        run(fewest_ranks, self._iterations, *arguments, calls=2 * HALVINGS)
         return bool(fewest[0] <= self.ranks)
 
     def search(self, stages: int | None) -> tuple[float, list[Stage]] | None:
@@ -176,31 +175,26 @@ class Chain:
         None if the ranks cannot all be placed.
         """
         edges = np.cumsum([0] + [length for length, _ in stages])
-        replicas, unit = np.arange(self.ranks + 1), bound or 1.0
-        least, choices = np.full(self.ranks + 1, np.inf), []
-        least[0] = 0.0
-        for index in range(len(stages) - 1, -1, -1):
+        unit = bound or 1.0
+
+        # The ranks are a chain too: `best_cut` cuts it from the last stage to the first. Row r is
+        # the stage that has r + 1 ranks together with all later ones.
+        def squares(step: int) -> Floats:
+            """Return the table of the stage that is the `step`-th from the end."""
+            index = len(stages) - 1 - step
             first, end = edges[index], edges[index + 1]
-            seconds = self.below(len(stages) - index).table[first, end]
-            allowed = (seconds <= bound) & (replicas > 0)
-            relative = np.where(allowed, seconds, 0.0) / unit
-            squares = np.where(allowed, np.square(relative), np.inf)
-            # Row r, column k: the stage on k of the r ranks from it to the end.
-            padded = np.concatenate((np.full(self.ranks, np.inf), least))
-            windows = np.lib.stride_tricks.sliding_window_view(padded, self.ranks + 1)
-            total = windows[:, ::-1] + squares
+            seconds = self.below(step + 1).table[first, end, :0:-1]
+            allowed = seconds <= bound
             if self.most_ranks.size:
-                total[replicas[:, None] > self.most_ranks[first, end]] = np.inf
-            choices.append(total.argmin(axis=1))
-            least = total[replicas, choices[-1]]
-        if least[-1] == np.inf:
+                with_later = np.arange(1, self.ranks + 1)[:, None]
+                allowed = allowed & (with_later <= self.most_ranks[first, end, :0:-1])
+            return np.where(allowed, np.square(np.where(allowed, seconds, 0.0) / unit), np.inf)
+
+        cut = best_cut(squares, len(stages), self.ranks, SUM, longest_last=False)
+        if not cut.lengths:
             return None
-        free_ranks, spread = self.ranks, []
-        for (length, _), choice in zip(stages, reversed(choices), strict=True):
-            stage_ranks = int(choice[free_ranks])
-            spread.append((length, stage_ranks))
-            free_ranks -= stage_ranks
-        return spread
+        lengths = [length for length, _ in stages]
+        return list(zip(lengths, reversed(cut.lengths), strict=True))
 
     # The dynamic program over layers and ranks.
 
@@ -249,7 +243,8 @@ class Chain:
         tables = [table]
         for count in range(1, most + 1):
             tables.append(np.full_like(table, np.inf))
-            run(least_with, work * most, self.tables, bound, count, sums, tables[-2], tables[-1])
+            arguments = (self.tables, bound, count, sums, tables[-2], tables[-1])
+            run(least_with, work, *arguments, calls=most)
         return tables
 
     def _trace_back(
@@ -281,6 +276,15 @@ class Chain:
             stages.append((length, replicas))
             first, ranks, count = first + length, ranks - replicas, count - 1
         return stages
+
+
+def seconds_of(table: Floats, stages: Sequence[Stage]) -> list[float]:
+    """Return the seconds of each of these stages, from the table of all."""
+    times, first = [], 0
+    for length, replicas in stages:
+        times.append(float(table[first, first + length, replicas]))
+        first += length
+    return times
 
 
 def chain_of(

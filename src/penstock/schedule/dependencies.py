@@ -10,17 +10,24 @@ too. A U of a stage with copies waits for those of the other copies (`updates.aw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from penstock.compiled import run
 from penstock.errors import ScheduleError
 from penstock.schedule.arrays import Array, OpArrays, runs
-from penstock.schedule.kernel_dispatch import run
-from penstock.schedule.kernels import Durations, OpGraph, Times
+from penstock.schedule.kernels import (
+    ITERATIONS_PER_OP,
+    Durations,
+    OpGraph,
+    Times,
+    order_ops,
+    time_ops,
+)
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.op_index import OpIndex, raise_missing
 from penstock.schedule.rules import FLOWS, RULES, SLICE_RULES
@@ -44,7 +51,6 @@ class Dependencies:
         column: per op, the position of its (uncut) micro-batch in `numbers`.
         numbers: the numbers of all micro-batches.
         micro_batches: micro-batches of one batch.
-        effort: ops processed in simulations so far; decides when Numba pays off.
         cache: what other modules derive from this once.
     """
 
@@ -59,7 +65,6 @@ class Dependencies:
     column: Array
     numbers: Array
     micro_batches: int
-    effort: int = 0
     cache: dict[object, Any] = field(default_factory=dict)
 
     @property
@@ -141,13 +146,11 @@ class Dependencies:
     def time_ops(self, durations: Durations, times: Times) -> None:
         """Compute `times` where every directed pair of ranks has a link of its own."""
         rank_free, link_free = np.zeros(self.ranks), np.zeros(len(self.links))
-        self.walk("time_ops", self.graph, durations, rank_free, link_free, times)
+        self.walk(time_ops, self.graph, durations, rank_free, link_free, times)
 
-    def walk(self, kernel: str, *arguments: object, vectors: int = 1) -> None:
+    def walk(self, kernel: Callable[..., Any], *arguments: object, vectors: int = 1) -> None:
         """Run a kernel over all ops, for `vectors` cost vectors at once."""
-        work = len(self.ops) * vectors
-        run(kernel, work, self.effort, *arguments)
-        self.effort += work
+        run(kernel, ITERATIONS_PER_OP * len(self.ops) * vectors, *arguments, on_lists=True)
 
 
 def dependencies_of(schedule: Schedule) -> Dependencies:
@@ -235,7 +238,8 @@ class _Builder:
             next_replica=next_replica,
             order=self._no_ops(),
         )
-        run("order_ops", len(ops), 0, graph, pending.copy(), graph.order)
+        work = ITERATIONS_PER_OP * len(ops)
+        run(order_ops, work, graph, pending.copy(), graph.order, on_lists=True)
         column, numbers = self.index.column, self.index.numbers
         if ops.slicing is not None:
             column = np.array(ops.slicing.micro_batch_of)[column]

@@ -7,7 +7,7 @@ from typing import Literal, final
 
 from penstock.plan.plan import Objective, Option, Recompute
 
-__all__ = ["Objective", "Proposal"]
+__all__ = ["Objective", "Proposal", "replica_options"]
 
 
 @final
@@ -46,3 +46,16 @@ class Proposal:
         """Number of whole pipelines, or of ranks per stage."""
         replicas = dict(self.options).get("replicas", 1)
         return replicas if isinstance(replicas, (int, tuple)) else 1
+
+
+def replica_options(replicas: int | tuple[int, ...]) -> tuple[tuple[str, Option], ...]:
+    """Return the option of a schedule for replicas; none where every stage is on one rank.
+
+    >>> replica_options(1), replica_options((1, 1)), replica_options((2, 1))
+    ((), (), (('replicas', (2, 1)),))
+
+    Args:
+        replicas: number of whole pipelines, or of ranks per stage.
+    """
+    numbers = {replicas} if isinstance(replicas, int) else set(replicas)
+    return () if numbers == {1} else (("replicas", replicas),)

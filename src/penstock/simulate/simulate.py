@@ -7,7 +7,7 @@ import numpy as np
 from penstock.event import EventArrays, Timeline, TransferArrays
 from penstock.schedule.arrays import Array
 from penstock.schedule.dependencies import Dependencies, acyclic_dependencies_of
-from penstock.schedule.kernels import Durations, Times
+from penstock.schedule.kernels import Durations, Times, time_ops_contended
 from penstock.schedule.op import Schedule
 from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import Costs
@@ -109,9 +109,7 @@ def times_of(tables: Tables, seconds: Array, overlap: bool, links: str) -> Times
         graph = dependencies.graph._replace(link=medium)
         pending, ready = dependencies.pending.copy(), np.zeros(count)
         medium_free = np.zeros(int(medium.max(initial=-1)) + 1)
-        dependencies.walk(
-            "time_ops_contended", graph, durations, pending, ready, medium_free, times
-        )
+        dependencies.walk(time_ops_contended, graph, durations, pending, ready, medium_free, times)
     return times
 
 

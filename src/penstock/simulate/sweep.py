@@ -9,11 +9,18 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
+from penstock.compiled import compiled, is_worth_compiling
 from penstock.errors import SettingError
 from penstock.schedule.arrays import Array, runs
 from penstock.schedule.dependencies import acyclic_dependencies_of, number_keys
-from penstock.schedule.kernel_dispatch import WORTH_LOADING, load_compiled
-from penstock.schedule.kernels import Durations, OpGraph, RankSpans, Times
+from penstock.schedule.kernels import (
+    ITERATIONS_PER_OP,
+    Durations,
+    OpGraph,
+    RankSpans,
+    Times,
+    time_vectors,
+)
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Schedule
 from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import FIELDS, LINKS, Costs
@@ -156,12 +163,13 @@ class _Batch:
         dependencies, amounts = self.tables.dependencies, self.tables.amounts
         table = self.tables.seconds
         seconds = np.broadcast_to(table, (amounts.vectors, table.shape[1]))
-        compiled = (
-            self.links == "duplex"
-            and len(dependencies.ops) * amounts.vectors >= WORTH_LOADING
-            and load_compiled() is not None
-        )
-        makespan, span = self._in_chunks(seconds) if compiled else self._one_by_one(seconds)
+        work = ITERATIONS_PER_OP * len(dependencies.ops) * amounts.vectors
+        if self.links == "duplex" and is_worth_compiling(time_vectors, work):
+            # Compiled now, since the work of a single chunk may be too short for that.
+            compiled(time_vectors)
+            makespan, span = self._in_chunks(seconds)
+        else:
+            makespan, span = self._one_by_one(seconds)
         is_compute = ~dependencies.ops.of_kind(Kind.U, *ACTIVATION_MOVES)
         busy = self._busy(seconds, np.ones(len(dependencies.ops), bool))
         compute = self._busy(seconds, is_compute)
@@ -213,7 +221,7 @@ class _Batch:
         graph, mark = _sorted_by_order(dependencies.graph), mark[order]
         op_entry, message_entry = self.tables.op_entry[order], self.tables.message_entry[order]
         least, most = _CHUNK_VECTORS
-        width = min(max(_CHUNK_NUMBERS // ops, least), most)
+        width = min(max(_CHUNK_NUMBERS // max(ops, 1), least), most)
         arrived = np.zeros((ops, width))
         makespan, span = np.zeros(count), np.zeros(count)
         for low in range(0, count, width):
@@ -226,7 +234,7 @@ class _Batch:
             rank_free = np.zeros((ranks + 1, width))
             link_free = np.zeros((len(dependencies.links), width))
             arguments = (graph, durations, rank_free, link_free, arrived, spans)
-            dependencies.walk("time_vectors", *arguments, vectors=width)
+            dependencies.walk(time_vectors, *arguments, vectors=width)
             makespan[chunk] = spans.makespan
             span[chunk] = (spans.last - spans.first).max(axis=0, initial=0.0)
         return makespan, span

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.compiled import compiled
 from penstock.synthesis.arrays import Encoding, Floats, Ints, Spec, Workspace
 from penstock.synthesis.evaluate import evaluate, is_valid
-from penstock.synthesis.numba_compile import compiled
 
 
 class AnnealSettings(NamedTuple):

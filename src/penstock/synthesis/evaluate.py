@@ -7,8 +7,8 @@ counting; the tests compare both.
 
 from __future__ import annotations
 
+from penstock.compiled import compiled
 from penstock.synthesis.arrays import HOLD, UP, UPDATE, Encoding, Floats, Spec, Workspace
-from penstock.synthesis.numba_compile import compiled
 
 
 @compiled

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.compiled import compiled
 from penstock.synthesis.arrays import HOLD, UP, Encoding, Floats, Ints, Spec, Workspace
 from penstock.synthesis.evaluate import end_of_updates, reset, send
-from penstock.synthesis.numba_compile import compiled
 
 
 class Rule(NamedTuple):

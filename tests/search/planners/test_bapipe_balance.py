@@ -11,7 +11,6 @@ from penstock.search.planners.bapipe_balance import (
     balanced_lengths,
     coarse_boundaries,
     fractional_cut,
-    ideal_seconds,
     tune_memory,
 )
 
@@ -96,7 +95,7 @@ def test_where_accelerators_differ_by_a_factor_the_ideal_is_reached_by_splitting
     """T* = 1 / sum(1 / T^n)."""
     seconds = [[factor * layer for layer in layers] for factor in factors]
     assert fractional_cut(seconds)[0] == pytest.approx(
-        ideal_seconds([sum(row) for row in seconds]), rel=1e-6
+        1 / sum(1 / sum(row) for row in seconds), rel=1e-6
     )
 
 

@@ -3,13 +3,13 @@
 from itertools import accumulate
 
 import pytest
+from tests.search.planners.dapple_latency import latency
 
 from penstock.cluster.cluster import Cluster
 from penstock.cluster.device import Device, Link
 from penstock.errors import PlanError
 from penstock.search.catalogue import plan
 from penstock.search.planners.dapple import warm_up_of_policy_b
-from penstock.search.planners.dapple_latency import latency
 
 
 def cluster_of(ranks, per_node=1, inside=1e7, between=1e6, memory=10**12, names=("d",)):

@@ -2,12 +2,14 @@
 describes.
 """
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.search.planners.dapple_latency import latency
 
 from penstock.schedule.catalogue import schedule
-from penstock.search.planners.dapple_latency import latency
+from penstock.search.planners_dapple import extend_kernel
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
@@ -29,6 +31,15 @@ def test_the_parts_are_the_papers_formulas_at_the_pivot(rows, micro_batches):
     endings = [reduce[s] + sum(backward[s : q + 1]) for s in range(q + 1)]
     endings += [reduce[s] - sum(backward[q : s + 1]) for s in range(q + 1, len(reduce))]
     assert found.ending_s == pytest.approx(max(endings))
+
+
+@settings(max_examples=100, deadline=None)
+@given(stages, st.integers(1, 40))
+def test_the_kernel_of_the_search_gives_the_same(rows, micro_batches):
+    """It takes sums as it walks, where the formula sums anew for every stage."""
+    arrays = [np.array(row) for row in rows]
+    seconds = extend_kernel.latency(*arrays, len(rows[0]), micro_batches)
+    assert seconds == pytest.approx(latency(*rows, micro_batches).seconds)
 
 
 @settings(max_examples=100, deadline=None)

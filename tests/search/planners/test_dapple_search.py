@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.search.planners.dapple_latency import latency
 
-from penstock.search.planners.dapple_latency import latency
 from penstock.search.planners.dapple_places import Network, placements
 from penstock.search.planners.dapple_search import Placed, Task, devices_of, search
 from penstock.search.planners.layer_costs import LayerCosts

@@ -1,17 +1,13 @@
 """HetPipe's planner: virtual workers, their orders, and the cut."""
 
-from itertools import accumulate, combinations, pairwise, permutations
+from itertools import accumulate, permutations
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from penstock.cluster.cluster import Cluster
 from penstock.cluster.device import Device, Link
 from penstock.errors import PlanError
 from penstock.search.catalogue import plan
-from penstock.search.planners.hetpipe import minimax
 from penstock.search.planners.hetpipe_allocation import allocations, orders
 
 #: The paper's four kinds: TITAN V, TITAN RTX, RTX 2060, Quadro P4000; memory and speed.
@@ -75,39 +71,6 @@ def test_with_too_many_orders_those_by_memory_and_speed_are_tried():
     """Sixteen devices in one virtual worker have 63 million orders."""
     found = orders(PAPER, (tuple(range(16)),), SPEEDS)
     assert 2 <= len(found) <= 4
-
-
-tables = st.integers(1, 6).flatmap(
-    lambda n: st.lists(
-        st.tuples(st.lists(st.floats(0.1, 5), min_size=n, max_size=n), st.floats(1, 12)),
-        min_size=1,
-        max_size=min(n, 4),
-    )
-)
-
-
-@settings(max_examples=80, deadline=None)
-@given(tables)
-def test_the_cut_is_the_best_of_all_that_fit(rows):
-    """Heterogeneous stages, each with a limit of its own: the paper's integer program, by
-    enumeration.
-    """
-    n = len(rows[0][0])
-    times, fits = [], []
-    for seconds, limit in rows:
-        sums = np.array(
-            [[sum(seconds[i : j + 1]) if j >= i else np.inf for j in range(n)] for i in range(n)]
-        )
-        times.append(sums)
-        fits.append(np.array([[j - i + 1 <= limit / 3 for j in range(n)] for i in range(n)]))
-    best = np.inf
-    for cuts in combinations(range(1, n), len(rows) - 1):
-        spans = list(pairwise((0, *cuts, n)))
-        if all(fits[s][a, b - 1] for s, (a, b) in enumerate(spans)):
-            best = min(best, max(times[s][a, b - 1] for s, (a, b) in enumerate(spans)))
-    lengths, slowest = minimax(times, fits)
-    assert slowest == pytest.approx(best)
-    assert (sum(lengths) == n) == np.isfinite(best)
 
 
 def objective(profile, cluster, found):

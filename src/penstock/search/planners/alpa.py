@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.cluster.cluster import Cluster
-from penstock.errors import PlanError
+from penstock.partition.replica_search import seconds_of
 from penstock.partition.replicated import replicated_sum
 from penstock.plan.plan import Plan
-from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts, Numbers
 from penstock.search.planners.replicated_stages import (
@@ -20,11 +19,13 @@ from penstock.search.planners.replicated_stages import (
     least_memory,
     likely_counts,
     pack_devices,
+    plan_of_least,
+    replicated_proposal,
+    sync_seconds,
 )
-from penstock.search.planners.scope import check_alike, check_scope, nodes_of, quickest
+from penstock.search.planners.scope import check_alike, check_scope, nodes_of
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
-from penstock.simulate.plan_costs import all_reduce_seconds
 
 #: Maximum number of steps of the dynamic program, (layers x devices)^2: of one, and of all that are
 #: searched together.
@@ -58,14 +59,13 @@ def alpa(request: PlanRequest) -> Plan:
     check_alike(request, "alpa")
     steps = float(len(request.profile) * request.cluster.ranks) ** 2
     check_size("alpa", steps, MOST_STEPS, "(layers x devices)^2")
-    candidates = sorted(_proposals(request, steps), key=lambda candidate: candidate[0])
-    if not candidates:
-        raise PlanError(
-            f"alpa finds no stages of {len(request.profile)} layers for submeshes of "
-            f"{request.cluster.ranks} devices that fit the memory and have a micro-batch for each "
-            "device: give more micro-batches, or other devices"
-        )
-    return best_plan(request, quickest([proposal for _, proposal in candidates]))
+    return plan_of_least(
+        request,
+        _proposals(request, steps),
+        f"alpa finds no stages of {len(request.profile)} layers for submeshes of "
+        f"{request.cluster.ranks} devices that fit the memory and have a micro-batch for each "
+        "device: give more micro-batches, or other devices",
+    )
 
 
 def _proposals(request: PlanRequest, steps: float) -> Iterator[tuple[float, Proposal]]:
@@ -80,24 +80,11 @@ def _proposals(request: PlanRequest, steps: float) -> Iterator[tuple[float, Prop
             )
         if cut is None:
             continue
-        lengths, sizes = (tuple(numbers) for numbers in zip(*cut, strict=True))
-        ends = np.cumsum(lengths)
-        times = [
-            float(table[end - n, end, size])
-            for end, n, size in zip(ends, lengths, sizes, strict=True)
-        ]
+        times = seconds_of(table, cut)
         value = sum(times) + (count - 1) * max(times)
-        yield (
-            value,
-            Proposal(
-                lengths,
-                "1f1b",
-                count,
-                () if set(sizes) == {1} else (("replicas", sizes),),
-                devices=pack_devices(request.cluster, sizes),
-                objective=Objective("sum of t + (B - 1) max t", value, "s"),
-            ),
-        )
+        devices = pack_devices(request.cluster, [size for _, size in cut])
+        objective = Objective("sum of t + (B - 1) max t", value, "s")
+        yield value, replicated_proposal(cut, count, devices, objective)
 
 
 def submeshes(cluster: Cluster) -> list[int]:
@@ -130,12 +117,7 @@ def tables(
     for size in submeshes(request.cluster):
         if size > min(request.copies_allowed, count):
             continue
-        # A sync is linear in the bytes: a latency, and seconds per byte.
-        fixed = all_reduce_seconds(order[:size], 0.0, request.cluster)
-        per_byte = (all_reduce_seconds(order[:size], 1e9, request.cluster) - fixed) / 1e9
-        sync_s = np.where(
-            ranges.parameter_bytes > 0, fixed + per_byte * ranges.parameter_bytes, 0.0
-        )
+        sync_s = sync_seconds(order[:size], ranges.parameter_bytes, request.cluster)
         table[:, :, size] = ranges.seconds / size + sync_s / count
         in_flight = np.where(
             activation_bytes > 0,

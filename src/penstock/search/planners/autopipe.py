@@ -18,7 +18,7 @@ from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.autopipe_path import Path, critical_path
 from penstock.search.planners.cut_only import allowed, counts_of, stages_of
-from penstock.search.planners.layer_costs import LayerCosts
+from penstock.search.planners.layer_costs import LayerCosts, stage_totals
 from penstock.search.planners.scope import check_alike, check_scope
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
@@ -131,11 +131,7 @@ def search(
 
     def evaluate(cut: Cut) -> CutPath:
         """Return a cut with its critical path."""
-        stage_forward, stage_backward, start = [], [], 0
-        for length in cut:
-            stage_forward.append(sum(forward[start : start + length]))
-            stage_backward.append(sum(backward[start : start + length]))
-            start += length
+        stage_forward, stage_backward = stage_totals(forward, cut), stage_totals(backward, cut)
         return CutPath(cut, critical_path(stage_forward, stage_backward, transfer_s))
 
     first = evaluate(tuple(minimax(loads, stages)))

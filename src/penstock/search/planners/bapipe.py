@@ -20,6 +20,7 @@ from penstock.search.planners.bapipe_balance import (
     tune_memory,
 )
 from penstock.search.planners.bapipe_table import AS, Row, S, Stages
+from penstock.search.planners.cut_only import stages_of
 from penstock.search.planners.layer_costs import LayerCosts, Numbers, before
 from penstock.search.planners.scope import check_scope
 from penstock.search.proposal import Objective, Proposal
@@ -155,7 +156,7 @@ def _proposal(candidate: Candidate, *, split: bool) -> Proposal:
 
 def explore(request: PlanRequest, rows: dict[str, Callable[[Stages], Row]]) -> Iterator[Candidate]:
     """Yield every schedule with every number of micro-batches, each with its own partition."""
-    stages = request.stages or min(request.cluster.ranks, len(request.profile))
+    stages = stages_of(request)
     if stages > request.cluster.ranks:
         raise PlanError(
             f"bapipe has one stage on every accelerator: {stages} need as many, "

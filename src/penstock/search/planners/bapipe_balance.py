@@ -18,22 +18,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.search.planners.layer_costs import before
+from penstock.partition.chain_dp import MAXIMUM, best_cut, stage_sums
+from penstock.search.planners.layer_costs import Numbers, before
 
 #: Indexed by accelerator, then by layer.
 Seconds = Sequence[Sequence[float]]
-
-
-def ideal_seconds(totals: Sequence[float]) -> float:
-    """Return T*, the seconds of a stage if accelerators share the model ideally.
-
-    Args:
-        totals: per accelerator, its seconds for the whole model.
-
-    >>> ideal_seconds((4.0, 4.0)), ideal_seconds((2.0, 6.0))
-    (2.0, 1.5)
-    """
-    return 1 / sum(1 / total for total in totals) if all(totals) else 0.0
 
 
 def fractional_cut(seconds: Seconds) -> tuple[float, tuple[float, ...]]:
@@ -97,21 +86,14 @@ def balanced_lengths(seconds: Seconds, allowed: Sequence[bool] | None = None) ->
             f"{stages} stages need {stages - 1} cuts, and there are "
             f"{int(allowed_ends[1:layers].sum())} places to cut"
         )
-    best = np.full(layers + 1, np.inf)
-    best[0] = 0.0
-    cuts: list[np.ndarray[tuple[int], np.dtype[np.intp]]] = []
-    for row in seconds:
-        sums = before(tuple(row))
-        stage = sums[None, :] - sums[:, None]  # [start, stop]
-        stage[np.tril_indices(layers + 1)] = np.inf
-        slowest = np.maximum(best[:, None], stage)
-        slowest[:, ~allowed_ends] = np.inf
-        cuts.append(slowest.argmin(axis=0))
-        best = slowest.min(axis=0)
-    ends = [layers]
-    for cut in reversed(cuts):
-        ends.append(int(cut[ends[-1]]))
-    return tuple(int(stop - start) for start, stop in zip(ends[:0:-1], ends[-2::-1], strict=True))
+    not_allowed = np.where(allowed_ends[1:], 0.0, np.inf)[:, None]
+
+    def stage_seconds(stage: int) -> Numbers:
+        """Return the table of a stage."""
+        sums = before(tuple(seconds[stage]))
+        return stage_sums(sums, layers - stages + 1) + not_allowed
+
+    return tuple(best_cut(stage_seconds, stages, layers, MAXIMUM).lengths)
 
 
 def coarse_boundaries(hops_s: Sequence[float], stage_s: float, cuts: int) -> list[bool]:

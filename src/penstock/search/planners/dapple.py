@@ -11,14 +11,15 @@ from math import comb, prod
 
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError
-from penstock.plan.plan import Option, Plan
+from penstock.plan.plan import Plan
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.dapple_places import Network
 from penstock.search.planners.dapple_search import Placed, Task, devices_of, search
 from penstock.search.planners.layer_costs import LayerCosts
+from penstock.search.planners.replicated_stages import links_inside
 from penstock.search.planners.scope import check_alike, check_scope, likely, nodes_of, quickest
-from penstock.search.proposal import Objective, Proposal
+from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
 
 #: Size of the search in steps, layers x states of the devices x ways to place a stage: the most
@@ -117,7 +118,7 @@ def network_of(cluster: Cluster) -> Network:
     """Return the links of a cluster as the planner sees them; if the links inside nodes differ, the
     slowest.
     """
-    inside = [cluster.inside, *(link for _, link in cluster.insides)]
+    inside = links_inside(cluster)
     return Network(
         (
             max(link.latency_s for link in inside),
@@ -138,9 +139,7 @@ def _proposals(
     shares = count * max(replicas)
     requested = request.micro_batches
     counts = [shares, count] if requested is None else [requested]
-    basic: tuple[tuple[str, Option], ...] = (
-        () if set(replicas) == {1} else (("replicas", replicas),)
-    )
+    basic = replica_options(replicas)
     options = [basic]
     if _activation_communication_ratio(request, placed, samples) >= NOTABLE:
         options.insert(0, (*basic, ("warm_up", warm_up_of_policy_b(replicas))))

@@ -9,7 +9,7 @@ from penstock.plan.plan import Plan
 from penstock.search.best_plan import plan_proposal
 from penstock.search.catalogue import register
 from penstock.search.planners.scope import check_scope, may_fit
-from penstock.search.proposal import Objective, Proposal
+from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
 
 
@@ -50,13 +50,12 @@ def data_parallel(request: PlanRequest) -> Plan:
 
 def _proposal(request: PlanRequest, ranks: int, micro_batches: int) -> Proposal:
     """Return the proposal for these numbers. With one stage 1F1B and GPipe are the same."""
-    options = (("replicas", ranks),) if ranks > 1 else ()
     name = "gpipe" if request.schedules is not None and "1f1b" not in request.schedules else "1f1b"
     return Proposal(
         (len(request.profile),),
         name,
         micro_batches,
-        options,
+        replica_options(ranks),
         objective=Objective("step", step_seconds(request, ranks, micro_batches), "s"),
     )
 

@@ -9,7 +9,8 @@ from penstock.plan.plan import Plan
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.cut_only import counts_of, method_of, replicas_of, stages_of
-from penstock.search.proposal import Objective, Proposal
+from penstock.search.planners.layer_costs import stage_totals
+from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
 
 
@@ -57,14 +58,10 @@ def _planned(request: PlanRequest, method: str) -> Plan:
     replicas = replicas_of(request, stages)
     lengths = tuple(partition(request.profile, stages, by=method))
     weights, unit = _weights(request, method)
-    sums, start = [], 0
-    for length in lengths:
-        sums.append(sum(weights[start : start + length]))
-        start += length
+    sums = stage_totals(weights, lengths)
     objective = Objective(f"most less fewest {unit} of a stage", float(max(sums) - min(sums)), "1")
-    options = () if replicas == 1 else (("replicas", replicas),)
     proposals = [
-        Proposal(lengths, "1f1b", count, options, objective=objective)
+        Proposal(lengths, "1f1b", count, replica_options(replicas), objective=objective)
         for count in counts_of(request, stages, replicas)
     ]
     return best_plan(request, proposals)

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.partition.chain_dp import SUM, best_cut, stage_sums
 from penstock.plan.plan import Plan
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.cut_only import counts_of, stages_of
-from penstock.search.planners.layer_costs import over_ranges
+from penstock.search.planners.layer_costs import before, stage_totals
 from penstock.search.planners.scope import check_scope
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
@@ -39,7 +40,7 @@ def gpipe(request: PlanRequest) -> Plan:
     for count in counts_of(request, stages):
         costs = request.profile.step_seconds(request.batch / count)
         lengths = least_variance(costs, stages)
-        deviation = float(np.std(_sums(costs, lengths)))
+        deviation = float(np.std(stage_totals(costs, lengths)))
         objective = Objective("standard deviation of the stages' costs", deviation, "s")
         proposals.append(
             Proposal(tuple(lengths), "gpipe", count, recompute="always", objective=objective)
@@ -55,27 +56,6 @@ def least_variance(costs: Sequence[float], stages: int) -> list[int]:
     [2, 2, 1]
     """
     mean = sum(costs) / stages or 1.0
-    squares = np.square(over_ranges(tuple(costs)) / mean)
-    layers = len(costs)
-    least = np.full(layers + 1, np.inf)
-    least[0] = 0.0
-    choices = []
-    for _ in range(stages):
-        # [first, last]: the stages before `first`, and one stage of these layers.
-        total = least[:-1, None] + squares
-        choices.append(total.argmin(axis=0))
-        least = np.concatenate(([np.inf], total.min(axis=0)))
-    end, lengths = layers, []
-    for choice in reversed(choices):
-        first = int(choice[end - 1])
-        lengths.append(end - first)
-        end = first
-    return lengths[::-1]
-
-
-def _sums(costs: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """Return the cost of every stage."""
-    ends = np.cumsum(lengths)
-    return [
-        float(sum(costs[end - length : end])) for length, end in zip(lengths, ends, strict=True)
-    ]
+    sums = before(tuple(costs))
+    squares = np.square(stage_sums(sums, len(costs) - stages + 1) / mean)
+    return best_cut(lambda _: squares, stages, len(costs), SUM).lengths

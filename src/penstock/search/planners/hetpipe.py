@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import PlanError
-from penstock.plan.plan import Option, Plan
+from penstock.partition.chain_dp import MAXIMUM, at_starts, best_cut, stage_sums
+from penstock.plan.plan import Plan
 from penstock.schedule.families.pipedream import falling
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.hetpipe_allocation import Allocation, allocations, orders
-from penstock.search.planners.layer_costs import LayerCosts, Numbers, over_ranges
+from penstock.search.planners.layer_costs import LayerCosts, Numbers, before
 from penstock.search.planners.scope import check_scope, quickest
-from penstock.search.proposal import Objective, Proposal
+from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
 
 
@@ -94,9 +96,7 @@ def hetpipe(request: PlanRequest) -> Plan:
 def _proposal(candidate: Candidate, *, asynchronous: bool) -> Proposal:
     """Return a candidate as a proposal."""
     virtual_workers = len(candidate.devices)
-    options: tuple[tuple[str, Option], ...] = (
-        (("replicas", virtual_workers),) if virtual_workers > 1 else ()
-    )
+    options = replica_options(virtual_workers)
     if asynchronous:
         options = (("virtual_workers", virtual_workers), ("in_flight", candidate.in_flight))
     return Proposal(
@@ -147,7 +147,7 @@ def _speeds(request: PlanRequest) -> list[float]:
 
 
 class _Cutter:
-    """Cuts for one size of micro-batch, with the costs of all ranges of layers."""
+    """Cuts for one size of micro-batch, with the costs of all stages as tables of `chain_dp`."""
 
     def __init__(self, request: PlanRequest, micro_batches: int) -> None:
         self.request, self.micro_batches = request, micro_batches
@@ -156,12 +156,13 @@ class _Cutter:
         for rank in range(request.cluster.ranks):
             profile = request.profile_of(rank)
             if id(profile) not in self.seconds:
-                self.seconds[id(profile)] = over_ranges(LayerCosts.of(profile, samples).seconds)
+                costs = LayerCosts.of(profile, samples)
+                self.seconds[id(profile)] = stage_sums(before(costs.seconds), len(costs))
         self.costs = LayerCosts.of(request.profile, samples)
         # If a batch does not divide evenly, memory has to hold the largest part.
         largest = LayerCosts.of(request.profile, -(-request.batch // micro_batches))
-        self.activations = over_ranges(largest.activation_bytes)
-        self.weights = over_ranges(largest.parameter_bytes)
+        self.activations = stage_sums(before(largest.activation_bytes), len(largest))
+        self.weights = stage_sums(before(largest.parameter_bytes), len(largest))
 
     def cut(self, policy: str, order: Allocation) -> Candidate | None:
         """Return the best cut with as many micro-batches in flight as fit, up to the number of
@@ -172,15 +173,17 @@ class _Cutter:
         # A flush needs no limit: in 1F1B stage s runs no further ahead anyway.
         counts = range(stages, 0, -1) if self.request.asynchronous else (stages,)
         for count in counts:
-            fits = [self.fits(order, stage, count) for stage in range(stages)]
-            lengths, slowest = minimax(times, fits)
+            tables = []
+            for stage in range(stages):
+                tables.append(np.where(self.fits(order, stage, count), times[stage], np.inf))
+            slowest, lengths = best_cut(tables.__getitem__, stages, len(self.costs), MAXIMUM)
             if lengths:
-                return Candidate(policy, order, lengths, self.micro_batches, count, slowest)
+                return Candidate(policy, order, tuple(lengths), self.micro_batches, count, slowest)
         return None
 
     def times(self, order: Allocation) -> list[Numbers]:
-        """Return per stage, [first layer, last layer]: seconds of compute and of its transfers, on
-        the virtual worker that is slowest at it.
+        """Return per stage the table of its seconds of compute and transfers, on the virtual worker
+        that is slowest at it.
         """
         output = np.asarray(self.costs.output_bytes)
         cluster, stages = self.request.cluster, len(order[0])
@@ -193,11 +196,11 @@ class _Cutter:
                 if stage:
                     link = cluster.link(devices[stage - 1], devices[stage])
                     receive_s = link.latency_s + output[:-1] / link.bandwidth_bytes_per_s
-                    seconds[1:] += receive_s[:, None]
+                    seconds += at_starts(np.array([0.0, *receive_s, 0.0]), len(output))
                 if stage + 1 < stages:
                     link = cluster.link(devices[stage], devices[stage + 1])
                     send_s = link.latency_s + output / link.bandwidth_bytes_per_s
-                    seconds += send_s[None, :]
+                    seconds += send_s[:, None]
                 rows.append(seconds)
             times.append(np.max(rows, axis=0))
         return times
@@ -211,11 +214,9 @@ class _Cutter:
             kinds[profiles, links] = devices
         return list(kinds.values())
 
-    def fits(
-        self, order: Allocation, stage: int, count: int
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """Return [first layer, last layer]: whether the stage fits its devices, with `count`
-        micro-batches in flight on the first stage.
+    def fits(self, order: Allocation, stage: int, count: int) -> NDArray[np.bool_]:
+        """Return the table of whether the stage fits its devices, with `count` micro-batches in
+        flight on the first stage.
 
         The stage holds the activations of micro-batches that wait for their backward, a version of
         the weights for every batch of these, gradients and optimizer states.
@@ -228,31 +229,3 @@ class _Cutter:
         limit = min(self.request.memory_bytes(devices[stage]) for devices in order)
         other_state_factor = self.request.state_per_parameter_byte - 1
         return ahead * self.activations + (versions + other_state_factor) * self.weights <= limit
-
-
-def minimax(
-    times: Sequence[Numbers], fits: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.bool_]]]
-) -> tuple[tuple[int, ...], float]:
-    """Return the lengths of the stages whose slowest is fastest, and its time; no lengths if none
-    fit.
-
-    Args:
-        times: per stage, [first layer, last layer], seconds; infinite where last < first.
-        fits: per stage, [first layer, last layer], whether it may have these layers.
-    """
-    layers = len(times[0])
-    best = np.full(layers + 1, np.inf)
-    best[0] = 0.0
-    starts = []
-    for stage_times, stage_fits in zip(times, fits, strict=True):
-        slowest = np.maximum(best[:-1, None], np.where(stage_fits, stage_times, np.inf))
-        starts.append(slowest.argmin(axis=0))
-        best = np.concatenate(([np.inf], slowest.min(axis=0)))
-    if not np.isfinite(best[-1]):
-        return (), float("inf")
-    lengths, stop = [], layers
-    for stage_starts in reversed(starts):
-        start = int(stage_starts[stop - 1])
-        lengths.append(stop - start)
-        stop = start
-    return tuple(reversed(lengths)), float(best[-1])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import final
 
 import numpy as np
@@ -68,3 +70,17 @@ def over_ranges(numbers: tuple[float, ...]) -> Numbers:
     ranges = sums[None, 1:] - sums[:-1, None]
     ranges[np.tril_indices(len(numbers), -1)] = np.inf
     return ranges
+
+
+def ranges_of(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first layer of every stage, and one past its last."""
+    return pairwise(accumulate(lengths, initial=0))
+
+
+def stage_totals(numbers: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """Return the sum of one number per layer over the layers of every stage.
+
+    >>> stage_totals([1, 2, 4], [2, 1])
+    [3, 4]
+    """
+    return [sum(numbers[start:stop]) for start, stop in ranges_of(lengths)]

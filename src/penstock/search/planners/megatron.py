@@ -12,9 +12,9 @@ from penstock.plan.plan import Option, Plan
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.cut_only import allowed, counts_of, replicas_of
-from penstock.search.planners.layer_costs import LayerCosts
+from penstock.search.planners.layer_costs import LayerCosts, stage_totals
 from penstock.search.planners.scope import SIMULATED_FORWARDS, check_alike, check_scope
-from penstock.search.proposal import Objective, Proposal
+from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
 
 #: Numbers of stages per rank that are tried, and number of proposals that are simulated: those with
@@ -105,8 +105,7 @@ def _proposal(
     slots = (virtual * (count // replicas) + width - 1) / virtual
     estimate = slots * _slowest(seconds, lengths, width)
     options: tuple[tuple[str, Option], ...] = () if virtual == 1 else (("chunks", virtual),)
-    if replicas > 1:
-        options += (("replicas", replicas),)
+    options += replica_options(replicas)
     return Proposal(
         lengths,
         "1f1b" if virtual == 1 else "interleaved",
@@ -124,8 +123,7 @@ def _estimate(proposal: Proposal) -> tuple[float, int, int]:
 
 def _slowest(seconds: tuple[float, ...], lengths: tuple[int, ...], width: int) -> float:
     """Return the seconds of a micro-batch on the slowest rank; stage s is on rank s mod width."""
-    busy, start = [0.0] * width, 0
-    for stage, length in enumerate(lengths):
-        busy[stage % width] += sum(seconds[start : start + length])
-        start += length
+    busy = [0.0] * width
+    for stage, stage_s in enumerate(stage_totals(seconds, lengths)):
+        busy[stage % width] += stage_s
     return max(busy)

@@ -13,7 +13,7 @@ from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.pipedream_cut import Level, Rules, hierarchical_cut, spread
-from penstock.search.planners.replicated_stages import slowest_bandwidth
+from penstock.search.planners.replicated_stages import least_memory, links_inside, slowest_bandwidth
 from penstock.search.planners.scope import (
     check_alike,
     check_scope,
@@ -22,7 +22,7 @@ from penstock.search.planners.scope import (
     nodes_of,
     quickest,
 )
-from penstock.search.proposal import Objective, Proposal
+from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
 
 #: Maximum number of steps of the dynamic program, layers^2 x components^2: of one search, about 2
@@ -136,7 +136,7 @@ def _proposal(request: PlanRequest, count: int, *, within_memory: bool) -> tuple
         tuple(stop - start for start, stop, _ in stages),
         name,
         total,
-        () if set(replicas) == {1} else (("replicas", replicas),),
+        replica_options(replicas),
         devices=devices,
         objective=Objective("slowest stage or link for a micro-batch", cut.slowest_s, "s"),
     )
@@ -146,7 +146,7 @@ def _rules(request: PlanRequest, most: int, *, within_memory: bool) -> Rules:
     """Return the limits on a cut of a single level."""
     limit = None
     if within_memory:
-        limit = min(request.memory_bytes(rank) for rank in range(request.cluster.ranks))
+        limit = least_memory(request)
     return Rules(
         straight=most == 1,
         most_replicas=most,
@@ -190,7 +190,6 @@ def _levels(request: PlanRequest) -> tuple[list[Level], list[object]]:
     is_free = request.stages is None and request.max_replicas is None
     if not is_free or len(nodes) == 1 or sizes == {1} or len(sizes) > 1:
         return [Level(cluster.ranks, slowest_bandwidth(cluster))], list(range(cluster.ranks))
-    links = (cluster.inside, *(link for _, link in cluster.insides))
-    inside = min(link.bandwidth_bytes_per_s for link in links)
+    inside = min(link.bandwidth_bytes_per_s for link in links_inside(cluster))
     between = cluster.between.bandwidth_bytes_per_s
     return [Level(sizes.pop(), inside), Level(len(nodes), between)], list(nodes)

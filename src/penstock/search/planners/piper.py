@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import PlanError
+from penstock.partition.replica_search import seconds_of
 from penstock.partition.replicated import replicated_table
 from penstock.plan.plan import Plan, Recompute
-from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.layer_costs import LayerCosts, Numbers
 from penstock.search.planners.replicated_stages import (
@@ -22,9 +22,11 @@ from penstock.search.planners.replicated_stages import (
     least_memory,
     likely_counts,
     pack_devices,
+    plan_of_least,
+    replicated_proposal,
     slowest_bandwidth,
 )
-from penstock.search.planners.scope import check_alike, check_scope, quickest
+from penstock.search.planners.scope import check_alike, check_scope
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 
@@ -59,14 +61,13 @@ def piper(request: PlanRequest) -> Plan:
     check_alike(request, "piper")
     entries = (len(request.profile) + 1) ** 2 * request.cluster.ranks
     check_size("piper", entries, MOST_ENTRIES, "layers^2 x devices")
-    candidates = sorted(_proposals(request, entries), key=lambda candidate: candidate[0])
-    if not candidates:
-        raise PlanError(
-            f"piper finds no way to put {len(request.profile)} layers on the devices of "
-            f"{request.cluster.name}: no stages fit memory of {least_memory(request)} bytes with "
-            "these numbers of micro-batches"
-        )
-    return best_plan(request, quickest([proposal for _, proposal in candidates]))
+    return plan_of_least(
+        request,
+        _proposals(request, entries),
+        f"piper finds no way to put {len(request.profile)} layers on the devices of "
+        f"{request.cluster.name}: no stages fit memory of {least_memory(request)} bytes with "
+        "these numbers of micro-batches",
+    )
 
 
 def _proposals(request: PlanRequest, entries: float) -> Iterator[tuple[float, Proposal]]:
@@ -85,24 +86,11 @@ def _proposals(request: PlanRequest, entries: float) -> Iterator[tuple[float, Pr
             )
             if cut is None:
                 continue
-            lengths, replicas = (tuple(numbers) for numbers in zip(*cut, strict=True))
-            ends = np.cumsum(lengths)
-            slowest = max(
-                float(table[end - n, end, d])
-                for end, n, d in zip(ends, lengths, replicas, strict=True)
-            )
-            yield (
-                count * slowest + sum(costs.seconds),
-                Proposal(
-                    lengths,
-                    "1f1b",
-                    count,
-                    () if set(replicas) == {1} else (("replicas", replicas),),
-                    recompute=recompute,
-                    devices=pack_devices(request.cluster, replicas),
-                    objective=Objective("slowest stage's time per micro-batch", slowest, "s"),
-                ),
-            )
+            slowest = max(seconds_of(table, cut))
+            devices = pack_devices(request.cluster, [replicas for _, replicas in cut])
+            objective = Objective("slowest stage's time per micro-batch", slowest, "s")
+            proposal = replicated_proposal(cut, count, devices, objective)
+            yield count * slowest + sum(costs.seconds), replace(proposal, recompute=recompute)
 
 
 def tables(

@@ -1,11 +1,11 @@
 """Helpers for planners whose stages may each be on several devices: costs of all possible stages,
-and the choice of their devices.
+the choice of their devices, and the way from stages to a plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -14,10 +14,15 @@ from typing import final
 import numpy as np
 
 from penstock.cluster.cluster import Cluster
+from penstock.cluster.device import Link
 from penstock.errors import PlanError
-from penstock.search.planners.layer_costs import LayerCosts, Numbers, before
-from penstock.search.planners.scope import nodes_of
+from penstock.plan.plan import Plan
+from penstock.search.best_plan import best_plan
+from penstock.search.planners.layer_costs import LayerCosts, Numbers, before, ranges_of
+from penstock.search.planners.scope import nodes_of, quickest
+from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
+from penstock.simulate.plan_costs import all_reduce_seconds
 
 
 @final
@@ -85,11 +90,14 @@ def likely_counts(request: PlanRequest, work: float, most: float) -> list[int]:
     return sorted(nearest[: max(1, int(most / work))])
 
 
+def links_inside(cluster: Cluster) -> list[Link]:
+    """Return the different links inside nodes."""
+    return [cluster.inside, *(link for _, link in cluster.insides)]
+
+
 def slowest_bandwidth(cluster: Cluster) -> float:
     """Return the bytes per second of the slowest link that is used."""
-    links = []
-    if cluster.nodes < cluster.ranks:
-        links += [cluster.inside, *(link for _, link in cluster.insides)]
+    links = links_inside(cluster) if cluster.nodes < cluster.ranks else []
     if cluster.nodes > 1:
         links.append(cluster.between)
     return min(link.bandwidth_bytes_per_s for link in links or [cluster.inside])
@@ -144,9 +152,37 @@ def _spans_fewest_nodes(
     return True
 
 
-def ranges_of(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first layer of every stage, and one past its last."""
-    start = 0
-    for length in lengths:
-        yield start, start + length
-        start += length
+def sync_seconds(group: Sequence[int], parameter_bytes: Numbers, cluster: Cluster) -> Numbers:
+    """Return the seconds in which a group of devices sums its gradients, for each number of bytes.
+
+    They are linear in the bytes: a latency, and seconds per byte.
+    """
+    fixed = all_reduce_seconds(group, 0.0, cluster)
+    per_byte = (all_reduce_seconds(group, 1e9, cluster) - fixed) / 1e9
+    return np.where(parameter_bytes > 0, fixed + per_byte * parameter_bytes, 0.0)
+
+
+def replicated_proposal(
+    stages: Sequence[tuple[int, int]],
+    micro_batches: int,
+    devices: tuple[int, ...],
+    objective: Objective,
+) -> Proposal:
+    """Return 1F1B on stages of these numbers of layers and of devices."""
+    lengths, replicas = (tuple(numbers) for numbers in zip(*stages, strict=True))
+    options = replica_options(replicas)
+    return Proposal(lengths, "1f1b", micro_batches, options, devices=devices, objective=objective)
+
+
+def plan_of_least(
+    request: PlanRequest, estimated: Iterable[tuple[float, Proposal]], refusal: str
+) -> Plan:
+    """Return the best plan of the proposals with the least estimates, which are simulated.
+
+    Raises:
+        PlanError: there are no proposals; `refusal` is the message. Or nothing fits.
+    """
+    candidates = sorted(estimated, key=lambda candidate: candidate[0])
+    if not candidates:
+        raise PlanError(refusal)
+    return best_plan(request, quickest([proposal for _, proposal in candidates]))

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from penstock.errors import PlanError
 from penstock.plan.plan import Plan
-from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
-from penstock.search.planners.layer_costs import LayerCosts
-from penstock.search.planners.replicated_stages import check_size, likely_counts, ranges_of
-from penstock.search.planners.scope import check_alike, check_scope, quickest
+from penstock.search.planners.layer_costs import LayerCosts, ranges_of
+from penstock.search.planners.replicated_stages import (
+    check_size,
+    likely_counts,
+    plan_of_least,
+    replicated_proposal,
+)
+from penstock.search.planners.scope import check_alike, check_scope
 from penstock.search.planners.spp_cut import Loads, Stages, least_load
 from penstock.search.planners.spp_execution import makespan
 from penstock.search.planners.spp_order import device_order
@@ -53,13 +56,12 @@ def spp(request: PlanRequest) -> Plan:
     check_size("spp", devices, MOST_DEVICES, "devices")
     check_size("spp", layers, MOST_LAYERS, "layers")
     steps = float(min(devices, layers) * devices**2 * layers**2)
-    candidates = sorted(_proposals(request, steps), key=lambda candidate: candidate[0])
-    if not candidates:
-        raise PlanError(
-            f"spp finds no stages of {layers} layers for all {devices} devices, each copy with a "
-            "micro-batch: give more micro-batches, or other devices"
-        )
-    return best_plan(request, quickest([proposal for _, proposal in candidates]))
+    return plan_of_least(
+        request,
+        _proposals(request, steps),
+        f"spp finds no stages of {layers} layers for all {devices} devices, each copy with a "
+        "micro-batch: give more micro-batches, or other devices",
+    )
 
 
 def _proposals(request: PlanRequest, steps: float) -> Iterator[tuple[float, Proposal]]:
@@ -76,18 +78,8 @@ def _proposals(request: PlanRequest, steps: float) -> Iterator[tuple[float, Prop
         if best is None:
             continue
         seconds, stages = best
-        lengths, replicas = (tuple(numbers) for numbers in zip(*stages, strict=True))
-        yield (
-            seconds,
-            Proposal(
-                lengths,
-                "1f1b",
-                count,
-                () if set(replicas) == {1} else (("replicas", replicas),),
-                devices=order,
-                objective=Objective("makespan of the list schedule", seconds, "s"),
-            ),
-        )
+        objective = Objective("makespan of the list schedule", seconds, "s")
+        yield seconds, replicated_proposal(stages, count, order, objective)
 
 
 def _least_makespan(

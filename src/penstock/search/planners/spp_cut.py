@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.cluster.cluster import Cluster
 from penstock.search.planners.layer_costs import LayerCosts, Numbers
-from penstock.search.planners.replicated_stages import Ranges
-from penstock.simulate.plan_costs import all_reduce_seconds
+from penstock.search.planners.replicated_stages import Ranges, sync_seconds
 
 #: Numbers of layers, or of devices, indexed by layers, devices and replicas.
 Choices = NDArray[np.int16]
@@ -64,10 +63,7 @@ class Loads:
     def sync(self, place: int, replicas: int) -> Numbers:
         """Return the seconds of a stage's gradient sync, shape (layers + 1, layers + 1)."""
         group = self.order[place - replicas : place]
-        fixed = all_reduce_seconds(group, 0.0, self.cluster)
-        per_byte = (all_reduce_seconds(group, 1e9, self.cluster) - fixed) / 1e9
-        weights = self.ranges.parameter_bytes
-        return np.where(weights > 0, fixed + per_byte * weights, 0.0)
+        return sync_seconds(group, self.ranges.parameter_bytes, self.cluster)
 
     def channel(self, place: int, replicas_before: int, replicas: int) -> Numbers:
         """Return the seconds one way over the cut before each layer, from the devices before

@@ -9,6 +9,7 @@ from penstock.plan.plan import Plan
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.cut_only import counts_of, method_of, stages_of
+from penstock.search.planners.layer_costs import stage_totals
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 
@@ -95,8 +96,5 @@ def imbalance(costs: Sequence[float], lengths: Sequence[int]) -> float:
     if cheapest == dearest:
         return 0.0
     scaled = [(cost - cheapest) / (dearest - cheapest) for cost in costs]
-    sums, start = [], 0
-    for length in lengths:
-        sums.append(sum(scaled[start : start + length]))
-        start += length
+    sums = stage_totals(scaled, lengths)
     return float(max(sums) - min(sums))

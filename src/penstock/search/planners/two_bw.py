@@ -13,9 +13,10 @@ from penstock.plan.plan import Plan
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.bapipe_balance import balanced_lengths
-from penstock.search.planners.layer_costs import LayerCosts
+from penstock.search.planners.layer_costs import LayerCosts, ranges_of, stage_totals
+from penstock.search.planners.replicated_stages import least_memory
 from penstock.search.planners.scope import check_alike, check_scope, quickest
-from penstock.search.proposal import Objective, Proposal
+from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
 from penstock.units import format_bytes
 
@@ -84,10 +85,9 @@ def two_bw(request: PlanRequest) -> Plan:
 def _infeasible_message(request: PlanRequest) -> str:
     """Return the message of the error if no shape fits."""
     depth = "" if request.stages is None else f" in {request.stages} stages"
-    least = min(request.memory_bytes(rank) for rank in range(request.cluster.ranks))
     return (
         f"2bw finds no width and depth{depth} for {request.cluster.ranks} devices with "
-        f"{format_bytes(least)} each: a batch of {request.batch} must have as many micro-batches "
+        f"{format_bytes(least_memory(request))} each: a batch of {request.batch} must have as many micro-batches "
         "for each pipeline as it has stages, and with its cost functions none of that fits. Use "
         "more devices, or a larger batch"
     )
@@ -100,7 +100,7 @@ def _proposal(shape: Shape, name: str) -> Proposal:
         shape.lengths,
         name,
         shape.width * shape.micro_batches,
-        (("replicas", shape.width),) if shape.width > 1 else (),
+        replica_options(shape.width),
         recompute=recompute,
         objective=Objective("seconds of a batch, full", shape.step_s, "s"),
     )
@@ -136,7 +136,7 @@ def _largest_micro_batch(
         return None
     else:
         sizes = [-(-request.batch // request.micro_batches)]
-    limit = min(request.memory_bytes(rank) for rank in range(request.cluster.ranks))
+    limit = least_memory(request)
     for size in reversed(sizes):
         if request.micro_batches is None:
             count = -(-request.batch // (width * size))
@@ -188,9 +188,8 @@ def seconds(
     over the pipelines. Stage i is on ranks i, i + depth, i + 2 depth, …
     """
     cluster, depth = request.cluster, len(lengths)
-    slowest, start = 0.0, 0
-    for stage, length in enumerate(lengths):
-        stop = start + length
+    slowest = 0.0
+    for stage, (start, stop) in enumerate(ranges_of(lengths)):
         ranks = [pipeline * depth + stage for pipeline in range(width)]
         stage_s = sum(costs.seconds[start:stop]) * (EXTRA if recompute else 1.0)
         if stage + 1 < depth:
@@ -202,7 +201,7 @@ def seconds(
             ring = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
             hop_s = max(cluster.transfer_seconds(piece, rank, other) for rank, other in ring)
             sync_s = 2 * (width - 1) * hop_s
-        slowest, start = max(slowest, stage_s, sync_s / micro_batches), stop
+        slowest = max(slowest, stage_s, sync_s / micro_batches)
     return slowest
 
 
@@ -220,16 +219,9 @@ def memory(
     Gradients and optimizer states, which the paper's functions leave out, count
     `other_state_factor` times the weights in addition.
     """
-    depth, start = len(lengths), 0
-    activations, weights, inputs = [], [], [0.0]
-    for length in lengths:
-        activations.append(sum(costs.activation_bytes[start : start + length]))
-        weights.append(sum(costs.parameter_bytes[start : start + length]))
-        inputs.append(costs.output_bytes[start + length - 1])
-        start += length
+    depth = len(lengths)
+    weights = max(stage_totals(costs.parameter_bytes, lengths))
+    activations = max(stage_totals(costs.activation_bytes, lengths))
+    inputs = [0.0, *(costs.output_bytes[stop - 1] for _, stop in ranges_of(lengths))]
     in_flight = 1 if recompute else depth
-    return (
-        (2 + other_state_factor) * max(weights)
-        + in_flight * max(activations)
-        + depth * max(inputs[:-1])
-    )
+    return (2 + other_state_factor) * weights + in_flight * activations + depth * max(inputs[:-1])

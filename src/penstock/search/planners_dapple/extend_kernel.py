@@ -1,17 +1,17 @@
 """Kernel of DAPPLE's search: the latency of all pipelines that add one stage to a prefix and put
 the remaining layers into a last stage.
 
-Compiled by Numba and cached on disk; importing this file loads Numba.
+Importing this file loads Numba.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numba import njit
+
+from penstock.compiled import compiled
 
 #: NumPy arrays.
 Numbers = Any
@@ -53,10 +53,26 @@ class StepNumbers:
         )
 
 
-def _latency(
+@compiled
+def latency(
     forward: Numbers, backward: Numbers, reduce: Numbers, count: int, micro_batches: float
 ) -> Any:
-    """Return the total of `dapple_latency.latency`, without its parts."""
+    """Return the paper's latency of a step: warm-up, steady phase and ending, seen from the pivot Q,
+    the stage that has the fewest bubbles. Transfers count as stages between stages.
+
+        T_w = F_0 + ... + F_Q
+        T_s = (M - 1)(F_Q + B_Q)
+        T_e = maximum over all stages s of AR_s + (B_s + ... + B_Q)    for s <= Q
+                                           AR_s - (B_Q + ... + B_s)    for s > Q
+
+    Args:
+        forward, backward: seconds of a micro-batch on every stage and transfer.
+        reduce: seconds of the all-reduce of the stage's gradients; 0 for a transfer.
+        count: number of stages and transfers, from the first on.
+        micro_batches: M.
+
+    Source: Fan et al. 2021, DAPPLE (arXiv 2007.01045), section 4.
+    """
     pivot = count - 1
     between = 0.0
     for s in range(count - 2, -1, -1):
@@ -82,18 +98,8 @@ def _latency(
     return total
 
 
-def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a kernel, cached on disk if possible."""
-    try:
-        return njit(cache=True, nogil=True)(kernel)
-    except RuntimeError:  # no folder that Numba may write to: compiled again in every process
-        return njit(nogil=True)(kernel)
-
-
-latency = _compiled(_latency)
-
-
-def _insert(
+@compiled
+def insert(
     values: Numbers, origins: Numbers, stop: int, kind: int, key: float, origin: tuple[float, float]
 ) -> None:
     """Insert a pipeline into one ranking of a state, if it is among the best `keep`."""
@@ -110,10 +116,8 @@ def _insert(
     origins[0, place, stop], origins[1, place, stop] = origin
 
 
-insert = _compiled(_insert)
-
-
-def _extend(
+@compiled
+def extend(
     stages: Numbers,
     at: int,
     start: int,
@@ -179,6 +183,3 @@ def _extend(
         insert(table[0], table[1], stop, 0, value, (numbers[2], numbers[3]))
         insert(table[0], table[1], stop, 1, spread, (numbers[2], numbers[3]))
     return best, where
-
-
-extend = _compiled(_extend)

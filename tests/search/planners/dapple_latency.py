@@ -1,5 +1,5 @@
-"""DAPPLE's latency of a pipeline: the times of its warm-up, steady phase and ending, seen from its
-pivot stage.
+"""DAPPLE's latency of a pipeline, with its parts, as the paper writes it: the reference for the
+kernel. Its times are those of warm-up, steady phase and ending, seen from the pivot stage.
 
         | warm up         | steady                       | ending
     Q   |       F0  ...   | F1 B0 F2 B1 ...              | B, and all after it
