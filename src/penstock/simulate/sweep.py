@@ -222,7 +222,7 @@ class _Batch:
         graph, mark = _sorted_by_order(dependencies.graph), mark[order]
         op_entry, message_entry = self.tables.op_entry[order], self.tables.message_entry[order]
         least, most = _CHUNK_VECTORS
-        width = min(max(_CHUNK_NUMBERS // ops, least), most)
+        width = min(max(_CHUNK_NUMBERS // max(ops, 1), least), most)
         arrived = np.zeros((ops, width))
         makespan, span = np.zeros(count), np.zeros(count)
         for low in range(0, count, width):

@@ -8,7 +8,7 @@ counting; the tests compare both.
 from __future__ import annotations
 
 from penstock.compiled import compiled
-from penstock.synthesis.arrays import HOLD, UP, UPDATE, Encoding, Spec, Workspace
+from penstock.synthesis.arrays import HOLD, UP, UPDATE, Encoding, Floats, Spec, Workspace
 
 
 @compiled
@@ -60,7 +60,7 @@ def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
                 if link[rank, target] > end:
                     op = busy[rank, target]
                 busy[rank, target] = op
-                end = send(work, rank, target, end, cost[copy, UP + way])
+                end = send(link, rank, target, end, cost[copy, UP + way])
                 if turn[target, 2] == 0:
                     turn[target, 2] = 1
                     turn[(first + waiting) % ranks, 1] = target
@@ -73,12 +73,12 @@ def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
 
 
 @compiled
-def send(work: Workspace, rank: int, target: int, ready: float, seconds: float) -> float:
+def send(link: Floats, rank: int, target: int, ready: float, seconds: float) -> float:
     """Send a message that is ready at `ready` over the link from `rank` to `target`, once that is
-    free. Return its arrival.
+    free. Return its arrival. `link` is that of the workspace.
     """
-    arrival: float = max(ready, work.link[rank, target]) + seconds
-    work.link[rank, target] = arrival
+    arrival: float = max(ready, link[rank, target]) + seconds
+    link[rank, target] = arrival
     return arrival
 
 

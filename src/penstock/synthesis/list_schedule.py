@@ -54,7 +54,7 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
         spec.copies_of,
     )
     dues, whole = rule.due, rule.whole
-    arrive, done, free = work.arrive, work.done, work.free
+    arrive, done, link, free = work.arrive, work.done, work.link, work.free
     ranks, stages, far = len(lengths), len(copies) // len(spec.counts), _far(spec, rule.cap)
     # begin: per copy and kind, when the next op could start. soon: per rank, when an op could
     # start, and when one could end.
@@ -106,7 +106,7 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
         if taker >= 0:
             target = copies[taker, 0]
             if target != rank:
-                end = send(work, rank, target, end, cost[copy, UP + kind])
+                end = send(link, rank, target, end, cost[copy, UP + kind])
                 look[1], looks = target, 2
             arrive[kind, taker, done[copy, kind] - 1] = end
         if far:  # an op on any rank may free memory for an op on any other
