@@ -44,7 +44,7 @@ def test_many_at_once_say_what_each_says_alone(in_lanes, monkeypatch):
     """Whatever their forms, and whether the lanes are used or not: a planner must not decide
     otherwise for being fast.
     """
-    monkeypatch.setattr(many, "WORTH_LOADING", 0 if in_lanes else 10**9)
+    monkeypatch.setattr(many, "is_worth_compiling", lambda *_: in_lanes)
 
     @given(cases())
     @settings(deadline=None, max_examples=60)
