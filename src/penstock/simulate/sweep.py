@@ -165,7 +165,7 @@ class _Batch:
         table = self.tables.seconds
         seconds = np.broadcast_to(table, (amounts.vectors, table.shape[1]))
         work = ITERATIONS_PER_OP * len(dependencies.ops) * amounts.vectors
-        if self.links == "duplex" and is_worth_compiling(time_vectors, work):
+        if work and self.links == "duplex" and is_worth_compiling(time_vectors, work):
             # Compiled now, since the work of a single chunk may be too short for that.
             compiled(time_vectors)
             makespan, span = self._in_chunks(seconds)
