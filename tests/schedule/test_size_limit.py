@@ -6,10 +6,11 @@ import tracemalloc
 
 import pytest
 
-from penstock.errors import ScheduleError
+from penstock.errors import FileError, ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.csv import from_csv
 from penstock.schedule.op import Schedule
+from penstock.schedule.period import with_batch_count
 from penstock.schedule.size_limit import MAX_FORWARDS, check_size
 
 
@@ -47,6 +48,18 @@ def test_a_program_that_names_a_distant_op_is_refused(op):
     """Every check would count up to it."""
     with pytest.raises(ScheduleError, match=r"mine with .* may be 5,000,000 at most"):
         Schedule.parse(f"0F0 0B0 {op}", "mine")
+
+
+def test_a_stream_is_not_continued_beyond_the_limit():
+    """The number of batches is an option of the command line."""
+    with pytest.raises(ScheduleError, match="pipedream with 4 stages x 4,000,000,000 micro"):
+        with_batch_count(schedule("pipedream", 4, 4), 10**9)
+
+
+def test_a_csv_of_too_many_cells_is_refused_before_it_is_parsed():
+    """A parsed cell takes forty times its text."""
+    with pytest.raises(FileError, match="1,000,001 cells, more than the 1,000,000 allowed"):
+        from_csv("," * 1_000_001)
 
 
 def test_a_csv_that_names_a_distant_op_is_refused():

@@ -82,6 +82,7 @@ def test_a_given_cut_gives_the_number_of_stages(profile_of):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"batch": 2**20 + 1}, "a batch of 1,048,577 samples is more than 1,048,576"),
         ({"batch": True}, "batch is True; it must be a whole number"),
         ({"max_replicas": 0}, "max_replicas is 0; it must be a whole number of 1 or more"),
         ({"max_replicas": 1.5}, "max_replicas is 1.5; it must be"),

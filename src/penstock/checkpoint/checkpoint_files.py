@@ -23,7 +23,8 @@ from torch import Tensor
 
 from penstock.checkpoint.optimizer_checkpoint import Facts
 from penstock.errors import FileError, SettingError
-from penstock.files.read import parse_json, read_json
+from penstock.files.json_values import json_value
+from penstock.files.read import parse_json, read_json, validate
 from penstock.store import sync_file, sync_folder, write_json
 
 #: Schema 1, of version 0.1, has neither identity nor checksums.
@@ -407,13 +408,10 @@ def _parse_header(raw: bytes) -> Header:
     Raises:
         ValueError: it is no header of a safetensors file.
     """
-    entries = parse_json(
-        raw[8:].decode(),
-        dict[str, _TensorEntry | dict[str, str]],
-        "its header",
-        kind="header of tensors",
-        max_values=_MAX_HEADER_VALUES,
-    )
+    text = raw[8:].decode()
+    json_value(text, "its header", max_values=_MAX_HEADER_VALUES)
+    kind = "header of tensors"
+    entries = validate(text, dict[str, _TensorEntry | dict[str, str]], "its header", kind=kind)
     metadata = entries.pop("__metadata__", {})
     tensors = {
         name: (entry.dtype, entry.shape)

@@ -101,9 +101,14 @@ def compare(ranks: int, micro_batches: int) -> tuple[list[ScheduleFigures], dict
     Returns:
         The figures of the schedules that support these numbers; and for each of the others the
         reason why it is left out.
+
+    Raises:
+        ScheduleError: the schedules would not fit into memory.
     """
+    from penstock.schedule.size_limit import check_size
     from penstock.search.schedules import schedules
 
+    check_size("a comparison", ranks, micro_batches)
     figures = []
     left_out = {}
     for name, facts in schedules().items():

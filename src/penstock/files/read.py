@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from penstock.errors import FileError
-from penstock.files.json_values import MAX_VALUES, json_value
+from penstock.files.json_values import json_value
 from penstock.files.text import quote, read_text, shorten
 from penstock.files.yaml_values import MAX_CHARACTERS, yaml_value
 
@@ -93,7 +93,6 @@ def parse_json(
     *,
     kind: str | None = None,
     finite: bool = True,
-    max_values: int = MAX_VALUES,
 ) -> T:
     """Parse a JSON text as `read_json` does a file.
 
@@ -102,12 +101,11 @@ def parse_json(
         model, schema, kind: see `read_json`.
         source: place of the text, with which every message begins.
         finite: whether to refuse NaN and infinities.
-        max_values: a text with more values is refused before it is parsed.
 
     Raises:
         FileError: see `read_json`.
     """
-    content = json_value(text, source, finite=finite, max_values=max_values)
+    content = json_value(text, source, finite=finite)
     if schema is not None:
         _check_schema(content, source, schema, kind or kind_of(model))
     return validate(text, model, source, kind=kind)

@@ -34,6 +34,9 @@ from penstock.schedule.size_limit import check_ops
 from penstock.schedule.transfers import transfer_findings, unsound
 from penstock.schedule.updates import with_updates
 
+#: Cells of a file at most; so many take about 200 MB.
+_MAX_CELLS = 1_000_000
+
 
 def to_csv(schedule: Schedule, communication: bool = False) -> str:
     """Return the schedule in torch's CSV format.
@@ -116,6 +119,9 @@ def parse_csv(text: str, name: str = "csv") -> tuple[Schedule, LoweredSchedule |
         FileError: a cell is not in torch's format; the message names row, column and cell.
         ScheduleError: the ops name more stages and micro-batches than a schedule can have.
     """
+    count = text.count(",") + text.count("\n")  # counted first: parsed cells take 40 times more
+    if count > _MAX_CELLS:
+        raise FileError(f"the CSV has {count:,} cells, more than the {_MAX_CELLS:,} allowed")
     rows = list(_rows(text))
     cells = [cell for row in rows for cell in row]
     computes = [cell for cell in cells if isinstance(cell, Compute)]

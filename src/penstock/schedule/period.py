@@ -19,6 +19,7 @@ from itertools import islice
 
 from penstock.errors import ScheduleError
 from penstock.schedule.op import BACKWARD_ENDS, Kind, Op, Program, Schedule
+from penstock.schedule.size_limit import check_size
 from penstock.schedule.streams import Stream
 
 
@@ -109,11 +110,13 @@ def with_batch_count(schedule: Schedule, batches: int) -> Schedule:
     """Return the same stream with another number of batches, fewer or more.
 
     Raises:
-        ScheduleError: it is not a stream, or does not repeat (see `period_of`).
+        ScheduleError: it is not a stream, does not repeat (see `period_of`), or would not fit into
+            memory with so many batches.
     """
     if batches == schedule.batches:
         return schedule
     stream = replace(_stream_of(schedule), batches=batches)
+    check_size(schedule.name, schedule.stages, schedule.micro_batches * batches)
     if batches < schedule.batches:
         micro_batches = schedule.micro_batches
         programs = [

@@ -24,6 +24,11 @@ MICRO_BATCHES = tuple(2**power for power in range(13))
 MOST_IN_A_PIPELINE = 64
 
 
+#: Samples of a batch at most. Planners search its divisors, and schedules of a step of so many
+#: micro-batches on 4 stages have 8 million ops.
+MAX_BATCH = 2**20
+
+
 @final
 @dataclass(frozen=True)
 class PlanRequest:
@@ -82,6 +87,11 @@ class PlanRequest:
                 )
             object.__setattr__(self, "stages", len(self.by))
         self._check_numbers()
+        if self.batch > MAX_BATCH:
+            raise PlanError(
+                f"a batch of {self.batch:,} samples is more than {MAX_BATCH:,}: planners try each of "
+                "its divisors as micro-batches. Plan for the samples of one step"
+            )
         if len(self.profile) == 0:
             raise PlanError("the profile has no layers: there is nothing to plan")
         object.__setattr__(self, "recompute", Recompute.parse_or_auto(self.recompute))
