@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
 from penstock.errors import StageFailed
+from penstock.runtime.interpreter import Interpreter
+from penstock.schedule.op import Op
 
 
 class FailsOnce(nn.Module):
@@ -63,3 +67,28 @@ def test_a_cached_program_is_not_used_for_another_one_at_the_same_address():
         for key in interpreter._programs:
             interpreter._programs[key] = (), ()
     assert float(pipe.eval_batch(x, x)) == expected
+
+
+class RecordedWeights:
+    """A weight rule that records what it is told."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def before_backward(self, number):
+        """Note that a backward begins."""
+        self.calls.append(("before", number))
+
+    def finished(self, number):
+        """Note that a micro-batch reads no version any more."""
+        self.calls.append(("finished", number))
+
+
+def test_a_weight_version_is_in_use_until_b_or_w_and_not_only_until_i():
+    """W reads the graph of the forward: its version must not be stepped in place before."""
+    weights = RecordedWeights()
+    stage = SimpleNamespace(**{name: lambda *_: None for name in ("input_grad", "weight_grad")})
+    rank = SimpleNamespace(stages={0: stage}, _weights=lambda _: weights)
+    for text in ("0I3", "0W3"):
+        Interpreter._compute(rank, Op.parse(text), None, 3, None)
+    assert weights.calls == [("before", 3), ("before", 3), ("finished", 3)]
