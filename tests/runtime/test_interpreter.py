@@ -12,6 +12,7 @@ import penstock as ps
 from penstock.errors import StageFailed
 from penstock.runtime.interpreter import Interpreter
 from penstock.schedule.op import Op
+from penstock.transport.in_process import MemoryTransport
 
 
 class FailsOnce(nn.Module):
@@ -46,6 +47,25 @@ def test_a_failed_batch_leaves_no_values_behind():
         assert not interpreter._values
         assert not interpreter._arrivals
     assert float(pipe.eval_batch(good, good)) == expected
+
+
+def test_a_program_ends_when_its_messages_have_left(monkeypatch):
+    """The buffers of a send may be changed only then; over gloo it may still be under way."""
+    drained = []
+    monkeypatch.setattr(MemoryTransport, "drain", lambda self: drained.append(self.rank))
+    pipe = ps.Pipeline(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        balance=(1, 1),
+        schedule="gpipe",
+        micro_batches=2,
+        loss=nn.functional.mse_loss,
+        executor="threads",
+        device="cpu",
+    )
+    x = torch.ones(4, 4)
+    drained.clear()
+    pipe.train_batch(x, x)
+    assert set(drained) == {0, 1}
 
 
 def test_a_cached_program_is_not_used_for_another_one_at_the_same_address():
