@@ -75,7 +75,7 @@ def renamed_fields(renamed: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
             warn_renamed(name, renamed[name], stacklevel=2)
             return getattr(self, renamed[name])
 
-        cls.__init__ = with_old_names  # type: ignore[method-assign,assignment]
+        cls.__init__ = with_old_names  # type: ignore[method-assign, assignment]
         cls.__getattr__ = attribute  # type: ignore[attr-defined]
         return cls
 

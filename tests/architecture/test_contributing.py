@@ -18,7 +18,7 @@ GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: A line that tells where the block below it goes.
-PLACE = re.compile(r"Write\s`((?:src/penstock|tests)/[\w/]+\.py)`:\s*\Z", re.MULTILINE)
+PLACE = re.compile(r"^Write `((?:src/penstock|tests)/[\w/]+\.py)`:\s*\Z", re.MULTILINE)
 #: A line that announces a row of the list of papers.
 ROW = re.compile(r"^Add to `docs/papers\.md`:\s*\Z", re.MULTILINE)
 

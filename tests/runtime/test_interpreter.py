@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
 from penstock.errors import StageFailed
+from penstock.runtime.interpreter import Interpreter
+from penstock.schedule.op import Op
+from penstock.transport.in_process import MemoryTransport
 
 
 class FailsOnce(nn.Module):
@@ -44,6 +49,25 @@ def test_a_failed_batch_leaves_no_values_behind():
     assert float(pipe.eval_batch(good, good)) == expected
 
 
+def test_a_program_ends_when_its_messages_have_left(monkeypatch):
+    """The buffers of a send may be changed only then; over gloo it may still be under way."""
+    drained = []
+    monkeypatch.setattr(MemoryTransport, "drain", lambda self: drained.append(self.rank))
+    pipe = ps.Pipeline(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        balance=(1, 1),
+        schedule="gpipe",
+        micro_batches=2,
+        loss=nn.functional.mse_loss,
+        executor="threads",
+        device="cpu",
+    )
+    x = torch.ones(4, 4)
+    drained.clear()
+    pipe.train_batch(x, x)
+    assert set(drained) == {0, 1}
+
+
 def test_a_cached_program_is_not_used_for_another_one_at_the_same_address():
     """Python gives the id of a freed program to a new one, which must run its own steps."""
     torch.manual_seed(0)
@@ -63,3 +87,28 @@ def test_a_cached_program_is_not_used_for_another_one_at_the_same_address():
         for key in interpreter._programs:
             interpreter._programs[key] = (), ()
     assert float(pipe.eval_batch(x, x)) == expected
+
+
+class RecordedWeights:
+    """A weight rule that records what it is told."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def before_backward(self, number):
+        """Note that a backward begins."""
+        self.calls.append(("before", number))
+
+    def finished(self, number):
+        """Note that a micro-batch reads no version any more."""
+        self.calls.append(("finished", number))
+
+
+def test_a_weight_version_is_in_use_until_b_or_w_and_not_only_until_i():
+    """W reads the graph of the forward: its version must not be stepped in place before."""
+    weights = RecordedWeights()
+    stage = SimpleNamespace(**{name: lambda *_: None for name in ("input_grad", "weight_grad")})
+    rank = SimpleNamespace(stages={0: stage}, _weights=lambda _: weights)
+    for text in ("0I3", "0W3"):
+        Interpreter._compute(rank, Op.parse(text), None, 3, None)
+    assert weights.calls == [("before", 3), ("before", 3), ("finished", 3)]

@@ -47,6 +47,47 @@ def test_three_replicas_sum_by_rank_to_the_bit():
     assert differences(gradients(model), added_up(by_rank, range(3))) == []
 
 
+class Sometimes(torch.nn.Module):
+    """A layer with a parameter for negative samples, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.negative = torch.nn.Parameter(torch.ones(3))
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        """Scale the micro-batch if it has a negative number."""
+        return x * self.negative if bool((x < 0).any()) else x.clone()
+
+
+def test_a_parameter_that_no_replica_has_a_gradient_of_stays_without_one():
+    """Zeros in its place would be stepped: momentum and weight decay would move the parameter."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), Sometimes())
+    torch.nn.init.eye_(model[0].weight)
+    pipe = ps.Pipeline(
+        model,
+        loss=torch.nn.functional.mse_loss,
+        balance=[2],
+        schedule=ps.Schedule.parse(THREE),
+        executor="threads",
+        device="cpu",
+    )
+    x = torch.ones(12, 3)
+    x[:2] = -1.0  # micro-batch 0, on one of the replicas
+    pipe.train_batch(x, torch.zeros(12, 3))
+    for stage in pipe._local_stages:
+        grads = {name.rpartition(".")[2]: grad for name, grad in _gradients(stage)}
+        assert grads["negative"] is not None
+        assert grads["unused"] is None
+
+
+def _gradients(stage):
+    """Names and gradients of a stage's parameters."""
+    for layer in stage.layers:
+        for name, parameter in layer.module.named_parameters():
+            yield name, parameter.grad
+
+
 def test_every_replica_steps_to_the_same_weights():
     """Every replica has its own momentum; after three steps all are equal."""
     pipe, model, x, y = pipeline("vgg", BOTH_WAYS, [7, 8], optimizer=sgd)
