@@ -1,9 +1,9 @@
-"""Compare schedules before anything runs.
+"""Compare schedules by simulation, before anything runs.
 
 Shows: schedule, simulate, verify, draw.
-Story: four equal stages, eight micro-batches, a network whose hops cost a tenth of a forward. Is
-    1F1B faster than GPipe? No: it takes as long, and even a little longer where hops cost time, but
-    it keeps half as many micro-batches in memory.
+Story: four equal stages, eight micro-batches, and hops that take a tenth of a forward. 1F1B is not
+    faster than GPipe: it takes as long without hops, and a little longer with them. But rank 0
+    saves the activations of half as many micro-batches.
 Takes: less than a second, no GPU, no torch.
 """
 
@@ -12,7 +12,7 @@ import penstock as ps
 STAGES = 4
 MICRO_BATCHES = 8
 
-# Seconds per micro-batch and stage; bytes that a micro-batch keeps on a stage from its forward to
+# Seconds per micro-batch and stage; bytes that a stage saves of a micro-batch from its forward to
 # its backward.
 COSTS = ps.Costs(forward=0.010, backward=0.020, transfer=0.001, activation_bytes=50 * 2**20)
 

@@ -1,9 +1,9 @@
 """Train with a pipeline in one process: every rank is a thread.
 
 Shows: chain, Pipeline, compare_with_one_device, timeline, save and load.
-Story: seven layers are cut into three stages. The pipeline learns random data by heart, its
-    gradients are those of plain training, and what it learned goes on under another cut. Threads
-    are for looking closely and for tests; processes, as in the next example, are for speed.
+Story: seven layers are cut into three stages. The pipeline memorises random data, with the gradients
+    of plain training, and continues from a checkpoint under another cut. Use threads for debugging
+    and tests, and processes, as in the next example, for speed.
 Takes: a few seconds on a CPU.
 """
 
@@ -16,15 +16,14 @@ import penstock as ps
 
 BATCH = 32
 
-torch.set_num_threads(
-    1
-)  # sums are split by threads: with more of them, gradients would agree only up to rounding
+# With several threads, sums are split, and gradients would agree only within rounding.
+torch.set_num_threads(1)
 torch.manual_seed(0)
 x, y = torch.randn(BATCH, 20), torch.randint(0, 5, (BATCH,))
 
 
 def make_model() -> nn.Sequential:
-    """Seven layers, one of them random: dropout too is the same however the model is cut."""
+    """Return seven layers with a dropout, whose numbers are the same under every cut."""
     return nn.Sequential(
         nn.Linear(20, 64),
         nn.ReLU(),
@@ -37,7 +36,7 @@ def make_model() -> nn.Sequential:
 
 
 def make_pipeline(balance: list[int], schedule: str) -> ps.Pipeline:
-    """A pipeline of as many ranks as `balance` has stages."""
+    """Return a pipeline with one rank per stage of `balance`."""
     return ps.Pipeline(
         make_model(),
         loss=nn.functional.cross_entropy,
@@ -65,7 +64,7 @@ losses = [float(loss) for loss in stream]
 print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {len(losses)} batches")
 
 print(
-    "what rank 1 did last:",
+    "ops of rank 1 in the last batch:",
     *(str(event.op) for event in pipe.timeline().compute if event.rank == 1),
 )
 

@@ -1,8 +1,8 @@
 """Train with one process per rank, started from a script or a notebook.
 
 Shows: profile, cluster, plan, launch, Pipeline with a plan.
-Story: a model is measured here, a plan is made for two ranks of this machine, and two processes
-    learn the handwritten digits with it. Every rank runs the same function with the same data.
+Story: this program profiles a model, plans a pipeline for two ranks of this machine, and trains it
+    on handwritten digits in two processes. Every rank runs the same function with the same data.
 Takes: half a minute on two cores. Needs scikit-learn (the extra `data`) for the digits.
 """
 
@@ -20,16 +20,16 @@ EPOCHS = 3
 
 
 def make_model(device: str) -> torch.nn.Sequential:
-    """Four linear maps with ReLU between them: two million parameters."""
+    """Return four linear layers with ReLU between them: two million parameters."""
     return model("mlp", device=device, features=64, hidden=1024, layers=4, classes=10)
 
 
 def train(plan: Plan) -> list[str]:
-    """What every rank runs; returns what there is to tell."""
+    """Train on every rank, and return the lines to print."""
     digits = dataset("digits")
     x, y = digits.train_inputs.flatten(1), digits.train_targets
     pipe = ps.Pipeline(
-        make_model("meta"),  # without memory: each rank makes its own stages, from the seed
+        make_model("meta"),  # no memory: each rank initialises its stages from the seed
         plan,
         loss=cross_entropy,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),

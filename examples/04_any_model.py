@@ -1,11 +1,10 @@
-"""Train a model that is no Sequential: its forward has skips, several inputs, a mask and a tied
-head.
+"""Train a model that is not an nn.Sequential: with skips, several inputs, a mask and a tied head.
 
 Shows: chain with an example, layers and what crosses between them, Pipeline,
     compare_with_one_device.
-Story: a small translator is written as one writes it. It is traced, cut into a layer for every
-    module with weights, and trained on three ranks with batches of other lengths than the
-    example's; its gradients are those of plain training, in its own parameters.
+Story: a small translator in plain PyTorch is traced and cut into a layer for every
+    module with weights. Three ranks train it, also with batches of other lengths than the
+    example. Its parameters get the gradients of plain training.
 Takes: some seconds on a CPU.
 """
 
@@ -20,7 +19,7 @@ torch.manual_seed(0)
 
 
 class Translator(nn.Module):
-    """Reads a sentence, and says the next word of another."""
+    """Encode a source sentence, and predict the next word of the target."""
 
     def __init__(self, words: int = 50, width: int = 32) -> None:
         super().__init__()
@@ -35,7 +34,7 @@ class Translator(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, source: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """Scores of every word at every place of the target."""
+        """Return the scores of all words at every position of the target."""
         padding = source == 0
         later = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
         memory = self.embedding(source)
@@ -48,7 +47,7 @@ class Translator(nn.Module):
 
 
 def batch(samples: int, words: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Inputs by name, and the target itself, moved by one."""
+    """Return the inputs by name, with the target shifted by one, and the target."""
     tokens = torch.randint(1, 50, (samples, words))
     return {"source": tokens.flip(1), "target": tokens.roll(1, 1)}, tokens
 
@@ -63,7 +62,7 @@ print(
 tied = {}
 for name, users in chain.description.tied.items():
     tied[name] = [chain[user].name for user in users]
-print("used by several:", tied)
+print("tied weights:", tied)
 
 third = len(chain) // 3
 pipe = ps.Pipeline(

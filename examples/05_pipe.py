@@ -1,9 +1,9 @@
-"""A training loop that calls `backward()` itself, over two threads of a CPU.
+"""Use a pipeline in a training loop that calls `backward()`, on two threads of a CPU.
 
 Shows: Pipe, skippable, stash, pop, Namespace, deferred batch norm.
-Story: a small U-Net with batch norm learns to tell a circle from its outline. Its skips pass over
-    the cut between two partitions. Gradients are those of the plain model, which has statistics of
-    micro-batches too here, and what was learned goes back into it.
+Story: a small U-Net with batch norm learns to find the outline of a disc. Its skips cross the cut
+    between two partitions. Its gradients equal those of the plain model, which runs the same
+    micro-batches here. Afterwards the plain model loads the trained weights.
 Takes: a few seconds on a CPU.
 """
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import penstock as ps
 
-#: What a forward is that yields stashes and pops.
+#: Type of a forward that yields stashes and pops.
 Skips = Generator[object, torch.Tensor, torch.Tensor]
 
 IMAGES, SIZE, MICRO_BATCHES = 32, 16, 4
@@ -26,7 +26,7 @@ torch.manual_seed(0)
 
 @ps.skippable(stash=["skip"])
 class Down(nn.Module):
-    """Halves the image, and keeps what it was given for the layer that doubles it again."""
+    """Halve the image, and stash the input for the layer that doubles it again."""
 
     def __init__(self, channels: int, wider: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Down(nn.Module):
 
 @ps.skippable(pop=["skip"])
 class Up(nn.Module):
-    """Doubles the image, and sets what was kept beside it."""
+    """Double the image, and concatenate the stashed tensor."""
 
     def __init__(self, channels: int, skip_channels: int, narrower: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Up(nn.Module):
 
 
 def make_model() -> nn.Sequential:
-    """Two skips of one name, each in a namespace of its own."""
+    """Return a U-Net with two skips of the same name in two namespaces."""
     outer, inner = ps.Namespace(), ps.Namespace()
     return nn.Sequential(
         Down(1, 8).isolate(outer),
@@ -70,7 +70,7 @@ def make_model() -> nn.Sequential:
 
 
 def make_images() -> tuple[torch.Tensor, torch.Tensor]:
-    """Discs of several sizes, and where their outlines are."""
+    """Return discs of several sizes, and masks of their outlines."""
     row = torch.arange(SIZE, dtype=torch.float32) - SIZE / 2
     distance = (row[:, None] ** 2 + row**2).sqrt()
     radius = torch.rand(IMAGES, 1, 1, 1) * 4 + 3
@@ -91,7 +91,7 @@ x, y = make_images()
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
-    """What is learned."""
+    """Return the loss of the predicted outlines."""
     return functional.binary_cross_entropy_with_logits(output, y)
 
 
@@ -116,5 +116,5 @@ print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {len(losses)} batc
 plain.load_state_dict(model.sequential_state_dict())
 with torch.no_grad():
     agree = torch.allclose(plain.eval()(x), model.eval()(x), atol=1e-5)
-print("the plain model has learned it too:", "yes" if agree else "no")
-print("batches that batch norm has counted:", int(plain[0].norm.num_batches_tracked))
+print("the plain model has the trained weights:", "yes" if agree else "no")
+print("batches counted by batch norm:", int(plain[0].norm.num_batches_tracked))

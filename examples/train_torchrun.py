@@ -1,13 +1,13 @@
-"""Train under torchrun, on one host or on several.
+r"""Train under torchrun, on one host or on several.
 
     torchrun --nproc-per-node 2 examples/train_torchrun.py
-    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT
-    examples/train_torchrun.py
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \
+        examples/train_torchrun.py
 
 Shows: Pipeline without a plan, save and load.
-Story: as many stages as there are processes, all of the same number of layers. Stop it and start it
-    again, with as many processes as you like: it goes on from the last epoch, since a checkpoint
-    can be read under any cut.
+Story: one stage per process, with equal numbers of layers. Stop the program and start it
+    again with any number of processes: it continues from the last epoch, since a checkpoint
+    loads under any cut.
 Takes: half a minute on two cores. Needs scikit-learn (the extra `data`) for the digits.
 """
 
@@ -28,14 +28,14 @@ BATCH = 64
 
 
 def main() -> None:
-    """What every rank runs."""
+    """Train on every rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path("runs/torchrun"),
-        help="of checkpoints, on a disk that all ranks see",
+        help="folder of checkpoints, on a file system that all ranks share",
     )
     options = parser.parse_args()
 

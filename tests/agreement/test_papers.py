@@ -112,7 +112,7 @@ def test_a_slow_device_hides_its_host(papers):
     assert papers.one_process.makespan(schedule, work) == pytest.approx((4 + 3 - 1) * 2.0, abs=0.05)
 
 
-def test_threads_that_wait_for_each_other_for_ever_are_refused(papers):
+def test_a_deadlock_of_threads_is_refused(papers):
     """A program in an order that cannot be played is a mistake of the caller, not a long step."""
     swapped = ps.Schedule.parse("rank 0 | 0F0 0B1 0F1 0B0\nrank 1 | 1F0 1F1 1B0 1B1")
     with pytest.raises(ValueError, match="wait for ever"):
@@ -255,7 +255,7 @@ def test_a_chain_of_equal_stages_has_gpipes_speed_up(papers):
         assert ratio == pytest.approx(8 * 32 / 39)
 
 
-def test_the_page_shows_what_the_results_say(papers):
+def test_the_page_shows_the_results(papers):
     """Tables are written by the command alone: a number that was typed in would be gone with the
     next run, and not be missed.
     """

@@ -81,7 +81,7 @@ def nested(draw):
 
 @given(nested(), st.integers(1, 12))
 @settings(deadline=None, max_examples=100)
-def test_what_was_cut_is_whole_again_when_joined(value, parts):
+def test_joining_the_parts_restores_the_whole(value, parts):
     """Outputs of micro-batches come back to the user as one, nested as the model made them;
     constants once.
     """

@@ -64,7 +64,7 @@ def test_a_schedule_that_never_finishes_is_refused_with_the_op_that_never_starts
         draw(stuck)
 
 
-def test_what_is_neither_timeline_nor_schedule_is_refused():
+def test_an_object_that_is_neither_timeline_nor_schedule_is_refused():
     """A list of ops is an easy mistake; its attribute errors from within would not say so."""
     with pytest.raises(
         SettingError, match="draw takes a Timeline or a Schedule, or a list of them, not a str"
@@ -99,7 +99,7 @@ def test_several_are_drawn_one_above_the_other_with_their_difference():
     assert draw(both[:1]) == draw(both[0])
 
 
-def test_a_notebook_shows_the_svg_or_the_text_where_there_is_none():
+def test_a_notebook_shows_the_svg_or_else_the_text():
     """A display that raises hides the value; one of a million boxes stops the browser."""
     made = schedule("1f1b", stages=3, micro_batches=4)
     assert notebook_svg(made) == draw(made, format="svg")

@@ -24,7 +24,7 @@ def test_a_thinned_curve_keeps_its_peaks():
     assert downsample(few, 20, 10.0) is few
 
 
-def test_a_stretch_without_a_change_holds_what_it_held_before():
+def test_an_interval_without_a_change_keeps_its_memory():
     """Otherwise a curve would fall to 0 in each interval without a change."""
     curve = MemoryCurve(np.array([0.0, 1.0, 1.1, 1.2, 9.0]), np.array([5, 7, 6, 4, 2]))
     assert downsample(curve, 4, 10.0).bytes.tolist() == [7, 4, 4, 4]

@@ -21,7 +21,7 @@ ROW = [
 ]
 
 
-def test_only_neighbours_of_one_span_that_takes_time_are_a_pair():
+def test_only_adjacent_ops_with_one_nonzero_span_are_a_pair():
     """Two marks without length at the same moment are not a pair."""
     assert pair_halves(ROW) == {1: 0, 2: 1}
 

@@ -38,7 +38,7 @@ def of(trace_entries, phase):
 
 
 @pytest.mark.parametrize("transfer", [0.0, 0.0005])
-def test_every_entry_has_what_its_phase_needs(transfer):
+def test_every_entry_has_the_fields_of_its_phase(transfer):
     """Perfetto drops what it does not understand, silently."""
     trace_entries = entries(timeline(transfer=transfer, boundary_bytes=64))
     assert {entry["ph"] for entry in trace_entries} == set(NEEDED) - {"C"}
@@ -73,7 +73,7 @@ def test_ops_are_slices_in_microseconds_on_the_process_of_their_rank():
     assert names == {1: "rank 0", 2: "rank 1", 3: "rank 2"}
 
 
-def test_every_link_has_a_named_thread_of_its_own():
+def test_every_link_has_a_separate_named_thread():
     """Transfers run beside ops; on one thread slices that overlap are drawn wrongly."""
     trace_entries = entries(timeline(transfer=0.0005, boundary_bytes=64))
     sent = [entry for entry in of(trace_entries, "X") if entry["cat"] == "transfer"]
@@ -131,7 +131,7 @@ def test_an_arrow_to_an_op_that_is_missing_ends_at_the_arrival():
     assert all(entry["ts"] > 0 for entry in of(trace_entries, "f"))
 
 
-def test_two_timelines_have_processes_and_arrows_of_their_own():
+def test_two_timelines_have_separate_processes_and_arrows():
     """Merged processes would lay the measured ops over the predicted."""
     first = timeline()
     trace_entries = entries(first, replace(first, source="measured"))
@@ -149,7 +149,7 @@ def test_an_empty_timeline_is_a_trace_without_slices():
     assert not of(entries(Timeline((), 2, 2, title='"<\x1b')), "X")
 
 
-def test_what_ranks_hold_is_a_counter_of_their_process():
+def test_memory_of_a_rank_is_a_counter_of_its_process():
     """Perfetto draws it under the rank's ops."""
     made = timeline(activation_bytes=1024)
     counters = of(entries(made), "C")

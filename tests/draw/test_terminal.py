@@ -68,7 +68,7 @@ def test_one_column_per_unit_still_names_the_micro_batches():
     ]
 
 
-def test_units_other_than_one_line_up_as_well():
+def test_units_other_than_one_are_aligned():
     """F = 2 ms and B = 3 ms have 1 ms in common, and the axis says ms."""
     drawing = text([timeline("gpipe", 2, 2, forward=0.002, backward=0.003)], width=40)
     assert rows(drawing) == [
@@ -180,7 +180,7 @@ def test_slices_are_written_with_their_micro_batch_in_plain_units():
     assert "makespan 7.5," in drawing
 
 
-def test_the_fullest_rank_is_named_with_what_it_holds():
+def test_the_rank_with_the_most_memory_is_named_with_its_contents():
     """Which tensor to shrink is the question behind every peak."""
     drawing = text([timeline("1f1b", 2, 4, activation_bytes=1024, weight_bytes=512)])
     assert "largest on rank 0: activations 2.0 KiB, weights 512 B" in " ".join(drawing.split())
@@ -210,7 +210,7 @@ def test_a_width_below_twenty_is_refused_with_both_numbers():
         text([Timeline((), 1, 1)], 19)
 
 
-def test_the_batches_of_a_stream_are_seen_to_end_where_their_updates_take_no_time():
+def test_batches_of_a_stream_end_at_updates_without_duration():
     """With no flush between them nothing else would say where one ends."""
     drawing = text([timeline("pipedream", 2, 2)], 90)
     assert rows(drawing)[1].startswith("rank 1 |··F0B0▓▓F1B1▓█F2B2▓▓F3B3▓█")

@@ -257,7 +257,7 @@ def test_a_fault_costs_no_other_section_and_shows_in_the_exit_status(faults):
     assert faults.done.returncode == 1
 
 
-def test_what_a_section_that_hangs_has_started_is_ended_with_it(faults):
+def test_processes_of_a_hanging_section_are_ended_with_it(faults):
     """A process that keeps the card would spoil every figure after it."""
     pid = faults.parts["d_hangs"]["rows"][0]["pid"]
     assert not is_alive(pid)
@@ -306,7 +306,7 @@ def test_an_impossible_run_is_refused_before_anything_runs(tmp_path, words, mess
     assert results is None
 
 
-def test_ctrl_c_writes_what_there_is(tmp_path):
+def test_ctrl_c_writes_the_results_so_far(tmp_path):
     """`timeout -s INT` ends a run that would be cut off."""
     fifo = tmp_path / "there"
     os.mkfifo(fifo)

@@ -71,7 +71,9 @@ def test_pipelines_side_by_side_have_one_csv(plan_of):
     ],
     ids=["copies", "two ways", "asynchronous", "unequal pipelines"],
 )
-def test_what_a_library_cannot_run_is_refused_with_the_reason(plan_of, library, made, message):
+def test_a_plan_that_a_library_cannot_run_is_refused_with_the_reason(
+    plan_of, library, made, message
+):
     """A form that leaves this out in silence would train something else, or a quarter of it."""
     with pytest.raises(PlanError, match=rf"cannot run this plan\n.*{message}"):
         export(plan_of(made, LINEAR), library)

@@ -149,7 +149,7 @@ def test_layers_that_have_no_letter_are_refused(plan_of, lengths, names, message
         export(plan_of(schedule("1f1b", 2, 4), lengths, names), "megatron")
 
 
-def test_the_embedding_and_the_head_may_stand_alone(plan_of):
+def test_the_embedding_and_the_head_may_be_separate_stages(plan_of):
     """As a heavy vocabulary asks for."""
     names = ("token", *(f"layers.{i}" for i in range(3)), "norm", "head")
     assert export(plan_of(schedule("1f1b", 4, 4), (1, 2, 1, 2), names), "megatron") == "E|tt|t|L"

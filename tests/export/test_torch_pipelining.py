@@ -56,7 +56,7 @@ def test_torchs_splitter_makes_the_plans_stages(plan_of):
     ],
     ids=["uneven cut", "stages in a v", "two pipelines"],
 )
-def test_torch_trains_from_the_folder_alone_and_finds_our_gradients(
+def test_torch_trains_from_the_exported_folder_with_the_same_gradients(
     plan_of, tmp_path, made, lengths
 ):
     """Two real ranks build their stages by the names, load the schedule, and take a step: that is

@@ -46,7 +46,7 @@ def test_pipelines_side_by_side_are_a_process_each(plan_of):
     ("library", "front_door"),
     [("torchgpipe", ("torchgpipe", "GPipe")), ("fairscale", ("fairscale.nn", "Pipe"))],
 )
-def test_the_library_takes_the_balance_and_finds_the_models_output_and_gradients(
+def test_the_library_accepts_the_balance_and_computes_the_models_output_and_gradients(
     plan_of, library, front_door
 ):
     """Loaded by the peer itself, where it is installed: all on one CPU, which is what `devices`

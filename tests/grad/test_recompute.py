@@ -423,7 +423,7 @@ def test_a_forward_that_is_not_the_same_twice_is_refused():
             out.sum().backward()
 
 
-def test_what_is_changed_in_place_after_it_was_saved_is_refused_as_torch_does():
+def test_a_saved_tensor_that_is_changed_in_place_is_refused_as_in_torch():
     """torch rejects such a model without recomputation; with it there is no other check."""
 
     class Wrong(nn.Module):
@@ -470,7 +470,7 @@ def test_a_layer_that_traverses_its_autograd_graph_is_refused():
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["forward alone", "backward too"])
-def test_mixed_precision_is_the_forwards_own(inside):
+def test_mixed_precision_of_the_recompute_is_that_of_the_forward(inside):
     """A backward may run outside autocast or under another dtype; the second forward uses that of
     the first.
     """
@@ -496,7 +496,7 @@ def test_without_gradients_layers_run_once_and_keep_nothing():
     assert out.grad_fn is None
 
 
-def test_only_what_the_backward_asks_for_runs_again():
+def test_only_segments_that_the_backward_needs_are_recomputed():
     """Neither an unused output nor the ops after the last saved tensor are computed again."""
     calls = []
 

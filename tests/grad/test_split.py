@@ -393,7 +393,7 @@ def test_inputs_that_reach_no_output_have_no_gradient():
     assert [grad is None for grad in grads] == [False, True, True]
 
 
-def test_without_inputs_that_want_gradients_all_work_is_left_for_the_weights():
+def test_without_inputs_that_require_gradients_all_work_is_in_the_weight_part():
     """The first stage takes data or tokens: its I is empty, and its W does all the work."""
     module = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     run = Run.of(module, call, [torch.tensor([[1, 2, 6]])])
@@ -425,7 +425,7 @@ def test_frozen_weights_get_no_gradient(frozen):
     assert {name for name, grad in run.weight_grads().items() if grad is None} == set(frozen)
 
 
-def test_the_input_part_leaves_all_weights_alone():
+def test_the_input_part_computes_no_weight_gradients():
     """W may come much later, after other micro-batches; until then `.grad` must not change."""
     run = Run.of(Pair(), lambda m, x: m.b(m.a(x)), [random(3, 4)])
     input_grad(run.roots, run.grads, run.inputs)
@@ -524,7 +524,7 @@ def test_no_node_between_weights_runs_twice():
     assert calls == {"first": 1, "between": 1, "in a branch": 1, "last": 1}
 
 
-def test_what_leads_to_weights_alone_runs_in_the_weight_part_alone():
+def test_nodes_that_lead_only_to_weights_run_only_in_the_weight_part():
     """The path from a layer to a weight that is computed from others can be deferred to W."""
     calls: dict[str, int] = {}
 

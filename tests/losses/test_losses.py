@@ -166,7 +166,7 @@ def test_recompute_changes_nothing_of_a_loss(name, recompute):
     check_gradients(net, grads)
 
 
-def test_losses_of_torch_are_weighed_as_they_come():
+def test_losses_of_torch_are_weighted_by_their_divisors():
     """Modules, functions and partials, with two-dimensional targets and none."""
     x, y = torch.randn(7, 12), torch.tensor([3, -100, 1, -100, -100, 0, 2])
     for loss in (
@@ -217,7 +217,7 @@ def test_without_ignored_targets_shares_are_the_very_floats_of_the_samples():
     assert all(weight == share for weight, share in seen)
 
 
-def test_a_batch_that_counts_nothing_has_the_loss_of_plain_training():
+def test_a_batch_of_weight_zero_has_the_loss_of_plain_training():
     """That is NaN, and no gradient is: its weights stay as they are."""
     x, y = batch()
     y = torch.full_like(y, -100)
@@ -229,7 +229,7 @@ def test_a_batch_that_counts_nothing_has_the_loss_of_plain_training():
     check_gradients(net, grads)
 
 
-def test_counts_of_nothing_are_refused():
+def test_a_total_count_of_zero_is_refused():
     """A sum over 0 is the caller's own division."""
     x, y = batch()
     pipe = pipeline(model(), sum_and_count)
@@ -329,7 +329,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_a_cross_entropy_in_which_samples_meet_is_not_taken_for_one_per_row(name, monkeypatch):
+def test_a_cross_entropy_over_several_samples_does_not_count_as_one_per_row(name, monkeypatch):
     """The graph of each ends in the likelihood that the numeric test is left out for, where outputs
     are large.
     """
@@ -380,7 +380,7 @@ def test_a_loss_that_draws_is_said_to_be_untested():
         train(pipeline(model(), loss), 1)
 
 
-def test_one_micro_batch_takes_any_loss():
+def test_one_micro_batch_allows_any_loss():
     """Nothing is divided."""
     x, y = batch()
     for loss in REFUSED.values():

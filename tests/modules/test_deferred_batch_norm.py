@@ -205,12 +205,12 @@ def test_one_layer_in_two_places_stays_one():
 @pytest.mark.parametrize(
     "layer", [nn.BatchNorm1d(3, track_running_stats=False), nn.LayerNorm(3), nn.InstanceNorm1d(3)]
 )
-def test_what_has_nothing_to_defer_is_left_alone(layer):
+def test_modules_without_statistics_to_defer_are_unchanged(layer):
     """Layers without running statistics."""
     assert convert(layer, 2) is layer
 
 
-def test_what_cannot_be_deferred_is_refused():
+def test_a_batch_norm_that_cannot_be_deferred_is_refused():
     """Statistics over several processes; a batch without micro-batches."""
     with pytest.raises(SettingError, match="1 is a SyncBatchNorm, which cannot be deferred"):
         convert(nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(3)), 2)

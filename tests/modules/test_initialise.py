@@ -104,7 +104,7 @@ def test_a_tensor_that_nothing_gives_a_value_is_refused_by_name():
         materialise(traced, range(len(traced)), torch.device("cpu"), seed=1)
 
 
-def test_a_table_of_the_constructor_that_no_layer_holds_is_refused_by_name_too():
+def test_a_table_that_only_the_constructor_computes_is_refused_by_name():
     """Every rank recomputes from it, and on the meta device it has no values."""
 
     class Alone(nn.Module):

@@ -243,7 +243,7 @@ def test_a_subclass_that_only_starts_otherwise_is_not_seeded(module):
 
 
 @pytest.mark.parametrize("make", [weight_norm, spectral_norm])
-def test_parametrised_layers_are_taken_for_layers_that_may_draw(make):
+def test_parametrised_layers_count_as_layers_that_may_draw(make):
     """The weight may be computed by any code; an unnecessary seed only costs time."""
     assert may_draw(make(nn.Linear(4, 4)))
 

@@ -96,7 +96,7 @@ def plainly(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     return model[5].linear(model[4](third + second)) * x - third * 2
 
 
-def test_in_a_plain_sequential_what_is_stashed_waits_for_its_pop():
+def test_in_a_plain_sequential_a_stashed_tensor_waits_for_its_pop():
     """A model with skips must also run without a pipeline, and leave no stashed tensor behind."""
     model, x = unet(), torch.randn(6, 4)
     waiting = {}

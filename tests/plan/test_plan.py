@@ -169,7 +169,7 @@ def test_the_schedule_is_read_back_whole():
         ),
     ],
 )
-def test_a_changed_file_is_refused_with_what_is_wrong(tmp_path, changes, message):
+def test_a_changed_file_is_refused_with_the_reason(tmp_path, changes, message):
     """A plan is parsed, never trusted: what runs from it must be whole."""
     path = saved(tmp_path, **changes)
     with pytest.raises(FileError, match=message):
@@ -230,7 +230,7 @@ def test_a_plan_prints_its_cuts_its_prediction_and_the_limits_of_other_candidate
         ),
     ],
 )
-def test_a_plan_prints_what_runs_again_and_what_that_is_good_for(changes, line):
+def test_a_plan_prints_its_recomputed_layers_and_the_saved_memory(changes, line):
     """Segments end where a stage does."""
     made = plan()
     told = str(

@@ -42,7 +42,7 @@ def cluster(*devices: Device) -> Cluster:
     return Cluster("mixed", devices, len(devices), LINK, LINK)
 
 
-def test_everything_takes_so_many_times_as_long_and_nothing_takes_more_bytes():
+def test_a_slowdown_scales_all_times_and_no_bytes():
     """Seconds are of the device, bytes of the model."""
     slow = scale_profile(PROFILE, 3.0)
     for original, other in zip(PROFILE, slow, strict=True):

@@ -70,13 +70,13 @@ def test_between_sizes_times_lie_on_straight_lines_and_beyond_they_follow_the_fi
     assert affine.at(0) == pytest.approx(1.0)
 
 
-def test_one_measured_size_is_taken_as_all_per_sample():
+def test_one_measured_size_counts_as_time_per_sample():
     """Nothing is known of the fixed cost."""
     timing = Timing((4,), (2.0,))
     assert (timing.fixed_s, timing.per_sample_s, timing.at(8), timing.at(2)) == (0.0, 0.5, 4.0, 1.0)
 
 
-def test_times_that_fall_with_size_are_taken_as_all_fixed():
+def test_times_that_decrease_with_size_count_as_fixed_time():
     """Noise on a layer too small to matter."""
     timing = Timing((1, 2), (4.0, 2.0))
     assert (timing.fixed_s, timing.per_sample_s, timing.at(100)) == (3.0, 0.0, 2.0)
@@ -111,7 +111,7 @@ def test_a_timing_that_cannot_be_is_refused(timing, message):
         check_timing(timing, "here")
 
 
-def test_a_timing_of_no_time_at_all_is_taken():
+def test_a_timing_of_zero_seconds_is_accepted():
     """The weight gradient of a layer without weights costs nothing."""
     check_timing(Timing((1, 2), (0.0, 0.0)), "here")
 

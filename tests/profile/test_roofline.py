@@ -48,7 +48,7 @@ def forward_s(work, efficiency=WHOLE, samples=1, **settings):
     )
 
 
-def test_an_op_takes_the_longer_of_its_operations_and_its_bytes_and_its_launches_besides():
+def test_an_op_takes_the_longer_of_its_operations_and_its_bytes_plus_its_launches():
     """The formula at the top of the file."""
     heavy, wide = (
         Work("mm", "matrix", 3, 500.0, 2000.0, 0.0, 10.0),
@@ -140,7 +140,7 @@ def test_an_efficiency_that_cannot_be_is_refused(field, value):
         Efficiency(**{field: value})
 
 
-def test_tensor_cores_are_taken_to_reach_less_of_their_peak():
+def test_tensor_cores_are_assumed_to_reach_less_of_their_peak():
     """Their peaks are eight times higher, what feeds them is not."""
     assert usual_efficiency("float32") == Efficiency()
     assert usual_efficiency("bfloat16").matrix < Efficiency().matrix

@@ -93,7 +93,7 @@ class Opaque(nn.Module):
         (Opaque, r"Opaque cannot be traced: it returns a object, which is no nesting of tensors"),
     ],
 )
-def test_what_cannot_be_traced_is_refused_with_its_line_and_what_to_do(kind, message):
+def test_a_model_that_cannot_be_traced_is_refused_with_its_line_and_a_remedy(kind, message):
     """An error of torch.export has a hundred lines without a reference to the user's code."""
     with pytest.raises(ChainError, match=message):
         chain(kind(), torch.randn(2, 4))

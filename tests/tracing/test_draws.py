@@ -66,7 +66,7 @@ def helper():
         (lambda _: torch.manual_seed(0).initial_seed(), r"sets the state of torch's generator"),
     ],
 )
-def test_what_a_trace_would_draw_once_for_ever_is_refused_with_its_line(draw, source):
+def test_a_random_number_that_a_trace_would_repeat_is_refused_with_its_line(draw, source):
     """A layer dropped by `random.random()` during tracing would be dropped in every batch."""
     with pytest.raises(
         ChainError, match=rf"Drawing cannot be traced: \S*test_draws\.py:\d+.*{source}"

@@ -401,7 +401,7 @@ def test_layers_are_the_modules_with_weights_in_execution_order_with_their_names
     assert traced.modules[0].extra_repr() == "layer 0 of UNet"
 
 
-def test_what_a_skip_carries_crosses_only_the_boundaries_between_its_ends():
+def test_a_skip_value_crosses_only_the_boundaries_between_its_ends():
     """The planner counts the bytes that cross each boundary."""
     model, _, inputs = made("unet")
     batch = inputs(2, 0)

@@ -135,7 +135,7 @@ def test_real_layers_are_those_of_the_user_with_their_weights():
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(net).items())
 
 
-def test_a_real_layer_beside_one_on_meta_is_still_the_users_own():
+def test_a_real_layer_beside_one_on_meta_remains_that_of_the_user():
     """A pretrained body under a new head. Regression: the body was copied, so the user's weights
     were not trained.
     """

@@ -170,7 +170,7 @@ def test_a_schedule_that_cuts_no_sequences_takes_any_model():
     check_slices(traced, terapipe(1, Slicing.even("samples", 2, 1)))
 
 
-def test_what_is_not_causal_is_refused_by_name_with_what_to_do():
+def test_a_layer_that_is_not_causal_is_refused_by_name_with_a_remedy():
     """The error comes before training: a batch norm over half a sequence trains without an error,
     to another result.
     """

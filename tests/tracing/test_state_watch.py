@@ -108,7 +108,7 @@ def steps(change, counts=3):
         "not read",
     ],
 )
-def test_what_is_changed_between_batches_counts_from_the_next_one(change):
+def test_a_change_between_batches_takes_effect_in_the_next_one(change):
     """An annealed temperature, a frozen batch norm, a hook: plain PyTorch uses them immediately."""
     assert steps(change) < 1e-6
 
@@ -216,7 +216,7 @@ def test_modes_of_the_users_model_do_not_matter_in_evaluation():
     assert pipe.chain.variants.state(training=False) == 0
 
 
-def test_a_stream_drains_before_other_graphs_take_over():
+def test_a_stream_drains_before_it_uses_other_graphs():
     """Values of micro-batches in flight have the names of the previous graphs."""
     torch.manual_seed(0)
     model = Changing()

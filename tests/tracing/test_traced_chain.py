@@ -282,7 +282,7 @@ def test_a_list_of_modules_is_named_as_a_sequential_of_them():
         ),
     ],
 )
-def test_what_is_no_chain_is_refused_with_what_it_is(wrong, message):
+def test_an_object_that_is_not_a_chain_is_refused_with_its_type(wrong, message):
     """Most models are not Sequentials at first; the message has the line to write."""
     with pytest.raises(ChainError, match=message):
         chain(wrong)

@@ -74,7 +74,7 @@ def test_a_form_for_which_layers_run_in_another_order_is_refused():
         through(traced, torch.randn(3, 5, 4))
 
 
-def test_a_chain_travels_to_another_process_and_is_traced_anew_there():
+def test_a_chain_sent_to_another_process_is_traced_again_there():
     """ps.launch pickles what a function refers to."""
     torch.manual_seed(0)
     model = Choosing()

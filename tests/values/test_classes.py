@@ -58,7 +58,7 @@ def test_the_latest_class_of_a_name_is_used_and_old_ones_are_freed():
 
 
 @pytest.mark.parametrize("name", ["os:system", "antigravity:fly", "builtins:eval", ":", "no"])
-def test_what_is_no_class_here_is_refused_and_nothing_is_imported(name):
+def test_an_unknown_class_is_refused_and_nothing_is_imported(name):
     """A name comes from another process."""
     with pytest.raises(RunError, match="does not find that class"):
         find(name)

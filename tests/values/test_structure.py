@@ -200,7 +200,7 @@ def test_places_are_named_as_in_python():
     ]
 
 
-def test_what_refers_to_itself_is_refused():
+def test_a_value_that_contains_itself_is_refused():
     """It would never end."""
     value = [H]
     value.append({"self": value})

@@ -189,7 +189,7 @@ def test_no_layer_works_in_place(name):
     ] == []
 
 
-def test_without_a_device_torchs_current_one_is_taken():
+def test_without_a_device_the_current_device_of_torch_is_used():
     """The caller's own `with torch.device(...)` must keep its meaning."""
     with torch.device("meta"):
         assert model("mlp").fc1.weight.is_meta

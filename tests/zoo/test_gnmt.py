@@ -55,7 +55,7 @@ def test_layers_are_named_and_counted_as_stated():
     ]
 
 
-def test_boundaries_carry_what_later_layers_need_and_nothing_else():
+def test_boundaries_carry_only_values_that_later_layers_need():
     """Each boundary may be a cut, and what stands in it crosses the link."""
     network, tokens = small(), torch.randint(0, 7, (2, 2, 5))
     boundary_keys = []

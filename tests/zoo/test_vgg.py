@@ -55,7 +55,7 @@ def test_batch_norm_is_between_convolution_and_relu():
     ("name", "layers"),
     [("vgg11", 29), ("vgg13", 33), ("vgg16", 39), ("vgg19", 45), ("vgg16_bn", 52)],
 )
-def test_every_operation_is_a_layer_of_its_own(name, layers):
+def test_every_operation_is_a_separate_layer(name, layers):
     """The finer the layers, the more even the cuts; dropout 0 keeps the count, so that one plan
     fits both.
     """
