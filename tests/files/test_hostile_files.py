@@ -20,7 +20,6 @@ from penstock.checkpoint.checkpoint_files import Checkpoint, read_header, read_i
 from penstock.cli.options import named_values
 from penstock.cluster.cluster import cluster
 from penstock.errors import FileError, PenstockError
-from penstock.files.read import read_yaml
 from penstock.plan.plan import Candidate, Plan, Prediction
 from penstock.profile.counts import LayerCounts, ModelCounts, Work
 from penstock.profile.profile import LayerProfile, Profile, Timing
@@ -29,6 +28,7 @@ from penstock.schedule.csv import load_csv, to_csv
 from penstock.study.experiment import Case, Group
 from penstock.study.records import Measured, Record, RecordFile
 from penstock.training.config import TrainConfig
+from penstock.training.config import load as load_config
 
 #: Damaged files of each kind. With 11 kinds about 1,000 files in all.
 EXAMPLES = 90
@@ -186,7 +186,7 @@ READERS = {
     "counts": Reader(saved(counts()), ModelCounts.load),
     "configuration": Reader(
         lambda _: TrainConfig(model_options={"layers": 2}, weights="stash").as_yaml().encode(),
-        lambda path: read_yaml(path, TrainConfig, kind="configuration"),
+        lambda path: load_config(path, {}),
         yaml.safe_load,
     ),
     "option": Reader(lambda _: b"{layers: [1, 2.5, x]}", load_values, yaml.safe_load),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-import yaml
-
 from penstock.cluster.device import DeviceRequest
 from penstock.errors import FileError, SettingError
+from penstock.files.read import read_yaml
+from penstock.files.text import quote, shorten
+from penstock.files.yaml_values import yaml_text
 from penstock.option import CommonOptions, check_limits, option
 
 
@@ -119,7 +119,7 @@ class TrainConfig(CommonOptions):
 
     def as_yaml(self) -> str:
         """Return the configuration as YAML that `load` reads back."""
-        return str(yaml.safe_dump(asdict(self), sort_keys=False))
+        return yaml_text(asdict(self))
 
 
 def load(path: str | Path | None, changes: dict[str, Any]) -> TrainConfig:
@@ -141,55 +141,19 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     Raises:
         FileError: the file is missing, is no YAML mapping, or has an unknown or a duplicate key.
     """
-    settings = _load_yaml(path)
-    if settings is None:  # an empty file
-        settings = {}
+    settings = read_yaml(path, object, kind="configuration")
     if not isinstance(settings, dict):
         raise FileError(
             f"{path} must be a mapping of settings, such as 'model: vgg11_bn', not a "
             f"{type(settings).__name__}"
         )
     names = [field.name for field in fields(TrainConfig)]
-    unknown = [str(key) for key in settings if key not in names]
+    unknown = [shorten(str(key)) for key in settings if key not in names]
     if unknown:
         raise FileError(
-            f"{path} has unknown settings: {', '.join(unknown)}. Known: {', '.join(names)}"
+            f"{path} has unknown settings: {shorten(', '.join(unknown))}. Known: {', '.join(names)}"
         )
     return settings
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """A loader that refuses duplicate keys, of which PyYAML itself uses the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Construct a mapping, unless a key occurs twice in it."""
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for position, key in enumerate(keys):
-            if key in keys[:position]:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"duplicate key {key!r}", node.start_mark
-                )
-        return dict(super().construct_mapping(node, deep))
-
-
-# PyYAML follows YAML 1.1, in which 1e-3 is a string because it has no point.
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
-def _load_yaml(path: str | Path) -> Any:
-    """Return the contents of a YAML file. Raises FileError if it cannot be read."""
-    try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)  # noqa: S506 - a SafeLoader
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(
-            f"cannot read the configuration {path}: {getattr(error, 'strerror', None) or error}"
-        ) from error
-    except yaml.YAMLError as error:
-        raise FileError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    except (ValueError, RecursionError, OverflowError) as error:
-        raise FileError(f"{path} has a value that cannot be read: {str(error)[:200]}") from error
 
 
 def validate_settings(values: dict[str, Any], where: str) -> TrainConfig:
@@ -211,7 +175,7 @@ def validate_settings(values: dict[str, Any], where: str) -> TrainConfig:
         except ValidationError as error:
             # A union has an error for each of its types.
             reasons = " or ".join(reason["msg"] for reason in error.errors())
-            raise SettingError(f"{where}: {name}: {reasons}, not {value!r}") from error
+            raise SettingError(f"{where}: {name}: {reasons}, not {quote(value)}") from error
     try:
         return TrainConfig(**values)
     except SettingError as error:
