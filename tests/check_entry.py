@@ -61,7 +61,7 @@ KINDS = {
             "tests/schedule/test_op.py",
             "tests/schedule/test_replicas.py",
             "tests/schedule/test_period.py",
-            "tests/schedule/test_csv_communication.py",
+            "tests/schedule/torch_csv/test_actions.py",
             "tests/weights/test_compatibility.py",
             "tests/weights/test_weight_uses.py",
             "tests/search/test_schedules.py",

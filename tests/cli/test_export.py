@@ -7,7 +7,7 @@ import json
 import pytest
 
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.csv import from_csv, to_csv
+from penstock.schedule.torch_csv.files import from_csv, to_csv
 
 SMALL = ("--schedule", "zb-v", "--stages", 4, "--micro-batches", 4)
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.plan.plan import Plan, Prediction
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.csv import to_csv
+from penstock.schedule.torch_csv.files import to_csv
 
 MADE = schedule("1f1b", 2, 4)
 

@@ -17,9 +17,9 @@ from torch.torch_version import TorchVersion
 import penstock as ps
 from penstock.errors import ScheduleError
 from penstock.ranks.launch import launch
-from penstock.schedule.csv import from_csv, to_csv
-from penstock.schedule.csv_export import unsupported_reason
 from penstock.schedule.op import Schedule
+from penstock.schedule.torch_csv.actions import unsupported_reason
+from penstock.schedule.torch_csv.files import from_csv, to_csv
 
 MICRO_BATCHES = 8
 MOST_RANKS = 4

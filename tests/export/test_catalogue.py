@@ -7,7 +7,7 @@ import pytest
 from penstock.errors import PlanError, RunError, SettingError, UnknownName
 from penstock.export.catalogue import EXPORTERS, export, exported
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.csv import from_csv, to_csv
+from penstock.schedule.torch_csv.files import from_csv, to_csv
 
 LINEAR = (4, 4, 4, 3)
 PLAYS_BATCHES = ["torchgpipe", "deepspeed", "megatron", "torchtitan", "torch"]

@@ -11,7 +11,7 @@ from penstock.errors import PlanError
 from penstock.export.catalogue import export
 from penstock.ranks.launch import launch
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.csv import from_csv
+from penstock.schedule.torch_csv.files import from_csv
 
 NAMES = tuple(map(str, range(7)))
 

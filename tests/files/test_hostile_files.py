@@ -24,7 +24,7 @@ from penstock.plan.plan import Candidate, Plan, Prediction
 from penstock.profile.counts import LayerCounts, ModelCounts, Work
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.csv import load_csv, to_csv
+from penstock.schedule.torch_csv.files import load_csv, to_csv
 from penstock.study.experiment import Case, Group
 from penstock.study.records import Measured, Record, RecordFile
 from penstock.training.config import TrainConfig

@@ -8,10 +8,10 @@ import pytest
 
 from penstock.errors import FileError, ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
-from penstock.schedule.csv import from_csv
 from penstock.schedule.op import Schedule
 from penstock.schedule.period import with_batch_count
 from penstock.schedule.size_limit import MAX_FORWARDS, check_size
+from penstock.schedule.torch_csv.files import from_csv
 
 
 def test_the_limit_itself_is_allowed_and_one_more_is_not():

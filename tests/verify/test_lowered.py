@@ -11,9 +11,9 @@ from tests.schedule.custom_schedules import custom_schedules
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.csv import parse_csv
 from penstock.schedule.lower import Direction, LoweredSchedule, Transfer, lower
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.torch_csv.files import parse_csv
 from penstock.verify.lowered import verify_lowered
 from penstock.verify.verify import verify
 

@@ -81,7 +81,7 @@ def _export_schedule(schedule: Schedule, to: Path | None, communication: bool) -
         ScheduleError: the schedule is unsound, or torch's CSV cannot express it.
         RunError: the file cannot be written.
     """
-    from penstock.schedule.csv import to_csv
+    from penstock.schedule.torch_csv.files import to_csv
     from penstock.verify.verify import verify
 
     verify(schedule)

@@ -118,7 +118,7 @@ def resolve_schedule(
                 "--csv holds the whole schedule: "
                 "leave out --schedule, --stages, --micro-batches and --option"
             )
-        from penstock.schedule.csv import read_csv
+        from penstock.schedule.torch_csv.files import read_csv
 
         return read_csv(csv)
     needs_costs = name is not None and _needs_costs(name)

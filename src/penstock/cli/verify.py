@@ -91,7 +91,7 @@ def verify(
             CheckOptions(tolerance, threads, json),
         )
         raise typer.Exit(0 if agrees else 1)
-    from penstock.schedule.csv import load_csv
+    from penstock.schedule.torch_csv.files import load_csv
 
     if csv is None or schedule or stages or micro_batches or option:
         # With --csv and another flag, this refuses the combination.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from penstock.export.catalogue import Exported, register
 from penstock.export.pipelines import pipelines_of
 from penstock.plan.plan import Plan
-from penstock.schedule.csv import to_csv
 from penstock.schedule.op import Schedule
+from penstock.schedule.torch_csv.files import to_csv
 
 
 def export_schedule(schedule: Schedule) -> Exported:
@@ -39,7 +39,7 @@ def csv(plan: Plan) -> Exported:
     Raises:
         ScheduleError: torch's CSV cannot express the schedule: single stages with replicas, an
             asynchronous schedule, slices, activations moved between ranks, or what else
-            `schedule.csv_export` lists.
+            `schedule.torch_csv.actions` lists.
     """
     pipelines = pipelines_of(plan)
     return export_schedule(plan.schedule if pipelines is None else pipelines.schedule)

@@ -14,8 +14,8 @@ from penstock.export.pipelines import (
     why_not_pipelines,
 )
 from penstock.plan.plan import Plan
-from penstock.schedule.csv import to_csv
-from penstock.schedule.csv_export import unsupported_reason
+from penstock.schedule.torch_csv.actions import unsupported_reason
+from penstock.schedule.torch_csv.files import to_csv
 
 #: Name of the schedule's file in a folder.
 SCHEDULE = "schedule.csv"

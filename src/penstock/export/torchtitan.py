@@ -16,7 +16,7 @@ from penstock.export.pipelines import (
     why_not_pipelines,
 )
 from penstock.plan.plan import Plan
-from penstock.schedule.csv_export import unsupported_reason
+from penstock.schedule.torch_csv.actions import unsupported_reason
 
 #: Torch's names of the schedules that it implements, by Penstock's names.
 TORCH_SCHEDULES = {

@@ -111,7 +111,7 @@ def with_batch_count(schedule: Schedule, batches: int) -> Schedule:
 
     Raises:
         ScheduleError: it is not a stream, does not repeat (see `period_of`), or would not fit into
-            memory with so many batches.
+            memory with this number of batches.
     """
     if batches == schedule.batches:
         return schedule

@@ -24,7 +24,7 @@ MICRO_BATCHES = tuple(2**power for power in range(13))
 MOST_IN_A_PIPELINE = 64
 
 
-#: Samples of a batch at most. Planners search its divisors, and schedules of a step of so many
+#: Samples of a batch at most. Planners search its divisors, and schedules of a step of that many
 #: micro-batches on 4 stages have 8 million ops.
 MAX_BATCH = 2**20
 

@@ -6,8 +6,8 @@ transfers. The variant "compute_comms" has all actions, and torch executes it un
 receives in the wrong order give wrong gradients and no error. So a file of this variant is checked
 when it is read. Files are parsed, never executed.
 
-Schedules that torch cannot express are refused on writing (see `csv_export`), cells that are not in
-torch's format on reading (see `csv_cells`).
+Schedules that torch cannot express are refused on writing (see `actions`), cells that are not in
+torch's format on reading (see `cells`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from pathlib import Path
 
 from penstock.errors import FileError
 from penstock.files.text import read_text
-from penstock.schedule.csv_cells import (
+from penstock.schedule.lower import Action, Direction, LoweredSchedule, Transfer
+from penstock.schedule.op import Kind, Op, Program, Schedule
+from penstock.schedule.size_limit import check_ops
+from penstock.schedule.torch_csv.actions import check_supported, communication_rows, compute_rows
+from penstock.schedule.torch_csv.cells import (
     Cell,
     Communication,
     Compute,
@@ -27,14 +31,10 @@ from penstock.schedule.csv_cells import (
     Shards,
     parse_cell,
 )
-from penstock.schedule.csv_export import check_supported, communication_rows, compute_rows
-from penstock.schedule.lower import Action, Direction, LoweredSchedule, Transfer
-from penstock.schedule.op import Kind, Op, Program, Schedule
-from penstock.schedule.size_limit import check_ops
 from penstock.schedule.transfers import transfer_findings, unsound
 from penstock.schedule.updates import with_updates
 
-#: Cells of a file at most; so many take about 200 MB.
+#: Cells of a file at most; this number takes about 200 MB.
 _MAX_CELLS = 1_000_000
 
 

@@ -29,10 +29,10 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.channels import topological_order
-from penstock.schedule.csv_cells import Communication, FsdpAction, overlaps
 from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.lower import Direction, Link, Message, messages, output_message
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
+from penstock.schedule.torch_csv.cells import Communication, FsdpAction, overlaps
 from penstock.schedule.unit_times import unit_times
 from penstock.schedule.updates import with_updates
 

@@ -17,10 +17,10 @@ from tests.schedule.custom_schedules import custom_schedules
 
 from penstock.errors import FileError, ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
-from penstock.schedule.csv import from_csv, load_csv, parse_csv, read_csv, to_csv
-from penstock.schedule.csv_export import unsupported_reason
 from penstock.schedule.lower import Direction, Message, lower
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.torch_csv.actions import unsupported_reason
+from penstock.schedule.torch_csv.files import from_csv, load_csv, parse_csv, read_csv, to_csv
 from penstock.verify.lowered import verify_lowered
 from penstock.verify.verify import verify
 

@@ -11,10 +11,10 @@ from tests.schedule.custom_schedules import custom_schedules
 
 from penstock.errors import FileError, ScheduleError
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.csv import from_csv, read_csv, to_csv
-from penstock.schedule.csv_export import unsupported_reason
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.slicing import Slicing
+from penstock.schedule.torch_csv.actions import unsupported_reason
+from penstock.schedule.torch_csv.files import from_csv, read_csv, to_csv
 from penstock.verify.verify import verify
 
 

@@ -1,0 +1,1 @@
+"""The CSV format of torch.distributed.pipelining."""
