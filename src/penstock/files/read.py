@@ -178,7 +178,7 @@ def _first_error(error: ValidationError, model: type) -> str:
 
 
 def _known_keys(location: tuple[int | str, ...], model: type) -> str:
-    """Return what keys there are, if the unknown one is of the type itself."""
+    """Return the known keys, if the unknown one is of the type itself."""
     names: list[str] = list(getattr(model, "model_fields", ()))
     if is_dataclass(model):
         names = [field.name for field in fields(model)]

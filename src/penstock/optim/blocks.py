@@ -86,7 +86,7 @@ def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def point(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
-    """Let the parameters share memory with `tensors`.
+    """Make the parameters share memory with `tensors`.
 
     Graphs in flight that saved such a parameter itself, not a view of it, read the new memory too.
     """

@@ -219,7 +219,7 @@ class Averaged(StageWeights):
             self._active = replica
 
     def _assign_grads(self, replica: _Replica) -> None:
-        """Let `.grad` be the gradients of a replica, and put those of the current owner aside."""
+        """Set `.grad` to the gradients of a replica, and put those of the current owner aside."""
         if self._grad_owner is replica:
             return
         parameters = self._update.parameters

@@ -14,7 +14,7 @@ from penstock.errors import SettingError
 
 @final
 class ParameterGroup(MutableMapping[str, Any]):
-    """The same parameter group of all local stages: reads the first stage's, writes to all.
+    """A parameter group of all local stages: reads that of the first stage, writes to all.
 
     A number written to an option that is a tensor, such as `lr` with `capturable=True`, is written
     into the tensor.

@@ -61,12 +61,12 @@ class Corrected(StageWeights):
         self._working = Working(site.update, newest=_NEWEST)
 
     def before_forward(self, number: int) -> None:
-        """Let the parameters be the newest version."""
+        """Set the parameters to the newest version."""
         del number
         self._working.show(_NEWEST)
 
     def before_backward(self, number: int) -> None:
-        """Let the parameters be the estimate; before the first update, the newest version."""
+        """Set the parameters to the estimate; before the first update, the newest version."""
         del number
         if self._negative_trend and self._updates >= self._warm_up:
             self._working.show(
@@ -95,7 +95,7 @@ class Corrected(StageWeights):
         self._working.end_step(_NEWEST)
 
     def drain(self) -> None:
-        """Let the parameters be the newest version."""
+        """Set the parameters to the newest version."""
         self._working.restart(_NEWEST)
 
     def held_bytes(self) -> int:

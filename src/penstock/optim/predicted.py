@@ -128,12 +128,12 @@ class Predicted(StageWeights):
         self._working = Working(site.update, newest=(0, 0))
 
     def before_forward(self, number: int) -> None:
-        """Let the parameters be the prediction that the forward reads."""
+        """Set the parameters to the prediction that the forward reads."""
         use = self._in_flight[number] = self._use(number)
         self._read(number, use.batch, "forward", _forward(use.reads))
 
     def before_backward(self, number: int) -> None:
-        """Let the parameters be the prediction that the backward reads.
+        """Set the parameters to the prediction that the backward reads.
 
         A W may follow an update that came after its I. Then the version that it should read is no
         longer available, and it reads the newest.
@@ -159,7 +159,7 @@ class Predicted(StageWeights):
         self._working.end_step((version, 0))
 
     def drain(self) -> None:
-        """Let the parameters be the newest version, which becomes version 0."""
+        """Set the parameters to the newest version, which becomes version 0."""
         self._working.restart((0, 0))
         self._direction.restart()
         self._in_flight.clear()

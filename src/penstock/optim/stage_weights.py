@@ -27,10 +27,10 @@ class StageWeights(Protocol):
     """
 
     def before_forward(self, number: int) -> None:
-        """Let the stage's parameters be the version that the F of this micro-batch reads."""
+        """Set the stage's parameters to the version that the F of this micro-batch reads."""
 
     def before_backward(self, number: int) -> None:
-        """Let the stage's parameters be the version that the micro-batch's B, I or W reads."""
+        """Set the stage's parameters to the version that the micro-batch's B, I or W reads."""
 
     def finished(self, number: int) -> None:
         """Note that the B (or the W) of this micro-batch is done: it reads no more versions."""
@@ -39,7 +39,7 @@ class StageWeights(Protocol):
         """Create version `version` (U) from the gradients in `.grad`, and drop the gradients."""
 
     def drain(self) -> None:
-        """Let the parameters be the newest version, and restart the numbering from 0.
+        """Set the parameters to the newest version, and restart the numbering from 0.
 
         Called when no micro-batch is in flight.
         """
@@ -110,7 +110,7 @@ class WaveExchange(Protocol):
 
 @dataclass(frozen=True)
 class Site:
-    """Everything from which the weights of one stage are created.
+    """The arguments of a stage's weight rule.
 
     Attributes:
         update: the stage's parameters, optimizer, and factory of optimizers.

@@ -38,11 +38,11 @@ class WaveWeights(StageWeights):
         self._received = 0
 
     def before_forward(self, number: int) -> None:
-        """Let the parameters be the version that the forward reads."""
+        """Set the parameters to the version that the forward reads."""
         self._versions.before_forward(number)
 
     def before_backward(self, number: int) -> None:
-        """Let the parameters be the version that the backward reads."""
+        """Set the parameters to the version that the backward reads."""
         self._versions.before_backward(number)
 
     def finished(self, number: int) -> None:

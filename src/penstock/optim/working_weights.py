@@ -61,7 +61,7 @@ class Working:
         return content in (self.newest, self._current) or content in stored
 
     def show(self, content: Hashable, change: Change | None = None) -> None:
-        """Let the parameters hold `content`, computed by `change` if it is not available."""
+        """Set the parameters to `content`, computed by `change` if it is not available."""
         if content == self._current:
             return
         if self._current == self.newest:
@@ -110,7 +110,7 @@ class Working:
             self._cached[name] = _CachedContent(content, change, soon)
 
     def begin_step(self) -> None:
-        """Let the parameters be the newest version, which a step is about to change."""
+        """Set the parameters to the newest version, which a step is about to change."""
         for name, cached in self._cached.items():
             if not cached.stored:
                 self.show(cached.content, cached.change)
@@ -134,7 +134,7 @@ class Working:
         self._current = self.newest = newest
 
     def restart(self, newest: Hashable) -> None:
-        """Let the parameters be the newest version, under another name; drop all other contents."""
+        """Set the parameters to the newest version, under another name; drop all other contents."""
         self._cached.clear()
         self.show(self.newest)
         self._copy_is_valid = False  # from now on others may write into the parameters

@@ -1,4 +1,4 @@
-"""What every rank must do alike: the same methods in the same order, with the same batches."""
+"""Comparison of calls: every rank must call the same methods, in order, with the same batches."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Call(NamedTuple):
     values: Sequence[Glimpse] = ()
 
     def row(self) -> list[Any]:
-        """What other ranks are told."""
+        """Return the entry that is published to other ranks."""
         numbers = "; ".join(map(format_numbers, self.values[:_VALUES_IN_MESSAGE]))
         return [self.number, self.check, self.name, self.form, numbers]
 
@@ -290,7 +290,7 @@ class ComparedCalls(Calls):
         return message_of(min(numbers), first, {})
 
     def followed(self, others: Mapping[int, Sequence[Sequence[Any]]]) -> bool:
-        """Whether all others have told of the last call here, or of a later one."""
+        """Whether all other ranks have published this rank's last call, or a later one."""
         numbers = [rows[-1][0] for rows in others.values() if rows]
         return len(numbers) == self._size - 1 and min(numbers, default=0) >= self._number
 
@@ -344,7 +344,7 @@ def unlike(one: int, other: int) -> bool:
 
 
 def message_of(number: int, rows: Mapping[int, Sequence[Any]], steps: Mapping[int, str]) -> str:
-    """What is raised on every rank.
+    """Return the error that is raised on every rank.
 
     Args:
         number: of the call.

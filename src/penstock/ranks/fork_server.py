@@ -48,7 +48,7 @@ READY, THREADED = b"ready", b"threaded"
 
 
 class Request(TypedDict):
-    """What a rank needs to know, apart from its job.
+    """The settings of a rank, apart from its job.
 
     Attributes:
         environment: the rank's environment variables.
@@ -80,7 +80,7 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Fork:
-    """What a forked process starts with: its request and the descriptors of its output."""
+    """The start of a forked process: its request and the descriptors of its output."""
 
     request: Request
     output: int
@@ -157,7 +157,7 @@ def _receive(control: socket.socket, ranks: dict[int, _Rank], launcher: int) -> 
 
 
 def _show_as_program(request: Request) -> None:
-    """Let ps and /proc show the rank's own command and environment, as of a new process.
+    """Make ps and /proc show the rank's own command and environment, as of a new process.
 
     The kernel reads both from where they lay when the program was started. Nothing else reads them
     there: `os.environ.clear` has removed all pointers of the C library to that memory.

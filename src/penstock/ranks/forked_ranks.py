@@ -143,7 +143,7 @@ class _Server:
         return ForkedProcess(int(message), processes[0], reader) if message else None
 
     def close(self) -> None:
-        """Let the server end when its last rank has ended."""
+        """End the server when its last rank has ended."""
         self._control.close()
         if self.owner == os.getpid():
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends.
+    """Have the kernel kill this process when its parent ends.
 
     Args:
         parent: process id. This process ends at once if that is no longer its parent.

@@ -222,6 +222,6 @@ def _serve(jobs: _JobQueue) -> None:
 
 
 def _end_threads(queues: list[_JobQueue]) -> None:
-    """Let the threads of all ranks end."""
+    """End the threads of all ranks."""
     for queue in queues:
         queue.put(None)

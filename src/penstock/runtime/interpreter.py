@@ -31,7 +31,7 @@ _MAX_PROGRAMS = 64
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What the ops of one call read and change beside the stages.
+    """Batches, weight versions and callbacks of one run of a program.
 
     Attributes:
         batches: the batches in flight.

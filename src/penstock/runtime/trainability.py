@@ -25,8 +25,8 @@ class Trainability:
     """Which parameters of the model require gradients.
 
     Attributes:
-        made: the ranks.
-        together: what they do after a program.
+        assembly: the ranks.
+        together: the global step of all ranks.
         traced: the whole model, as the user has it in this process. Parameters of stages that other
             processes hold are watched as long as they exist, so that all processes count the same
             changes.
@@ -34,7 +34,7 @@ class Trainability:
             their messages change with it.
     """
 
-    made: Assembly
+    assembly: Assembly
     together: GlobalStep
     traced: InitVar[TracedChain]
     epoch: int = 0
@@ -42,8 +42,8 @@ class Trainability:
     _elsewhere: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
 
     def __post_init__(self, traced: TracedChain) -> None:
-        for stage in self.made.stages:
-            for parameter, name in self.made.names(stage).items():
+        for stage in self.assembly.stages:
+            for parameter, name in self.assembly.names(stage).items():
                 self._add(name, parameter)
         # The model's own parameters, by which users freeze: stages of models on the meta device
         # have others.
@@ -64,8 +64,9 @@ class Trainability:
         }
 
     def _read_elsewhere(self) -> list[bool | None]:
-        """By parameter of another process's stage, whether it wants a gradient; None once it is
-        gone.
+        """Return the requires_grad flags of parameters of other processes' stages.
+
+        The user's model has them too; None once such a parameter is gone.
         """
         flags: list[bool | None] = []
         for reference in self._elsewhere.values():
@@ -130,15 +131,15 @@ class Trainability:
         self._refresh(set(thawed))
 
     def _newly_trained(self, thawed: list[str]) -> list[str]:
-        """Those of some parameters held here that the stages have not trained so far."""
+        """Return the names of thawed parameters that the stages have not trained so far."""
         trained = {
-            id(parameter) for stage in self.made.stages for parameter in stage.update.parameters
+            id(parameter) for stage in self.assembly.stages for parameter in stage.update.parameters
         }
         return [name for name in thawed if id(self._holders[name][0]) not in trained]
 
     def _check_stream(self, new: list[str]) -> None:
-        schedule = self.made.setting.schedule
-        if not new or schedule.stream is None or not self.made.steps:
+        schedule = self.assembly.setting.schedule
+        if not new or schedule.stream is None or not self.assembly.steps:
             return
         raise SettingError(
             f"{', '.join(new[:3])}{', ...' if len(new) > 3 else ''} had requires_grad=False when the pipeline was made, and now "
@@ -147,12 +148,12 @@ class Trainability:
         )
 
     def _refresh(self, thawed: set[str]) -> None:
-        for stage in self.made.stages:
+        for stage in self.assembly.stages:
             stage.update.refresh()
-        for rank, interpreter in self.made.interpreters.items():
-            wave_replicas = self.made.wave_replicas[rank]
+        for rank, interpreter in self.assembly.interpreters.items():
+            wave_replicas = self.assembly.wave_replicas[rank]
             for replicas in (*interpreter.replicas.values(), *wave_replicas.values()):
                 replicas.refresh()
-            if rank in self.made.tied:
-                self.made.tied[rank].refresh()
+            if rank in self.assembly.tied:
+                self.assembly.tied[rank].refresh()
         self.together.trained |= thawed

@@ -302,7 +302,7 @@ class _Builder:
             self._add_edges(rows, index.of_keys(index.key[rows] + offset, kinds))
 
     def _add_edges(self, rows: Array, inputs: Array) -> None:
-        """Let every row wait for its input, unless it follows it in the same program."""
+        """Make every row wait for its input, unless it follows it in the same program."""
         if (inputs < 0).any():
             raise_missing(self.schedule)
         is_local = self.ops.rank[inputs] == self.ops.rank[rows]
@@ -385,7 +385,7 @@ class _Builder:
         }
 
     def _add_waves(self, first_consumer: Array, pending: Array) -> Array:
-        """Let the last U of every wave wait for those of earlier waves on all ranks.
+        """Make the last U of every wave wait for those of earlier waves on all ranks.
 
         It also waits for the one on its own rank, which its place in the program implies already:
         so all of them wait for the same ops, and share one chain of `next_replica`.

@@ -96,7 +96,7 @@ class Evaluated:
 
     @cached_property
     def bottleneck(self) -> str:
-        """What bounds its time, as text; empty if it was not simulated."""
+        """The bottleneck of its time, as text; empty if it was not simulated."""
         if self.steady_state is None:
             return ""
         seconds = self.steady_state.batches * self.steady_state.seconds_per_batch

@@ -39,7 +39,7 @@ _NO_GRADS = Payload("*", (), ())
 
 @dataclass(frozen=True)
 class _Backward:
-    """What a backward runs on.
+    """The inputs of a backward.
 
     Attributes:
         leaves: inputs that require gradients.
@@ -116,7 +116,7 @@ class Stage:
 
     @property
     def device(self) -> torch.device:
-        """Where the stage computes."""
+        """The device on which the stage computes."""
         return self.runner.device
 
     def tensors(self) -> Iterator[Tensor]:

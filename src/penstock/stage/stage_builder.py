@@ -1,4 +1,4 @@
-"""How a model is trained, and the making of the stages of a rank."""
+"""The construction of the stages of a rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock.values.classes import remember_code
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained.
+    """The training of a model: loss, optimizer, seed and options.
 
     Attributes:
         loss: the loss function.

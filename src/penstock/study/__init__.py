@@ -1,3 +1,1 @@
-"""What was asked, what came of it, and what that says: questions, records, statistics, conclusions,
-figures.
-"""
+"""Experiments: questions, records, statistics, conclusions, figures."""

@@ -248,7 +248,7 @@ class _Model:
         return self.model.new_int_var(low, max(low, self.most - math.ceil(tail - 1e-6)), "")
 
     def _add_messages(self) -> None:
-        """Let ops that take a value start after its arrival, and links carry one message at a time,
+        """Make ops that consume a value start after its arrival, and links carry one message at a time,
         in the order of sending.
         """
         c = self.problem.costs
@@ -292,7 +292,7 @@ class _Model:
         return messages
 
     def _add_order(self, one: _Message, other: _Message) -> None:
-        """Let two messages of different kinds use their link one after the other."""
+        """Make two messages of different kinds use their link one after the other."""
         first = self.model.new_bool_var("")
         self.model.add(one.end <= other.begin).only_enforce_if(first)
         self.model.add(other.leaves >= one.leaves + one.ticks).only_enforce_if(first)

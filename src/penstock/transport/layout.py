@@ -1,4 +1,4 @@
-"""How the tensors of a payload are laid out in a slot. Sender and receiver refer to a layout by its
+"""The layout of a payload's tensors in a slot. Sender and receiver refer to a layout by its
 number once the sender has announced it.
 """
 

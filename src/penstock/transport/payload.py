@@ -28,7 +28,7 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class TensorForm:
-    """Shape, dtype and strides of a tensor, and whether it wants a gradient.
+    """Shape, dtype and strides of a tensor, and whether it requires a gradient.
 
     `stride` are the strides at the receiver: the sender's own, or None for those of a contiguous
     tensor. The distinct elements are sent in the order of memory (`packed`): an expanded tensor's
@@ -262,7 +262,7 @@ def _leaf_from_json(leaf: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of a payload before its tensors arrive."""
+    """The description of a payload, which arrives before its tensors."""
 
     structure: str | Structure
     leaves: tuple[Any, ...]

@@ -172,7 +172,7 @@ def _table_row(
 
 @dataclass(frozen=True)
 class _EndlessRun:
-    """How a schedule continues without end.
+    """The endless continuation of a schedule.
 
     Attributes:
         period: the endless programs.
