@@ -209,7 +209,7 @@ def test_frozen_tied_weights_are_shared_and_nothing_is_sent_for_them():
         network[0].weight.requires_grad_(False)
         network[3].weight.requires_grad_(False)
     pipe = pipeline(model, [3, 3, 3])
-    assert not pipe._together.needed
+    assert not pipe._global_step.needed
     pipe.train_batch(*data())
     plain(reference, 1)
     assert close(dict(model.state_dict()), dict(reference.state_dict())) == []

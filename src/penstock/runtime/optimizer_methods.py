@@ -21,7 +21,7 @@ class Optimizing:
     """The methods of `Pipeline` that concern optimizers."""
 
     _assembly: Assembly
-    _together: GlobalStep
+    _global_step: GlobalStep
     _stream: Streaming | None
 
     @property
@@ -30,17 +30,17 @@ class Optimizing:
 
         None if neither clipping nor loss scaling is enabled, since it is not computed then.
         """
-        return self._together.grad_norm
+        return self._global_step.grad_norm
 
     @property
     def loss_scale(self) -> float:
         """The factor by which the loss is multiplied before the backward; 1 without a scaler."""
-        return 1.0 if self._together.scaler is None else self._together.scaler.scale
+        return 1.0 if self._global_step.scaler is None else self._global_step.scaler.scale
 
     @property
     def skipped(self) -> int:
         """The number of steps that all ranks have skipped because a gradient was not finite."""
-        return 0 if self._together.scaler is None else self._together.scaler.skipped
+        return 0 if self._global_step.scaler is None else self._global_step.scaler.skipped
 
     @property
     def param_groups(self) -> list[ParameterGroup]:

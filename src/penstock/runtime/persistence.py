@@ -23,14 +23,14 @@ class Persistence:
 
     Attributes:
         assembly: the ranks of this process.
-        together: the global step, which has the loss scaler.
+        global_step: the global step, which has the loss scaler.
         stream: the stream of an asynchronous schedule; None for other schedules.
         schedulers: the learning-rate schedulers, in the order of their construction.
         progress: the progress of the checkpoint that was loaded last.
     """
 
     assembly: Assembly
-    together: GlobalStep
+    global_step: GlobalStep
     stream: Streaming | None = None
     schedulers: list[Schedulers] = field(default_factory=list)
     progress: Progress = field(default_factory=lambda: Progress(0))
@@ -90,7 +90,7 @@ class Persistence:
         # Schedulers that were loaded but not constructed again are saved as they were loaded.
         progress = Progress(
             step,
-            self.together.state(),
+            self.global_step.state(),
             texts[:count] + self.progress.schedulers[count:],
             texts[count:] + self.progress.scheduler_kinds[count:],
         )
@@ -118,7 +118,7 @@ class Persistence:
             nonfinite,
             parts,
             self.schedulers,
-            self.together.scaler is not None,
+            self.global_step.scaler is not None,
         )
         self.progress = checkpoint_load.load(
             Path(folder),
@@ -128,7 +128,7 @@ class Persistence:
             options,
             None if self.stream is None else self._restart_stream,
         )
-        self.together.restore(self.progress.scaler)
+        self.global_step.restore(self.progress.scaler)
         # Fewer schedulers may exist than were saved: `check_schedulers` looks before training.
         for scheduler, text in zip(self.schedulers, self.progress.schedulers, strict=False):
             scheduler.load_json(text)

@@ -144,13 +144,13 @@ class Pipeline(Optimizing, ModelState, Inspection):
             check_optimizer_memory(plan, self.chain.description, self._assembly.optimizers()[0])
         self._world.calls.check_data = check_data
         self._assembly.share_weights()
-        self._together = GlobalStep(self._assembly, scaling, training_options)
-        self._trainability = Trainability(self._assembly, self._together, whole_chain)
-        self._player = Player(self._assembly, self._together)
+        self._global_step = GlobalStep(self._assembly, scaling, training_options)
+        self._trainability = Trainability(self._assembly, self._global_step, whole_chain)
+        self._player = Player(self._assembly, self._global_step)
         self._stream: Streaming | None = None
         if self.setting.schedule.stream is not None:
             self._stream = Streaming(self._assembly, stream_increments(self._assembly))
-        self._persistence = Persistence(self._assembly, self._together, self._stream)
+        self._persistence = Persistence(self._assembly, self._global_step, self._stream)
         self._preparation = Preparation(
             self._assembly, training_options.autocast_dtype, self._drain
         )

@@ -49,12 +49,12 @@ class Player:
 
     Attributes:
         assembly: the local ranks.
-        together: the global step of all ranks.
+        global_step: the global step of all ranks.
         played: micro-batches and mode of the last batch; None if it failed.
     """
 
-    def __init__(self, assembly: Assembly, together: GlobalStep) -> None:
-        self.assembly, self.together = assembly, together
+    def __init__(self, assembly: Assembly, global_step: GlobalStep) -> None:
+        self.assembly, self.global_step = assembly, global_step
         self.played: tuple[int, Mode] | None = None
         self._lowered = lru_cache(maxsize=32)(self._lower)
         # By rank and stage, its batch norms with deferred statistics.
@@ -84,17 +84,17 @@ class Player:
             RunError: an op failed on any rank. In training, all gradients have then been dropped.
         """
         lowered = self._lowered(batch.micro_batches, mode)
-        together = self.together
+        global_step = self.global_step
         # Stages update by themselves, at their U, unless the update needs all stages' gradients.
-        update_at_u = steps and not together.needed
+        update_at_u = steps and not global_step.needed
         if mode is Mode.TRAIN:
-            together.begin(factor)
+            global_step.begin(factor)
         if mode is not Mode.EVALUATE:
             self._begin_statistics(lowered)
 
         def job(rank: int) -> tuple[Tensor | None, float] | None:
             self._play_rank(rank, lowered.programs[rank], batch, mode, update=update_at_u)
-            return together.step(rank) if steps and not update_at_u else None
+            return global_step.step(rank) if steps and not update_at_u else None
 
         self.played = None
         try:
@@ -109,7 +109,7 @@ class Player:
                 self.zero()
             raise
         if steps and not update_at_u:
-            together.record_step(
+            global_step.record_step(
                 {rank: row for rank, row in step_results.items() if row is not None}
             )
         self.played = (batch.micro_batches, mode)
@@ -132,10 +132,10 @@ class Player:
                 replicas.begin()
         if not self.assembly.steps:
             # Without an optimizer, the caller may have changed the weights since.
-            self.together.send_tied_weights(rank)
+            self.global_step.send_tied_weights(rank)
         interpreter.play(program, batch, update=update)
         if mode is not Mode.EVALUATE:
-            self.together.gather(rank)
+            self.global_step.gather(rank)
 
     def _begin_statistics(self, lowered: LoweredSchedule) -> None:
         """Tell deferred batch norms the number of micro-batches that their stage will run.
@@ -151,11 +151,11 @@ class Player:
     def step(self) -> None:
         """Update the weights with the accumulated gradients."""
         try:
-            step_results = self.assembly.world.run(self.together.step)
+            step_results = self.assembly.world.run(self.global_step.step)
         except BaseException:
             self.zero()
             raise
-        self.together.record_step(step_results)
+        self.global_step.record_step(step_results)
 
     def zero(self) -> None:
         """Drop the gradients of the local stages."""

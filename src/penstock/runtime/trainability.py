@@ -26,7 +26,7 @@ class Trainability:
 
     Attributes:
         assembly: the ranks.
-        together: the global step of all ranks.
+        global_step: the global step of all ranks.
         traced: the whole model, as the user has it in this process. Parameters of stages that other
             processes hold are watched as long as they exist, so that all processes count the same
             changes.
@@ -35,7 +35,7 @@ class Trainability:
     """
 
     assembly: Assembly
-    together: GlobalStep
+    global_step: GlobalStep
     traced: InitVar[TracedChain]
     epoch: int = 0
     _holders: dict[str, list[nn.Parameter]] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Trainability:
         elif not changed:  # parameters that nothing refers to any more
             return
         self.epoch += 1
-        self.together.epoch = self.epoch
+        self.global_step.epoch = self.epoch
 
     def _copy_flags(self) -> None:
         """Set the flag of a changed parameter on all its holders."""
@@ -156,4 +156,4 @@ class Trainability:
                 replicas.refresh()
             if rank in self.assembly.tied:
                 self.assembly.tied[rank].refresh()
-        self.together.trained |= thawed
+        self.global_step.trained |= thawed
