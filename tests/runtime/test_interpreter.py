@@ -10,7 +10,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import StageFailed
-from penstock.runtime.interpreter import Interpreter
+from penstock.runtime.interpreter import Interpreter, RunContext
 from penstock.schedule.op import Op
 from penstock.transport.in_process import MemoryTransport
 
@@ -108,7 +108,8 @@ def test_a_weight_version_is_in_use_until_b_or_w_and_not_only_until_i():
     """W reads the graph of the forward: its version must not be stepped in place before."""
     weights = RecordedWeights()
     stage = SimpleNamespace(**{name: lambda *_: None for name in ("input_grad", "weight_grad")})
-    rank = SimpleNamespace(stages={0: stage}, _weights=lambda _: weights)
+    rank = SimpleNamespace(stages={0: stage})
+    context = RunContext(None, weights={0: weights})
     for text in ("0I3", "0W3"):
-        Interpreter._compute(rank, Op.parse(text), None, 3, None)
+        Interpreter._compute(rank, Op.parse(text), (None, 3), None, context)
     assert weights.calls == [("before", 3), ("before", 3), ("finished", 3)]

@@ -17,7 +17,7 @@ from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.period import with_batch_count
 from penstock.verify.verify import verify
 
-OPS = st.builds(Op, st.sampled_from(list(Kind)), st.integers(0, 2000), st.integers(0, 2000))
+OPS = st.builds(Op, st.sampled_from(list(Kind)), st.integers(0, 10**9), st.integers(0, 10**9))
 
 
 @given(st.lists(st.lists(OPS, max_size=8), max_size=6), st.booleans())

@@ -10,7 +10,7 @@ from penstock.errors import FileError, ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import Schedule
 from penstock.schedule.period import with_batch_count
-from penstock.schedule.size_limit import MAX_FORWARDS, check_size
+from penstock.schedule.size_limit import MAX_FORWARDS, check_ops, check_size
 from penstock.schedule.torch_csv.files import from_csv
 
 
@@ -44,10 +44,10 @@ def test_options_that_multiply_micro_batches_count():
 
 
 @pytest.mark.parametrize("op", ["0F999999999999999999", "999999999999999999B0", "0U99999999"])
-def test_a_program_that_names_a_distant_op_is_refused(op):
-    """Every check would count up to it."""
+def test_programs_that_name_a_distant_op_are_refused(op):
+    """Those of a plan that is read from a file are checked by this function."""
     with pytest.raises(ScheduleError, match=r"mine with .* may be 5,000,000 at most"):
-        Schedule.parse(f"0F0 0B0 {op}", "mine")
+        check_ops("mine", Schedule.parse(f"0F0 0B0 {op}", "mine").programs)
 
 
 def test_a_stream_is_not_continued_beyond_the_limit():

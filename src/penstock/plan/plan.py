@@ -13,6 +13,7 @@ from penstock.files.read import read_json
 from penstock.plan.segments import Selection
 from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
+from penstock.schedule.size_limit import check_ops
 from penstock.schedule.slicing import Slicing
 from penstock.schedule.streams import Stream
 from penstock.store import write_json
@@ -240,10 +241,12 @@ class Plan:
         """The schedule, parsed from `programs`.
 
         Raises:
-            ScheduleError: a program has a word that is not an op.
+            ScheduleError: a program has a word that is not an op, or the ops name more stages and
+                micro-batches than a schedule can have.
         """
         text = "\n".join(f"rank {rank} | {ops}" for rank, ops in enumerate(self.programs))
         schedule = Schedule.parse(text, self.schedule_name, self.synchronous)
+        check_ops(self.schedule_name, schedule.programs)
         return replace(
             schedule, options=self.schedule_options, slicing=self.slicing, stream=self.stream
         )

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.files.text import quote
 from penstock.notebook import NotebookPicture
-from penstock.schedule.size_limit import check_ops
 from penstock.schedule.slicing import Slicing
 from penstock.schedule.streams import Stream
 
@@ -149,8 +148,7 @@ class Schedule(NotebookPicture):
         The labels are optional; blank lines are skipped.
 
         Raises:
-            ScheduleError: a word is not an op, a label has the wrong rank, or the ops name more
-                stages and micro-batches than a schedule can have.
+            ScheduleError: a word is not an op, or a label has the wrong rank.
         """
         programs: list[Program] = []
         pairs: set[tuple[Op, Op]] = set()
@@ -168,7 +166,6 @@ class Schedule(NotebookPicture):
                 pairs.update(pairwise(ops))
                 program += ops
             programs.append(tuple(program))
-        check_ops(name, programs)
         return cls(tuple(programs), name, synchronous, pairs=frozenset(pairs))
 
     @cached_property

@@ -14,7 +14,7 @@ from penstock.schedule.op import Op, Schedule
 def unit_times(schedule: Schedule, units: Callable[[Op], float]) -> Times:
     r"""Return the start and end of every op, in the order of `schedule.ops`.
 
-    >>> unit_times(Schedule.parse("0F0 0F1\\n1F0 1F1"), lambda op: 2.0).start
+    >>> unit_times(Schedule.parse("0F0 0F1\n1F0 1F1"), lambda op: 2.0).start
     array([0., 2., 2., 4.])
 
     Args:
