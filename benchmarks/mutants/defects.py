@@ -114,8 +114,8 @@ DEFECTS = [
     Defect(
         "verify: one micro-batch above the limit passes",
         "verify/verify.py",
-        "if in_flight > limit + _TOLERANCE:",
-        "if in_flight > limit + 1 + _TOLERANCE:",
+        "over = np.flatnonzero(in_flight > limit + _TOLERANCE)",
+        "over = np.flatnonzero(in_flight > limit + 1 + _TOLERANCE)",
         ("tests/verify",),
     ),
     Defect(
@@ -164,8 +164,8 @@ DEFECTS = [
     Defect(
         "memory: W releases nothing",
         "simulate/memory_curves.py",
-        " - np.where(weights, before_w, zero)\n",
-        "\n",
+        "released = np.where(weights, before_w, saved)",
+        "released = np.where(weights, zero, saved)",
         ("tests/simulate/test_memory_curves.py", "tests/simulate/test_simulate.py"),
     ),
     # Interpreter.
@@ -186,7 +186,7 @@ DEFECTS = [
     Defect(
         "interpreter: U updates although only gradients are asked for",
         "runtime/interpreter.py",
-        "        if not self._updating:\n            return\n",
+        "        if not context.updates:\n            return\n",
         "",
         RUNTIME,
     ),
@@ -200,8 +200,8 @@ DEFECTS = [
     Defect(
         "interpreter: sends are not waited for at the end of a program",
         "runtime/interpreter.py",
-        "        self._run(cached[1], BatchesInFlight.alone(batch))\n        self.finish()\n",
-        "        self._run(cached[1], BatchesInFlight.alone(batch))\n",
+        "        self._run(cached[1], RunContext(BatchesInFlight.alone(batch), update))\n        self.finish()\n",
+        "        self._run(cached[1], RunContext(BatchesInFlight.alone(batch), update))\n",
         RUNTIME,
     ),
     Defect(
@@ -215,21 +215,21 @@ DEFECTS = [
     Defect(
         "stage: W does not release its activations",
         "stage/stage.py",
-        "            weight_grad(pending)\n        self.held.give(size)\n",
+        "            weight_grad(pending)\n        self.activation_meter.give(size)\n",
         "            weight_grad(pending)\n",
         STAGE,
     ),
     Defect(
         "stage: the fast path does not release its activations",
         "stage/stage.py",
-        "        self.held.give(saved.size)\n",
+        "        self.activation_meter.give(saved.size)\n",
         "",
         STAGE,
     ),
     Defect(
         "stage: an evicted micro-batch still counts",
         "stage/stage.py",
-        "        self.held.give(forward.size)\n",
+        "        self.activation_meter.give(forward.size)\n",
         "",
         STAGE,
     ),
@@ -298,15 +298,15 @@ DEFECTS = [
     Defect(
         "bottleneck: links do not count",
         "partition/bottleneck.py",
-        "busiest, evened_loads = np.maximum(loads, before), [loads, before]",
-        "busiest, evened_loads = loads, [loads, before]",
+        "return np.maximum(load, incoming) if overlap else load + incoming + outgoing",
+        "return load",
         ("tests/partition/test_bottleneck.py",),
     ),
     Defect(
         "bottleneck: ties by the shortest last stage",
         "partition/bottleneck.py",
-        "penalty = EVENNESS * np.square((ends - starts) / len(layers))",
-        "penalty = -EVENNESS * np.square((ends - starts) / len(layers))",
+        "penalty = EVENNESS * np.square(np.arange(longest, 0, -1) / layers)",
+        "penalty = -EVENNESS * np.square(np.arange(longest, 0, -1) / layers)",
         ("tests/partition/test_bottleneck.py",),
     ),
     Defect(
@@ -319,8 +319,8 @@ DEFECTS = [
     Defect(
         "balanced: ties by the longest last stage",
         "partition/balanced.py",
-        "starts = np.arange(layers)[::-1]",
-        "starts = np.arange(layers)",
+        "best_cut(lambda _: table, stages, layers, RANGE, longest_last=False).lengths",
+        "best_cut(lambda _: table, stages, layers, RANGE).lengths",
         ("tests/partition/test_balanced.py",),
     ),
     Defect(
@@ -391,5 +391,90 @@ DEFECTS = [
         "tensor if previous_error is None else tensor + previous_error",
         "tensor",
         ("tests/transport/test_compressed.py",),
+    ),
+    # Written after the tests for the defects above, to measure the tests and not this list.
+    Defect(
+        "chain program: ties the other way round",
+        "partition/chain_dp.py",
+        "score.argmin(axis=1) if longest_last else width - 1",
+        "score.argmin(axis=1) if not longest_last else width - 1",
+        ("tests/partition/test_chain_dp.py", "tests/partition/test_balanced.py"),
+    ),
+    Defect(
+        "chain program: an impossible cut has layers",
+        "partition/chain_dp.py",
+        "_trace_back(lengths, layers) if value < np.inf else []",
+        "_trace_back(lengths, layers)",
+        ("tests/partition/test_chain_dp.py", "tests/partition/test_limited.py"),
+    ),
+    Defect(
+        "fast path: taken although input gradients have another memory layout",
+        "stage/fast_path.py",
+        "            and same_layout\n",
+        "",
+        ("tests/stage", "tests/conformance/test_boundaries.py"),
+    ),
+    Defect(
+        "stage: changed slice state is not noticed",
+        "stage/graph_builder.py",
+        "            slice_state.check_unchanged()\n",
+        "",
+        ("tests/stage", "tests/conformance/test_slices.py"),
+    ),
+    Defect(
+        "stream: all replicas write their weights as the first one",
+        "runtime/stream_weights.py",
+        "holders[index].index(rank) if index in wave_replicas else 0",
+        "0",
+        ("tests/checkpoint/test_checkpoint.py", "tests/runtime/test_streaming.py"),
+    ),
+    Defect(
+        "costs: recompute is not counted before a backward",
+        "simulate/lookup.py",
+        "entries[ops.of_kind(*BACKWARD_STARTS) & self.recomputed] += _TO_RECOMPUTED",
+        "pass",
+        ("tests/simulate/test_simulate.py",),
+    ),
+    Defect(
+        "channels: replicas that update together do not wait for each other",
+        "schedule/channels.py",
+        "share_predecessors(waits, [node_of_op[op] for op in group])",
+        "pass",
+        ("tests/schedule/test_channels.py", "tests/verify/test_lowered.py"),
+    ),
+    Defect(
+        "channels: one message more than the capacity fits",
+        "schedule/channels.py",
+        "elif number >= depth:",
+        "elif number > depth:",
+        ("tests/schedule/test_channels.py", "tests/verify/test_lowered.py"),
+    ),
+    Defect(
+        "batches: the last parts are the larger ones",
+        "batches/splitting.py",
+        "(part < total % parts)",
+        "(part >= parts - total % parts)",
+        ("tests/batches", "tests/runtime/test_pipeline.py"),
+    ),
+    Defect(
+        "clipping: sparse gradients keep their duplicates",
+        "optim/clipping.py",
+        "grad.coalesce().values() if grad.is_sparse else grad",
+        "grad._values() if grad.is_sparse else grad",
+        ("tests/optim/test_clipping.py", "tests/stage/test_training_options.py"),
+    ),
+    Defect(
+        "loss: a micro-batch that counts nothing keeps its NaN",
+        "losses/stage_loss.py",
+        "if weight == 0.0:",
+        "if False:",
+        ("tests/losses/test_losses.py",),
+    ),
+    Defect(
+        "options: an option outside its limits is accepted",
+        "option.py",
+        'raise SettingError(f"{entry.name} is {value}; it must be above {facts.above}")',
+        "pass",
+        ("tests/test_option.py", "tests/training/test_config.py"),
     ),
 ]

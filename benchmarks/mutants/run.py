@@ -17,7 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 
 from defects import DEFECTS, Defect
 
@@ -47,8 +50,10 @@ def run_tests(copy: Path, defect: Defect, limit_s: float) -> str:
         lines = output.read().splitlines()
     if status == 0:
         return "passed"
+    if status not in (1, 2):  # neither a failed test nor a module that cannot be imported
+        raise SystemExit(f"pytest cannot run {' '.join(defect.tests)}: {lines[-1:]}")
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return (failures or lines[-1:] or [f"status {status}"])[0]
+    return (failures or lines[-1:])[0]
 
 
 def check(copy: Path, defect: Defect, limit_s: float) -> dict[str, object]:
@@ -70,31 +75,52 @@ def check(copy: Path, defect: Defect, limit_s: float) -> dict[str, object]:
     return {**row, "by": outcome, "seconds": round(time.monotonic() - started)}
 
 
+def make_copy(folder: Path) -> Path:
+    """Copy what the tests need into a folder, and return it."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("src", "tests", "benchmarks", "docs", "examples"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def check_all(defects: Sequence[Defect], jobs: int, limit_s: float) -> list[dict[str, object]]:
+    """Check all defects, `jobs` at a time, each in a copy of its own; print a line for each."""
+    copies: Queue[Path] = Queue()
+
+    def check_in_copy(defect: Defect) -> dict[str, object]:
+        """Check one defect in a copy that is free."""
+        copy = copies.get()
+        try:
+            row = check(copy, defect, limit_s)
+        finally:
+            copies.put(copy)
+        print(f"{row['result']:9} {row.get('seconds', 0):4} s  {row['what']}: {row['by']}")
+        sys.stdout.flush()
+        return row
+
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        for job in range(jobs):
+            copies.put(make_copy(Path(folder) / str(job)))
+        with ThreadPoolExecutor(jobs) as executor:
+            return list(executor.map(check_in_copy, defects))
+
+
 def main() -> int:
     """Print a line per defect and write results.json. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--only", default="", help="regular expression that a defect's line contains"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="defects to check at a time")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for a defect's tests")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results.json")
     arguments = parser.parse_args()
     chosen = [
         defect for defect in DEFECTS if re.search(arguments.only, f"{defect.what} {defect.file}")
     ]
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Path(folder)
-        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-        for name in ("src", "tests", "benchmarks", "docs", "examples"):
-            shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-        for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-            shutil.copy(ROOT / name, copy)
-        for defect in chosen:
-            row = check(copy, defect, arguments.limit)
-            rows.append(row)
-            print(f"{row['result']:9} {row.get('seconds', 0):4} s  {row['what']}: {row['by']}")
-            sys.stdout.flush()
+    rows = check_all(chosen, arguments.jobs, arguments.limit)
     counts = {
         result: sum(row["result"] == result for row in rows)
         for result in ("killed", "survived", "time out", "stale")
