@@ -123,7 +123,7 @@ class QueueReader(Generic[LayoutT]):
     """The receiver's end of a message queue.
 
     `pending` holds messages that have arrived and were not yet taken, by name, each in the order of
-    sending. Whoever takes one frees its slot after reading the contents.
+    sending. The caller that takes one frees its slot after reading the contents.
     """
 
     def __init__(
