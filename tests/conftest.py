@@ -1,13 +1,39 @@
-"""One torch thread for every test: small models gain nothing from more, and sums are split by
-threads, which changes last bits.
+"""Every test computes on one thread, and local ranks have a core each.
+
+Small models gain nothing from more threads, and sums are split by threads, which changes last bits.
 """
 
 from __future__ import annotations
 
+import gc
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+from penstock.cluster import local
+
+# Property tests take the same examples in every run, so that a failure repeats and a change is not
+# blocked by a rare example of another part. `make fuzz` draws new ones.
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("random", derandomize=False)
+settings.load_profile("fixed")
+
+# A shell that starts a job in the background has it ignore SIGINT, and so would all programs that
+# the tests start and interrupt.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def cores_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `ps.cluster(4)` be four ranks that do not share cores, whatever the machine: the plans
+    that tests expect are the same everywhere.
+    """
+    monkeypatch.setattr(local, "available_cores", lambda: 1024)
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +47,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what was imported and collected from garbage collections, which else walk through
+    millions of objects again and again.
+    """
+    gc.collect()
+    gc.freeze()

@@ -61,3 +61,12 @@ def test_new_names_do_not_warn_and_unknown_ones_are_refused():
             _ = costs.agian
         with pytest.raises(TypeError, match="agian"):
             Costs(agian=1)
+
+
+def test_an_old_keyword_of_a_function_is_accepted():
+    """`export` called what it writes `made`."""
+    program = ps.schedule("1f1b", 2, 4)
+    with pytest.warns(DeprecationWarning, match=r"made is deprecated.*use source") as caught:
+        text = ps.export(made=program, to="csv")
+    assert caught[0].filename == __file__
+    assert text == ps.export(program, "csv")

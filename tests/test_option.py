@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
+from typing import Unpack, get_type_hints
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from penstock.cli.train import train
 from penstock.option import CommonOptions, options_of
 from penstock.runtime.pipeline import Pipeline
+from penstock.stage.training_arguments import TrainingArguments
 from penstock.stage.training_options import TrainingOptions, parse_options
 from penstock.training.config import TrainConfig
 
@@ -54,14 +56,16 @@ EXCEPTIONS = {
         *("schedule", "micro_batches", "weights", "weights_options"),
         *("asynchronous", "memory_limit", "recompute", "ranks", "stages"),
     ),
-    "a file or folder of the run, which several modules read and write": (
-        *("out", "resume", "checkpoint"),
-    ),
+    "a file or folder of the run, which several modules read and write": (*("out", "resume"),),
     "two numbers of plain training to compare with, and a line that prints them": (
         "baseline_steps",
     ),
     "an argument of Pipeline beside the options, with a use of its own in the training room": (
-        *("seed", "deadline_s", "optimizer"),
+        *("seed", "deadline_s", "optimizer", "loss", "plan"),
+    ),
+    "refused where a launcher starts the ranks": ("max_restarts",),
+    "loaded before the measurement, so that a mistake is reported at once, and on the first rank": (
+        "callbacks",
     ),
     "named in a message about training that diverges": ("lr",),
     "files hold the name of a dtype, layers and loss use the dtype, float16 scales the loss": (
@@ -119,6 +123,19 @@ def test_a_new_field_is_a_flag_a_key_and_an_argument():
     assert "json" in inspect.signature(train).parameters
     for entry, facts in options_of(TrainingOptions):
         assert f"{entry.name}: {facts.help[:1].lower()}" in str(Pipeline.__doc__)
+
+
+def test_type_checkers_see_every_training_option_of_pipeline():
+    """They cannot read names that are derived at run time, so a TypedDict has them again."""
+    declared = get_type_hints(TrainingOptions)
+    declared["autocast"] |= torch.dtype
+    arguments = get_type_hints(TrainingArguments)
+    names = [entry.name for entry, _ in options_of(TrainingOptions)]
+    differing = {name for name in names if arguments.get(name) != declared[name]}
+    assert arguments.keys() <= set(names), "TrainingArguments has names that are no options"
+    assert not differing, f"add the types of {differing} to stage/training_arguments.py"
+    hints = get_type_hints(inspect.unwrap(Pipeline.__init__))
+    assert hints["options"] == Unpack[TrainingArguments]
 
 
 def test_every_option_has_a_help_text_that_is_a_sentence():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -91,3 +93,37 @@ def test_two_registries_do_not_share_entries(folder):
     """A registry is an object, not a state of the process."""
     other = Registry("colour scheme", "penstock_registry_test")
     assert other.entries() == {}
+
+
+def _install_plugin(folder, name, module, text):
+    """Make a distribution of one module that names it as a plug-in."""
+    facts = folder / f"{name}-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text(f"[penstock.plugins]\n{name} = {module}\n")
+    (folder / f"{module}.py").write_text(text)
+
+
+def test_plugins_of_installed_distributions_register_entries(tmp_path):
+    """A pip-installed schedule is known to every command; a broken plug-in is named and left out."""
+    _install_plugin(
+        tmp_path,
+        "mirrored",
+        "mirrored_schedule",
+        "from penstock.schedule.catalogue import register, schedule\n"
+        "@register('mirrored-gpipe', synchronous=True, stages_per_rank='1',\n"
+        "          splits_backward=False, source='a plug-in')\n"
+        "def mirrored(stages, micro_batches):\n"
+        "    return schedule('gpipe', stages, micro_batches)\n",
+    )
+    _install_plugin(tmp_path, "broken", "broken_plugin", "raise OSError('no licence file')\n")
+    listed = subprocess.run(
+        [sys.executable, "-m", "penstock", "list", "schedules"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert listed.returncode == 0, listed.stderr
+    assert "mirrored-gpipe" in listed.stdout
+    assert "the plug-in broken (broken_plugin) cannot be imported: OSError" in listed.stderr

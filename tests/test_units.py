@@ -131,3 +131,13 @@ def test_a_number_may_begin_with_its_point():
     """People write .8 for 0.8."""
     assert parse_seconds(".8") == 0.8
     assert parse_seconds(".5ms") == 0.0005
+
+
+def test_quantities_that_nothing_has_are_refused():
+    """Sums of them overflow, and JSON cannot hold such integers."""
+    assert parse_bytes(2**60) == 2**60
+    assert parse_seconds(1e9) == 1e9
+    with pytest.raises(SettingError, match=r"'1e300' is too large: at most 1\.153e\+18 B"):
+        parse_bytes("1e300")
+    with pytest.raises(SettingError, match=r"'1e9 h' is too large: at most 1e\+09 s"):
+        parse_seconds("1e9 h")

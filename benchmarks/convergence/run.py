@@ -14,9 +14,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from penstock.study.experiment import Experiment
-from penstock.study.report import page, text
-from penstock.study.study import Study
+from penstock.study.convergence.experiment import Experiment
+from penstock.study.convergence.report import page, text
+from penstock.study.convergence.study import Study
 
 HERE = Path(__file__).parent
 EXPERIMENT = Experiment(tasks=("digits", "gpt"), depths=(2, 4, 8), seeds=3)

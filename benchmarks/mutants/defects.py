@@ -26,8 +26,14 @@ class Defect:
 
 FAMILIES = "tests/schedule/families"
 RUNTIME = tuple(
-    f"tests/runtime/test_{name}.py"
-    for name in ("interpreter", "streaming", "pipeline", "optimizers", "one_device_comparison")
+    f"tests/runtime/{name}.py"
+    for name in (
+        "test_interpreter",
+        "test_streaming",
+        "test_pipeline",
+        "test_optimizers",
+        "comparison/test_one_device_comparison",
+    )
 )
 STAGE = ("tests/stage/test_released_activations.py", "tests/stage")
 
@@ -254,7 +260,7 @@ DEFECTS = [
         "self._starts.of(weights[micro_batch], root)",
         (
             "tests/stage",
-            "tests/runtime/test_numeric_settings.py",
+            "tests/runtime/comparison/test_numeric_settings.py",
             "tests/runtime/test_optimizers.py",
         ),
     ),

@@ -1,16 +1,14 @@
-"""What was found, as a table, as JSON and as a picture."""
+"""The results of `penstock study libraries` as tables and as a picture."""
 
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cells import Cell, Cuts
-from measuring import OURS, Bound, Row
-
+#: What others are compared with.
+OURS = "penstock 1f1b"
 #: In the picture, by the first word of a system's name.
 COLOURS = {
     "penstock": "#c8102e",
@@ -20,64 +18,11 @@ COLOURS = {
     "deepspeed": "#2f9e8f",
     "ddp": "#b08d57",
     "plain": "#8c8c8c",
-    "floor:": "#3a3a3a",
+    "floor": "#3a3a3a",
 }
 
 FINE = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2, 2.2, 2.5, 3)
 COARSE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 10, 20, 50)
-
-
-def record(cell: Cell, cuts: Cuts, rows: Sequence[Row], bound: Bound) -> dict[str, Any]:
-    """One cell of results.json."""
-    alone, together = (
-        statistics.median(times) if times else None for times in (bound.alone_s, bound.together_s)
-    )
-    return {
-        "workload": cell.workload,
-        "stages": cell.stages,
-        "micro_batches": cell.micro_batches,
-        "lengths": list(cuts.lengths),
-        "lengths_of_halves": list(cuts.halves or ()),
-        "bound_ms": {"alone": _ms(alone), "together": _ms(together)},
-        "systems": {
-            row.system: _row(row, alone, together) for row in rows if row.system != "bound"
-        },
-    }
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e3, 3)
-
-
-def _row(row: Row, alone: float | None, together: float | None) -> dict[str, Any]:
-    if not row.seconds:
-        return {"note": row.note}
-    fields: dict[str, Any] = {
-        "step_ms": _ms(row.step_s),
-        "step_ms_by_round": [_ms(seconds) for seconds in row.seconds],
-    }
-    if row.ratio:
-        fields["ratio"] = dict(
-            zip(
-                ("lower_quartile", "median", "upper_quartile"),
-                (round(part, 3) for part in row.ratio),
-                strict=True,
-            )
-        )
-    if alone and together:
-        fields["efficiency"] = {
-            "alone": round(alone / row.step_s, 3),
-            "together": round(together / row.step_s, 3),
-        }
-    fields["peak_bytes_by_process"] = row.peaks
-    if row.whole_peaks:
-        fields["peaks_with_making"] = True
-    if row.error is not None:
-        fields["gradient_error"] = row.error
-    fields["idle_cpu_s"] = round(row.idle_s, 3)
-    if row.note:
-        fields["note"] = row.note
-    return fields
 
 
 def table(cell: Mapping[str, Any]) -> str:
@@ -223,7 +168,9 @@ def _format_axis(axis: Any, rows: Sequence[Mapping[str, Any]], names: Sequence[s
 
 
 def _peer(name: str) -> str:
-    return name.split(maxsplit=1)[0].rstrip(",")
+    """Return the library of a system; both floors are one."""
+    peer = name.split(maxsplit=1)[0].rstrip(",:")
+    return "floor" if peer.startswith("floor") else peer
 
 
 def _peer_place(name: str) -> int:
@@ -232,7 +179,6 @@ def _peer_place(name: str) -> int:
 
 def _style(name: str, names: Sequence[str]) -> tuple[str, str, float]:
     """A colour for the peer; its systems differ by shade and hatching."""
-    peer = name.split(maxsplit=1)[0].rstrip(",")
-    peer = "floor:" if peer.startswith("floor") else peer
-    place = [candidate for candidate in names if candidate.startswith(peer)].index(name)
+    peer = _peer(name)
+    place = [candidate for candidate in names if _peer(candidate) == peer].index(name)
     return COLOURS.get(peer, "#999999"), ("", "////", "....")[place % 3], (1.0, 0.8, 0.6)[place % 3]

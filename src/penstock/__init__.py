@@ -12,14 +12,27 @@ from typing import TYPE_CHECKING
 from penstock.notebook import NotebookPicture
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.weight_files import load_weights as load_weights
+    from penstock.checkpoint.weight_files import save_weights as save_weights
     from penstock.cluster.cluster import cluster as cluster
+    from penstock.cluster.machines import Cluster as Cluster
     from penstock.draw.draw import draw as draw
+    from penstock.errors import ChainError as ChainError
+    from penstock.errors import ClusterError as ClusterError
+    from penstock.errors import FileError as FileError
+    from penstock.errors import MissingExtra as MissingExtra
+    from penstock.errors import PartitionError as PartitionError
     from penstock.errors import PenstockError as PenstockError
+    from penstock.errors import PlanError as PlanError
+    from penstock.errors import RunError as RunError
     from penstock.errors import ScheduleError as ScheduleError
+    from penstock.errors import SettingError as SettingError
+    from penstock.errors import UnknownName as UnknownName
     from penstock.event import Timeline as Timeline
     from penstock.export.catalogue import export as export
     from penstock.measure.analytic import analytic as analytic
     from penstock.measure.profiler import profile as profile
+    from penstock.model.chain import Chain as Chain
     from penstock.modules.side_loss import side_loss as side_loss
     from penstock.modules.skippable import Namespace as Namespace
     from penstock.modules.skippable import pop as pop
@@ -28,8 +41,10 @@ if TYPE_CHECKING:
     from penstock.modules.skippable import verify_skippables as verify_skippables
     from penstock.partition.catalogue import partition as partition
     from penstock.pipe.pipe import Pipe as Pipe
+    from penstock.plan.plan import Plan as Plan
     from penstock.profile.profile import Profile as Profile
     from penstock.ranks.launch import launch as launch
+    from penstock.runtime.checkpoints import Checkpoints as Checkpoints
     from penstock.runtime.pipeline import Pipeline as Pipeline
     from penstock.schedule.op import Op as Op
     from penstock.schedule.op import Schedule as Schedule
@@ -68,6 +83,9 @@ _MODULES = {
     "partition": "partition.catalogue",
     "export": "export.catalogue",
     "Pipeline": "runtime.pipeline",
+    "Checkpoints": "runtime.checkpoints",
+    "load_weights": "checkpoint.weight_files",
+    "save_weights": "checkpoint.weight_files",
     "Pipe": "pipe.pipe",
     "side_loss": "modules.side_loss",
     "skippable": "modules.skippable",
@@ -76,8 +94,19 @@ _MODULES = {
     "Namespace": "modules.skippable",
     "verify_skippables": "modules.skippable",
     "launch": "ranks.launch",
+    "Cluster": "cluster.machines",
+    "Chain": "model.chain",
     "PenstockError": "errors",
+    "ChainError": "errors",
+    "ClusterError": "errors",
+    "FileError": "errors",
+    "MissingExtra": "errors",
+    "PartitionError": "errors",
+    "PlanError": "errors",
+    "RunError": "errors",
     "ScheduleError": "errors",
+    "SettingError": "errors",
+    "UnknownName": "errors",
 }
 
 __all__ = sorted(_MODULES)  # noqa: PLE0605 - one table serves both
@@ -114,7 +143,16 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first used."""
     if name not in _MODULES:
         raise AttributeError(f"penstock has no {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(f"penstock.{_MODULES[name]}"), name)
+    try:
+        module = importlib.import_module(f"penstock.{_MODULES[name]}")
+    except ModuleNotFoundError as error:
+        from penstock.errors import missing_torch
+
+        reason = missing_torch(error, f"penstock.{name}")
+        if reason is None:
+            raise
+        raise reason from None  # the chain of imports tells a user nothing
+    value: object = getattr(module, name)
     globals()[name] = value
     return value
 

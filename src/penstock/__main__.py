@@ -1,5 +1,5 @@
 """Run the command line as `python -m penstock`."""
 
-from penstock.cli.main import run
+from penstock.cli.entry import run
 
 run()

@@ -12,6 +12,7 @@ and gives the same bits in both. There are two ways to declare one:
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -39,8 +40,7 @@ _plain_work: Counter[Callable[..., Any]] = Counter()
 def compiled(kernel: Kernel) -> Kernel:
     """Return the kernel compiled by Numba: at its first call, or from the cache on disk."""
     if kernel not in _dispatchers:
-        from numba import njit
-
+        njit = _load_numba()
         # As NumPy does, divisions by zero return infinity or NaN; testing every divisor is slower.
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
         try:
@@ -48,6 +48,46 @@ def compiled(kernel: Kernel) -> Kernel:
         except RuntimeError:  # there is no folder for the cache that this user may write to
             _dispatchers[kernel] = njit(**options)(kernel)
     return cast("Kernel", _dispatchers[kernel])
+
+
+class _PreparationTime:
+    """The seconds in which Numba was imported and compiled kernels, in this process.
+
+    Attributes:
+        import_s: seconds of the import.
+        timer: Numba's own listener to its compile events; None before the import.
+    """
+
+    def __init__(self) -> None:
+        self.import_s = 0.0
+        self.timer: Any = None
+
+    def seconds(self) -> float:
+        """Return the seconds so far; a compilation that is still running does not count yet."""
+        if self.timer is None or not self.timer.done:
+            return self.import_s
+        return self.import_s + float(self.timer.duration)
+
+
+_preparation = _PreparationTime()
+
+
+def preparation_s() -> float:
+    """Return the seconds in which this process imported Numba and compiled kernels."""
+    return _preparation.seconds()
+
+
+def _load_numba() -> Callable[..., Any]:
+    """Import Numba, count the time that it takes from now on, and return its compiler."""
+    start_s = time.monotonic()
+    from numba import njit
+    from numba.core import event
+
+    if _preparation.timer is None:
+        _preparation.import_s = time.monotonic() - start_s
+        _preparation.timer = event.TimingListener()  # type: ignore[no-untyped-call]
+        event.register("numba:compile", _preparation.timer)  # type: ignore[no-untyped-call]
+    return cast("Callable[..., Any]", njit)
 
 
 def run(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from penstock.errors import SettingError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def warn_renamed(old: str, new: str, stacklevel: int) -> None:
@@ -49,6 +50,26 @@ def current_names(
             raise SettingError(f"{old} is the old name of {new}, and both are given: drop {old}")
         current[new] = values[old]
     return current
+
+
+def renamed_arguments(renamed: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a function decorator that accepts the old names of renamed arguments, as keywords.
+
+    Args:
+        renamed: the new names by the old ones.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def with_old_names(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not renamed.keys().isdisjoint(kwargs):
+                current = current_names(kwargs, renamed, stacklevel=2)
+                return function(*args, **current)
+            return function(*args, **kwargs)
+
+        return with_old_names
+
+    return decorate
 
 
 def renamed_fields(renamed: Mapping[str, str]) -> Callable[[type[T]], type[T]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 #: Characters of an unknown name that a message quotes.
 _MAX_NAME = 80
@@ -80,6 +81,10 @@ class FileError(PenstockError, ValueError):
     """A file is missing, truncated, in another format, or of another version."""
 
 
+class CheckpointDamaged(FileError):
+    """A file of a checkpoint is missing, incomplete, or not what was written."""
+
+
 class MissingExtra(PenstockError, ImportError):
     """An optional dependency is not installed.
 
@@ -94,6 +99,22 @@ class MissingExtra(PenstockError, ImportError):
         super().__init__(
             f"{purpose} needs {package}; install it with: pip install 'penstock[{extra}]'"
         )
+
+
+def missing_torch(error: ModuleNotFoundError, purpose: str) -> MissingExtra | None:
+    """Return the error to raise instead of a failed import of torch; None for other modules.
+
+    Penstock installs without torch. The planning half never imports it, and everything else
+    imports it at the top of its modules, so the two callers of this function translate all of
+    these failures: the lazy front door and the command line.
+
+    Args:
+        error: the failed import.
+        purpose: what the user asked for, as the start of the message.
+    """
+    if (error.name or "").partition(".")[0] != "torch":
+        return None
+    return MissingExtra("torch", "torch", purpose)
 
 
 @dataclass(frozen=True)
@@ -128,6 +149,17 @@ class RunError(PenstockError, RuntimeError):
     """A run could not start or could not continue."""
 
 
+class RunStopped(RunError):
+    """A run has saved and ended because a signal asked it to."""
+
+    def __init__(self, folder: str, step: int, signal: str) -> None:
+        self.folder, self.step, self.signal = folder, step, signal
+        super().__init__(
+            f"{signal} has ended the run after step {step}, whose checkpoint is complete. To "
+            f"continue it: penstock train --resume {folder}"
+        )
+
+
 class LayerFailed(RunError):
     """A layer raised an exception while it was profiled by itself."""
 
@@ -142,6 +174,36 @@ class StageFailed(RunError):
     def __init__(self, rank: int, stage: int, op: str, step: int, cause: str) -> None:
         self.rank, self.stage, self.op, self.step, self.cause = rank, stage, op, step, cause
         super().__init__(f"rank {rank} (stage {stage}) failed in {op} of step {step}: {cause}")
+
+
+class NonFinite(StageFailed):
+    """A loss or a gradient of this rank is NaN or infinite.
+
+    `micro_batch` is its micro-batch, None if that is unknown.
+    """
+
+    def __init__(
+        self, rank: int, stage: int, op: str, step: int, cause: str, micro_batch: int | None
+    ) -> None:
+        self.micro_batch = micro_batch
+        super().__init__(rank, stage, op, step, cause)
+
+
+class OutOfMemory(StageFailed):
+    """There was not enough memory for an op of this rank.
+
+    `held_bytes` is the most that the rank held in this step, `predicted_bytes` the peak that the
+    plan predicted, None without a plan.
+    """
+
+    def __init__(
+        self,
+        *place: Any,
+        held_bytes: int,
+        predicted_bytes: int | None,
+    ) -> None:
+        self.held_bytes, self.predicted_bytes = held_bytes, predicted_bytes
+        super().__init__(*place)
 
 
 class PeerFailed(RunError):

@@ -14,6 +14,7 @@ from penstock.notebook import NotebookPicture
 from penstock.schedule.arrays import Array, OpArrays, runs
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
 from penstock.schedule.slicing import Slicing
+from penstock.units import format_seconds
 
 #: The fields of an Event: rank, op, start, end, bytes, and the receiving rank of a transfer.
 EventRow = tuple[int, Op, float, float, int, int | None]
@@ -32,6 +33,24 @@ class Event(NamedTuple):
     end: float
     bytes: int = 0
     to_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """Peak bytes of one rank that stand beside the sum of its tensors in `Timeline.peak_memory`.
+
+    Attributes:
+        buffers: of messages over process groups: receives that were posted ahead, and sends that
+            have not left; since the pipeline was made.
+        allocated: that torch's allocator had given to tensors on the rank's GPU, those of ops and
+            their workspaces included; 0 on the CPU. Like `reserved`, of the whole process, and
+            since it began or since `torch.cuda.reset_peak_memory_stats`.
+        reserved: that torch's allocator had taken from the GPU; 0 on the CPU.
+    """
+
+    buffers: int
+    allocated: int
+    reserved: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +210,7 @@ def _no_peak_memory() -> None:
     """Return None, the default of `Timeline.peak_memory`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline(NotebookPicture):
     """The events of one step, ordered by start. Times are in seconds from the first event.
 
@@ -203,6 +222,13 @@ class Timeline(NotebookPicture):
         title: name of the schedule.
         slicing: how micro-batches are cut into slices, if they are; ops then count slices.
         account: source of the memory over time, if it is known.
+        measured_memory: per rank, further peaks of a measured timeline; None if simulated.
+
+    Examples:
+        >>> import penstock as ps
+        >>> timeline = ps.simulate(ps.schedule("1f1b", 2, 2), ps.Costs(forward=1, backward=2))
+        >>> timeline.makespan, timeline.peak_in_flight
+        (9.0, (2, 1))
     """
 
     events: tuple[Event, ...]
@@ -215,6 +241,15 @@ class Timeline(NotebookPicture):
     title: str = ""
     slicing: Slicing | None = None
     account: MemoryAccount | None = field(default=None, compare=False, repr=False)
+    measured_memory: tuple[MeasuredMemory, ...] | None = field(
+        default=None, compare=False, repr=False
+    )
+
+    def __repr__(self) -> str:
+        return (
+            f"<Timeline {self.title}, {self.source}: {self.stages} stages on {self.ranks} ranks, "
+            f"makespan {format_seconds(self.makespan)}, bubble ratio {self.bubble_ratio:.1%}>"
+        )
 
     # Type checkers know the fields and must not see the untyped `__getattr__`.
     if not TYPE_CHECKING:

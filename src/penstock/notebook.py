@@ -1,4 +1,4 @@
-"""Display values as SVG in Jupyter notebooks.
+"""Display values in Jupyter notebooks: pictures as SVG, descriptions as text.
 
 Layering: the packages of the values (`event`, `schedule`) must not import `penstock.draw`, which
 imports them. So `penstock/__init__.py`, which may import both, sets `NotebookPicture.svg_drawer`, and imports
@@ -8,7 +8,16 @@ imports them. So `penstock/__init__.py`, which may import both, sets `NotebookPi
 from __future__ import annotations
 
 from collections.abc import Callable
+from html import escape
 from typing import Any, ClassVar
+
+
+class NotebookText:
+    """Base class of values that a notebook shows as `print` does."""
+
+    def _repr_html_(self) -> str:
+        """Return the text in a fixed-width font."""
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 class NotebookPicture:

@@ -15,6 +15,9 @@ from typing import Any, Literal
 
 from penstock.errors import SettingError
 
+#: What is done about a loss or gradient that is not finite.
+OnNonfinite = Literal["raise", "skip", "warn"]
+
 
 @dataclass(frozen=True)
 class Option:
@@ -27,7 +30,7 @@ class Option:
         fixed: whether a resumed run must keep the value, because model, data or the optimizer's
             state depend on it.
         synchronous: whether it needs the gradients of all stages at the same time, which no
-            asynchronous schedule has.
+            asynchronous schedule has; or the value that does.
         private: whether ranks may differ in it: it changes where data is stored, and no result.
     """
 
@@ -35,8 +38,14 @@ class Option:
     minimum: float | None = None
     above: float | None = None
     fixed: bool = False
-    synchronous: bool = False
+    synchronous: bool | str = False
     private: bool = False
+
+    def needs_synchronous(self, value: object, default: object) -> bool:
+        """Whether a value needs a synchronous schedule. Values equal to the default do not."""
+        if isinstance(self.synchronous, str):
+            return value == self.synchronous
+        return self.synchronous and bool(value) and value != default
 
 
 def option(default: Any, help: str, **facts: Any) -> Any:  # noqa: A002 - as typer calls it
@@ -60,8 +69,8 @@ def options_of(record: Any) -> Iterator[tuple[Field[Any], Option]]:
         record: the dataclass or an instance of it.
     """
     kind = record if isinstance(record, type) else type(record)
-    own = vars(kind).get("__annotations__", {})
-    for entry in sorted(fields(kind), key=lambda entry: entry.name not in own):
+    declared_here = vars(kind).get("__annotations__", {})
+    for entry in sorted(fields(kind), key=lambda entry: entry.name not in declared_here):
         if "option" in entry.metadata:
             yield entry, entry.metadata["option"]
 
@@ -111,6 +120,13 @@ class CommonOptions:
         "Number of batches per step, which uses the mean of their gradients.",
         minimum=1,
         synchronous=True,
+    )
+    on_nonfinite: OnNonfinite = option(
+        "raise",
+        "What to do about a loss or gradient that is NaN or infinite: raise stops the run before "
+        "it is applied, and names rank, stage and micro-batch; skip leaves out the update on all "
+        "ranks; warn logs a line.",
+        synchronous="skip",
     )
     compile: bool | dict[str, Any] = option(
         False, "Compile every stage with torch.compile; in Python and YAML also its options."

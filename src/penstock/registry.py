@@ -3,14 +3,50 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import pkgutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Generic, TypeVar
 
 from penstock.errors import UnknownName
 
 T = TypeVar("T")
+
+
+#: Group of entry points whose modules register entries when they are imported.
+PLUGIN_GROUP = "penstock.plugins"
+
+
+@cache
+def import_plugins() -> tuple[str, ...]:
+    """Import the modules that installed distributions name in the group `penstock.plugins`.
+
+    In the `pyproject.toml` of such a distribution:
+
+        [project.entry-points."penstock.plugins"]
+        my-schedules = "my_package.my_schedules"
+
+    A module that cannot be imported is reported by a warning, and the others are imported.
+
+    Returns:
+        The names of the plug-ins that were imported.
+    """
+    names = []
+    for entry_point in importlib.metadata.entry_points(group=PLUGIN_GROUP):
+        try:
+            entry_point.load()
+        except Exception as error:  # noqa: BLE001 - any error of another distribution's module
+            warnings.warn(
+                f"the plug-in {entry_point.name} ({entry_point.value}) cannot be imported: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+        else:
+            names.append(entry_point.name)
+    return tuple(names)
 
 
 @dataclass(frozen=True)
@@ -32,7 +68,7 @@ class Registry(Generic[T]):
     """The entries of one kind, such as schedules.
 
     All modules of the package are imported at the first look-up, so adding an entry means adding
-    one file.
+    one file. Then the plug-ins of other installed distributions are imported.
 
     Args:
         kind: name of the kind for messages, e.g. "schedule".
@@ -72,7 +108,9 @@ class Registry(Generic[T]):
             package = importlib.import_module(self._package)
             for module in pkgutil.iter_modules(package.__path__, f"{self._package}."):
                 importlib.import_module(module.name)
+            # Set first: a plug-in may look up entries while it is imported.
             self._loaded = True
+            import_plugins()
         return dict(sorted(self._entries.items()))
 
     def find(self, name: str) -> Registered[T]:

@@ -7,6 +7,9 @@ import re
 
 from penstock.errors import SettingError
 
+#: Bytes and seconds at most, 1 EiB and 31 years. Sums of larger ones overflow, and all are errors.
+MAX_BYTES, MAX_SECONDS = 2**60, 1e9
+
 _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
           "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -15,16 +18,19 @@ _QUANTITY = re.compile(
 )
 
 
-def _parse(text: str | float, units: dict[str, float] | dict[str, int], default: str) -> float:
+def _parse(
+    text: str | float, units: dict[str, float] | dict[str, int], default: str, largest: float
+) -> float:
     """Parse a quantity and convert it to the base unit.
 
     Args:
         text: number with an optional unit in any case, or a number.
         units: factor to the base unit by unit.
         default: unit of a text without one.
+        largest: largest value that is accepted, in the base unit.
 
     Raises:
-        SettingError: the text is no quantity, or negative, or not finite.
+        SettingError: the text is no quantity, or negative, or not finite, or too large.
     """
     value = math.nan
     if not isinstance(text, str):
@@ -37,6 +43,8 @@ def _parse(text: str | float, units: dict[str, float] | dict[str, int], default:
         raise SettingError(
             f"{text!r} is not a quantity in {', '.join(units)}; write for example '80 {default}'"
         )
+    if value > largest:
+        raise SettingError(f"{text!r} is too large: at most {largest:.4g} {default}")
     return value
 
 
@@ -46,7 +54,7 @@ def parse_bytes(text: str | float) -> int:
     >>> parse_bytes("1.5 KiB")
     1536
     """
-    return round(_parse(text, _BYTES, "B"))
+    return round(_parse(text, _BYTES, "B", MAX_BYTES))
 
 
 def parse_seconds(text: str | float) -> float:
@@ -55,7 +63,7 @@ def parse_seconds(text: str | float) -> float:
     >>> parse_seconds("250 ms")
     0.25
     """
-    return _parse(text, _SECONDS, "s")
+    return _parse(text, _SECONDS, "s", MAX_SECONDS)
 
 
 def format_bytes(count: float) -> str:

@@ -4,8 +4,6 @@ in test_contributing.py.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,20 +61,6 @@ def test_an_option_is_tested_where_it_is_mentioned():
     (entry,) = find(["clip_grad_norm"])
     assert entry.kind is KINDS["option"]
     assert "tests/runtime/test_optimizers.py" in entry.files()
-
-
-def test_one_entry_is_checked_from_the_shell():
-    """As `make check NAME=uniform` does."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.check_entry", "uniform"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout
-    assert "uniform, partitioner: " in result.stdout
 
 
 def test_a_missing_test_file_is_something_still_to_do(tmp_path):

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import penstock as ps
 
 NAMES = [
+    "Chain",
+    "ChainError",
+    "Checkpoints",
+    "Cluster",
+    "ClusterError",
     "Costs",
+    "FileError",
+    "MissingExtra",
     "Namespace",
     "Op",
+    "PartitionError",
     "PenstockError",
     "Pipe",
     "Pipeline",
     "Plan",
+    "PlanError",
     "Profile",
+    "RunError",
     "Schedule",
     "ScheduleError",
+    "SettingError",
     "Timeline",
+    "UnknownName",
     "analytic",
     "chain",
     "cluster",
@@ -27,10 +41,12 @@ NAMES = [
     "draw",
     "export",
     "launch",
+    "load_weights",
     "partition",
     "plan",
     "pop",
     "profile",
+    "save_weights",
     "schedule",
     "schedules",
     "side_loss",
@@ -47,6 +63,18 @@ def test_the_front_door_has_exactly_the_written_names():
     """Whoever adds a public name must say so here."""
     assert sorted(ps.__all__) == NAMES
     assert all(callable(getattr(ps, name)) for name in NAMES)
+
+
+def test_type_checkers_see_every_public_name_where_it_is_imported_from():
+    """`ps.Plan` was once missing under TYPE_CHECKING, and was no type for mypy."""
+    tree = ast.parse(Path(ps.__file__).read_text(encoding="utf-8"))
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            for statement in node.body:
+                module = statement.module.removeprefix("penstock.")
+                modules.update({name.asname: module for name in statement.names})
+    assert modules == ps._MODULES
 
 
 def test_functions_stay_functions_when_rooms_of_their_name_are_imported():

@@ -107,7 +107,7 @@ def test_a_checkpoint_holds_what_plain_training_would_hold(tmp_path):
     optimizer.step()
     trained(1, "resnet", 3).save(tmp_path)
     index = json.loads((tmp_path / "checkpoint.json").read_text())
-    assert (index["step"], len(index["files"]), index["schema"]) == (1, 3, 2)
+    assert (index["step"], len(index["files"]), index["schema"]) == (1, 3, 3)
     tensors = {
         key: value for file in index["files"] for key, value in load_file(tmp_path / file).items()
     }
@@ -371,7 +371,7 @@ def damaged(tmp_path, how):
             ),
         ),
         ("metadata", r"cannot read step-00000001-stage-0000"),
-        ({"schema": 7}, r"is no checkpoint of schema 1 or 2: its schema is 7"),
+        ({"schema": 7}, r"is no checkpoint of schema 1 or 2 or 3: its schema is 7"),
         ({"step": "one"}, r"is no checkpoint: at step: "),
         (
             {"fingerprint": "abc"},

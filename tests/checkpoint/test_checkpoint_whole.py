@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 )
 
 import penstock as ps
-from penstock.checkpoint import checkpoint_files
+from penstock.checkpoint import checkpoint_files, checkpoint_index
 from penstock.errors import FileError, SettingError
 
 
@@ -202,11 +202,11 @@ def test_an_index_of_another_checkpoint_is_refused(tmp_path):
 def test_an_index_that_names_foreign_files_is_refused_though_its_checksum_is_right(tmp_path, name):
     """A forged index can have the right checksum; no file outside of the folder is read."""
     trained().save(tmp_path)
-    index = checkpoint_files.read_index(tmp_path)
-    changed = checkpoint_files.Checkpoint(
+    index = checkpoint_index.read_index(tmp_path)
+    changed = checkpoint_index.Checkpoint(
         index.step, index.fingerprint, (name, *index.files), identity=index.identity, sums={}
     )
-    checkpoint_files.write_index(tmp_path, changed)
+    checkpoint_index.write_index(tmp_path, changed)
     assert_refused(
         tmp_path, r"checkpoint\.json is damaged: it names '.*', which is not a file of a"
     )
@@ -234,8 +234,9 @@ def test_a_checkpoint_survives_a_loss_of_power(tmp_path, monkeypatch):
     old = set(tmp_path.iterdir())
     happened = []
     monkeypatch.setattr(checkpoint_files, "sync_file", lambda path: happened.append(path.suffix))
-    monkeypatch.setattr(checkpoint_files, "sync_folder", lambda path: happened.append("folder"))
-    write = checkpoint_files.write_json
+    for module in (checkpoint_files, checkpoint_index):
+        monkeypatch.setattr(module, "sync_folder", lambda path: happened.append("folder"))
+    write = checkpoint_index.write_json
 
     def write_json(path, value, *, durable):
         assert durable
@@ -243,7 +244,7 @@ def test_a_checkpoint_survives_a_loss_of_power(tmp_path, monkeypatch):
         assert all(file.exists() for file in old)
         write(path, value, durable=durable)
 
-    monkeypatch.setattr(checkpoint_files, "write_json", write_json)
+    monkeypatch.setattr(checkpoint_index, "write_json", write_json)
     pipe.save(tmp_path)
     assert sorted(happened) == [".partial", ".partial", "folder", "folder", "folder"]
 
@@ -695,9 +696,9 @@ def test_the_state_of_a_weight_rule_is_refused_by_another_rule(tmp_path):
 
 
 def test_ranks_in_processes_refuse_together_and_change_nothing(tmp_path):
-    """One damaged file, a rank that reads another checkpoint, a sharded optimizer, and a disk that
-    is not shared. Without a joint decision, a rank that finds no fault would already have loaded: a
-    mixture of two steps.
+    """One damaged file, a rank that reads another checkpoint, a sharded optimizer. Without a joint
+    decision, a rank that finds no fault would already have loaded: a mixture of two steps. Where
+    ranks have disks of their own, each has its files, and gets those of the other when it loads.
     """
     by_rank = ps.launch(checkpoint_verdicts, 2, tmp_path, threads=1)
     first, second = by_rank
@@ -708,15 +709,17 @@ def test_ranks_in_processes_refuse_together_and_change_nothing(tmp_path):
     assert "stage-0001" in damaged
     assert "(nothing was loaded on any rank)" in damaged
     assert "rank 0 on host" not in damaged
-    for name in ("two steps", "own disks", "zero"):
+    for name in ("two steps", "zero"):
         assert first[name] == second[name]
     assert "reads the checkpoint of step 1" in first["two steps"]
     assert "and rank 0 on host" in first["two steps"]
-    assert "stage-0001" in first["own disks"]
-    assert "which rank 0 on host" in first["own disks"]
-    assert "on a disk that all hosts share" in first["own disks"]
+    assert (first["own files"], second["own files"]) == (["stage-0000"], ["stage-0001"])
+    assert first["same after fetching"] is second["same after fetching"] is True
+    assert first["fetched"] == second["fetched"] == ["stage-0000", "stage-0001"]
+    assert "stage-0001" in first["lost"]
+    assert "is on none of the hosts" in first["lost"]
+    assert "every host wrote to its own disk. Start a rank on the host that has it" in first["lost"]
     assert "cannot hold the state of a ZeroRedundancyOptimizer" in first["zero"]
-    assert not list((tmp_path / "disk-0").iterdir()) + list((tmp_path / "disk-1").iterdir())
     assert first["loss after"] == second["loss after"] == first["loss expected"]
 
 

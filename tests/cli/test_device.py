@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from penstock.cli.train import _memory_rows
-from penstock.training.job import Outcome
+from penstock.report.outcome import Outcome
 
 GIB = 2**30
 WORDS = ("--model", "mlp", "--image", "8", "--channels", "1", "--batch", "64")

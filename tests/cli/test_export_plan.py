@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from penstock.plan.plan import Plan, Prediction
+from penstock.plan.plan import Plan
+from penstock.plan.prediction import Prediction
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.torch_csv.files import to_csv
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.comparison import compare, schedule_for_ranks
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedules
+from penstock.search.schedule_figures import compare, schedule_for_ranks
 from penstock.search.schedules import schedules as all_schedules
 
 GALLERY = Path(__file__).parents[2] / "docs" / "gallery"

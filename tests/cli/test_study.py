@@ -51,7 +51,7 @@ def test_a_quick_study_of_two_rules_writes_everything_and_is_not_run_twice(penst
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("speed",), "there is no study 'speed'; available: convergence"),
+        (("speed",), "no study called 'speed'"),
         (("convergence", "--rules", "stach"), "Did you mean 'stash'?"),
         (("convergence", "--depths", "0"), "depth 0: must be at least 1"),
         (("convergence", "--depths", "two"), "--depths two: write numbers of stages with commas"),

@@ -12,12 +12,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
 from safetensors import safe_open
 
-from penstock.training.config import load
+from penstock.checkpoint.weight_files import load_weights
 from penstock.training.rank import profile_rank
 from penstock.training.resume import resume_settings
+from penstock.training.user_settings import load_settings
 
 WORDS = (
     "--model",
@@ -53,7 +55,7 @@ def first_run(tmp_path_factory):
     from penstock.cli.main import status
 
     folder = tmp_path_factory.mktemp("first")
-    config = load(
+    config = load_settings(
         None, {"model": "mlp", "image": 8, "channels": 1, "batch": 128, "profile_repeats": 1}
     )
     profile_rank(config, 1).save(folder / "profile.json")
@@ -174,14 +176,14 @@ def test_folders_that_hold_nothing_to_go_on_with_are_named(penstock, folder, tmp
     assert "two runs to continue: the one in" in ran.err
     ran = penstock("train", folder)
     assert "is a folder: add --resume to resume the run in it" in ran.err
-    shutil.rmtree(folder / "checkpoint")
+    shutil.rmtree(folder / "checkpoints")
     ran = penstock("train", folder, "--resume")
-    assert "holds no checkpoint to continue from: there is no checkpoint/checkpoint.json" in ran.err
+    assert "holds no checkpoint to continue from: there is none in checkpoints" in ran.err
 
 
 def test_a_damaged_checkpoint_leaves_the_folder_as_it_was(penstock, folder):
     """Found when the ranks verify it, after planning: the old configuration and plan still stand."""
-    file = next((folder / "checkpoint").glob("step-*"))
+    file = next((folder / "checkpoints" / "step-000004").glob("step-*"))
     content = bytearray(file.read_bytes())
     content[-3] ^= 4
     file.write_bytes(content)
@@ -200,17 +202,50 @@ def test_a_new_learning_rate_is_applied_and_said_and_the_old_settings_are_kept(p
     assert ran.status == 0, ran.err
     changed = "limit_steps: 4 -> 6, micro_batches: 2 -> 4, lr: 0.05 -> 0.01, momentum: 0.9 -> 0.5"
     assert f"resuming {folder} with changed settings: {changed}" in ran.out.replace("\n", " ")
-    checkpoint = json.loads((folder / "checkpoint" / "checkpoint.json").read_text())
+    saved = folder / "checkpoints" / "step-000006"
+    checkpoint = json.loads((saved / "checkpoint.json").read_text())
     assert checkpoint["step"] == 6
-    with safe_open(folder / "checkpoint" / checkpoint["files"][0], framework="pt") as content:
+    with safe_open(saved / checkpoint["files"][0], framework="pt") as content:
         facts = json.loads(content.metadata()["optimizer"])
     assert {(row["options"]["lr"], row["options"]["momentum"]) for row in facts.values()} == {
         (0.01, 0.5)
     }
-    assert load(folder / "config.yaml", {}).lr == 0.01
-    assert load(folder / "config-00000004.yaml", {}).lr == 0.05
+    assert load_settings(folder / "config.yaml", {}).lr == 0.01
+    assert load_settings(folder / "config-00000004.yaml", {}).lr == 0.05
     assert (folder / "plan-00000004.json").exists()
     assert not (folder / ".resume").exists()
+
+
+def test_the_weights_of_a_run_are_exported(penstock, folder, tmp_path):
+    """Of its newest or its best checkpoint, or of one that is named."""
+    target = tmp_path / "weights.pt"
+    ran = penstock("export-weights", folder, target, "--as", "state-dict")
+    assert ran.out == f"wrote the weights of step 4 to {target}\n"
+    ran = penstock("export-weights", folder, tmp_path / "hf", "--as", "huggingface", "--best")
+    assert ran.out == f"wrote the weights of step 4 to {tmp_path}/hf/model.safetensors\n"
+    ran = penstock("export-weights", folder / "checkpoints" / "step-000004", tmp_path / "x")
+    assert ran.out == f"wrote the weights to {tmp_path}/x\n"
+    plain, other = load_weights(target), load_weights(tmp_path / "hf")
+    assert plain.keys() == other.keys()
+    assert all(torch.equal(plain[name], other[name]) for name in plain)
+    ran = penstock("export-weights", tmp_path / "hf", tmp_path / "x", "--best")
+    assert (ran.status, "is for the folder of a run" in ran.err) == (2, True)
+    ran = penstock("export-weights", folder, tmp_path / "x", "--as", "tar")
+    assert (ran.status, "format is safetensors, state-dict, huggingface, dcp" in ran.err) == (
+        2,
+        True,
+    )
+
+
+def test_another_number_of_ranks_is_asked_for_in_the_folder_of_a_run(penstock, folder, tmp_path):
+    """A run that trains looks for the request twice a second."""
+    ran = penstock("resize", folder, 3)
+    assert ran.out == f"{folder} goes on with 3 ranks after its next checkpoint\n"
+    assert json.loads((folder / "resize.json").read_text()) == {"ranks": 3}
+    ran = penstock("resize", folder, 0)
+    assert (ran.status, "a run has 1 rank or more, not 0" in ran.err) == (2, True)
+    ran = penstock("resize", tmp_path / "none", 3)
+    assert (ran.status, "holds no run: there is no config.yaml" in ran.err) == (2, True)
 
 
 def begun_on_cuda(folder):

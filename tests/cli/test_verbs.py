@@ -279,12 +279,14 @@ def test_every_verb_has_help_with_an_example(penstock, verb):
     assert f"Example: penstock {verb}" in " ".join(ran.out.replace("│", " ").split())
 
 
-def test_train_under_torchrun_says_that_it_starts_its_own_ranks(penstock, monkeypatch):
-    """Two launchers at once would start ranks squared."""
+def test_train_under_a_launcher_without_an_address_says_what_is_missing(penstock, monkeypatch):
+    """RANK alone, left from another program, is no launcher."""
     monkeypatch.setenv("RANK", "0")
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     ran = penstock("train", "--model", "mlp")
-    assert ran.status == 2
-    assert "starts its own ranks" in ran.err
+    assert ran.status == 1
+    assert "RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in ran.err
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cluster.fields import (
-    Fields,
     parse_bandwidth,
     parse_clock,
     parse_count,
@@ -17,7 +16,7 @@ from penstock.cluster.fields import (
     parse_peaks,
     parse_text,
 )
-from penstock.errors import ClusterError, SettingError
+from penstock.errors import SettingError
 
 
 @pytest.mark.parametrize(
@@ -91,6 +90,12 @@ def test_memory_is_read_in_bytes_only():
         (parse_number, -0.5, "-0.5 is not a number of 0 or more"),
         (parse_number, True, "True is not a number"),
         (parse_number, float("nan"), "nan is not a number"),
+        (parse_memory, "1e308 GB", "'1e308 GB' is not a quantity"),
+        (parse_memory, "1e300", "'1e300' is too large: at most 1.153e.18 B"),
+        (parse_latency, "1e300 s", "'1e300 s' is too large: at most 1e.09 s"),
+        (parse_bandwidth, "1e300 GB/s", "'1e300 GB/s' is no rate of any device"),
+        (parse_flops, "1e-300 TFLOP/s", "'1e-300 TFLOP/s' is no rate of any device"),
+        (parse_number, 1e300, "1e.300 is more than 1e.06"),
         (parse_flag, "yes", "'yes' is neither true nor false"),
         (parse_text, 3, "3 is not a text"),
         (parse_text, " ", "' ' is not a text"),
@@ -118,19 +123,3 @@ def test_rates_are_read_as_datasheets_write_them():
         False,
         float("inf"),
     )
-
-
-def test_messages_begin_with_place_and_key():
-    """Files are edited by hand: the message must lead to the line."""
-    fields = Fields.of({"count": "x"}, "lab.yaml: devices[0]", ("count", "name"))
-    assert "count" in fields
-    with pytest.raises(
-        ClusterError, match=r"^lab.yaml: devices\[0\]: count: 'x' is not a whole number"
-    ):
-        fields.read("count", parse_count)
-    with pytest.raises(ClusterError, match=r"^lab.yaml: devices\[0\]: the key 'name' is missing"):
-        fields.read("name", parse_text)
-    with pytest.raises(ClusterError, match=r"^x: unknown key 'colour'; known are a, b"):
-        Fields.of({"colour": 1}, "x", ("a", "b"))
-    with pytest.raises(ClusterError, match=r"^x: \[1\] is no mapping; its keys may be a"):
-        Fields.of([1], "x", ("a",))

@@ -1,5 +1,7 @@
 """Clusters written to YAML and read back."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.cluster.device import DTYPES
 from penstock.cluster.presets import Presets
+from penstock.errors import ClusterError
 
 positive = st.floats(1e-3, 1e18)
 names = st.text("aZ0: '\"#-{}[]é,&*!|>%@`\\\n", max_size=8).map(
@@ -105,3 +108,20 @@ def test_what_is_written_is_what_people_write():
         "  shared: true\n"
         "  source: measured\n"
     )
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_the_names_of_hosts_read_back_equal(nodes, tmp_path):
+    """In both forms of a description, and for a part of the cluster."""
+    whole = replace(cluster(f"{nodes}x2xV100-NVLink-25GbE"), hosts=tuple("abc"[:nodes]))
+    for described in (whole, replace(whole, node_of=(0, *range(nodes), *range(1, nodes)))):
+        path = tmp_path / "cluster.yaml"
+        described.save(path)
+        assert cluster(path) == described
+    assert whole.on((2, 3)).hosts == ("b",)
+
+
+def test_two_hosts_of_one_name_are_refused():
+    """Plans name the hosts that they are for."""
+    with pytest.raises(ClusterError, match=r"has 2 nodes, and its hosts are \['a', 'a'\]"):
+        replace(cluster("2xV100-25GbE"), hosts=("a", "a"))

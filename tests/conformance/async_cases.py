@@ -237,8 +237,11 @@ class Case:
 
 def assert_same(actual: Any, expected: Any, case: Case) -> None:
     """Every loss and every number of the state, buffers of batch norm included, to float tolerance."""
+    # The gradient of an attention's key bias is rounding alone, and Adam divides it by its own size:
+    # 1.1e-11 was seen where two sums had another order (Intel Xeon, torch 2.13).
+    divides_rounding = case.model == "gpt" and case.optimizer.startswith("adam")
     tolerance = (
-        {"rtol": 1e-9, "atol": 1e-11}
+        {"rtol": 1e-9, "atol": 1e-10 if divides_rounding else 1e-11}
         if case.dtype == torch.float64
         else {"rtol": 2e-4, "atol": 2e-5}
     )

@@ -27,6 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock as ps
+from penstock.ranks.clock import EventClock
+from penstock.runtime import assembly
+from penstock.values import deferred_checks
 
 #: Batches before the capture, in which what is known from the first ones is learnt.
 WARM = 4
@@ -45,13 +48,61 @@ class Row:
         ops: number of ops in the graph.
         differences: names of parameters that differ from those of a pipeline without a graph, after
             the step that was captured and one more; "loss", if that of the latter does.
+        timeline: what `timeline()` says after the step that was captured.
         error: what the cell raised, in one line.
     """
 
     cell: str
+    timeline: str = ""
     ops: int = 0
     differences: list[str] = dataclasses.field(default_factory=list)
     error: str = ""
+
+
+class Event:
+    """An event of a device whose time stands still. As on a GPU it cannot be queried while a graph
+    is captured.
+    """
+
+    @classmethod
+    def record(cls) -> Event:
+        """Record an event."""
+        cls.check()
+        return cls()
+
+    @staticmethod
+    def check() -> None:
+        """Refuse to be used in a capture.
+
+        Raises:
+            CaptureError: a graph is being captured.
+        """
+        if lookalike.CAPTURE:
+            raise lookalike.CaptureError("an event is used while a graph is captured")
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        self.check()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Return milliseconds."""
+        del end
+        self.check()
+        return 0.0
+
+
+def install_events() -> None:
+    """Let pipelines time ops by events, and know when a graph is captured, as on a GPU."""
+
+    def is_capturing(device: torch.device) -> bool:
+        """Whether a graph is being captured."""
+        del device
+        return bool(lookalike.CAPTURE)
+
+    deferred_checks.is_capturing = is_capturing
+    assembly.clock_for = lambda device: EventClock(
+        Event.record, captures=partial(is_capturing, device)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +231,10 @@ def play(name: str, graph_cell: GraphCell) -> Row:
     with graph:
         loss = pipe.train_batch(x, y)
     row.ops = len(graph)
+    try:
+        pipe.timeline()
+    except ps.PenstockError as error:
+        row.timeline = str(error)
     if graph_cell.learning_rate is not None:
         for trained in (eager, pipe):
             trained.set_learning_rate(graph_cell.learning_rate)
@@ -244,6 +299,7 @@ def play_gradients(name: str) -> Row:
 
 def main(words: list[str]) -> None:
     """Run all cells, or those with one of these words in their names."""
+    install_events()
     for name, graph_cell in graph_cells().items():
         if words and not any(word in name for word in words):
             continue

@@ -194,6 +194,60 @@ class Cell:
     loss: Any = functional.cross_entropy
 
 
+class ToMapping(nn.Module):
+    """A layer that returns a dict, with a tensor that takes no gradient."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        """Return the input, and the place of its largest feature."""
+        return {"x": x, "place": x.detach().argmax(1), "scale": 0.5}
+
+
+class FromMapping(nn.Module):
+    """A layer that takes a dict."""
+
+    def forward(self, value: dict[str, Any]) -> Tensor:
+        """Return one tensor."""
+        return value["x"] + value["scale"] * value["place"].unsqueeze(1)
+
+
+def mapping_model() -> nn.Module:
+    """Return a chain with a dict at the boundary of its first stage."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 16), ToMapping(), FromMapping(), nn.Dropout(0.2), nn.Linear(16, 4)
+    )
+
+
+def combinations() -> dict[str, Cell]:
+    """Return cells of several options at once, on 2, 3 and 5 stages of unequal lengths."""
+    three = {"schedule": "1f1b", "balance": [1, 5, 2], "micro_batches": MICRO_BATCHES}
+    five = {"schedule": "gpipe", "balance": [1, 3, 1, 2, 1], "micro_batches": 3}
+    two = ps.schedule("1f1b", stages=2, micro_batches=6, replicas=3)
+    everything = {**three, "clip_grad_norm": 0.05, "recompute": [1, 2, 3], "accumulate": 2}
+    mapping = {"schedule": "zb-h1", "balance": [2, 1, 2], "micro_batches": MICRO_BATCHES}
+    found = {
+        "tied weights, clipping, layers recomputed, accumulated": Cell(
+            everything, tied_model, tokens
+        ),
+        "5 stages": Cell({**five, "recompute": "except_last"}, random_model),
+        "3 copies": Cell({"schedule": two, "balance": [3, 5], "recompute": [1, 2]}),
+        "layers recomputed": Cell({**three, "recompute": [2, 3, 6]}, random_model),
+        "layers recomputed, split backward": Cell(
+            {**five, "schedule": "zb-h1", "recompute": [0, 1, 5]}, random_model
+        ),
+        "mapping": Cell(mapping, mapping_model),
+        "mapping, recomputed": Cell({**mapping, "recompute": [1, 2, 3]}, mapping_model),
+        "bfloat16 boundary": Cell({**three, "boundary": "bfloat16"}, random_model),
+        "norm of exponent 1": Cell({**three, "clip_grad_norm": 0.05, "clip_norm_type": 1.0}),
+        "joint loss, layers recomputed": Cell(
+            {**five, "loss_on": "batch", "recompute": [1, 2]}, loss=contrastive
+        ),
+    }
+    for rule in ("double-buffer", "vertical-sync", "wpipe", "pipemare"):
+        found[rule] = Cell({**three, "schedule": "pipedream", "weights": rule}, random_model)
+    return found
+
+
 def schedules() -> dict[str, dict[str, Any]]:
     """Return options of `ps.Pipeline` that choose a schedule, for chains of 8 layers."""
     copies = ps.schedule("1f1b", stages=2, micro_batches=MICRO_BATCHES, replicas=2)
@@ -217,8 +271,12 @@ def cells() -> dict[str, Cell]:
     """Return all cells that train, by name."""
     found: dict[str, Cell] = {}
     one = schedules()["1f1b"]
-    for name, options in schedules().items():
-        for recompute in ("never", "except_last", "always"):
+    for number, (name, options) in enumerate(schedules().items()):
+        # 1F1B in every way to recompute; of the others, every second one in each.
+        other_ways = ("always", "except_last")
+        if name != "1f1b":
+            other_ways = other_ways[number % 2 :][:1]
+        for recompute in ("never", *other_ways):
             chosen = {**options, "recompute": recompute}
             found[f"{name}, recompute {recompute}"] = Cell(chosen)
             found[f"{name}, random, recompute {recompute}"] = Cell(chosen, random_model)
@@ -242,7 +300,7 @@ def cells() -> dict[str, Cell]:
     found["loss module"] = Cell(one, loss=nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5, 1.0])))
     weighted = {**one, "loss_weight": lambda target: (target >= 0).sum()}
     found["loss weight"] = Cell(weighted, batch=ignored)
-    return found
+    return found | combinations()
 
 
 def pipeline(cell: Cell, device: str) -> ps.Pipeline:
@@ -325,18 +383,77 @@ def comparison_row(recompute: str) -> Row:
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         """Return the cross-entropy, and note where it is computed."""
-        devices.update((output.device.type, target.device.type))
+        if (
+            not output.is_meta
+        ):  # where it shows how much micro-batches count, targets may be on the host
+            devices.update((output.device.type, target.device.type))
         return functional.cross_entropy(output, target)
 
     for device in ("cpu", lookalike.DEVICE):
         pipe = pipeline(Cell(options, random_model, loss=loss), device)
         devices.clear()
         comparison = pipe.compare_with_one_device(*vectors())
-        row.losses.append([comparison.relative.hex()])
+        parts = (comparison.gradients, comparison.buffers, comparison.outputs)
+        row.losses.append([max(max(part.values()) for part in parts).hex()])
+        row.facts[f"loss of {device}"] = comparison.loss
         row.facts[device] = str(comparison)
         pipe.close()
     row.facts["reference"] = comparison.device
     row.facts["loss devices"] = sorted(devices - {"meta"})
+    return row
+
+
+class Unsteady(nn.Module):
+    """A layer that adds 1 in one of its calls: a second forward that differs from the first."""
+
+    def __init__(self, call: int) -> None:
+        """Choose the call, counted from 0."""
+        super().__init__()
+        self.calls, self.call = [0], call
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input, or more."""
+        self.calls[0] += 1
+        return torch.tanh(x + 1.0 if self.calls[0] == self.call + 1 else x)
+
+
+def late_row(name: str) -> Row:
+    """Let a check fail in the third batch, whose checks are read later."""
+    row = Row(name)
+    options = {"schedule": "gpipe", "balance": [2, 1], "micro_batches": MICRO_BATCHES}
+    count_calls = [0]
+
+    def lying(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a sum, and in one call of the third batch another count."""
+        if not output.is_meta:
+            count_calls[0] += 1
+        wrong = name.endswith("count") and count_calls[0] == 3 * MICRO_BATCHES
+        total, count = sum_and_count(output, target)
+        return total, count + 1 if wrong and not output.is_meta else count
+
+    def run(action: Callable[[ps.Pipeline], Any]) -> str:
+        """Train three batches; return what the action says then."""
+        count_calls[0] = 0
+        # Two calls for each micro-batch: the last one of the third batch.
+        call = -1 if name.endswith("count") else 3 * 2 * MICRO_BATCHES - 1
+        model = nn.Sequential(nn.Linear(8, 8), Unsteady(call), nn.Linear(8, 4))
+        recompute = {"late: recomputed stage": "always", "late: recomputed layer": [1]}
+        chosen = {**options, "recompute": recompute.get(name, "never")}
+        pipe = pipeline(Cell(chosen, lambda: model, loss=lying), lookalike.DEVICE)
+        row.facts["passed"] = 0
+        for _ in range(3):
+            pipe.train_batch(*vectors())
+            row.facts["passed"] += 1
+        try:
+            action(pipe)
+        except ps.PenstockError as error:
+            return str(error)
+        return ""
+
+    row.facts["words"] = "is divided by another number" if "count" in name else "other values"
+    row.facts["next batch"] = run(lambda pipe: pipe.train_batch(*vectors()))
+    row.facts["state_dict"] = run(lambda pipe: pipe.state_dict())
+    row.facts["close"] = run(lambda pipe: pipe.close())
     return row
 
 
@@ -354,6 +471,8 @@ def main(words: list[str]) -> None:
         name: lambda name=name, cell=cell: play(name, cell) for name, cell in cells().items()
     }
     actions["pipe"] = pipe_row
+    for name in ("late: recomputed stage", "late: recomputed layer", "late: count"):
+        actions[name] = lambda name=name: late_row(name)
     for recompute in ("never", "always"):
         name = f"comparison, recompute {recompute}"
         actions[name] = lambda recompute=recompute: comparison_row(recompute)

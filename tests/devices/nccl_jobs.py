@@ -5,6 +5,7 @@ each launch imports torch.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import itertools
 import os
 import signal
@@ -52,6 +53,24 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             "micro_batches": 8,
             "clip_grad_norm": 0.5,
             "recompute": "except_last",
+        },
+        "recompute a layer": {
+            "balance": [3, 2],
+            "schedule": "zb-h1",
+            "micro_batches": 4,
+            "recompute": [1, 2],
+        },
+        "sum and count": {
+            "balance": [3, 2],
+            "schedule": "1f1b",
+            "micro_batches": 4,
+            "loss": "sum and count",
+        },
+        "pipedream, recompute": {
+            "balance": [3, 2],
+            "schedule": "pipedream",
+            "micro_batches": 4,
+            "recompute": "always",
         },
         "int16": {"balance": [2, 4], "schedule": "1f1b", "micro_batches": 4, "model": "int16"},
     },
@@ -115,6 +134,14 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(24, 8, generator=generator), torch.randint(0, 4, (24,), generator=generator)
 
 
+def sum_and_count(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the losses, and how many count."""
+    return F.cross_entropy(output, target, reduction="sum"), (target >= 0).sum()
+
+
+LOSSES = {"mean": F.cross_entropy, "sum and count": sum_and_count}
+
+
 def pipeline(case: dict[str, Any], executor: str, device: str, deadline_s: float = 60) -> Any:
     """The Pipeline of a case."""
     words = dict(case)
@@ -128,7 +155,7 @@ def pipeline(case: dict[str, Any], executor: str, device: str, deadline_s: float
         )
     return ps.Pipeline(
         model,
-        loss=F.cross_entropy,
+        loss=LOSSES[words.pop("loss", "mean")],
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
         executor=executor,
         device=device,
@@ -179,20 +206,27 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     lookalike.clear()
     losses.append(pipe.train_batch(*data()))
     waits, copies = dict(nccl_like.WAITS), lookalike.LINES["h2d"].copy()
+    log = dict(lookalike.LOG)
     nccl_like.unseal()
     peers = {
         peer
-        for each in nccl_like.COMMUNICATORS[before:]
+        for each in nccl_like.COMMUNICATORS[before:-1]  # the last one is of all ranks
         for peer in each.ranks
         if peer != each.rank
     }
     dist.barrier()
+    buffers = pipe._world._wire.buffers
+    timeline = pipe.timeline()
     pipe.close()
     return {
+        "buffers": (buffers.now, buffers.peak),
+        "memory": [dataclasses.astuple(row) for row in timeline.measured_memory],
+        "rank": dist.get_rank(),
         "losses": [float(loss) for loss in losses],
         "forms": [(str(loss.device), str(loss.dtype), loss.dim()) for loss in losses],
         "waits": waits,
         "h2d": dict(copies),
+        "log": log,
         "communicators": made,
         "peers": len(peers),
     }

@@ -13,6 +13,7 @@ through the store:
 - a communicator is connected when it is made with a device, else by its first transfer, where each
   side waits for the other;
 - a send is over when its receive is posted;
+- collectives of a communicator of all ranks must be the same calls in the same order;
 - an abort ends all transfers, of which nobody hears: what was to be received is garbage (NaN here).
 
 What it does not have: asynchrony. `wait()` fills the tensor, so that the host stands where a stream
@@ -74,7 +75,7 @@ def unseal() -> None:
 
 
 class Communicator:
-    """One rank's end of what connects two ranks."""
+    """One rank's end of what connects two ranks, or all of them."""
 
     def __init__(self, number: int, ranks: list[int], rank: int, store: Any) -> None:
         """Make it, not connected yet."""
@@ -82,7 +83,8 @@ class Communicator:
             raise NcclMisuse(f"a communicator of ranks {ranks} is made in the middle of a run")
         self.name = f"nccl-like/{number}"
         self.ranks, self.rank, self.store = ranks, rank, store
-        self.peer = next((other for other in ranks if other != rank), rank)
+        self.peers = [other for other in ranks if other != rank]
+        self.peer = self.peers[0] if self.peers else rank
         self.aborted = threading.Event()
         self.connected = False
         self.sequence: collections.Counter[str] = collections.Counter()
@@ -105,7 +107,7 @@ class Communicator:
             raise NcclMisuse(f"the communicator of ranks {self.ranks} connects at a transfer")
         self.store.set(f"{self.name}/here/{self.rank}", "")
         until = time.monotonic() + PATIENCE_S[0]
-        while not self.store.check([f"{self.name}/here/{self.peer}"]):
+        while not self.store.check([f"{self.name}/here/{peer}" for peer in self.peers]):
             if time.monotonic() > until:
                 raise NcclMisuse(
                     f"rank {self.rank} connects the communicator of ranks {self.ranks}, and rank {self.peer} never does"
@@ -113,8 +115,8 @@ class Communicator:
             self.aborted.wait(0.0005)
         self.connected = True
 
-    def enqueue(self, kind: str, tensor: torch.Tensor) -> NcclWork:
-        """Begin a transfer.
+    def check(self, tensor: torch.Tensor) -> None:
+        """Connect, unless that is done.
 
         Raises:
             RuntimeError: NCCL refuses the tensor.
@@ -128,12 +130,29 @@ class Communicator:
         if self.aborted.is_set():
             raise dist.DistBackendError("NCCL communicator was aborted")
         self.connect()
+
+    def enqueue(self, kind: str, tensor: torch.Tensor) -> NcclWork:
+        """Begin a transfer. Raises as `check`."""
+        self.check(tensor)
         number = self.sequence[kind]
         self.sequence[kind] += 1
         work = NcclWork(self, kind, number, self.position, tensor)
         if not self.group_open:
             self.position += 1
         return work
+
+    def collect(self, kind: str, tensor: torch.Tensor, sources: list[int]) -> CollectiveWork:
+        """Begin a call of all ranks, after which each has the sum of what the sources gave. Raises
+        as `check`.
+        """
+        self.check(tensor)
+        self.position += 1
+        key = f"{self.name}/call/{self.position}"
+        header = [kind, sources, str(tensor.dtype), tensor.numel()]
+        data = tensor.inner.detach().reshape(-1).view(torch.uint8)
+        content = json.dumps(header).encode() + b"\n" + data.numpy().tobytes()
+        self.store.set(f"{key}/{self.rank}", content)
+        return CollectiveWork(self, key, tensor, header)
 
 
 class NcclWork:
@@ -194,6 +213,53 @@ class NcclWork:
             )
         content = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(into.dtype)
         into.copy_(content.reshape(into.shape))
+
+
+class CollectiveWork:
+    """A collective call."""
+
+    def __init__(
+        self,
+        owner: Communicator,
+        key: str,
+        tensor: torch.Tensor,
+        header: list[Any],
+    ) -> None:
+        """Begin it."""
+        self.owner, self.key, self.tensor, self.header = owner, key, tensor, header
+        self.over = False
+
+    def is_completed(self) -> bool:
+        """Whether all ranks have begun it."""
+        if self.owner.aborted.is_set() or self.over:
+            return True
+        return bool(self.owner.store.check([f"{self.key}/{rank}" for rank in self.owner.ranks]))
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Stand until all ranks have begun it, and take the sum.
+
+        Raises:
+            NcclMisuse: another rank has begun another call.
+        """
+        WAITS["stream" if timeout is None else "host"] += 1
+        while not self.is_completed():
+            self.owner.aborted.wait(0.0005)
+        if self.over:
+            return True
+        self.over = True
+        into = self.tensor.inner.detach()
+        if self.owner.aborted.is_set():
+            into.fill_(float("nan") if into.is_floating_point() else 0)
+            return True
+        parts = {}
+        for rank in self.owner.ranks:
+            header, data = bytes(self.owner.store.get(f"{self.key}/{rank}")).split(b"\n", 1)
+            if json.loads(header) != self.header:
+                raise NcclMisuse(f"rank {rank} calls {json.loads(header)}, not {self.header}")
+            parts[rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(into.dtype)
+        total = torch.stack([parts[rank] for rank in self.header[1]]).sum(0)
+        into.copy_(total.reshape(into.shape))
+        return True
 
 
 class P2POp(NamedTuple):
@@ -268,5 +334,22 @@ def install() -> None:
         group.position += 1
         return works
 
+    broadcast, all_reduce = dist.broadcast, dist.all_reduce
+
+    def copy(tensor: Any, src: Any = None, group: Any = None, async_op: bool = False) -> Any:
+        """See `torch.distributed.broadcast`."""
+        if isinstance(group, Communicator):
+            return group.collect("broadcast", tensor, [src])
+        _check_host(tensor)
+        return broadcast(tensor, src, group, async_op)
+
+    def add(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False):
+        """See `torch.distributed.all_reduce`."""
+        if isinstance(group, Communicator):
+            return group.collect("sum", tensor, group.ranks)
+        _check_host(tensor)
+        return all_reduce(tensor, op, group, async_op)
+
     dist.new_group, dist.isend, dist.irecv = make_group, send, receive
+    dist.broadcast, dist.all_reduce = copy, add
     dist.P2POp, dist.batch_isend_irecv = P2POp, batch

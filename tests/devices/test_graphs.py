@@ -23,6 +23,8 @@ SIZES = (
 CAPTURED = [
     *SIZES,
     *(f"{size}, tied weights, clipping" for size in SIZES),
+    "recompute except_last",
+    "recompute always",
     "batch norm",
     "Adam, capturable",
     "gradients of one rank",
@@ -33,8 +35,6 @@ FROZEN = ("dropout", "learning rate", "Adam")
 
 #: What waits for the device in the middle of a step, and where.
 WAITS = {
-    "recompute except_last": "wait equal by grad/fingerprint.py",
-    "recompute always": "wait equal by grad/fingerprint.py",
     "class indices on the device": "wait _local_scalar_dense by losses/loss_weights.py",
 }
 
@@ -46,6 +46,12 @@ def test_n14_a_captured_step_does_what_the_eager_one_does_with_another_batch(gra
     assert not row["error"], row["error"]
     assert row["ops"] > 50
     assert row["differences"] == []
+
+
+@pytest.mark.parametrize("cell", [*SIZES, "recompute always"])
+def test_no_event_is_recorded_or_queried_while_a_graph_is_captured(graph_rows, cell):
+    """It would end the capture; the batch has no times, and its timeline says why."""
+    assert "captured as a graph" in graph_rows[cell]["timeline"]
 
 
 @pytest.mark.parametrize("cell", FROZEN)
@@ -60,9 +66,7 @@ def test_n14_the_stand_in_sees_what_a_graph_would_freeze(graph_rows, cell):
 
 @pytest.mark.parametrize("cell", WAITS)
 def test_n14_a_step_that_waits_for_the_device_cannot_be_captured(graph_rows, cell):
-    """Recomputation compares its results with the first ones; how many class indices count is read
-    where they are on the device.
-    """
+    """How many class indices count is read where they are on the device."""
     assert WAITS[cell] in graph_rows[cell]["error"]
 
 

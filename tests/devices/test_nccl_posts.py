@@ -123,18 +123,24 @@ def open_receives(lowered, made) -> int:
     return most
 
 
+#: Schedules in whose order a link of two ranks has one more receive open. On two ranks one link
+#: carries activations and gradients of both stages, and the delayed W of rank 1 come between them.
+THREE_OPEN = {"interleaved-zero-bubble"}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_n6_few_receives_of_a_link_are_open_at_once(name):
     """At most two: each holds a buffer, and the first of them processors of the device."""
     for made in schedules_of(name):
         lowered = lower(made, AHEAD_ON_DEVICE, after_dependencies=True)
-        assert open_receives(lowered, made) <= 2
+        most = 3 if name in THREE_OPEN and made.ranks == 2 else 2
+        assert open_receives(lowered, made) <= most
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_n7_a_rank_is_in_two_communicators_for_each_neighbour(name):
-    """Each takes hundreds of MB of the device. What copies of a stage exchange needs two more for
-    each of these.
+    """And in the one of all ranks. Each takes hundreds of MB of the device. What copies of a stage
+    exchange needs two more for each of these.
     """
     for made in schedules_of(name):
         links = {link for link, *_ in messages(made)}
@@ -142,4 +148,4 @@ def test_n7_a_rank_is_in_two_communicators_for_each_neighbour(name):
         keys = communicator_keys(links, ())
         for rank in range(made.ranks):
             neighbours = {end for link in links if rank in link for end in link if end != rank}
-            assert communicators_per_rank(keys, rank) == 2 * len(neighbours)
+            assert communicators_per_rank(keys, rank) == 2 * len(neighbours) + 1

@@ -17,7 +17,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
 VOID = {"meta"}
-DATA = re.compile(r'<script id="penstock-data" type="application/json">(.*?)</script>', re.DOTALL)
+DATA = re.compile(r'<script type="application/json">(.*?)</script>', re.DOTALL)
 
 
 class Reader(HTMLParser):
@@ -132,7 +132,7 @@ def test_pairs_slices_and_shades_reach_the_figure():
 def test_readers_without_scripts_get_the_still_figure():
     """Mail programs and code hosts run none."""
     page = html([made()])
-    assert "<svg" in page.partition("<noscript>")[2].partition("</noscript>")[0]
+    assert "<svg" in page.partition('<div class="still">')[2].partition("</div>")[0]
 
 
 def test_a_page_with_too_many_ops_has_a_static_figure_and_a_note(monkeypatch):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from penstock.plan.plan import Plan, Prediction
+from penstock.plan.plan import Plan
+from penstock.plan.prediction import Prediction
 
 #: A transformer of twelve blocks: an embedding before them, norm and head behind.
 NAMES = ("embedding", *(f"blocks.{block}" for block in range(12)), "norm", "head")

@@ -42,6 +42,7 @@ def test_the_list_is_toml_too(plan_of):
         ("1f1b", 4, "1F1B"),
         ("gpipe", 4, "GPipe"),
         ("interleaved", 8, "Interleaved1F1B"),
+        ("interleaved-zero-bubble", 8, "InterleavedZeroBubble"),
         ("zb-v", 8, "ZBVZeroBubble"),
     ],
 )

@@ -5,214 +5,16 @@ Inputs are the same in every run: a failure repeats, and a change of a reader se
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.files.damage import damaged
+from tests.files.readers import READERS, run
 
-from penstock.checkpoint.checkpoint_files import Checkpoint, read_header, read_index, write_file
-from penstock.cli.options import named_values
-from penstock.cluster.cluster import cluster
-from penstock.errors import FileError, PenstockError
-from penstock.plan.plan import Candidate, Plan, Prediction
-from penstock.profile.counts import LayerCounts, ModelCounts, Work
-from penstock.profile.profile import LayerProfile, Profile, Timing
-from penstock.schedule.catalogue import schedule
-from penstock.schedule.torch_csv.files import load_csv, to_csv
-from penstock.study.experiment import Case, Group
-from penstock.study.records import Measured, Record, RecordFile
-from penstock.training.config import TrainConfig
-from penstock.training.config import load as load_config
-
-#: Damaged files of each kind. With 11 kinds about 1,000 files in all.
-EXAMPLES = 90
-
-STEP_FILE = "step-00000001-stage-0000-0123456789abcdef.safetensors"
-NODES = """
-name: mixed
-nodes:
-  - {count: 2, devices: [{name: A100, count: 4}], inside: NVLink}
-  - devices:
-      - {name: slow A100, like: A100, memory: 30 GB, launch: 20 us, together: 1.1}
-      - {name: old, memory: 8 GB, flops: {float32: 8 TFLOP/s}, memory_bandwidth: 320 GB/s}
-    inside: {like: PCIe3, shared: true, latency: 2 us, bandwidth: 10 Gb/s}
-  - devices: [{name: board, kind: fpga, memory: 4 GB, dsp: 6840, clock: 200 MHz, on_chip: 43 MB}]
-between: 25GbE
-node_of: [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3]
-"""
-UNIFORM = """
-name: lab
-devices_per_node: 2
-devices:
-  - {name: V100, count: 2}
-  - {name: old, memory: 12 GB, kind: gpu, count: 2}
-inside: PCIe3
-between: {latency: 30 us, bandwidth: 10 Gb/s, source: measured}
-"""
-
-
-def plan_of(name: str, **options: Any) -> Plan:
-    """A plan of two stages."""
-    made = schedule(name, 2, 4, **options)
-    stream = made.stream
-    candidate = Candidate(name, 2, 4, "never", (2, 1), 0.5, 2000, "compute of stage 1")
-    return Plan(
-        "abc",
-        ("stem", "body", "head"),
-        (2, 1),
-        made.name,
-        made.lines,
-        made.micro_batches,
-        16,
-        "local:2",
-        4,
-        Prediction(0.5, 0.2, (1000, 2000), 32.0, 0.9),
-        made.options,
-        synchronous=stream is None,
-        stream=stream,
-        slicing=made.slicing,
-        weights="flush" if stream is None else stream.weights,
-        candidates=(candidate,),
-        memory_limits=(10**9, 10**9),
-    )
-
-
-def profile() -> Profile:
-    """A profile of one layer."""
-    timing = Timing((1, 2), (1.0, 2.0), (0.1, 0.1))
-    layer = LayerProfile("stem", "Conv2d", timing, timing, timing, timing, 100, 400, 8, 64.5, 16.0)
-    return Profile((layer,), "0123456789ab", 12.0, 2, {"cpu": "test"}, "2.13")
-
-
-def counts() -> ModelCounts:
-    """The counts of one layer."""
-    work = Work("addmm", "matrix", 2, 10.0, 100.0, 40.0, 8.0)
-    layer = LayerCounts("fc", "Linear", (work,), (work, work), (work,), (), 12, 48, 0, 20.0, 4.0)
-    return ModelCounts((layer,), "0123456789ab", 16.0, 12.0, 32)
-
-
-def record_lines() -> bytes:
-    """A file of a study."""
-    case = Case("digits", "stash", "pipedream", 2, 1, "sgd", 0.01, 3, 0, (("decay", 0.5),))
-    lines = [
-        {"record": asdict(Record(case, (2.3, 2.2, 2.1), 0.4, 0.8))},
-        {"measured": asdict(Measured(Group("digits", "sgd", "stash", 2, 1), 0.01))},
-    ]
-    return "".join(json.dumps(line) + "\n" for line in lines).encode()
-
-
-def saved(value: Any) -> Callable[[Path], bytes]:
-    """What `save` writes of a value."""
-
-    def content(folder: Path) -> bytes:
-        value.save(folder / "saved")
-        return (folder / "saved").read_bytes()
-
-    return content
-
-
-def index_of(folder: Path) -> bytes:
-    """The index of a checkpoint of version 0.1, which has no checksum."""
-    del folder
-    index = Checkpoint(3, "abc", (STEP_FILE,), {"scale": 2.0, "steps": 1.0}, ("{}",), 1)
-    return json.dumps(asdict(index)).encode()
-
-
-def tensors_of(folder: Path) -> bytes:
-    """A file of tensors with an optimizer's state."""
-    torch = pytest.importorskip("torch")
-    facts = {"0.weight": {"options": {"lr": 0.1}, "state": {"step": 3.0}, "group": 0}}
-    metadata = {"optimizer": json.dumps(facts), "identity": "x", "step": "3"}
-    write_file(folder / STEP_FILE, {"model/0.weight": torch.ones(2, 3)}, metadata)
-    return (folder / STEP_FILE).read_bytes()
-
-
-def load_index(path: Path) -> object:
-    """Read the file as the index of a checkpoint."""
-    (path.parent / "checkpoint.json").write_bytes(path.read_bytes())
-    return read_index(path.parent)
-
-
-def load_tensors(path: Path) -> object:
-    """Read the header of the file, and the state in it."""
-    name = STEP_FILE
-    path.rename(path.parent / name)
-    header = read_header(path.parent, name, Checkpoint(3, "abc", (name,), schema=1))
-    try:
-        return header, header.facts
-    except ValueError as error:  # the caller adds the name of the file
-        raise FileError(str(error)) from error
-
-
-def load_records(path: Path) -> object:
-    """Read the file as the records of a study."""
-    path.rename(path.parent / "records.jsonl")
-    return RecordFile(path.parent).records
-
-
-def load_values(path: Path) -> object:
-    """Read the file as the value of an option of the command line."""
-    text = path.read_bytes().decode(errors="surrogateescape").replace("\0", "")
-    return named_values("option", [f"name={text}"])
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A kind of files.
-
-    Attributes:
-        content: returns a valid file; it may use a folder.
-        load: reads a path.
-        parse: returns the plain values of the content; None if it is no tree of values.
-    """
-
-    content: Callable[[Path], bytes]
-    load: Callable[[Path], object]
-    parse: Callable[[bytes], Any] | None = json.loads
-
-
-READERS = {
-    "cluster of nodes": Reader(lambda _: NODES.encode(), cluster, yaml.safe_load),
-    "uniform cluster": Reader(lambda _: UNIFORM.encode(), cluster, yaml.safe_load),
-    "plan": Reader(saved(plan_of("zb-h1")), Plan.load),
-    "asynchronous plan": Reader(saved(plan_of("pipedream")), Plan.load),
-    "profile": Reader(saved(profile()), Profile.load),
-    "counts": Reader(saved(counts()), ModelCounts.load),
-    "configuration": Reader(
-        lambda _: TrainConfig(model_options={"layers": 2}, weights="stash").as_yaml().encode(),
-        lambda path: load_config(path, {}),
-        yaml.safe_load,
-    ),
-    "option": Reader(lambda _: b"{layers: [1, 2.5, x]}", load_values, yaml.safe_load),
-    "records": Reader(lambda _: record_lines(), load_records, None),
-    "index": Reader(index_of, load_index),
-    "tensors": Reader(tensors_of, load_tensors, None),
-    "torch's CSV": Reader(
-        lambda _: to_csv(schedule("1f1b", 4, 4), communication=True).encode(),
-        load_csv,
-        None,
-    ),
-}
-
-
-def run(reader: Reader, content: bytes, folder: Path) -> str | None:
-    """Read a content; return the message with which it is refused."""
-    path = folder / "file.yaml"
-    path.write_bytes(content)
-    try:
-        str(reader.load(path))
-    except PenstockError as error:
-        return str(error)
-    finally:
-        for file in folder.iterdir():
-            file.unlink()
-    return None
+#: Damaged files of each kind, and so 1,140 in all.
+EXAMPLES = 60
 
 
 @pytest.mark.parametrize("kind", READERS)
@@ -222,27 +24,24 @@ def test_a_valid_file_of_every_kind_is_read(kind, tmp_path):
     assert run(reader, reader.content(tmp_path), tmp_path) is None
 
 
+@pytest.fixture(scope="module")
+def valid_files(tmp_path_factory) -> dict[str, tuple[bytes, Any]]:
+    """By kind, the content of a valid file and its plain values."""
+    folder = tmp_path_factory.mktemp("valid")
+    files = {}
+    for kind, reader in READERS.items():
+        content = reader.content(folder)
+        files[kind] = content, reader.parse(content) if reader.parse else None
+    return files
+
+
 @pytest.mark.parametrize("kind", READERS)
-def test_a_damaged_file_is_read_or_refused_with_one_line(kind, tmp_path):
+@given(data=st.data())
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_damaged_file_is_read_or_refused_with_one_line(kind, valid_files, tmp_path, data):
     """Files are cut off by full disks, edited by hand, and written by strangers."""
-    reader = READERS[kind]
-    content = reader.content(tmp_path)
-    tree = reader.parse(content) if reader.parse else None
-
-    @given(damaged(content, tree))
-    @settings(
-        max_examples=EXAMPLES,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    def check(damaged_content: bytes) -> None:
-        """Read one damaged file."""
-        message = run(reader, damaged_content, tmp_path)
-        if message is not None:
-            assert "\n" not in message
-            assert message.isprintable()
-            assert len(message) < 1000
-
-    check()
+    message = run(READERS[kind], data.draw(damaged(*valid_files[kind])), tmp_path)
+    if message is not None:
+        assert "\n" not in message
+        assert message.isprintable()
+        assert len(message) < 1000

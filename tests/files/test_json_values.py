@@ -26,7 +26,7 @@ def test_plain_values_are_read(text, value):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is not JSON: Expecting value"),
+        ("", "is not JSON: it is empty"),
         ('{"a": 1, "b": {"c": 1, "c": 2}}', "is not JSON: duplicate key 'c': remove one of them"),
         ("NaN", "is not JSON: NaN is not a finite number"),
         ("[1e400]", "is not JSON: 1e400 is not a finite number"),

@@ -55,13 +55,38 @@ def test_yaml_becomes_a_dataclass_a_model_or_plain_values(tmp_path):
         ("cut: [1, x]", r"at cut\.1: Input should be a valid integer, not 'x'"),
         ("kind: sdg", "at kind: Input should be 'sgd' or 'adam', not 'sdg'"),
         ("cut: [x, y, z]", r"at cut\.0: .* \(and 2 more errors\)"),
-        ("- model", "at the top: .*not \\['model'\\]"),
+        ("- model", r"at the top: \['model'\] is no mapping with keys of model, rate, cut"),
     ],
 )
 def test_what_does_not_fit_the_type_is_refused_with_its_place(text, message):
     """A misspelt key that is silently ignored costs a night's training."""
     with pytest.raises(FileError, match=f"^run.yaml is no configuration: .*{message}"):
         parse_yaml(text, Run, "run.yaml", kind="configuration")
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Runs, in several places of the type."""
+
+    first: Run | None = None
+    others: tuple[Run, ...] = ()
+    by_name: dict[str, list[Run]] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("first: {modle: x}", r"at first\.modle: unknown key\. Did you mean 'model'\?"),
+        ("others: [{}, {ratte: 1}]", r"at others\.1\.ratte: .*mean 'rate'\? Known: model, rate"),
+        ("by_name: {a: [{kin: 1}]}", r"at by_name\.a\.0\.kin: .*mean 'kind'\?"),
+        ("others: [3]", r"at others\.0: 3 is no mapping with keys of model, rate, cut"),
+        ("first: 3", r"at first: 3 is no mapping with keys of model, rate, cut"),
+    ],
+)
+def test_the_known_keys_are_those_of_the_place(text, message):
+    """A file has several levels, and a misspelt key may be on any."""
+    with pytest.raises(FileError, match=f"^fleet.yaml is no fleet: {message}"):
+        parse_yaml(text, Fleet, "fleet.yaml")
 
 
 def test_a_missing_file_is_named_with_its_kind():

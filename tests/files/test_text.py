@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import pytest
 
 from penstock.errors import FileError
+from penstock.files import text as module
 from penstock.files.text import quote_path, read_text, shorten
 
 
@@ -45,3 +49,36 @@ def test_quoted_text_is_short_and_on_one_line():
     assert shorten("x" * 10_000, 10) == "x" * 9 + "…"
     assert quote_path("runs/a.json") == "runs/a.json"
     assert quote_path("a\nb") == r"'a\nb'"
+
+
+def test_a_pipe_is_read_until_it_is_closed(tmp_path):
+    """A file may be the output of another command, which takes its time between two lines."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+
+    def write() -> None:
+        """Write two parts as another process would; opening waits for the reader."""
+        with path.open("w") as pipe:
+            for part in ("name: x\n", "nodes: []\n"):
+                pipe.write(part)
+                pipe.flush()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert read_text(path, "cluster") == "name: x\nnodes: []\n"
+    writer.join()
+
+
+def test_a_pipe_to_which_nothing_is_written_is_refused(tmp_path, monkeypatch):
+    """Waiting for ever would look like a slow planner."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(FileError, match="it is a pipe, and no process writes to it"):
+        read_text(path, "cluster")
+    monkeypatch.setattr(module, "_SILENT_S", 0.01)
+    writer = os.open(path, os.O_RDWR)
+    try:
+        with pytest.raises(FileError, match="it is a pipe without data for 0 s"):
+            read_text(path, "cluster")
+    finally:
+        os.close(writer)

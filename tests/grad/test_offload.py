@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 
+import pytest
 import torch
 from torch import nn
 
@@ -32,7 +34,7 @@ def weights_of(net):
 def gradients(net, x, context):
     """Return the gradients of all parameters and the input."""
     net.zero_grad()
-    leaf = x.clone().requires_grad_(True)
+    leaf = x.detach().clone().requires_grad_(True)
     with context:
         out = net(leaf)
     out.square().mean().backward()
@@ -92,3 +94,32 @@ def test_a_tensor_that_is_saved_twice_is_offloaded_once_unless_it_changed():
         offload._Offloaded.__init__ = original
     assert len(copies) == 2
     torch.testing.assert_close(x.grad, 4 * 2 * x.detach() * 4)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 1.0])
+def test_a_share_of_the_bytes_is_moved(share):
+    """At most that share, and less by no more than the largest tensor; gradients stay the same."""
+    net, x = model(), torch.randn(64, 64)
+    moved = {}
+
+    def moves(tensor):
+        """Count a tensor that may be moved, once."""
+        moved[tensor.data_ptr()] = tensor.nbytes
+        return True
+
+    expected = gradients(net, x, nullcontext())
+    before = offload._Offloaded.__init__
+    copied = []
+
+    def note(self, tensor):
+        """Count a tensor that is moved."""
+        copied.append(tensor.nbytes)
+        before(self, tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload._Offloaded, "__init__", note)
+        actual = gradients(net, x, offloading(weights_of(net), moves, share))
+    sizes = [nbytes for address, nbytes in moved.items() if address not in weights_of(net)]
+    assert share * sum(sizes) - max(sizes) <= sum(copied) <= share * sum(sizes)
+    assert copied
+    assert all(map(torch.equal, actual, expected))

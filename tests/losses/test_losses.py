@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import penstock as ps
-from penstock.errors import ScheduleError, SettingError, StageFailed
+from penstock.errors import NonFinite, ScheduleError, SettingError, StageFailed
 from penstock.modules.side_loss import collecting_side_losses, side_loss
 
 CLASSES, TOKENS, SAMPLES = 7, 5, 7
@@ -218,11 +218,13 @@ def test_without_ignored_targets_shares_are_the_very_floats_of_the_samples():
 
 
 def test_a_batch_of_weight_zero_has_the_loss_of_plain_training():
-    """That is NaN, and no gradient is: its weights stay as they are."""
+    """That is NaN, and no gradient is: its weights stay as they are. By default it ends the run."""
     x, y = batch()
     y = torch.full_like(y, -100)
+    with pytest.raises(NonFinite, match="the loss of micro-batch 0 is nan"):
+        pipeline(model(), cross_entropy).train_batch(x, y)
     net = model()
-    pipe = pipeline(net, cross_entropy)
+    pipe = pipeline(net, cross_entropy, on_nonfinite="warn")
     assert torch.isnan(pipe.train_batch(x, y))
     expected, grads = plain(cross_entropy, x, y)
     assert math.isnan(expected)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock.measure.concurrent import ConcurrentRanks
+from penstock.measure.host_timings import host_timings
 from penstock.measure.stopwatch import EventStopwatch, HostStopwatch, stopwatch_for
 from penstock.measure.timed_passes import PHASES, TimedPasses
 
@@ -73,3 +74,28 @@ def test_a_cpu_is_timed_by_the_hosts_clock():
     watch = stopwatch_for(torch.device("cpu"))
     assert isinstance(watch, HostStopwatch)
     assert watch.seconds([(1.0, 1.5), (2.0, 4.0)]) == [0.5, 2.0]
+
+
+def test_the_hosts_own_seconds_of_each_layer_are_measured_beside_the_devices():
+    """Where kernels are short, a step takes the time of their launches."""
+    queue = Queue()
+    watch = EventStopwatch(queue.record, queue.synchronize)
+    modules, names = [nn.Linear(4, 4), nn.Linear(4, 4)], ["a", "b"]
+    passes = TimedPasses(modules, False, torch.device("cpu"), names, ConcurrentRanks(False), watch)
+    passes.run(torch.ones(2, 4), 2)
+    for row, host_row in zip(passes.seconds, passes.host_seconds, strict=True):
+        assert set(host_row) == {"forward", "backward"}
+        assert [len(times) for times in host_row.values()] == [len(row["forward"])] * 2
+        assert all(host_s > 0 for times in host_row.values() for host_s in times)
+    fields = host_timings((2,), passes.host_seconds[:1])
+    assert set(fields) == {"host_forward", "host_backward"}
+    assert fields["host_forward"].sizes == (2,)
+
+
+def test_a_cpu_has_no_seconds_of_the_host_beside_its_own():
+    """It does the work itself."""
+    modules = [nn.Linear(4, 4)]
+    passes = TimedPasses(modules, False, torch.device("cpu"), ["a"], ConcurrentRanks(False))
+    passes.run(torch.ones(2, 4), 1)
+    assert passes.host_seconds == [{}]
+    assert host_timings((2,), passes.host_seconds) == {}

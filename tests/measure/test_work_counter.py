@@ -32,6 +32,10 @@ BYTES = (
 )
 SMALL = {
     "vgg11_bn": ({"image": 32, "width": 4, "classes": 5}, torch.zeros(4, 3, 32, 32)),
+    "vgg11": (
+        {"image": 32, "width": 4, "classes": 5, "head": "torchvision"},
+        torch.zeros(4, 3, 32, 32),
+    ),
     "resnet18": ({"image": 32, "classes": 5}, torch.zeros(4, 3, 32, 32)),
     "gpt": (
         {"layers": 2, "width": 16, "heads": 2, "tokens": 8, "vocabulary": 11, "dropout": 0.1},
@@ -120,6 +124,34 @@ def test_a_convolution_is_counted_kernel_by_kernel():
     ] * 3
     assert layer.forward[1].bytes_per_sample == 2 * 4 * 5 * 64
     assert ops(layer.input_grad) == ["convolution_backward_input"]
+
+
+@pytest.mark.parametrize("side", [1, 7, 14])
+def test_adaptive_pooling_reads_its_input_and_writes_its_output(side):
+    """One operation per number of the result and one pass over memory in either direction, also
+    where the map becomes larger.
+    """
+    inputs, outputs = 8 * side * side, 8 * 7 * 7
+    network = nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d((7, 7)))
+    layer = count(network, torch.zeros(2, 8, side, side)).layers[1]
+    (forward,) = layer.forward
+    assert (forward.op, forward.family, forward.launches) == ("_adaptive_avg_pool2d", "other", 1)
+    assert forward.flops_per_sample == outputs
+    assert forward.bytes_per_sample == 4 * (inputs + outputs)
+    assert layer.flops("backward", 1) == inputs
+    assert "_adaptive_avg_pool2d_backward" in ops(layer.input_grad)
+    assert layer.weight_grad == ()
+    assert layer.parameters == 0
+
+
+def test_the_torchvision_head_takes_time_and_memory_in_a_roofline_profile():
+    """VGG-19 on CIFAR-100, as in the study: the pooled map is 49 times the features."""
+    options = {"image": 32, "classes": 100, "head": "torchvision"}
+    network = model("vgg19", device="meta", **options)
+    counted = count(network, torch.zeros(2, 3, 32, 32, device="meta"), 128)
+    pooling = next(layer for layer in counted if layer.name.endswith("avgpool"))
+    assert pooling.output_bytes_per_sample == 4 * 512 * 49
+    assert sum(layer.parameters for layer in counted) == 139_979_940
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.optim.update import Update
-from penstock.optim.working_weights import Working
+from penstock.optim.working_weights import WorkingWeights
 
 
 def made(value=1.0):
@@ -15,7 +15,7 @@ def made(value=1.0):
     0.
     """
     parameter = nn.Parameter(torch.tensor([value]))
-    return parameter, Working(Update([parameter], None), newest=0)
+    return parameter, WorkingWeights(Update([parameter], None), newest=0)
 
 
 def plus(amount, calls=None):

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import FileError, PlanError
-from penstock.plan.plan import Candidate, Objective, Plan, Prediction, Remedy, Traffic
+from penstock.plan.plan import Plan
+from penstock.plan.prediction import Candidate, Objective, Prediction, Remedy, Traffic
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import PlanError
-from penstock.profile.device_profiles import profiles_of, scale_profile
+from penstock.profile.device_profiles import busy_profiles, profiles_of, scale_profile
 from penstock.profile.profile import LayerProfile, Profile, Timing
 
 LINK = Link(0.0, 1e12)
@@ -151,3 +151,29 @@ def test_profiles_that_do_not_cover_the_cluster_are_refused(profiles, message):
     """The message names the missing devices."""
     with pytest.raises(PlanError, match=message):
         profiles_of(profiles, cluster(device("V", 10), device("P", 5)))
+
+
+def shared(count: int) -> Cluster:
+    """So many ranks on half as many cores."""
+    device = Device("V", 10**9, together=2.0)
+    return Cluster("c", (device,) * count, count, LINK, LINK)
+
+
+def test_a_profile_of_busy_ranks_is_that_of_ranks_alone_slowed_down():
+    """Measured alone or on all ranks at once, a plan for all ranks has the same seconds."""
+    on = shared(4)
+    busy = replace(scale_profile(PROFILE, 2.0), busy_ranks=4)
+    for measured in (PROFILE, busy):
+        alone = profiles_of(measured, on)
+        assert {profile.seconds("forward", 4)[0] for profile in alone} == {5.0}
+        for used, factor in (((0,), 1.0), ((0, 1), 1.0), ((0, 1, 2), 1.5), ((0, 1, 2, 3), 2.0)):
+            scaled = busy_profiles([alone[rank] for rank in used], on, used)
+            assert {profile.seconds("forward", 4)[0] for profile in scaled} == {5.0 * factor}
+
+
+def test_equal_ranks_share_one_object_while_busy():
+    """Searches recognise devices of one kind by their profile."""
+    on = shared(4)
+    scaled = busy_profiles(profiles_of(PROFILE, on), on, range(4))
+    assert len({id(profile) for profile in scaled}) == 1
+    assert scaled == busy_profiles(profiles_of(PROFILE, on), on, range(4))

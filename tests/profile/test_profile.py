@@ -200,6 +200,22 @@ def _set(path, value):
             _set(["layers", 0, "parameters"], -5),
             r"layer stem: parameters is -5, and cannot be below 0",
         ),
+        (
+            _set(["layers", 0, "parameters"], 2**62),
+            r"layer stem: parameters is 4\.61e\+18, and cannot be above 1\.15e\+18",
+        ),
+        (
+            _set(["layers", 0, "forward", "median_s"], [1, 1e308]),
+            r"layer stem: takes 1e\+308 s; a layer takes 0 s, or 1e-15 s to 1e\+09 s",
+        ),
+        (
+            _set(["layers", 0, "forward", "median_s"], [5e-324, 1]),
+            r"layer stem: takes 4\.94e-324 s",
+        ),
+        (
+            _set(["layers", 0, "forward", "sizes"], [1, 2**63]),
+            r"layer stem: a batch of 9\.22e\+18 samples is larger than any",
+        ),
         (_set(["batch"], -128), r"batch is -128, and cannot be below 0"),
         (_set(["layers"], {}), r"is no profile: at layers: "),
     ],
@@ -223,7 +239,9 @@ def test_a_missing_field_is_refused(tmp_path):
     data = json.loads(path.read_text())
     del data["layers"][1]["backward"]
     path.write_text(json.dumps(data))
-    with pytest.raises(FileError, match=r"is no profile: at layers\.1\.backward: Field required"):
+    with pytest.raises(
+        FileError, match=r"is no profile: at layers\.1\.backward: the key is missing"
+    ):
         Profile.load(path)
 
 

@@ -8,6 +8,7 @@ import struct
 import pytest
 import torch
 
+from penstock.errors import RunError
 from penstock.ranks.clock import EventClock, HostClock, clock_for
 
 HOURS_S = 10 * 3600.0
@@ -115,3 +116,18 @@ def test_the_cpu_is_timed_by_the_host():
     clock.begin()
     start, end = clock.mark(), clock.mark()
     assert clock.seconds(start) <= clock.seconds(end)
+
+
+def test_no_event_is_recorded_while_ops_are_captured():
+    """A query of such an event would end the capture. Later batches have times again."""
+    device, capturing = Device(), [False]
+    clock = EventClock(device.record, device.host_s, lambda: capturing[0])
+    before = batch(device, clock, [1e-5])
+    capturing[0] = True
+    captured = batch(device, clock, [1e-5])
+    capturing[0] = False
+    assert captured == [None, None]
+    with pytest.raises(RunError, match="captured as a graph, which has no times"):
+        clock.seconds(captured[0])
+    for marks in before, batch(device, clock, [1e-5]):
+        assert clock.seconds(marks[1]) - clock.seconds(marks[0]) == pytest.approx(1e-5, abs=1e-9)

@@ -4,7 +4,10 @@ why.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -246,3 +249,31 @@ def test_when_the_launcher_ends_no_rank_stays(sent, tmp_path):
     _, err = process.communicate(timeout=SOON_S)
     if sent == signal.SIGINT:
         assert err.decode().rstrip().endswith("KeyboardInterrupt")
+
+
+def without_descriptors():
+    """Use up all file descriptors, and fail."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    files = []
+    with contextlib.suppress(OSError):
+        while True:
+            files.append(os.dup(0))
+    raise ValueError("a planted failure")
+
+
+def test_the_error_of_a_rank_without_descriptors_is_told():
+    """Its result file is opened before the job begins."""
+    with pytest.raises(RankFailed, match=r"^rank 0: ValueError: a planted failure"):
+        launch(without_descriptors, 1)
+
+
+def killed_at_its_end():
+    """Return a value, and be killed when it has been written."""
+    atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+    return os.environ["RANK"]
+
+
+def test_a_rank_that_is_killed_after_its_value_was_written_has_not_failed():
+    """A cluster's scheduler may signal ranks again that have saved and are about to end."""
+    assert launch(killed_at_its_end, 2) == ["0", "1"]

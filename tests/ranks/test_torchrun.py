@@ -21,68 +21,108 @@ from penstock.ranks.process_world import started
 
 SCRIPT = """
 import json
-import sys
 from tests.runtime.jobs import everything, trapped
 
-if sys.argv[1] == "fail":
-    trapped("raise", "B")
 found = everything("mlp", {"balance": [3, 4], "micro_batches": 4}, None, "processes")
 if found["state"]:
     print("found " + json.dumps([float(loss) for loss in found["losses"]]), flush=True)
+trapped("raise", "B")
+"""
+
+#: Trains 8 steps; on the first attempt rank 1 is killed after step 5.
+RESTARTING = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+import penstock as ps
+
+folder = Path(sys.argv[1])
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.manual_seed(0)
+pipe = ps.Pipeline(
+    nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]),
+    loss=nn.functional.mse_loss,
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    balance=[4 // size] * size,
+    schedule="1f1b",
+    micro_batches=2,
+)
+with ps.Checkpoints(folder / "checkpoints", every=2) as checkpoints:
+    print("resumed", rank, checkpoints.resume(pipe), flush=True)
+    while pipe.step < 8:
+        generator = torch.Generator().manual_seed(pipe.step)
+        loss = pipe.train_batch(
+            torch.randn(4, 8, generator=generator), torch.randn(4, 8, generator=generator)
+        )
+        if rank == 0:
+            print("loss", pipe.step, loss.item().hex(), flush=True)
+        if pipe.step == 5 and rank == 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        checkpoints.step(pipe)
+    checkpoints.finish(pipe)
+pipe.close()
 """
 
 SOON_S = 120
 
 
-def torchrun(tmp_path, word):
+def torchrun(folder, source, *arguments, options=()):
     """The script on two ranks, on a free port."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script = folder / "script.py"
+    script.write_text(source)
     root = str(Path(__file__).parents[2])
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-        word,
-    ]
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=SOON_S, check=False
+        [sys.executable, "-m", *command, str(script), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SOON_S,
+        check=False,
     )
 
 
-def test_a_script_under_torchrun_trains_as_threads_do(tmp_path):
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The script: it trains, and fails afterwards."""
+    return torchrun(tmp_path_factory.mktemp("torchrun"), SCRIPT)
+
+
+def test_a_script_under_torchrun_trains_as_threads_do(done):
     """The way that clusters start programs; nothing of Penstock's own launcher is needed."""
-    done = torchrun(tmp_path, "work")
-    assert done.returncode == 0, done.stderr
-    results = json.loads(
-        next(line for line in done.stdout.splitlines() if line.startswith("found")).removeprefix(
-            "found "
-        )
-    )
-    assert results == [
-        float(loss)
-        for loss in everything("mlp", {"balance": [3, 4], "micro_batches": 4}, None, "threads")[
-            "losses"
-        ]
-    ]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+    assert len(lines) == 1, done.stderr
+    losses = json.loads(lines[0].removeprefix("found "))
+    threads = everything("mlp", {"balance": [3, 4], "micro_batches": 4}, None, "threads")
+    assert losses == [float(loss) for loss in threads["losses"]]
 
 
-def test_a_failing_rank_ends_the_run_and_names_rank_stage_and_op(tmp_path):
+def test_a_failing_rank_ends_the_run_and_names_rank_stage_and_op(done):
     """torchrun tells which process ended first; what happened there must stand in its own last
     words.
     """
-    done = torchrun(tmp_path, "fail")
     assert done.returncode != 0
     assert "rank 1 (stage 1) failed in 1B1 of step 0: ValueError: a planted failure" in done.stderr
+
+
+def test_torchrun_restarts_a_run_which_goes_on_from_its_checkpoint(tmp_path):
+    """The store of torchrun is that of the attempt before, with its addresses."""
+    done = torchrun(tmp_path, RESTARTING, str(tmp_path), options=("--max-restarts", "1"))
+    assert done.returncode == 0, done.stderr
+    resumed = sorted(line for line in done.stdout.splitlines() if line.startswith("resumed"))
+    first = [line for line in resumed if line.endswith("None")]
+    assert [line.split()[1] for line in first] == ["0", "1"]
+    steps = {line.split()[2] for line in resumed if line not in first}
+    assert steps in ({"2"}, {"4"})
+    losses = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("loss")]
+    assert {int(step) for step, _ in losses} == set(range(1, 9))
+    assert len(dict(losses)) == len({(step, loss) for step, loss in losses}), "each to the bit"
 
 
 def test_one_rank_alone_needs_neither_torchrun_nor_launch(monkeypatch):

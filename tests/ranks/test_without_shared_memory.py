@@ -28,32 +28,45 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 6, generator=generator), torch.arange(8) % 3
 
 
-def train_one_step(system: str | None):
-    """Train a step on this rank; on another operating system if one is named.
+#: Cases, and the reason that the log gives for not using shared memory.
+REASONS = {"switch": f"{SWITCH} is 0", "darwin": "this system is darwin", "nothing": None}
+
+
+def train_one_step(lack: str):
+    """Train a step on this rank, where shared memory lacks something.
 
     Returns the loss, the transport's name, the weights, and the log lines about shared memory.
     """
     from penstock.shared_memory import availability
 
-    if system is not None:
-        availability.sys.platform = system  # the rank's process ends after this function
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("penstock.transport.same_host")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    pipe = ps.Pipeline(
-        network(),
-        balance=(2, 2),
-        schedule="1f1b",
-        micro_batches=4,
-        loss=nn.functional.cross_entropy,
-        optimizer=lambda weights: torch.optim.SGD(weights, lr=LEARNING_RATE),
-    )
-    loss = float(pipe.train_batch(*batch()))
+    with pytest.MonkeyPatch.context() as patch:
+        if lack == "switch":
+            patch.setenv(SWITCH, "0")
+        if lack == "darwin":
+            patch.setattr(availability.sys, "platform", "darwin")
+        pipe = ps.Pipeline(
+            network(),
+            balance=(2, 2),
+            schedule="1f1b",
+            micro_batches=4,
+            loss=nn.functional.cross_entropy,
+            optimizer=lambda weights: torch.optim.SGD(weights, lr=LEARNING_RATE),
+        )
+        loss = float(pipe.train_batch(*batch()))
+    logger.removeHandler(handler)
     transport = pipe._world.transport(int(os.environ["RANK"]))
     return loss, type(transport).__name__, pipe.state_dict(), lines
+
+
+def train_in_all_cases():
+    """Train a step in every case, one after the other."""
+    return {lack: train_one_step(lack) for lack in REASONS}
 
 
 def plain_step() -> tuple[float, dict[str, torch.Tensor]]:
@@ -67,20 +80,23 @@ def plain_step() -> tuple[float, dict[str, torch.Tensor]]:
     return total, model.state_dict()
 
 
-@pytest.mark.parametrize("lack", ["switch", "darwin", "nothing"])
-def test_training_falls_back_to_gloo_with_exact_gradients_and_one_line(monkeypatch, lack):
+@pytest.fixture(scope="module")
+def ranks():
+    """What every rank came to, by case; one launch serves all."""
+    return ps.launch(train_in_all_cases, 2, threads=1)
+
+
+@pytest.mark.parametrize("lack", REASONS)
+def test_training_falls_back_to_gloo_with_exact_gradients_and_one_line(ranks, lack):
     """A machine that shared memory is not safe on must train to the same numbers, not to others."""
-    if lack == "switch":
-        monkeypatch.setenv(SWITCH, "0")
-    ranks = ps.launch(train_one_step, 2, "darwin" if lack == "darwin" else None, threads=1)
+    results = [rank[lack] for rank in ranks]
     transport = "SameHostTransport" if lack == "nothing" else "DistributedTransport"
-    assert [name for _, name, _, _ in ranks] == [transport] * 2
-    reasons = {"switch": f"{SWITCH} is 0", "darwin": "this system is darwin"}
-    lines = [line for _, _, _, lines in ranks for line in lines]
-    assert len(lines) == (lack in reasons)
-    assert all(reasons[lack] in line for line in lines)
+    assert [name for _, name, _, _ in results] == [transport] * 2
+    lines = [line for _, _, _, lines in results for line in lines]
+    assert len(lines) == (REASONS[lack] is not None)
+    assert all(REASONS[lack] in line for line in lines)
     loss, weights = plain_step()
-    for rank_loss, _, rank_weights, _ in ranks:
+    for rank_loss, _, rank_weights, _ in results:
         assert rank_loss == pytest.approx(loss, rel=1e-6)
         assert all(torch.equal(weights[key], value) for key, value in rank_weights.items())
-    assert set(ranks[0][2]) == set(weights)
+    assert set(results[0][2]) == set(weights)

@@ -263,7 +263,6 @@ def checkpoint_verdicts(folder: Path) -> dict[str, Any]:
     same = [all(map(torch.equal, before, weights()))]
     verdicts["two steps"] = refused(lambda: pipe.load(folder / f"step-{2 - rank}"))
     same.append(all(map(torch.equal, before, weights())))
-    verdicts["own disks"] = refused(lambda: pipe.save(folder / f"disk-{rank}"))
     other = _tiny(zero)
     verdicts["zero"] = refused(lambda: other.save(folder / "zero"))
     same.append(all(map(torch.equal, before, weights())))
@@ -274,6 +273,18 @@ def checkpoint_verdicts(folder: Path) -> dict[str, Any]:
     if alone is not None:
         alone.load(folder / "step-1")
         verdicts["loss expected"] = float(alone.train_batch(*_tiny_batch(2)))
+    own_disk = folder / f"disk-{rank}"
+    pipe.save(own_disk)
+    verdicts["own files"] = sorted(file.name[14:24] for file in own_disk.glob("step-*"))
+    before = weights()
+    pipe.train_batch(*_tiny_batch(3))
+    pipe.load(own_disk)
+    verdicts["same after fetching"] = all(map(torch.equal, before, weights()))
+    verdicts["fetched"] = sorted(file.name[14:24] for file in own_disk.glob("step-*"))
+    dist.barrier()
+    next(own_disk.glob("*stage-0001*")).unlink()
+    dist.barrier()
+    verdicts["lost"] = refused(lambda: pipe.load(own_disk))
     dist.barrier()
     pipe.close()
     other.close()

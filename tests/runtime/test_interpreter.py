@@ -108,7 +108,7 @@ def test_a_weight_version_is_in_use_until_b_or_w_and_not_only_until_i():
     """W reads the graph of the forward: its version must not be stepped in place before."""
     weights = RecordedWeights()
     stage = SimpleNamespace(**{name: lambda *_: None for name in ("input_grad", "weight_grad")})
-    rank = SimpleNamespace(stages={0: stage})
+    rank = SimpleNamespace(stages={0: stage}, finite=None)
     context = RunContext(None, weights={0: weights})
     for text in ("0I3", "0W3"):
         Interpreter._compute(rank, Op.parse(text), (None, 3), None, context)

@@ -120,9 +120,18 @@ def test_one_stage_and_one_micro_batch_are_enough():
 def test_an_option_that_the_schedule_does_not_take_is_refused_by_name():
     """A misspelt option must not be ignored."""
     with pytest.raises(
-        ScheduleError, match=r"1f1b does not take chunks: .*unexpected keyword argument 'chunks'"
+        ScheduleError, match="1f1b does not take chunks: it takes warm_up, replicas"
     ):
         schedule("1f1b", 2, 2, chunks=3)
+
+
+def test_only_the_options_that_it_does_not_take_are_blamed():
+    """`chunks` is right: a message that names it too would send the reader the wrong way."""
+    with pytest.raises(
+        ScheduleError,
+        match=r"^interleaved does not take split_backward: it takes chunks, group, replicas$",
+    ):
+        schedule("interleaved", 4, 4, chunks=2, split_backward=True)
 
 
 def test_the_schedule_remembers_its_name_and_options():

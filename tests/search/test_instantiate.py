@@ -10,6 +10,7 @@ from tests.search.random_requests import FAST, SLOW, clusters, cuts, links, prof
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PlanError, ScheduleError
 from penstock.schedule.recompute import Recompute
+from penstock.search.catalogue import plan
 from penstock.search.evaluate import evaluate
 from penstock.search.instantiate import (
     CLOSE,
@@ -23,6 +24,7 @@ from penstock.search.instantiate import (
 )
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
+from penstock.simulate.plan_costs import simulate_plan
 from penstock.simulate.steady_state import steady
 
 LINK = Link(0.0, 1e12)
@@ -277,3 +279,20 @@ def test_nothing_fits_names_the_nearest_and_what_was_refused_only_where_nothing_
         str(infeasible_error(request, [], ["first", "second"]))
         == "no schedule can be made for these numbers\n  first\n  second"
     )
+
+
+def test_ranks_that_share_cores_take_the_seconds_of_busy_ranks(profile_of):
+    """4 ranks on 2 cores: four stages are no faster than two, and the plan is simulated likewise."""
+    profile = profile_of([1.0] * 4)
+    link = Link(0.0, 1e12)
+    halves = Cluster("c", (Device("d", 10**12, together=2.0),) * 4, 4, link, link)
+    request = PlanRequest(profile, halves, 8)
+    four = instantiate(request, Proposal((1,) * 4, "1f1b", 8))
+    two = instantiate(request, Proposal((2, 2), "1f1b", 8))
+    assert four.costs.forward == (2.0,) * 4
+    assert two.costs.forward == (2.0,) * 2
+    of_two = representative_pipeline(request, Proposal((2, 2), "1f1b", 8, (("replicas", 2),)))
+    assert of_two.costs.forward == (4.0,) * 2
+    best = plan(profile, halves, 8, budget_s=19)
+    assert best.predicted.step_s == simulate_plan(best, profile, halves).makespan
+    assert best.predicted.step_s == pytest.approx(best.predicted.one_device_s / 2)

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.schedule.catalogue import schedule
-from penstock.search.plan_search import PlanSearch, fastest_of_kinds, max_in_flight
+from penstock.search.plan_search import UNFIT, PlanSearch, fastest_of_kinds, max_in_flight
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.search_space import SearchSpace
@@ -127,7 +127,8 @@ def test_a_search_ends_by_its_work_but_not_before_something_fits(profile_of):
     assert not late.is_over
     late.evaluate(Proposal((2, 2), "1f1b", 4))
     assert late.is_over
-    assert late.remaining_s() == 0
+    assert late.deadline.remaining_s == 0
+    assert late.stopped_by == "time"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,18 @@ def test_micro_batches_in_flight_are_counted_per_stage_and_rank(made, expected):
     share.
     """
     assert max_in_flight(made) == expected
+
+
+def test_a_search_in_which_nothing_fits_ends_by_its_work_as_well(profile_of):
+    """It is allowed more of it, and also for a small budget."""
+    for budget_s in (0, 10):
+        search = PlanSearch(PlanRequest(profile_of([1.0] * 4), on(2), 16, budget_s=budget_s))
+        search.allow(1000)
+        search.work = UNFIT * 1000 - 1
+        assert not search.is_over
+        search.work += 1
+        assert search.is_over
+        assert search.stopped_by == "work"
 
 
 def test_a_spread_has_the_fastest_of_each_kind(profile_of):

@@ -56,7 +56,7 @@ def test_replicas_go_through_the_door():
     assert schedule("1f1b", 2, 4, replicas=(2, 1)) == zoo.schedule("1f1b", 2, 4, replicas=(2, 1))
     with pytest.raises(
         ScheduleError,
-        match=r"zb-1p does not take replicas: .*unexpected keyword argument 'replicas'",
+        match="zb-1p does not take replicas: it takes kept_for_weight_grad",
     ):
         schedule("zb-1p", 2, 4, costs=Costs(), replicas=2)
 

@@ -1,4 +1,4 @@
-"""What would help, each change made by hand."""
+"""Suggestions, each change applied by hand."""
 
 from dataclasses import replace
 

@@ -4,7 +4,8 @@ import pytest
 
 from penstock.cluster.cluster import cluster
 from penstock.errors import SettingError
-from penstock.plan.plan import Plan, Prediction
+from penstock.plan.plan import Plan
+from penstock.plan.prediction import Prediction
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
 from penstock.simulate.costs import Costs

@@ -6,7 +6,8 @@ import pytest
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PartitionError, PlanError
-from penstock.plan.plan import Plan, Prediction
+from penstock.plan.plan import Plan
+from penstock.plan.prediction import Prediction
 from penstock.profile.device_profiles import scale_profile
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule

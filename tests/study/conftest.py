@@ -1,90 +1,58 @@
-"""Records made up, so that what is said of them is known beforehand."""
+"""The fake system and study, here and in the processes that a study starts."""
 
 from __future__ import annotations
 
+import importlib
+import os
+from pathlib import Path
+
 import pytest
 
-from penstock.study.experiment import Case, Experiment
-from penstock.study.records import Record
-from penstock.study.results import Results
-from penstock.study.throughput import Throughput
-
-BATCHES = 40
+HERE = Path(__file__).parent
 
 
-@pytest.fixture
-def run():
-    """Make one run: its test accuracy, or why it was given up, or the losses themselves."""
+@pytest.fixture(scope="session")
+def fake():
+    """The module `fake_systems`, importable by that name in every process."""
+    import sys
 
-    def make(
-        rule="stash",
-        *,
-        stages=2,
-        seed=0,
-        accuracy=0.9,
-        given_up=None,
-        losses=None,
-        optimizer="sgd",
-        task="digits",
-    ):
-        case = Case(
-            task,
-            rule,
-            "1f1b" if rule == "flush" else "pipedream",
-            stages,
-            1,
-            optimizer,
-            0.01,
-            BATCHES,
-            seed,
-        )
-        falling = tuple(2.3 * 0.95**i for i in range(BATCHES))
-        tested = (None, None) if given_up else (1 - accuracy, accuracy)
-        return Record(
-            case,
-            losses if losses is not None else falling[: 10 if given_up else None],
-            *tested,
-            given_up,
-            1.0,
-        )
-
-    return make
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [before])])
+    sys.path.insert(0, str(HERE))
+    yield importlib.import_module("fake_systems")
+    sys.path.remove(str(HERE))
+    os.environ.pop("PYTHONPATH")
+    if before is not None:
+        os.environ["PYTHONPATH"] = before
 
 
 @pytest.fixture
-def runs(run):
-    """One run for each accuracy, with seeds from 0."""
+def light_hosts(monkeypatch):
+    """Hosts load what a fake needs, not what a pipeline does: seconds less for each."""
+    monkeypatch.setattr("penstock.peers.host.ALWAYS", ("torch", "penstock.peers.rank"))
+    monkeypatch.setattr("penstock.study.runner.CELL_MODULES", ("penstock.study.cell_commands",))
 
-    def make(rule, accuracies, **more):
-        return [
-            run(rule, seed=seed, accuracy=accuracy, **more)
-            for seed, accuracy in enumerate(accuracies)
-        ]
 
-    return make
+class Recorder:
+    """Progress that remembers what it was told."""
+
+    def __init__(self):
+        self.pending = self.total = None
+        self.begun = []
+        self.ended = []
+
+    def start(self, pending, total):
+        self.pending, self.total = pending, total
+
+    def begin(self, cells):
+        self.begun.append(cells)
+
+    def end(self, record, left_s):
+        assert left_s >= 0
+        self.ended.append(record)
 
 
 @pytest.fixture
-def results(runs, run):
-    """A small study of digits: stash loses at 4 stages, none does not train there, all else holds."""
-    records = [
-        *runs("flush", (0.96, 0.97, 0.98)),
-        *runs("flush", (0.96, 0.97, 0.98), stages=4),
-        *runs("stash", (0.97, 0.96, 0.97)),
-        *runs("stash", (0.90, 0.91, 0.92), stages=4),
-        *runs("none", (0.95, 0.97, 0.98)),
-        run("none", stages=4, given_up="loss no number at batch 10"),
-        *(run("none", stages=4, seed=seed, accuracy=0.95) for seed in (1, 2)),
-    ]
-    throughputs = {}
-    fastest = {
-        record.case.group: record.case.group._replace(rule="flush", micro_batches=2)
-        for record in records
-    }
-    for group in [*fastest, *fastest.values()]:
-        flush = group.rule == "flush"
-        throughputs[group] = Throughput(
-            "1f1b" if flush else "pipedream", group.stages, (1, 0), (2, 1), 0.2 if flush else 0.1
-        )
-    question = Experiment(tasks=("digits",), rules=("stash", "none"), depths=(2, 4))
-    return Results(question, tuple(records), throughputs, fastest, (), (), {"device": "made up"})
+def recorder():
+    """Progress that remembers what it was told."""
+    return Recorder()

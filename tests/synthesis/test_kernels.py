@@ -9,6 +9,7 @@ from penstock.schedule.catalogue import schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.synthesis.arrays import make_workspace
+from penstock.synthesis.deadline import Deadline
 from penstock.synthesis.encoding import decode, encode, route_counts
 from penstock.synthesis.evaluate import evaluate, is_valid
 from penstock.synthesis.local import Search
@@ -62,8 +63,8 @@ def test_programs_that_wait_in_a_circle_have_no_time():
 def test_list_scheduling_ends_under_the_tightest_limits(placement, limit):
     """A forward begins only where all in flight can still finish: no rule ends in a deadlock."""
     search = Search(problem_of(COSTS, 6, Constraints(placement, limit)), math.inf)
-    search.run(math.inf, 0)
+    search.run(Deadline(), 0, math.inf)
     search = Search(problem_of(COSTS, 6, Constraints(placement, limit)), 0.0)
-    search.run(math.inf, 0)
+    search.run(Deadline(), 0, math.inf)
     assert search.best is not None
     assert search.best.seconds < math.inf

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import FileError, SettingError
-from penstock.training.config import TrainConfig, load
+from penstock.training.config import TrainConfig
+from penstock.training.user_settings import load_settings
 
 
 def test_a_file_and_flags_make_one_configuration_and_flags_win(tmp_path):
     """A configuration is shared; what one tries today is said on the command line."""
     path = tmp_path / "run.yaml"
     path.write_text("model: mlp\nbatch: 32\nlr: 0.1\n")
-    assert load(path, {"batch": 16}) == TrainConfig(model="mlp", batch=16, lr=0.1)
+    assert load_settings(path, {"batch": 16}) == TrainConfig(model="mlp", batch=16, lr=0.1)
 
 
 def test_a_written_configuration_reads_back_the_same(tmp_path):
@@ -22,14 +23,14 @@ def test_a_written_configuration_reads_back_the_same(tmp_path):
     )
     path = tmp_path / "config.yaml"
     path.write_text(config.as_yaml())
-    assert load(path, {}) == config
+    assert load_settings(path, {}) == config
 
 
 def test_an_empty_file_means_the_defaults(tmp_path):
     """YAML reads an empty file as nothing, which is no mistake."""
     path = tmp_path / "empty.yaml"
     path.write_text("# only a comment\n")
-    assert load(path, {}) == TrainConfig()
+    assert load_settings(path, {}) == TrainConfig()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_a_file_that_is_no_configuration_is_refused_by_name(tmp_path, text, word
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(FileError, match=words) as caught:
-        load(path, {})
+        load_settings(path, {})
     assert "run.yaml" in str(caught.value)
 
 
@@ -68,14 +69,14 @@ def test_a_value_of_another_type_is_refused(tmp_path, text, words):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(SettingError, match=rf"run\.yaml: {words}"):
-        load(path, {})
+        load_settings(path, {})
 
 
 def test_numbers_without_a_point_are_numbers(tmp_path):
     """YAML 1.1 reads 1e-3 as a string; an integer is a valid number of seconds."""
     path = tmp_path / "run.yaml"
     path.write_text("lr: 1e-3\ndeadline_s: 60\nstages: cores\ncompile: {backend: aot_eager}\n")
-    config = load(path, {})
+    config = load_settings(path, {})
     assert (config.lr, config.deadline_s, config.stages) == (0.001, 60, "cores")
     assert config.compile == {"backend": "aot_eager"}
 
@@ -85,7 +86,7 @@ def test_a_missing_file_is_named():
     with pytest.raises(
         FileError, match=r"cannot read the configuration nowhere.yaml: No such file"
     ):
-        load("nowhere.yaml", {})
+        load_settings("nowhere.yaml", {})
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_a_missing_file_is_named():
 def test_a_setting_out_of_its_range_is_refused(changes, words):
     """The message names the setting and what it was."""
     with pytest.raises(SettingError, match=words):
-        load(None, changes)
+        load_settings(None, changes)
 
 
 def test_a_cut_is_a_name_or_numbers_with_commas():

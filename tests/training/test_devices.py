@@ -15,11 +15,13 @@ from penstock.measure.card_choice import CardMemory
 from penstock.plan.plan import Plan
 from penstock.search.catalogue import plan
 from penstock.tracing.traced_chain import chain
-from penstock.training.config import TrainConfig, load
+from penstock.training.config import TrainConfig
 from penstock.training.devices import Devices, device_change, with_device
-from penstock.training.job import _peaks_allocated, _profile, _rank_count
+from penstock.training.job import _peaks_allocated, _rank_count
+from penstock.training.measurement import measure_profile
 from penstock.training.rank import RankResult, profile_rank, take_device, train_on
 from penstock.training.task import make_task
+from penstock.training.user_settings import load_settings
 from penstock.transport.device_assignment import Card
 
 GIB = 2**30
@@ -110,9 +112,9 @@ def test_the_folder_records_the_device_that_a_run_has():
 
 def test_a_device_is_a_setting_of_three_words():
     """A misspelt one must not mean the default."""
-    assert load(None, {"device": "cpu"}).device == "cpu"
+    assert load_settings(None, {"device": "cpu"}).device == "cpu"
     with pytest.raises(SettingError, match=r"device: Input should be 'auto', 'cpu' or 'cuda', not"):
-        load(None, {"device": "gpu"})
+        load_settings(None, {"device": "gpu"})
 
 
 def resumed(folder, device):
@@ -139,18 +141,18 @@ def test_a_run_that_stays_on_its_device_is_not_reported(tmp_path):
 def test_a_profile_of_a_cpu_plans_nothing_for_cards(tmp_path):
     """Its seconds are those of another device, by a factor of a hundred."""
     path = tmp_path / "profile.json"
-    config = load(None, {**SMALL, "profile": str(path)})
+    config = load_settings(None, {**SMALL, "profile": str(path)})
     profile_rank(config, 1).save(path)
     traced = chain(make_task(config).model)
     with pytest.raises(FileError, match=r"was measured on a CPU, and this run is on H100"):
-        _profile(config, traced, 1, cards(1), print)
-    assert _profile(config, traced, 1, CPU, print).device == "cpu"
+        measure_profile(config, traced, 1, cards(1), print)
+    assert measure_profile(config, traced, 1, CPU, print).device == "cpu"
 
 
 @pytest.fixture(scope="module")
 def two_stages() -> Plan:
     """A plan of two stages."""
-    config = load(None, SMALL)
+    config = load_settings(None, SMALL)
     return plan(
         profile_rank(config, 1),
         cluster("local:2"),
@@ -163,7 +165,7 @@ def two_stages() -> Plan:
 
 def test_ranks_that_are_threads_train_and_bring_back_one_result(tmp_path, two_stages):
     """As on a card that they share: rank 0 writes, and the one process tells its memory."""
-    config = load(None, {**SMALL, "limit_steps": 2, "self_check": True})
+    config = load_settings(None, {**SMALL, "limit_steps": 2, "self_check": True})
     result = train_on(config, two_stages, tmp_path, True, take_device(CPU), "threads")
     assert result.steps == 2
     assert result.timeline is not None

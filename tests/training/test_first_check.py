@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.runtime.one_device_comparison import Comparison
-from penstock.runtime.undivided_batch import WholeBatch
+from penstock.runtime.comparison.one_device_comparison import Comparison
+from penstock.runtime.comparison.undivided_batch import WholeBatch
 from penstock.training.config import TrainConfig
 from penstock.training.first_check import _evaluate
 

@@ -7,7 +7,9 @@ import torch
 
 from penstock.errors import SettingError, UnknownName
 from penstock.training.config import TrainConfig
-from penstock.training.task import accuracy, default_data, make_task
+from penstock.training.model_sources import default_data
+from penstock.training.scores import accuracy
+from penstock.training.task import make_task
 
 
 def test_a_vgg_gets_the_classes_and_the_form_of_the_data():

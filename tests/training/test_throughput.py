@@ -10,7 +10,12 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.steady_state import steady
 from penstock.training import throughput as module
-from penstock.training.throughput import BatchFeed, ThroughputMeter, measured_steady_state
+from penstock.training.throughput import (
+    BatchFeed,
+    ThroughputMeter,
+    measured_steady_state,
+    median_timeline,
+)
 
 
 class Clock:
@@ -102,3 +107,14 @@ def test_the_steady_state_of_a_timeline_is_by_the_pace():
     )
     assert measured.batches == 6
     assert measured.bubble_ratio == pytest.approx(predicted.bubble_ratio)
+
+
+def test_the_median_timeline_is_neither_the_slowest_nor_the_last():
+    """Of an even number the shorter of the two in the middle: it is one that was measured."""
+    timelines = [
+        simulate_schedule(schedule("1f1b", 2, 2), Costs(forward=seconds))
+        for seconds in (3.0, 1.0, 9.0, 2.0)
+    ]
+    assert median_timeline(timelines) is timelines[3]
+    assert median_timeline(timelines[:3]) is timelines[0]
+    assert median_timeline(timelines[2:3]) is timelines[2]

@@ -22,6 +22,7 @@ from penstock.ranks.launch import launch
 from penstock.ranks.process_world import join
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
+from penstock.transport.buffer_meter import BufferMeter
 from penstock.transport.distributed import DistributedTransport, Wire
 from penstock.transport.messages import header_name, message_tag
 from penstock.transport.payload import Payload
@@ -451,7 +452,9 @@ def test_a_stage_that_has_no_room_in_a_tag_is_refused():
 def test_a_stream_lets_go_of_what_nothing_answers():
     """A stream is never drained: without a release its gradients would fill the memory."""
     waited = []
-    transport = DistributedTransport(wire=SimpleNamespace(wait=waited.append))
+    transport = DistributedTransport(
+        wire=SimpleNamespace(wait=waited.append, buffers=BufferMeter())
+    )
     for m in range(4):
         transport._in_flight[0, Message(Kind.B, 1, m)] = [(f"work {m}", torch.ones(1))]
     transport._in_flight[0, Message(Kind.U, 1, 0)] = [("meeting", torch.ones(1))]
@@ -469,7 +472,7 @@ def test_an_activation_is_held_no_longer_than_until_its_gradient_is_back():
     plan accounts for.
     """
     waited = []
-    wire = SimpleNamespace(wait=waited.append)
+    wire = SimpleNamespace(wait=waited.append, buffers=BufferMeter())
     transport = DistributedTransport(wire=wire)
     for m in range(2):
         transport._in_flight[1, Message(Kind.F, 0, m)] = [(f"work {m}", torch.ones(1))]

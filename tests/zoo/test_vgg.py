@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.errors import SettingError
 from penstock.zoo.catalogue import model
 
 
@@ -19,6 +20,53 @@ def parameter_count(network: nn.Module) -> int:
 def test_vgg19_for_small_images_and_100_classes_has_the_count_of_the_literature():
     """docs/literature/vgg-19-profile.md: a first linear map of 512 instead of 25,088 inputs."""
     assert parameter_count(model("vgg19", device="meta", image=32, classes=100)) == 39_316_644
+
+
+@pytest.mark.parametrize(("image", "parameters"), [(32, 139_979_940), (224, 139_979_940)])
+def test_torchvision_head_has_the_parameters_of_torchvisions_vgg19(image, parameters):
+    """Its pooling returns 7 x 7 whatever the image, so that CIFAR-100 is learned by the model that
+    "A Study of Pipeline Parallelism in Deep Neural Networks" calls one of 138,000,000 parameters.
+    """
+    network = model("vgg19", device="meta", image=image, classes=100, head="torchvision")
+    assert parameter_count(network) == parameters
+    assert [type(layer) for layer in network.classifier] == [
+        nn.AdaptiveAvgPool2d,
+        nn.Flatten,
+        type(network.classifier.fc6),
+        nn.ReLU,
+        nn.Dropout,
+        type(network.classifier.fc7),
+        nn.ReLU,
+        nn.Dropout,
+        type(network.classifier.fc8),
+    ]
+
+
+def test_both_heads_are_one_model_at_224_pixels():
+    """The last feature map is 7 x 7 already: same weights by name, same logits."""
+    torch.manual_seed(0)
+    compact = model("vgg11", classes=3, width=1, dropout=0.0)
+    pooled = model("vgg11", classes=3, width=1, dropout=0.0, head="torchvision")
+    pooled.load_state_dict(compact.state_dict())
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(pooled(images), compact(images))
+
+
+def test_torchvision_head_scales_with_the_width():
+    """An eighth of the channels everywhere: 64 channels of 7 x 7 into 512 outputs."""
+    classifier = model("vgg11", device="meta", image=32, width=8, head="torchvision").classifier
+    shapes = [tuple(classifier.get_submodule(f"fc{index}").weight.shape) for index in (6, 7, 8)]
+    assert shapes == [(512, 64 * 7 * 7), (512, 512), (1000, 512)]
+
+
+@pytest.mark.parametrize("head", ["Compact", "", None, 7])
+def test_unknown_head_is_refused_with_the_existing_ones(head):
+    """A misspelt head would silently be the other model."""
+    with pytest.raises(
+        SettingError, match=rf"^vgg19 takes head of 'compact' or 'torchvision', not {head!r}$"
+    ):
+        model("vgg19", device="meta", head=head)
 
 
 def test_vgg11_layers_have_the_names_of_the_papers_models():

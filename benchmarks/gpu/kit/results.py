@@ -15,7 +15,7 @@ SCHEMA = 1
 STATUSES = ("passed", "failed", "timeout", "crashed", "skipped")
 
 #: What a row can come to. "wrong" is a system whose gradients are not those of plain training.
-ROW_STATUSES = ("measured", "wrong", "failed", "skipped", "not built", "not on this machine")
+ROW_STATUSES = ("measured", "wrong", "failed", "skipped", "not on this machine")
 
 Row = dict[str, Any]
 

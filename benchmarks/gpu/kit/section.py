@@ -96,11 +96,6 @@ class Section:
                 self.row(name, "not on this machine")
         return self.on_gpu
 
-    def not_built(self, *names: str) -> None:
-        """Rows of what Penstock does not have."""
-        for name in names:
-            self.row(name, "not built")
-
     def found(self, section: str, row: str) -> Row:
         """A measured row of an earlier section, or an empty one."""
         rows = self.earlier.get(section, ())

@@ -1,4 +1,4 @@
-"""Writing of checkpoints that are independent of the cut into stages.
+"""Content of checkpoints that are independent of the cut into stages; `save_job` writes them.
 
 Every tensor is saved under its parameter's name, so that any other plan can load the checkpoint. A
 folder holds one safetensors file per stage, written by that stage's rank, and `checkpoint.json`,
@@ -6,16 +6,16 @@ which is written last and names the files with their checksums. Without `checkpo
 holds no checkpoint, and until it is replaced the previous checkpoint stays complete. Loading
 executes no code from the files.
 
-Checkpoints are all or nothing: `save` refuses unless all ranks have written and rank 0 sees all
-files; `load` refuses, with the same message on every rank, unless all ranks have verified what they
-read, and no rank changes a weight before.
+Checkpoints are all or nothing: a save fails unless all ranks have written; `load` refuses, with the
+same message on every rank, unless all ranks have verified what they read, and no rank changes a
+weight before.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,31 +24,31 @@ from typing import Any
 from torch import Tensor
 
 from penstock.checkpoint import checkpoint_fit as fit
-from penstock.checkpoint.checkpoint_files import (
-    Checkpoint,
-    FileSum,
-    RuleFacts,
-    is_visible,
-    remove_others,
-    write_file,
-    write_index,
-)
+from penstock.checkpoint.checkpoint_files import write_file
+from penstock.checkpoint.checkpoint_index import Checkpoint, FileSum
+from penstock.checkpoint.checkpoint_options import CheckpointOptions
 from penstock.checkpoint.optimizer_check import check_optimizer
 from penstock.checkpoint.optimizer_checkpoint import optimizer_state, rule_state
-from penstock.errors import FileError, PenstockError, SettingError
-from penstock.optim.schedulers import Schedulers
+from penstock.errors import SettingError
 from penstock.optim.stage_weights import StageWeights
-from penstock.ranks.rank_reports import Report, attempt, check_reports, exchange
-from penstock.ranks.world import World
 from penstock.stage import stage_state as state
 from penstock.stage.stage import Stage
 from penstock.stage.stage_state import Placed
 
-#: The parts of a checkpoint that `load` can skip. Skipping the optimizer skips all others too.
-PARTS = ("optimizer", "schedulers", "scaler", "weight_rule")
 
-#: The content of one file: tensors by name, and the plain state of the optimizer by parameter.
-_FileContent = tuple[dict[str, Tensor], dict[str, Any]]
+@dataclass(frozen=True)
+class FileContent:
+    """The content of one file, copied to host memory.
+
+    Attributes:
+        tensors: tensors on the CPU, by name.
+        facts: the plain state of the optimizer, by parameter.
+        checked: those tensors that may not contain NaN, by the names for messages.
+    """
+
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+    checked: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,16 @@ class Progress:
         scaler: state of the loss scaler.
         schedulers: states of the learning-rate schedulers, as JSON.
         scheduler_kinds: their class names.
+        score: how good the weights are, lower is better, if it is known.
+        averages: number of updates of each running average of the weights.
     """
 
     step: int
     scaler: Mapping[str, float] | None = None
     schedulers: tuple[str, ...] = ()
     scheduler_kinds: tuple[str, ...] = ()
+    score: float | None = None
+    averages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,92 +106,17 @@ class VersionedStage:
 
 
 @dataclass(frozen=True)
-class CheckpointOptions:
-    """Options of `save` and `load`.
+class CheckpointWriter:
+    """Captures and writes the files of one checkpoint.
 
     Attributes:
-        rule: the weight rule of an asynchronous run.
-        copies: the number of copies of each stage that have their own optimizers.
-        nonfinite: whether NaN is allowed in parameters and optimizer state.
-        skip: the `PARTS` that `load` leaves unchanged.
-        schedulers: the learning-rate schedulers of the pipeline that loads.
-        scaler: whether that pipeline has a loss scaler.
-    """
-
-    rule: RuleFacts | None = None
-    copies: int = 1
-    nonfinite: bool = False
-    skip: frozenset[str] = frozenset()
-    schedulers: Sequence[Schedulers] = ()
-    scaler: bool = False
-
-
-def parse_skip(skip: str | Collection[str]) -> frozenset[str]:
-    """Return the parts of a checkpoint that the user's `skip=` names.
-
-    Raises:
-        SettingError: a name is not one of `PARTS`.
-    """
-    names = {skip} if isinstance(skip, str) and skip else set(skip)
-    for name in names:
-        if name not in PARTS:
-            raise SettingError(f"skip is any of {', '.join(PARTS)}, not {name!r}")
-    return frozenset(PARTS if "optimizer" in names else names)
-
-
-def save(
-    folder: Path,
-    world: World,
-    placed: Placed,
-    progress: Progress,
-    versioned: Sequence[VersionedStage] = (),
-    options: CheckpointOptions = CheckpointOptions(),
-) -> None:
-    """Write a checkpoint; every rank writes its own stages.
-
-    Rank 0 completes the checkpoint once it sees all files; then the previous one is removed.
-
-    Args:
-        folder: the folder to write; the same one, on a shared disk, for all ranks.
-        world: the ranks.
+        folder: the folder to write.
         placed: the placement of the stages.
         progress: the progress of the run.
         versioned: for an asynchronous run, the stages of this process with their weight rules.
         options: see `CheckpointOptions`.
-
-    Raises:
-        FileError: the folder cannot be written, or is not the same folder for all ranks.
-        SettingError: an optimizer keeps state that a checkpoint cannot hold, or the state to be
-            written contains NaN.
+        identity: random text that all files of this checkpoint have.
     """
-    identity = world.broadcast([secrets.token_hex(16)], 0)[0]
-    writer = _Writer(folder, placed, progress, versioned, options, identity)
-    reports = exchange(world, world.run(lambda rank: attempt(rank, lambda: writer.write(rank))))
-    sums: dict[str, FileSum] = {}
-    for report in reports:
-        if report.value is not None:
-            sums |= {name: FileSum(*row) for name, row in report.value["files"].items()}
-    try:
-        check_reports(reports, f"the previous checkpoint in {folder} is unchanged")
-        text = None
-        if 0 in world.local_ranks:
-            text = [_complete(writer, reports, sums)]
-        refusal = world.broadcast(text, 0)[0]
-        if refusal:
-            raise FileError(refusal)
-    except PenstockError:
-        writer.remove()
-        raise
-    # One rank of each host cleans up: a host may have files of earlier checkpoints on its own disk.
-    hosts = {report.host: report.rank for report in reversed(reports)}
-    if set(hosts.values()) & set(world.local_ranks):
-        remove_others(folder, sums)
-    world.barrier()
-
-
-@dataclass(frozen=True)
-class _Writer:
-    """Writes the files of one checkpoint; see `save` for the fields."""
 
     folder: Path
     placed: Placed
@@ -215,46 +144,17 @@ class _Writer:
             for copy in range(self.options.copies)
         )
 
-    def write(self, rank: int) -> dict[str, Any]:
-        """Write the files of one rank, after all of their content has been checked.
+    def capture(self, rank: int) -> dict[str, FileContent]:
+        """Copy what a rank has to write to host memory. Training may go on afterwards.
 
         Returns:
-            Under "files" the fields of `FileSum` by file name, under "keeps" whether a file has
-            state of a weight rule.
+            The content of each file of the rank, by file name.
 
         Raises:
-            FileError: the folder cannot be written.
-            SettingError: as for `save`.
-        """
-        # All checks come before the first file: a refused save leaves nothing to clean up.
-        contents = self._contents(rank)
-        files = {}
-        for name, (tensors, facts) in contents.items():
-            # Identity and step are in every file, so that files of two checkpoints cannot be mixed.
-            metadata = {
-                "optimizer": json.dumps(facts),
-                "identity": self.identity,
-                "step": str(self.progress.step),
-            }
-            files[name] = list(asdict(write_file(self.folder / name, tensors, metadata)).values())
-        keeps = any("weights/" in key for tensors, _ in contents.values() for key in tensors)
-        return {"files": files, "keeps": keeps}
-
-    def remove(self) -> None:
-        """Delete the files that were written, after a failure."""
-        with suppress(OSError, ValueError):
-            for name in self.names:
-                (self.folder / name).unlink(missing_ok=True)
-
-    def _contents(self, rank: int) -> dict[str, _FileContent]:
-        """Return the content of each file of a rank, by file name.
-
-        Raises:
-            SettingError: the state contains NaN, or an optimizer's state cannot be saved.
+            SettingError: an optimizer's state cannot be saved.
         """
         versions = self._versions_of(rank)
-        contents: dict[str, _FileContent] = {}
-        nan_names: list[str] = []
+        contents: dict[str, FileContent] = {}
         for stage in self.placed.at_home:
             if self.placed.home[stage.index] != rank:
                 continue
@@ -263,22 +163,69 @@ class _Writer:
             model = self._model_state(stage)
             parameters = fit.parameter_names(stage)
             trained = {name: tensor for name, tensor in model.items() if name in parameters}
-            nan_names += fit.nan_names(trained | tensors)
             prefixed = {f"model/{name}": tensor for name, tensor in model.items()}
-            contents[self.name(stage.index, 0)] = prefixed | tensors, facts
+            prefixed |= self._average_state(stage)
+            content = FileContent(prefixed | tensors, facts, trained | tensors)
+            contents[self.name(stage.index, 0)] = content
         for (index, copy), version in versions.items():
             if copy:
                 tensors, facts = _optimizer_state(version.stage, version)
-                nan_names += fit.nan_names(tensors)
-                contents[self.name(index, copy)] = tensors, facts
-        if nan_names and not self.options.nonfinite:
+                contents[self.name(index, copy)] = FileContent(tensors, facts, tensors)
+        return contents
+
+    def write(self, contents: Mapping[str, FileContent]) -> dict[str, Any]:
+        """Write the files of one rank, after all of their content has been checked.
+
+        Args:
+            contents: of `capture`.
+
+        Returns:
+            Under "files" the fields of `FileSum` by file name, under "keeps" whether a file has
+            state of a weight rule.
+
+        Raises:
+            FileError: the folder cannot be written.
+            SettingError: the state contains NaN, or a dtype that cannot be saved.
+        """
+        # All checks come before the first file: a refused save leaves nothing to clean up.
+        self._check_values(contents)
+        files = {}
+        for name, content in contents.items():
+            # Identity and step are in every file, so that files of two checkpoints cannot be mixed.
+            metadata = {
+                "optimizer": json.dumps(content.facts),
+                "identity": self.identity,
+                "step": str(self.progress.step),
+            }
+            written = write_file(self.folder / name, content.tensors, metadata)
+            files[name] = list(asdict(written).values())
+        keeps = any("weights/" in key for content in contents.values() for key in content.tensors)
+        return {"files": files, "keeps": keeps}
+
+    def remove(self) -> None:
+        """Delete the files that were written, after a failure."""
+        with suppress(OSError, ValueError):
+            for name in self.names:
+                (self.folder / name).unlink(missing_ok=True)
+
+    def _check_values(self, contents: Mapping[str, FileContent]) -> None:
+        """Check that trained state has no NaN.
+
+        Raises:
+            SettingError: it has, and the options do not allow it.
+        """
+        if self.options.nonfinite:
+            return
+        nan_names: list[str] = []
+        for content in contents.values():
+            nan_names += fit.nan_names(content.checked)
+        if nan_names:
             raise SettingError(
                 f"there are NaN values in {fit.join_names(nan_names)} at step "
                 f"{self.progress.step}: this run has diverged, and its checkpoint is not written, "
                 "to keep the previous one. Resume from an earlier checkpoint with a lower learning "
                 "rate; to write these values nevertheless, pass allow_nonfinite=True"
             )
-        return contents
 
     def _versions_of(self, rank: int) -> dict[tuple[int, int], VersionedStage]:
         """Return a rank's stages with their weight rules, by stage and copy."""
@@ -291,15 +238,26 @@ class _Writer:
     def _model_state(self, stage: Stage) -> dict[str, Tensor]:
         """Copy the parameters and buffers that a stage saves to the CPU."""
         return {
-            name: tensor.detach().cpu().contiguous().clone()
+            name: tensor.detach().to("cpu", copy=True).contiguous()
             for name, tensor in state.owned_tensors(self.placed, stage).items()
         }
 
-    def index(self, sums: Mapping[str, FileSum], *, keeps: bool) -> Checkpoint:
+    def _average_state(self, stage: Stage) -> dict[str, Tensor]:
+        """Copy the averaged weights of a stage to the CPU, by `average/<number>/<name>`."""
+        return {
+            f"average/{number}/{name}": tensor.detach().to("cpu", copy=True).contiguous()
+            for number, average in enumerate(self.options.averages)
+            for name, tensor in average.averaged(stage).items()
+        }
+
+    def index(
+        self, sums: Mapping[str, FileSum], hosts: Mapping[str, str], *, keeps: bool
+    ) -> Checkpoint:
         """Return the index that completes the checkpoint.
 
         Args:
             sums: sizes and checksums by file name.
+            hosts: if every host wrote to its own disk, the host by file name; else empty.
             keeps: whether any file has state of a weight rule.
         """
         scaler = self.progress.scaler
@@ -314,38 +272,26 @@ class _Writer:
             sums=dict(sums),
             scheduler_kinds=self.progress.scheduler_kinds,
             rule=None if rule is None else replace(rule, keeps=keeps or rule.copies > 1),
+            hosts=dict(hosts),
+            score=_finite(self.progress.score),
+            averages=self.progress.averages,
+            aliases={
+                name: saved_name
+                for name, saved_name in self.placed.traced.aliases.items()
+                if name != saved_name
+            },
         )
 
 
-def _optimizer_state(stage: Stage, version: VersionedStage | None) -> _FileContent:
+def _finite(score: float | None) -> float | None:
+    """Return a score; None if it is no number that can be compared."""
+    return score if score is not None and math.isfinite(score) else None
+
+
+def _optimizer_state(
+    stage: Stage, version: VersionedStage | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return tensors and plain state of a stage's optimizer and, if any, of its weight rule."""
     if stage.update.optimizer is not None:
         check_optimizer(stage.update.optimizer)
     return optimizer_state(stage, "") if version is None else version.own_state()
-
-
-def _complete(writer: _Writer, reports: Sequence[Report], sums: Mapping[str, FileSum]) -> str:
-    """Write the index on rank 0 if it sees all files.
-
-    Returns:
-        Why the checkpoint cannot be completed; empty on success.
-    """
-    for report in reports:
-        missing = [
-            name
-            for name in report.value["files"]
-            if not is_visible(writer.folder, name, sums[name])
-        ]
-        if missing:
-            return (
-                f"rank {report.rank} on host {report.host} wrote {missing[0]} into "
-                f"{writer.folder.absolute()}, which rank 0 on host {reports[0].host} does not see: "
-                "no rank could load this checkpoint. Save into one folder, on a disk that all "
-                "hosts share"
-            )
-    try:
-        keeps = any(report.value["keeps"] for report in reports)
-        write_index(writer.folder, writer.index(sums, keeps=keeps))
-    except FileError as error:
-        return str(error)
-    return ""

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,89 +20,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.checkpoint.checkpoint_index import INDEX, Checkpoint, FileSum
 from penstock.checkpoint.optimizer_checkpoint import Facts
-from penstock.errors import FileError, SettingError
+from penstock.errors import CheckpointDamaged, FileError, SettingError
 from penstock.files.json_values import json_value
-from penstock.files.read import parse_json, read_json, validate
-from penstock.store import sync_file, sync_folder, write_json
+from penstock.files.read import parse_json, validate
+from penstock.store import sync_file, sync_folder
 
-#: Schema 1, of version 0.1, has neither identity nor checksums.
-SCHEMAS = (1, 2)
-INDEX = "checkpoint.json"
-_NAME = re.compile(r"step-\d{8,}-stage-\d{4,}(-copy-\d+)?-[0-9a-f]{16}\.safetensors")
-_MAX_STEPS = 2**53
 #: Largest header that is read, in bytes; safetensors itself has this limit.
 _MAX_HEADER_BYTES = 100_000_000
 #: Values of a header at most: 6 of each tensor, and about 20 of each parameter's optimizer state.
 _MAX_HEADER_VALUES = 10_000_000
-
-
-@dataclass(frozen=True)
-class FileSum:
-    """Size and checksums of a file.
-
-    Attributes:
-        bytes: size of the file.
-        sha256: checksum of the whole file.
-        header_sha256: checksum of the header before the tensors: names, shapes and metadata.
-    """
-
-    bytes: int
-    sha256: str
-    header_sha256: str
-
-
-@dataclass(frozen=True)
-class RuleFacts:
-    """The weight rule of an asynchronous run.
-
-    Attributes:
-        name: name of the rule.
-        pipelines: number of copies of the weights that take turns.
-        copies: number of copies of each stage that have their own optimizers.
-        keeps: whether the checkpoint has state of the rule.
-    """
-
-    name: str
-    pipelines: int
-    copies: int
-    keeps: bool = False
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """The index of a checkpoint: the content of `checkpoint.json`.
-
-    Attributes:
-        step: number of trained batches.
-        fingerprint: fingerprint of the model's layers and shapes.
-        files: file names, in the order of the stages.
-        scaler: state of the loss scaler.
-        schedulers: states of the learning-rate schedulers, as JSON.
-        schema: version of this format.
-        identity: random text that all files of this checkpoint have, and no others.
-        sums: size and checksums by file name.
-        scheduler_kinds: class names of the schedulers.
-        rule: the weight rule of an asynchronous run.
-        checksum: SHA-256 of all other fields.
-    """
-
-    step: int
-    fingerprint: str
-    files: tuple[str, ...]
-    scaler: dict[str, float] | None = None
-    schedulers: tuple[str, ...] = ()
-    schema: int = SCHEMAS[-1]
-    identity: str = ""
-    sums: dict[str, FileSum] = field(default_factory=dict)
-    scheduler_kinds: tuple[str, ...] = ()
-    rule: RuleFacts | None = None
-    checksum: str = ""
-
-    def sum(self) -> str:
-        """Compute the SHA-256 that `checksum` must have."""
-        content = {key: value for key, value in asdict(self).items() if key != "checksum"}
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -185,13 +112,6 @@ def write_file(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     return sums
 
 
-def write_index(folder: Path, index: Checkpoint) -> None:
-    """Complete a checkpoint: write its index, with its checksum, over that of the previous one."""
-    fields = asdict(index) | {"sums": index.sums, "rule": index.rule, "checksum": index.sum()}
-    write_json(folder / INDEX, Checkpoint(**fields), durable=True)
-    sync_folder(folder.parent)  # the folder itself may be new
-
-
 def remove_others(folder: Path, names: Collection[str]) -> None:
     """Delete the files of other checkpoints and of interrupted saves.
 
@@ -222,78 +142,6 @@ def file_sum(path: Path) -> FileSum:
 # -- reading -------------------------------------------------------------------------------------
 
 
-def read_index(folder: Path) -> Checkpoint:
-    """Read and verify the index of the checkpoint in a folder.
-
-    Raises:
-        FileError: there is no checkpoint, or its index is damaged.
-    """
-    path = folder / INDEX
-    _check_has_index(folder)
-    index = read_json(path, Checkpoint, SCHEMAS)
-    damage = _index_damage(index)
-    if damage:
-        raise FileError(f"{path} is damaged: {damage}")
-    return index
-
-
-def _check_has_index(folder: Path) -> None:
-    """Check that a folder has an index.
-
-    Raises:
-        FileError: it has none, or cannot be read.
-    """
-    try:
-        has_index = (folder / INDEX).exists()
-        has_files = not has_index and any(folder.glob("step-*.safetensors"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise FileError(f"cannot read the checkpoint {folder}: {reason}") from error
-    if not has_index:
-        interrupted = " Its step files are from a save that was interrupted." if has_files else ""
-        raise FileError(
-            f"{folder} holds no checkpoint: there is no {INDEX}, which is written last."
-            f"{interrupted}"
-        )
-
-
-def _index_damage(index: Checkpoint) -> str:
-    """Return in what an index contradicts itself; empty if it does not."""
-    damage = _checksum_damage(index)
-    if damage:
-        return damage
-    foreign = [name for name in index.files if not _NAME.fullmatch(name)]
-    if foreign:
-        return f"it names {foreign[0][:80]!r}, which is not a file of a checkpoint"
-    if not index.files or len(set(index.files)) < len(index.files):
-        return "it names no file, or names a file twice"
-    if not 0 <= index.step < _MAX_STEPS:
-        return f"its step is {index.step:.6g}"
-    if index.schema > 1 and set(index.sums) != set(index.files):
-        return "its checksums are not those of its files, one for each"
-    return ""
-
-
-def _checksum_damage(index: Checkpoint) -> str:
-    """Return how the schema or the checksum of an index contradicts its content."""
-    schema_2_fields = (
-        index.identity,
-        index.sums,
-        index.scheduler_kinds,
-        index.rule,
-        index.checksum,
-    )
-    if index.schema == 1 and any(schema_2_fields):
-        return "its schema is 1, and it has fields of schema 2"
-    if index.schema > 1 and index.checksum != index.sum():
-        return (
-            f"its content has the checksum {index.sum()[:12]}…, and the recorded one is "
-            f"{index.checksum[:12]}…. Load another checkpoint, or restore this file as it was "
-            "written"
-        )
-    return ""
-
-
 def read_header(folder: Path, name: str, index: Checkpoint) -> Header:
     """Read and verify the header of a file.
 
@@ -316,7 +164,7 @@ def read_header(folder: Path, name: str, index: Checkpoint) -> Header:
         raise _read_error(folder, name, error) from error
     identity = header.metadata.get("identity", "")
     if index.schema > 1 and identity != index.identity and identity:
-        raise FileError(
+        raise CheckpointDamaged(
             f"{name} of {folder}: belongs to the checkpoint of step "
             f"{header.metadata.get('step', '?')} (identity {identity[:12]}), not to that of step "
             f"{index.step} (identity {index.identity[:12]}), which {INDEX} describes. Copy all "
@@ -423,18 +271,18 @@ def _parse_header(raw: bytes) -> Header:
     return Header(tensors, metadata)
 
 
-def _read_error(folder: Path, name: str, error: BaseException) -> FileError:
+def _read_error(folder: Path, name: str, error: BaseException) -> CheckpointDamaged:
     """Return the error for a file that cannot be opened or parsed."""
     reason = getattr(error, "strerror", None) or error
     advice = ""
     if isinstance(error, FileNotFoundError):
         advice = ". A checkpoint must be in one folder that all ranks and hosts can read"
-    return FileError(f"cannot read {name} of the checkpoint {folder}: {reason}{advice}")
+    return CheckpointDamaged(f"cannot read {name} of the checkpoint {folder}: {reason}{advice}")
 
 
-def _damage_error(folder: Path, name: str, damage: str) -> FileError:
+def _damage_error(folder: Path, name: str, damage: str) -> CheckpointDamaged:
     """Return the error for a file that is not what was written."""
-    return FileError(
+    return CheckpointDamaged(
         f"{name} of the checkpoint {folder} is damaged: {damage}. Load another checkpoint, or "
         "restore this file as it was written"
     )

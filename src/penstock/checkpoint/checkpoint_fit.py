@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.checkpoint_files import Checkpoint, Header, RuleFacts
+from penstock.checkpoint.checkpoint_files import Header
+from penstock.checkpoint.checkpoint_index import Checkpoint, RuleFacts
+from penstock.checkpoint.checkpoint_options import CheckpointOptions
 from penstock.errors import FileError
 from penstock.files.json_values import json_value
 from penstock.modules.state_names import prefix_of, state_of
@@ -252,6 +254,43 @@ def check_scaler(index: Checkpoint, scaler: bool, findings: Findings) -> None:
         scale = index.scaler.get("scale", 0.0)
         if not scale > 0 or not {"steps", "skipped"} <= index.scaler.keys():
             findings.add(f"the state of its loss scaler is damaged: {index.scaler}")
+
+
+def average_tensors(placed: Placed, options: CheckpointOptions) -> dict[str, Tensor]:
+    """Return the averaged weights of this process's stages, by their names in a checkpoint."""
+    return {
+        f"average/{number}/{name}": tensor
+        for number, average in enumerate(options.averages)
+        for stage in placed.local
+        for name, tensor in average.averaged(stage).items()
+    }
+
+
+def check_averages(
+    index: Checkpoint,
+    tensors: Mapping[str, Tensor],
+    placed: Placed,
+    options: CheckpointOptions,
+    findings: Findings,
+) -> None:
+    """Check that the pipeline's running averages of the weights are those that were saved.
+
+    A pipeline without any ignores them: `Pipeline.ema` then refuses to begin one anew.
+    """
+    # Checkpoints of older schemas hold no averages: the caller restores them from files of their own.
+    if not options.averages or index.schema < 3:
+        return
+    if len(options.averages) != len(index.averages):
+        findings.add(
+            f"it has {len(index.averages)} running averages of the weights, and this pipeline has "
+            f"{len(options.averages)}. Make the same ones by pipe.ema(...) before load; to begin "
+            "them anew, pass skip='averages'"
+        )
+        return
+    for name, target in average_tensors(placed, options).items():
+        saved = tensors.get(name)
+        if saved is None or saved.shape != target.shape:
+            findings.add("it has no fitting {}: another kind of average was saved", repr(name))
 
 
 def check_rule(index: Checkpoint, rule: RuleFacts | None, findings: Findings) -> None:

@@ -7,18 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from penstock.checkpoint import checkpoint_fit as fit
-from penstock.checkpoint.checkpoint import CheckpointOptions, Progress, VersionedStage
-from penstock.checkpoint.checkpoint_files import (
-    Checkpoint,
-    Header,
-    check_content,
-    read_header,
-    read_index,
-    read_tensors,
-)
+from penstock.checkpoint.checkpoint import Progress, VersionedStage
+from penstock.checkpoint.checkpoint_files import Header, check_content, read_header, read_tensors
+from penstock.checkpoint.checkpoint_index import Checkpoint, read_index
+from penstock.checkpoint.checkpoint_options import CheckpointOptions
+from penstock.checkpoint.fetch import fetch_missing
 from penstock.checkpoint.optimizer_checkpoint import (
     Facts,
     names_of,
@@ -26,7 +23,7 @@ from penstock.checkpoint.optimizer_checkpoint import (
     restore_rule,
 )
 from penstock.checkpoint.optimizer_fit import OptimizerState, check_optimizer_state
-from penstock.errors import FileError, SettingError
+from penstock.errors import CheckpointDamaged, FileError, SettingError
 from penstock.ranks.rank_reports import Report, attempt, check_reports, exchange
 from penstock.ranks.world import World
 from penstock.stage import stage_state as state
@@ -62,6 +59,7 @@ def load(
         FileError: on every rank, if any rank has found a missing, damaged or unsuitable file. No
             rank has changed anything.
     """
+    fetch_missing(folder, world)
     contents: list[_Content] = []
 
     def read() -> list[Any]:
@@ -90,6 +88,7 @@ def load(
         None if "scaler" in options.skip else index.scaler,
         () if skip_schedulers else index.schedulers,
         () if skip_schedulers else index.scheduler_kinds,
+        averages=() if "averages" in options.skip else index.averages,
     )
 
 
@@ -168,7 +167,7 @@ def _read(
     headers = {name: read_header(folder, name, index) for name in index.files}
     _check_fingerprint(folder, index, headers.values(), placed)
     prefixes = {id(version.stage): version.prefix for version in versioned}
-    needed = _needed_names(placed, prefixes.values())
+    needed = _needed_names(placed, prefixes.values()) | fit.average_tensors(placed, options).keys()
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Facts] = {}
     files: dict[str, str] = {}
@@ -212,7 +211,9 @@ def _facts(folder: Path, name: str, header: Header) -> dict[str, Facts]:
     try:
         return header.facts
     except ValueError as error:
-        raise FileError(f"cannot read {name} of the checkpoint {folder}: {error}") from error
+        raise CheckpointDamaged(
+            f"cannot read {name} of the checkpoint {folder}: {error}"
+        ) from error
 
 
 def _needed_names(placed: Placed, prefixes: Collection[str]) -> set[str]:
@@ -255,6 +256,8 @@ def _check(
         fit.check_scaler(content.index, options.scaler, findings)
     if "weight_rule" not in options.skip:
         fit.check_rule(content.index, options.rule, findings)
+    if "averages" not in options.skip:
+        fit.check_averages(content.index, content.tensors, placed, options, findings)
     if findings.rows:
         raise FileError(f"the checkpoint {folder} does not fit: {findings.text()}")
 
@@ -299,6 +302,7 @@ def _apply(
             continue
         saved = content.of_optimizer(stage)
         restore_optimizer(optimizer, names_of(stage), saved.tensors, saved.facts)
+    _apply_averages(content, placed, options)
     if begin_anew is None:
         return
     # Again, since the weight rules must start from the loaded parameters.
@@ -306,6 +310,17 @@ def _apply(
         if "weight_rule" not in options.skip:
             entries = _below(f"{version.prefix}weights/", content.tensors)
             restore_rule(version.stage, version.weights, entries)
+
+
+def _apply_averages(content: _Content, placed: Placed, options: CheckpointOptions) -> None:
+    """Copy the saved averages of the weights, or let the averages begin anew."""
+    restore = bool(content.index.averages) and "averages" not in options.skip
+    if restore:
+        with torch.no_grad():
+            for name, target in fit.average_tensors(placed, options).items():
+                target.copy_(content.tensors[name])
+    for number, average in enumerate(options.averages):
+        average.restart(content.index.averages[number] if restore else 0)
 
 
 def _below(prefix: str, values: Mapping[str, T]) -> dict[str, T]:

@@ -77,7 +77,7 @@ def optimizer_state(stage: Stage, prefix: str) -> tuple[dict[str, Tensor], dict[
             plain_state: dict[str, Any] = {}
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    saved = value.detach().cpu().contiguous().clone()
+                    saved = value.detach().to("cpu", copy=True).contiguous()
                     tensors[f"{prefix}optimizer/{name}/{key}"] = saved
                 elif _is_plain(value):
                     plain_state[key] = value
@@ -175,7 +175,7 @@ def rule_state(stage: Stage, weights: StageWeights, prefix: str) -> dict[str, Te
         for parameter, tensor in zip(stage.update.parameters, row, strict=True):
             if tensor is not None:
                 path = f"{prefix}weights/{names[parameter]}/{key}"
-                tensors[path] = tensor.detach().cpu().contiguous().clone()
+                tensors[path] = tensor.detach().to("cpu", copy=True).contiguous()
     for key, value in weights.facts().items():
         tensors[f"{prefix}weights/{key}"] = torch.tensor(value, dtype=torch.float64)
     return tensors

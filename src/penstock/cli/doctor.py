@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING
 
 import typer
 
+import penstock
 from penstock.cli import options
 from penstock.cli.options import Json
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from penstock.measure.card_check import CardsReport
+
+#: Optional packages, each with the extra that installs it.
+_EXTRAS = {"sklearn": "data", "tensorboard": "metrics"}
 
 
 def doctor(json: Json = False) -> None:
@@ -26,6 +30,9 @@ def doctor(json: Json = False) -> None:
 
     Example: penstock doctor
     """
+    if importlib.util.find_spec("torch") is None:
+        _report_without_torch(json)
+        return
     from penstock.measure.card_check import TorchDriver, check_cards
     from penstock.ranks.local_link import measure_local_link
 
@@ -54,17 +61,13 @@ def machine_facts(report: CardsReport) -> dict[str, object]:
     import torch
     import torch.distributed as dist
 
-    import penstock
-
-    extras = {"sklearn": "data", "tensorboard": "metrics"}
     backends = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
         "mpi": dist.is_mpi_available(),
     }
     return {
-        "penstock": penstock.__version__,
-        "python": f"{platform.python_version()} at {sys.executable}",
+        **_version_facts(),
         "torch": torch.__version__,
         "cores": len(os.sched_getaffinity(0)),
         "torch threads": torch.get_num_threads(),
@@ -73,12 +76,41 @@ def machine_facts(report: CardsReport) -> dict[str, object]:
         "cards": [{**asdict(card), "sound": card.sound} for card in report.cards],
         "cards not listed": report.problem,
         "nccl": report.nccl,
-        "optional parts missing": [
-            f"{package} (pip install 'penstock[{extra}]')"
-            for package, extra in extras.items()
-            if importlib.util.find_spec(package) is None
-        ],
+        "optional parts missing": _missing_extras(),
     }
+
+
+def _version_facts() -> dict[str, object]:
+    """Return the versions of Penstock and Python."""
+    return {
+        "penstock": penstock.__version__,
+        "python": f"{platform.python_version()} at {sys.executable}",
+    }
+
+
+def _missing_extras() -> list[str]:
+    """Return the optional packages that are not installed, with the command that installs each."""
+    return [
+        f"{package} (pip install 'penstock[{extra}]')"
+        for package, extra in _EXTRAS.items()
+        if importlib.util.find_spec(package) is None
+    ]
+
+
+def _report_without_torch(json: bool) -> None:
+    """Report an installation of the planning half, which has no devices to test."""
+    facts: dict[str, object] = {
+        **_version_facts(),
+        "torch": "not installed; training and measuring need it: pip install 'penstock[torch]'",
+        "cores": len(os.sched_getaffinity(0)),
+        "optional parts missing": _missing_extras(),
+    }
+    if json:
+        options.print_json({**facts, "sound": True})
+        return
+    width = max(len(name) for name in facts)
+    for name, value in facts.items():
+        print(f"{name.ljust(width)}  {_fact_text(value)}")
 
 
 def table(facts: Mapping[str, object], report: CardsReport) -> str:

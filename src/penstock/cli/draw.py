@@ -77,8 +77,8 @@ def draw(
 
     Example: penstock draw --schedule 1f1b --stages 4 --micro-batches 8 --against zb-h1 out.html
     """
-    from penstock.cli.comparison import schedule_for_ranks
     from penstock.draw.draw import draw as draw_timelines
+    from penstock.search.schedule_figures import schedule_for_ranks
     from penstock.simulate.simulate import simulate_schedule
     from penstock.simulate.weight_versions import with_versions
     from penstock.verify.verify import verify

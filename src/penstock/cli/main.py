@@ -2,34 +2,68 @@
 
 from __future__ import annotations
 
+import errno
 import functools
-import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
+import penstock
 from penstock.cli.doctor import doctor
 from penstock.cli.draw import draw
+from penstock.cli.explore import explore
 from penstock.cli.export import export
+from penstock.cli.export_weights import export_weights
+from penstock.cli.list import list_names
 from penstock.cli.partition import partition
 from penstock.cli.plan import plan
 from penstock.cli.profile import profile
+from penstock.cli.report import report
+from penstock.cli.resize import resize
 from penstock.cli.schedules import schedules
+from penstock.cli.show import show
 from penstock.cli.simulate import simulate
 from penstock.cli.study import study
 from penstock.cli.train import train
 from penstock.cli.verify import verify
-from penstock.errors import PenstockError, RunError
+from penstock.errors import PenstockError, RunError, missing_torch
 
 app = typer.Typer(
     name="penstock",
     help="Pipeline-parallel training for PyTorch: "
     "profile, partition, schedule, verify, simulate, draw, train.",
     no_args_is_help=True,
-    add_completion=False,
+    # Panels cut the names of flags on narrow terminals.
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(requested: bool) -> None:
+    """Print the version and exit, if the flag is given."""
+    if requested:
+        typer.echo(f"penstock {penstock.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Pipeline-parallel training for PyTorch: profile, partition, schedule, verify, simulate, draw,
+    train.
+    """
+
+
+#: What any write may meet. Other errors of the system are defects, and show where they come from.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -45,6 +79,18 @@ def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
         except PenstockError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1 if isinstance(error, RunError) else 2) from error
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                raise
+            place = f" ({error.filename})" if error.filename else ""
+            typer.echo(f"error: a file cannot be written{place}: {error.strerror}", err=True)
+            raise typer.Exit(1) from error
+        except ModuleNotFoundError as error:
+            reason = missing_torch(error, "this command")
+            if reason is None:
+                raise
+            typer.echo(f"error: {reason}", err=True)
+            raise typer.Exit(2) from error
         except KeyboardInterrupt as stop:
             typer.echo("stopped", err=True)
             raise typer.Exit(130) from stop
@@ -52,20 +98,30 @@ def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _command in (
-    train,
-    profile,
-    partition,
-    plan,
-    simulate,
-    draw,
-    verify,
-    schedules,
-    export,
-    study,
-    doctor,
-):
-    app.command()(_report_errors(_command))
+#: The commands, each with its line in the list of commands.
+_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
+    (train, "Train a model through a pipeline on this machine."),
+    (resize, "Continue a run on another number of ranks."),
+    (profile, "Measure the layers of a model, or a cluster."),
+    (partition, "Cut a profiled model into stages."),
+    (plan, "Search the fastest plan that fits into memory."),
+    (simulate, "Simulate a schedule with given costs."),
+    (draw, "Draw the timeline of a schedule."),
+    (verify, "Verify that a schedule is sound."),
+    (schedules, "List the schedules, or compare them by simulation."),
+    (list_names, "List planners, partitioners, models and other entries."),
+    (show, "Print what a plan, profile or cluster file contains."),
+    (explore, "Open a page to play with a pipeline."),
+    (export, "Write a plan for another library."),
+    (export_weights, "Write a checkpoint's weights for other programs."),
+    (report, "Write a page on a training run or a plan."),
+    (study, "Run a study of many training runs."),
+    (doctor, "Test this installation and its devices."),
+)
+
+for _command, _summary in _COMMANDS:
+    _name = _command.__name__.removesuffix("_names").replace("_", "-")
+    app.command(name=_name, short_help=_summary)(_report_errors(_command))
 
 
 def status(arguments: list[str]) -> int:
@@ -78,8 +134,3 @@ def status(arguments: list[str]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
-
-
-def run() -> None:
-    """Run the command line with the arguments of this process, and exit."""
-    sys.exit(status(sys.argv[1:]))

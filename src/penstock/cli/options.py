@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,8 +22,42 @@ if TYPE_CHECKING:
     from penstock.simulate.costs import Costs
     from penstock.weights.catalogue import WeightRule
 
+
+def complete_schedules() -> list[str]:
+    """Return the names of schedules, for shell completion."""
+    from penstock.search.schedules import schedules
+
+    return list(schedules())
+
+
+def complete_weights() -> list[str]:
+    """Return the names of weight rules, for shell completion."""
+    from penstock.weights.catalogue import WEIGHT_RULES
+
+    return list(WEIGHT_RULES.entries())
+
+
+def complete_planners() -> list[str]:
+    """Return the names of planners, for shell completion."""
+    from penstock.search.catalogue import PLANNERS
+
+    return list(PLANNERS.entries())
+
+
+def complete_recompute() -> list[str]:
+    """Return the recompute policies, for shell completion."""
+    from penstock.schedule.recompute import Recompute
+
+    return [policy.value for policy in Recompute]
+
+
 ScheduleName = Annotated[
-    str | None, typer.Option("--schedule", help="Name of a schedule; see `penstock schedules`.")
+    str | None,
+    typer.Option(
+        "--schedule",
+        help="Name of a schedule; see `penstock schedules`.",
+        autocompletion=complete_schedules,
+    ),
 ]
 Stages = Annotated[int | None, typer.Option("--stages", help="Number of stages.")]
 MicroBatches = Annotated[
@@ -35,9 +69,6 @@ CsvFile = Annotated[
         "--csv", help="Read the schedule from a CSV file of torch.distributed.pipelining."
     ),
 ]
-ModelOption = Annotated[
-    list[str] | None, typer.Option(help="Option of the model, such as layers=6; repeatable.")
-]
 ScheduleOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -48,7 +79,9 @@ ScheduleOption = Annotated[
 Weights = Annotated[
     str | None,
     typer.Option(
-        "--weights", help="Weight rule, such as stash or none; default: the schedule's own rule."
+        "--weights",
+        help="Weight rule, such as stash or none; default: the schedule's own rule.",
+        autocompletion=complete_weights,
     ),
 ]
 WeightsOption = Annotated[
@@ -81,7 +114,11 @@ Bytes = Annotated[
 ]
 Recompute = Annotated[
     str,
-    typer.Option("--recompute", help="Recompute policy: never, except_last, always or selective."),
+    typer.Option(
+        "--recompute",
+        help="Recompute policy: never, except_last, always or selective.",
+        autocompletion=complete_recompute,
+    ),
 ]
 
 
@@ -387,13 +424,3 @@ def row(values: Iterable[object], separator: str = " ") -> str:
     if len(words) > _LONGEST_ROW:
         words = [*words[:6], f"… {len(words) - 9} more …", *words[-3:]]
     return separator.join(words)
-
-
-def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Write a table with left-aligned columns under a head."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = []
-    for cells in (head, *rows):
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)

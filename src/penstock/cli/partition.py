@@ -10,6 +10,7 @@ import typer
 from penstock.cli import options
 from penstock.cli.options import Json
 from penstock.errors import SettingError
+from penstock.text_table import table
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -52,11 +53,7 @@ def partition(
         options.print_json(lengths)
         return
     print(f"{lengths}  by {by}; F + B for {costs.sizes[-1]} samples")
-    print(
-        options.table(
-            ("stage", "layers", "from", "to", "F + B", "weights"), _stage_rows(costs, lengths)
-        )
-    )
+    print(table(("stage", "layers", "from", "to", "F + B", "weights"), _stage_rows(costs, lengths)))
 
 
 def _list_methods(json: bool) -> None:
@@ -69,7 +66,7 @@ def _list_methods(json: bool) -> None:
     if json:
         options.print_json(sources)
     else:
-        print(options.table(("method", "source"), list(sources.items())))
+        print(table(("method", "source"), list(sources.items())))
 
 
 def _stage_rows(profile: Profile, lengths: list[int]) -> list[tuple[str, ...]]:

@@ -8,30 +8,55 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options
+from penstock.cli.model_flags import (
+    Channels,
+    Data,
+    DataOption,
+    Image,
+    LossName,
+    Model,
+    ModelFlags,
+    ModelOption,
+    Tokens,
+)
 from penstock.cli.options import Json, MicroBatches, ScheduleName, Stages, Weights, WeightsOption
 from penstock.errors import SettingError
+from penstock.text_table import table
 
 if TYPE_CHECKING:
     from penstock.plan.plan import Plan
-    from penstock.profile.device_profiles import Profiles
     from penstock.search.compare import PlannerResult
 
 
 def plan(
     profile: Annotated[
-        list[Path],
+        list[str] | None,
         typer.Argument(
-            help="A profile from `penstock profile`; for a mixed cluster, one per kind of device."
+            help="A profile from `penstock profile`; for a mixed cluster, one per kind of device. "
+            "Or a model, as for --model, which is profiled first."
         ),
-    ],
+    ] = None,
+    model: Model = None,
+    model_option: ModelOption = None,
+    data: Data = None,
+    data_option: DataOption = None,
+    loss: LossName = None,
+    image: Image = None,
+    channels: Channels = None,
+    tokens: Tokens = None,
     cluster: Annotated[
         str, typer.Option(help="local:N, a preset such as 4xV100-10GbE, or a YAML file.")
     ] = "local:2",
     batch: Annotated[
-        int | None, typer.Option(help="Samples per batch; default: the profile's.")
+        int | None, typer.Option(help="Samples per batch; default: the profile's, or 64.")
     ] = None,
     planner: Annotated[
-        str, typer.Option(help="auto, or a published planner: pipedream, dapple, bapipe, …")
+        str,
+        typer.Option(
+            help="auto, or a published planner: pipedream, dapple, bapipe, …; see "
+            "`penstock list planners`.",
+            autocompletion=options.complete_planners,
+        ),
     ] = "auto",
     compare: Annotated[
         bool,
@@ -58,16 +83,23 @@ def plan(
     weights: Weights = None,
     weights_option: WeightsOption = None,
     budget: Annotated[
-        float, typer.Option(help="Time limit of the search in seconds; then the best plan so far.")
+        float,
+        typer.Option(
+            help="Budget of the search in seconds: its evaluations follow from it, and it ends then."
+        ),
     ] = 10.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     json: Json = False,
 ) -> None:
     """Search the fastest plan that fits into memory, and compare it with the other candidates.
-    Layer times are those of the profile.
+    Layer times are those of the profile. A model is profiled first: measured on this machine for a
+    cluster local:N, estimated for the devices of any other cluster.
 
     Example: penstock plan profile.json --cluster local:4 --batch 128
+
+    Example: penstock plan my_model:make_model --data my_data:load --cluster local:4 --out plan.json
     """
+    from penstock.cli.plan_profiles import load_or_make_profiles
     from penstock.cluster.cluster import cluster as describe
     from penstock.draw.draw import draw
     from penstock.schedule.recompute import Recompute
@@ -84,8 +116,9 @@ def plan(
             f"--recompute must be auto, never, except_last, always or selective, not {recompute!r}"
         )
     PLANNERS.find(planner)
-    costs, profile_batch = _load_profiles(profile)
     target = describe(cluster)
+    flags = ModelFlags(model, model_option, data, data_option, loss, image, channels, tokens)
+    costs, samples = load_or_make_profiles(profile or [], flags, cluster, batch)
     constraints: dict[str, Any] = {
         "schedules": None if schedule is None else [schedule],
         "stages": stages,
@@ -98,7 +131,6 @@ def plan(
         "weights_options": options.named_numbers("weights-option", weights_option),
         "budget_s": budget,
     }
-    samples = profile_batch if batch is None else batch
     comparison: tuple[PlannerResult, ...] = ()
     if compare:
         comparison = run_all_planners(costs, target, samples, **constraints)
@@ -117,34 +149,6 @@ def plan(
     print(best)
     timeline = simulate_plan(best, costs, target)
     print(draw(timeline, width=options.columns(), colour=options.colour()))
-
-
-def _load_profiles(paths: list[Path]) -> tuple[Profiles, int]:
-    """Load one profile, or several by the name of their device.
-
-    Returns:
-        The profile, or profiles; and the batch size of the first one, in samples.
-
-    Raises:
-        FileError: a profile cannot be read.
-        SettingError: several profiles do not have a device name each.
-    """
-    from penstock.profile.profile import Profile
-
-    profiles = [Profile.load(path) for path in paths]
-    batch = profiles[0].batch
-    if len(profiles) == 1:
-        return profiles[0], batch
-    for path, profile in zip(paths, profiles, strict=True):
-        if not profile.device:
-            raise SettingError(
-                f"{path} does not name its device: "
-                "measure that profile again, or use one profile alone"
-            )
-    devices = [profile.device for profile in profiles]
-    if len(set(devices)) < len(devices):
-        raise SettingError(f"two profiles are of the same device: {', '.join(devices)}")
-    return dict(zip(devices, profiles, strict=True)), batch
 
 
 def _best_plan(comparison: tuple[PlannerResult, ...]) -> Plan:
@@ -189,7 +193,7 @@ def _comparison_table(comparison: tuple[PlannerResult, ...]) -> str:
         "planned in",
         "bound by; own objective",
     )
-    return options.table(head, rows)
+    return table(head, rows)
 
 
 def _planner_row(planner: str, plan: Plan, best_step_s: float, planned_in: str) -> tuple[str, ...]:

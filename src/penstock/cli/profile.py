@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli import options
-from penstock.cli.options import Json, ModelOption, named_values
+from penstock.cli.model_flags import (
+    Channels,
+    Data,
+    DataOption,
+    Image,
+    Model,
+    ModelFlags,
+    ModelOption,
+    Tokens,
+)
+from penstock.cli.options import Json
 from penstock.errors import SettingError
-from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from penstock.profile.profile import Phase, Profile
+    from penstock.profile.profile import Profile
     from penstock.training.config import TrainConfig
-
-PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "input_grad", "weight_grad")
 
 
 def profile(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="A model of the zoo.")] = "vgg11_bn",
-    data: Annotated[
-        str | None,
-        typer.Option(help="Data set that sets the input's shape: digits, text or reversed."),
-    ] = None,
-    image: Annotated[int, typer.Option(help="Side length of an image in pixels.")] = 32,
-    channels: Annotated[int, typer.Option(help="Channels of an image.")] = 3,
-    tokens: Annotated[int, typer.Option(help="Sequence length in tokens.")] = 64,
+    model: Model = "vgg11_bn",
     model_option: ModelOption = None,
+    data: Data = None,
+    data_option: DataOption = None,
+    image: Image = None,
+    channels: Channels = None,
+    tokens: Tokens = None,
     batch: Annotated[int, typer.Option(help="Samples per batch.")] = 64,
     sizes: Annotated[
         str | None,
@@ -76,6 +81,8 @@ def profile(
 
     Example: penstock profile --model vgg16 --image 224 --batch 1024 --on V100 --out profile.json
 
+    Example: penstock profile --model my_model:make_model --data my_data:load --out profile.json
+
     Example: penstock profile --cluster local:2 --out cluster.yaml
     """
     if cluster is not None:
@@ -83,19 +90,13 @@ def profile(
 
         profile_cluster(context, cluster, threads, repeats, out, json=json)
         return
-    from penstock.training.config import TrainConfig
-    from penstock.training.task import default_data
+    from penstock.training.user_settings import complete_settings
 
     sample_counts = None if sizes is None else _parse_sizes(sizes)
-    config = TrainConfig(
-        model=model,
-        model_options=named_values("model-option", model_option),
-        data=data or default_data(model),
-        image=image,
-        channels=channels,
-        tokens=tokens,
-        batch=batch,
+    flags = ModelFlags(
+        model, model_option, data, data_option, image=image, channels=channels, tokens=tokens
     )
+    config = complete_settings({**flags.settings(), "batch": batch})
     if on is not None:
         if device is not None:
             raise SettingError(
@@ -115,7 +116,9 @@ def profile(
     if out is not None:
         result.save(out)
         typer.echo(f"wrote {out}", err=True)
-    _print_profile(result, f"{model} on {result.machine.get('device', '?')}, {how}", json=json)
+    print_profile(
+        result, f"{config.model} on {result.machine.get('device', '?')}, {how}", json=json
+    )
 
 
 def _parse_sizes(text: str) -> list[int]:
@@ -141,7 +144,6 @@ def _measure_profile(
 
     from penstock.measure.card_choice import choose_device_type, count_cards
     from penstock.measure.profiler import profile as measure
-    from penstock.tracing.traced_chain import chain
     from penstock.training.task import make_task
 
     device_type = choose_device_type(device or "auto", count_cards())
@@ -156,7 +158,7 @@ def _measure_profile(
             )
 
         return measure(
-            chain(task.model),
+            task.chain,
             task.example(),
             config.batch,
             sizes=sizes,
@@ -167,29 +169,11 @@ def _measure_profile(
         )
 
 
-def _print_profile(profile: Profile, title: str, *, json: bool) -> None:
+def print_profile(profile: Profile, title: str, *, json: bool) -> None:
     """Print a profile as JSON, or as a table with a row per layer."""
     if json:
         from penstock.store import to_json
 
         print(to_json(profile))
         return
-    size = profile.sizes[-1]
-    rows = []
-    for layer in profile:
-        phase_times = [format_seconds(layer.seconds(phase, size)) for phase in PHASES]
-        rows.append(
-            (
-                layer.name,
-                layer.kind,
-                *phase_times,
-                format_seconds(layer.forward.fixed_s + layer.backward.fixed_s),
-                format_bytes(layer.parameter_bytes),
-                format_bytes(layer.activation_bytes_per_sample),
-                format_bytes(layer.output_bytes_per_sample),
-            )
-        )
-    head = ("layer", "kind", "F", "B", "I", "W", "fixed F + B", "weights", "saved", "output")
-    print(f"{title}; times for {size} samples, bytes for one")
-    print(options.table(head, rows))
-    print(f"whole step: {format_seconds(sum(profile.step_seconds(size)))}")
+    print(f"{title}; {profile}")

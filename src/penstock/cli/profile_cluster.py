@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from penstock.cli import options
 from penstock.errors import SettingError
+from penstock.text_table import table
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -238,9 +238,9 @@ def _device_table(measurement: ClusterMeasurement) -> str:
     )
     distinct_devices = dict.fromkeys(measurement.cluster.devices)
     factors = ", ".join(f"{device.together:.3g}" for device in distinct_devices)
-    table = options.table(("one rank", "min", "median", "max", "all ranks busy"), rows)
+    measurements = table(("one rank", "min", "median", "max", "all ranks busy"), rows)
     return (
-        f"{table}\nall ranks busy: time relative to one rank alone; "
+        f"{measurements}\nall ranks busy: time relative to one rank alone; "
         f"plans use {factors}, the mean of float32 and convolution"
     )
 
@@ -271,7 +271,7 @@ def _link_table(measurement: ClusterMeasurement) -> str:
         reused_times.append(format_seconds(median))
     rows.append(("reused", *reused_times, *[""] * 5))
     return (
-        f"{options.table(head, rows)}\n"
+        f"{table(head, rows)}\n"
         "one way, in newly allocated memory, as the runtime sends; "
         "reused: in memory used before, median of all pairs\n"
         "fit error: mean error of latency + bytes / bandwidth; "

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from penstock.profile.profile import Profile
+    from penstock.tracing.traced_chain import TracedChain
     from penstock.training.config import TrainConfig
 
 
@@ -79,21 +80,22 @@ def find_device(name: str) -> Device:
         raise
 
 
-def _model_and_example(request: EstimateRequest) -> tuple[nn.Module, Tensor]:
-    """Make the model and one sample of its input, on the meta device unless a data set is named."""
+def _model_and_example(request: EstimateRequest) -> tuple[TracedChain | nn.Module, Tensor]:
+    """Make the model and one sample of its input; a model of the zoo without a data set is on the
+    meta device.
+    """
     import torch
 
+    from penstock.training.model_sources import ZooModel, parse_model
     from penstock.training.task import make_task
-    from penstock.zoo.catalogue import model, models
+    from penstock.zoo.catalogue import model
 
     config = request.config
-    if request.data is not None:
+    source = parse_model(config.model)
+    if request.data is not None or not isinstance(source, ZooModel):
         task = make_task(config)
-        return task.model, task.example()
-    catalogue = models()
-    if config.model not in catalogue:
-        model(config.model)  # raises UnknownName with the names of all models
-    facts = catalogue[config.model]
+        return task.chain, task.example()
+    facts = source.facts
     input_sizes: dict[str, object] = {
         "image": config.image,
         "channels": config.channels,

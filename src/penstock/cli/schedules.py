@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.options import Json, print_json, table
+from penstock.cli.options import Json, print_json
 from penstock.errors import SettingError
+from penstock.text_table import table
 
 if TYPE_CHECKING:
-    from penstock.cli.comparison import ScheduleFigures
+    from penstock.search.schedule_figures import ScheduleFigures
 
 #: Sort keys of the table by name; ties stay in the order of the schedules' names.
 SORTS: dict[str, Callable[[ScheduleFigures], float | str]] = {
@@ -39,9 +40,9 @@ _EXPLANATION = (
     "A rank's share of the model takes F = 1, B = 2, I = W = 1 for a micro-batch, in one stage or "
     "several; transfers and updates take no time. Bubble ratio: idle time of all ranks / (ranks x "
     "makespan); by span: idle share of the longest time from a rank's first op to its last, as in "
-    "the zero-bubble papers. In flight: micro-batches on the fullest rank. Weight copies: copies of "
-    "the model on all ranks, in all versions. Asynchronous schedules do not drain between batches: "
-    "their bubble ratio and makespan are those of one batch in the steady state."
+    "the zero-bubble papers. In flight: most micro-batches that any rank holds at a time. Weight "
+    "copies: copies of the model on all ranks, in all versions. Asynchronous schedules do not drain "
+    "between batches: their bubble ratio and makespan are those of one batch in the steady state."
 )
 
 
@@ -95,7 +96,7 @@ def _compare_schedules(
         SettingError: a number is below 1.
         FileError: the gallery cannot be written.
     """
-    from penstock.cli.comparison import compare
+    from penstock.search.schedule_figures import compare
 
     for flag, number in (("stages", ranks), ("micro-batches", micro_batches)):
         if number < 1:

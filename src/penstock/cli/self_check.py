@@ -42,7 +42,7 @@ def compare_with_one_device(
     Args:
         schedule: what to run, unless there is a plan.
         plan: file of a plan to run.
-        settings: fields of `TrainConfig`; the data set is chosen to suit the model.
+        settings: fields of `TrainConfig`; by default a data set that suits the model.
         pipeline_options: keyword arguments of `Pipeline`; those that are None are left out.
         check: how to compare and report.
 
@@ -52,11 +52,10 @@ def compare_with_one_device(
     if not check.tolerance > 0:
         raise SettingError(f"--tolerance must be above 0, not {check.tolerance}")
     from penstock.plan.plan import Plan
-    from penstock.training.config import load
     from penstock.training.self_check import SelfCheck
-    from penstock.training.task import default_data
+    from penstock.training.user_settings import complete_settings
 
-    config = load(None, {**settings, "data": default_data(settings["model"])})
+    config = complete_settings(settings)
     keywords = {name: value for name, value in pipeline_options.items() if value is not None}
     self_check = SelfCheck(config, schedule, None if plan is None else Plan.load(plan), keywords)
     differences = self_check.run(threads=check.threads)

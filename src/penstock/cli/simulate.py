@@ -195,11 +195,11 @@ def _print_figures(timeline: Timeline) -> None:
         print(f"  on each rank  {options.row(timeline.peak_on_rank)}")
     if timeline.peak_memory is not None and timeline.memory_holders is not None:
         print(f"peak memory     {options.row(map(format_bytes, timeline.peak_memory), ', ')}")
-        fullest = max(range(timeline.ranks), key=timeline.peak_memory.__getitem__)
-        holders = timeline.memory_holders[fullest]
+        highest = max(range(timeline.ranks), key=timeline.peak_memory.__getitem__)
+        holders = timeline.memory_holders[highest]
         largest_first = sorted(holders.items(), key=lambda item: -item[1])
         parts = [f"{name} {format_bytes(count)}" for name, count in largest_first if count]
-        print(f"  of rank {fullest}     {' + '.join(parts)}")
+        print(f"  of rank {highest}     {' + '.join(parts)}")
 
 
 def _print_stream(facts: dict[str, Any]) -> None:

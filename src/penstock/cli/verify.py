@@ -9,17 +9,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli import options
+from penstock.cli.model_flags import (
+    Channels,
+    Data,
+    DataOption,
+    Image,
+    LossName,
+    ModelFlags,
+    ModelOption,
+    Tokens,
+    complete_models,
+)
 from penstock.cli.options import (
     CsvFile,
     Json,
     MicroBatches,
-    ModelOption,
     ScheduleName,
     ScheduleOption,
     Stages,
 )
 from penstock.cli.self_check import CheckOptions, compare_with_one_device
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, SettingError
 
 if TYPE_CHECKING:
     from penstock.schedule.lower import LoweredSchedule
@@ -41,9 +51,21 @@ def verify(
     ] = None,
     train: Annotated[
         str | None,
-        typer.Option(help="Also run one batch of this model on ranks and on one device."),
+        typer.Option(
+            "--train",
+            "--model",
+            help="Also run one batch of this model on ranks and on one device: a model of the zoo, "
+            "package.module:factory, or hf:config.json.",
+            autocompletion=complete_models,
+        ),
     ] = None,
     model_option: ModelOption = None,
+    data: Data = None,
+    data_option: DataOption = None,
+    loss: LossName = None,
+    image: Image = None,
+    channels: Channels = None,
+    tokens: Tokens = None,
     plan: Annotated[
         Path | None, typer.Option(help="With --train: a plan to run, instead of a schedule.")
     ] = None,
@@ -72,11 +94,17 @@ def verify(
     Example: penstock verify --csv my_schedule.csv
 
     Example: penstock verify --train gpt --schedule zb-h1 --stages 2 --micro-batches 4
+
+    Example: penstock verify --model my_model:make_model --data my_data:load --plan plan.json
     """
+    flags = ModelFlags(train, model_option, data, data_option, loss, image, channels, tokens)
+    model_settings = flags.settings()
+    if train is None and model_settings:
+        flag = next(iter(model_settings)).replace("_", "-").removesuffix("s")
+        raise SettingError(f"--{flag} belongs to --model, which is missing")
     if train is not None:
         settings = {
-            "model": train,
-            "model_options": options.named_values("model-option", model_option),
+            **model_settings,
             "batch": batch,
             "autocast": autocast,
         }

@@ -1,88 +1,98 @@
-"""Read one device or one link of a description, key by key; missing keys are taken from a base."""
+"""Build one device or one link from its entry; missing figures are taken from a base."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.cluster.device import Device, Link
-from penstock.cluster.fields import (
-    Fields,
-    parse_bandwidth,
-    parse_clock,
-    parse_count,
-    parse_flag,
-    parse_latency,
-    parse_memory,
-    parse_number,
-    parse_peaks,
-    parse_text,
-)
 from penstock.errors import ClusterError
 
-__all__ = ["DEVICE_KEYS", "LINK_KEYS", "read_device", "read_link"]
+if TYPE_CHECKING:
+    from penstock.cluster.description import DeviceFigures, LinkFigures
 
-#: Keys of a device, by the field of `Device` that each sets.
-_DEVICE: Final[dict[str, tuple[str, Callable[[object], Any]]]] = {
-    "memory": ("memory_bytes", parse_memory),
-    "kind": ("kind", parse_text),
-    "flops": ("flops", parse_peaks),
-    "memory_bandwidth": ("memory_bytes_per_s", parse_bandwidth),
-    "launch": ("launch_s", parse_latency),
-    "on_chip": ("on_chip_bytes", parse_memory),
-    "together": ("together", parse_number),
-    "source": ("source", parse_text),
-}
-DEVICE_KEYS: Final = (*_DEVICE, "dsp", "clock")
+__all__ = ["DEVICE_KEYS", "build_device", "build_link", "has_figures"]
 
-_LINK: Final[dict[str, tuple[str, Callable[[object], Any]]]] = {
-    "latency": ("latency_s", parse_latency),
-    "bandwidth": ("bandwidth_bytes_per_s", parse_bandwidth),
-    "shared": ("shared", parse_flag),
-    "source": ("source", parse_text),
+#: The field of `Device` that each key of an entry sets.
+_DEVICE_FIELDS: Final = {
+    "memory": "memory_bytes",
+    "kind": "kind",
+    "flops": "flops",
+    "memory_bandwidth": "memory_bytes_per_s",
+    "launch": "launch_s",
+    "on_chip": "on_chip_bytes",
+    "together": "together",
+    "source": "source",
 }
-LINK_KEYS: Final = tuple(_LINK)
+DEVICE_KEYS: Final = (*_DEVICE_FIELDS, "dsp", "clock")
+
+_LINK_FIELDS: Final = {
+    "latency": "latency_s",
+    "bandwidth": "bandwidth_bytes_per_s",
+    "shared": "shared",
+    "source": "source",
+}
 
 #: DSP slices that one multiply-add occupies: one in 16 bits; five in float32, three to multiply and
 #: two to add.
 _SLICES: Final = {"float16": 1, "float32": 5}
 
 
-def read_device(fields: Fields, name: str, base: Device | None) -> Device:
+def has_figures(entry: DeviceFigures) -> bool:
+    """Return whether an entry has any figure, so that it is more than a preset's name."""
+    return any(getattr(entry, key) is not None for key in DEVICE_KEYS)
+
+
+def build_device(entry: DeviceFigures, name: str, base: Device | None, where: str) -> Device:
     """Return the device of an entry.
 
     Args:
-        fields: the entry.
+        entry: the figures.
         name: of the device.
-        base: the device from which missing keys are taken; None if there is none.
+        base: the device from which missing figures are taken; None if there is none.
+        where: place of the entry, with which every message begins.
 
     Raises:
-        ClusterError: the memory is missing and there is no base, or a value is invalid; the message
-            begins with the place.
+        ClusterError: the memory is missing and there is no base, or a figure is out of range.
     """
-    values = {
-        field: fields.read(key, parse) for key, (field, parse) in _DEVICE.items() if key in fields
-    }
-    if "dsp" in fields or "clock" in fields:
-        if "flops" in values:
-            raise ClusterError(
-                f"{fields.where}: both 'flops' and 'dsp' are set: give the peaks, or the slices "
-                "and their clock"
-            )
-        values["flops"] = _fpga_peaks(
-            fields.read("dsp", parse_count), fields.read("clock", parse_clock)
-        )
+    values = _set_values(entry, _DEVICE_FIELDS)
+    if entry.dsp is not None and entry.clock is not None:
+        values["flops"] = _fpga_peaks(entry.dsp, entry.clock)
     if base is None and "memory_bytes" not in values:
-        keys = " and ".join(map(repr, fields.values))
+        keys = [key for key in DEVICE_KEYS if getattr(entry, key) is not None]
         raise ClusterError(
-            f"{fields.where}: the key 'memory' is missing: {name!r} with {keys} is a device of "
-            "your own; or take a preset's figures and change some, with 'like'"
+            f"{where}: the key 'memory' is missing: {name!r} with {' and '.join(map(repr, keys))} "
+            "is a device of your own; or take a preset's figures and change some, with 'like'"
         )
     try:
         return Device(name, **values) if base is None else replace(base, name=name, **values)
     except ClusterError as error:
-        raise ClusterError(f"{fields.where}: {error}") from error
+        raise ClusterError(f"{where}: {error}") from error
+
+
+def build_link(entry: LinkFigures, base: Link | None, where: str) -> Link:
+    """Return the link of an entry.
+
+    Args:
+        entry: the figures.
+        base: the link from which missing figures are taken; None if the entry has latency and
+            bandwidth.
+        where: place of the entry, with which every message begins.
+
+    Raises:
+        ClusterError: a figure is out of range.
+    """
+    values = _set_values(entry, _LINK_FIELDS)
+    try:
+        return Link(**values) if base is None else replace(base, **values)
+    except ClusterError as error:
+        raise ClusterError(f"{where}: {error}") from error
+
+
+def _set_values(entry: object, field_names: dict[str, str]) -> dict[str, Any]:
+    """Return the figures that an entry has, by the fields that they set."""
+    values = {field: getattr(entry, key) for key, field in field_names.items()}
+    return {field: value for field, value in values.items() if value is not None}
 
 
 def _fpga_peaks(dsp: int, clock: float) -> tuple[tuple[str, float], ...]:
@@ -95,26 +105,3 @@ def _fpga_peaks(dsp: int, clock: float) -> tuple[tuple[str, float], ...]:
     Source: Zhang et al., FPGA 2015, for the five slices of a multiply-add in float32.
     """
     return tuple((dtype, 2.0 * dsp * clock / slices) for dtype, slices in _SLICES.items())
-
-
-def read_link(fields: Fields, base: Link | None) -> Link:
-    """Return the link of an entry.
-
-    Args:
-        fields: the entry.
-        base: the link from which missing keys are taken; None if there is none.
-
-    Raises:
-        ClusterError: latency or bandwidth is missing and there is no base, or a value is invalid;
-            the message begins with the place.
-    """
-    required = ("latency", "bandwidth") if base is None else ()
-    values = {
-        field: fields.read(key, parse)
-        for key, (field, parse) in _LINK.items()
-        if key in fields or key in required
-    }
-    try:
-        return Link(**values) if base is None else replace(base, **values)
-    except ClusterError as error:
-        raise ClusterError(f"{fields.where}: {error}") from error

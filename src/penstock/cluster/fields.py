@@ -1,22 +1,23 @@
-"""Parse the values of a cluster file: quantities with units, and mappings of known keys only."""
+"""Parse the values of a cluster file: quantities with their units, counts and texts."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from penstock.cluster.device import DTYPES
-from penstock.errors import ClusterError, SettingError, UnknownName
+from penstock.errors import SettingError, UnknownName
 from penstock.files.text import quote
 from penstock.units import parse_bytes, parse_seconds
 
-T = TypeVar("T")
-
 #: Devices of a description at most, so that a typing error does not exhaust the memory.
 MAX_DEVICES = 65_536
+
+#: Rates lie between these: bytes, cycles and FLOP per second. Others are typing errors.
+_MIN_RATE, _MAX_RATE = 1e-3, 1e24
+
+#: Factors such as `together` at most.
+_MAX_FACTOR = 1e6
 
 #: Text of an infinite bandwidth.
 UNLIMITED = "unlimited"
@@ -38,6 +39,20 @@ _SHORT_DTYPES = {
 }
 
 
+def _checked_rate(rate: float, text: object) -> float:
+    """Return a rate if a device can have it; 0 is refused where the device is built.
+
+    Raises:
+        SettingError: it cannot.
+    """
+    if rate and not _MIN_RATE <= rate <= _MAX_RATE:
+        raise SettingError(
+            f"{quote(text)} is no rate of any device; those are {_MIN_RATE:g} to {_MAX_RATE:g} per "
+            "second"
+        )
+    return rate
+
+
 def parse_bandwidth(text: object) -> float:
     """Return bytes per second from `"10 Gb/s"` or `"10 Gbit/s"` (bits), `"1.25 GB/s"` (bytes),
     or `"unlimited"`.
@@ -56,7 +71,7 @@ def parse_bandwidth(text: object) -> float:
             f"{quote(text)} is not a bandwidth; write for example '10 Gb/s' (bits) or '1.25 GB/s' "
             "(bytes)"
         )
-    return float(match[1]) * _PREFIX[match[2]] / (1 if match[3] == "B" else 8)
+    return _checked_rate(float(match[1]) * _PREFIX[match[2]] / (1 if match[3] == "B" else 8), text)
 
 
 def parse_flops(text: object) -> float:
@@ -73,7 +88,7 @@ def parse_flops(text: object) -> float:
         raise SettingError(
             f"{quote(text)} is not a rate of computing; write for example '15.7 TFLOP/s'"
         )
-    return float(match[1]) * _PREFIX[match[2]]
+    return _checked_rate(float(match[1]) * _PREFIX[match[2]], text)
 
 
 def parse_peaks(value: object) -> tuple[tuple[str, float], ...]:
@@ -109,7 +124,7 @@ def parse_clock(text: object) -> float:
     match = _CLOCK.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise SettingError(f"{quote(text)} is not a clock; write for example '200 MHz'")
-    return float(match[1]) * _PREFIX[match[2]]
+    return _checked_rate(float(match[1]) * _PREFIX[match[2]], text)
 
 
 def parse_memory(text: object) -> int:
@@ -156,6 +171,8 @@ def parse_number(value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise SettingError(f"{quote(value)} is not a number of 0 or more; write for example 1.5")
+    if value > _MAX_FACTOR:
+        raise SettingError(f"{quote(value)} is more than {_MAX_FACTOR:g}")
     return float(value)
 
 
@@ -179,47 +196,3 @@ def parse_text(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         raise SettingError(f"{quote(value)} is not a text")
     return value
-
-
-@dataclass(frozen=True)
-class Fields:
-    """A mapping from a file; every message begins with `where`."""
-
-    values: Mapping[str, Any]
-    where: str
-
-    @classmethod
-    def of(cls, value: object, where: str, known_keys: tuple[str, ...]) -> Fields:
-        """Return the mapping if all its keys are known.
-
-        Raises:
-            ClusterError: `value` is no mapping, or has an unknown key.
-        """
-        if not isinstance(value, dict):
-            raise ClusterError(
-                f"{where}: {quote(value)} is no mapping; its keys may be {', '.join(known_keys)}"
-            )
-        unknown = [key for key in value if key not in known_keys]
-        if unknown:
-            raise ClusterError(
-                f"{where}: unknown key {quote(unknown[0])}; known are {', '.join(known_keys)}"
-            )
-        return cls(value, where)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.values
-
-    def read(self, key: str, parse: Callable[[object], T], default: T | None = None) -> T:
-        """Parse the value of `key`; return `default` if the key is missing and there is a default.
-
-        Raises:
-            ClusterError: the key is missing, or `parse` refuses its value.
-        """
-        if key not in self.values:
-            if default is None:
-                raise ClusterError(f"{self.where}: the key {key!r} is missing")
-            return default
-        try:
-            return parse(self.values[key])
-        except SettingError as error:
-            raise ClusterError(f"{self.where}: {key}: {error}") from error

@@ -16,15 +16,25 @@ LOOPBACK: Final = Link(50e-6, 1e9, "assumed: measure by `penstock doctor`")
 
 
 def local(ranks: int, name: str) -> Cluster:
-    """Return this host's memory, divided equally among CPU ranks.
+    """Return this host's memory, divided equally among CPU ranks. More ranks than cores slow each
+    other down.
 
     Raises:
         ClusterError: the number of ranks is out of range, or the host does not report its memory.
     """
     if not 1 <= ranks <= MAX_DEVICES:
         raise ClusterError(f"{name}: a cluster has 1 to {MAX_DEVICES} ranks")
-    device = Device("cpu", host_memory_bytes() // ranks, "cpu")
+    together = max(1.0, ranks / available_cores())
+    device = Device("cpu", host_memory_bytes() // ranks, "cpu", together=together)
     return Cluster(name, (device,) * ranks, ranks, LOOPBACK, LOOPBACK)
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return os.cpu_count() or 1
 
 
 def host_memory_bytes() -> int:

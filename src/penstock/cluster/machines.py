@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,14 +11,15 @@ from typing import final
 
 from penstock.cluster.device import Device, Link
 from penstock.errors import ClusterError, FileError
+from penstock.notebook import NotebookText
 
 #: Lines that are printed for different nodes at most.
 _MAX_NODE_LINES = 12
 
 
 @final
-@dataclass(frozen=True)
-class Cluster:
+@dataclass(frozen=True, repr=False)
+class Cluster(NotebookText):
     """Devices by rank, their nodes, and the links that join them.
 
     Attributes:
@@ -31,10 +32,17 @@ class Cluster:
         node_of: the node of every rank; () if ranks fill node after node.
         insides: (node, its inside link), for the nodes whose link differs from `inside`.
         source: where the description is from.
+        hosts: the name of every node's host, if it was measured; () if that is not known.
 
     Raises:
         ClusterError: there is no device, or less than one per node; or the nodes do not match the
             ranks.
+
+    Examples:
+        >>> import penstock as ps
+        >>> cluster = ps.cluster("2x4xV100-NVLink-25GbE")
+        >>> cluster.ranks, cluster.node(5)
+        (8, 1)
     """
 
     name: str
@@ -45,6 +53,7 @@ class Cluster:
     node_of: tuple[int, ...] = ()
     insides: tuple[tuple[int, Link], ...] = ()
     source: str = ""
+    hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_nodes()
@@ -71,6 +80,11 @@ class Cluster:
                 f"cluster {self.name} has ranks on nodes {sorted(nodes)}; nodes are numbered from "
                 "0, none left out"
             )
+        if self.hosts and not len(self.hosts) == len(set(self.hosts)) == self.nodes:
+            raise ClusterError(
+                f"cluster {self.name} has {self.nodes} nodes, and its hosts are "
+                f"{list(self.hosts)}: a different one for each"
+            )
 
     def _check_insides(self) -> None:
         """Refuse inside links of unknown nodes, and two links for one node."""
@@ -96,9 +110,16 @@ class Cluster:
         if self.node_of == tuple(rank // self.devices_per_node for rank in range(self.ranks)):
             object.__setattr__(self, "node_of", ())
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        return f"<Cluster {self._summary()}>"
+
+    def _summary(self) -> str:
+        """Return the number of ranks and nodes, and the kinds of devices."""
         nodes = f"{self.nodes} node{'s'[: self.nodes > 1]}"
-        lines = [f"{self.name}: {self.ranks} ranks on {nodes} ({', '.join(self.kinds)})"]
+        return f"{self.name}: {self.ranks} ranks on {nodes} ({', '.join(self.kinds)})"
+
+    def __str__(self) -> str:
+        lines = [self._summary()]
         if self.node_of or self.insides or len(self.kinds) > 1:
             lines += self._node_lines()
         if self.devices_per_node > 1 and not self.insides:
@@ -217,7 +238,27 @@ class Cluster:
             tuple(new_number[node] for node in nodes),
             tuple((new_number[node], link) for node, link in self.insides if node in new_number),
             self.source,
+            tuple(self.hosts[node] for node in new_number) if self.hosts else (),
         )
+
+    def slowdown(self, rank: int, busy: Collection[int]) -> float:
+        """Return how many times as long rank `rank` computes while the ranks `busy` do, over its
+        seconds alone.
+
+        `Device.together` says this for all ranks of the node. It is taken for a limit that they
+        share, such as cores or the bandwidth of memory: fewer ranks slow each other down in
+        proportion, and not at all below the limit. 4 ranks on 2 cores take twice as long, 3 ranks
+        1.5 times, and 2 as long as one.
+
+        Raises:
+            ClusterError: it is not a rank of this cluster.
+        """
+        together = self.devices[rank].together
+        if together == 1:
+            return 1.0
+        node_ranks = self.ranks_of_node(self.node(rank))
+        busy_ranks = len(set(busy) & set(node_ranks))
+        return max(1.0, together * busy_ranks / len(node_ranks))
 
     def transfer_seconds(self, count: float, a: int, b: int) -> float:
         """Return the seconds of a message of `count` bytes from rank `a` to rank `b`; 0 if they are

@@ -8,10 +8,9 @@ from importlib import resources
 from typing import Any
 
 from penstock.cluster.device import Device, Link
-from penstock.cluster.entries import DEVICE_KEYS, LINK_KEYS, read_device, read_link
-from penstock.cluster.fields import Fields, parse_text
+from penstock.cluster.entries import build_device, build_link
 from penstock.errors import UnknownName
-from penstock.files.yaml_values import yaml_value
+from penstock.files.read import parse_yaml
 
 
 @dataclass(frozen=True)
@@ -27,19 +26,20 @@ class Presets:
     @classmethod
     def load(cls) -> Presets:
         """Read the tables."""
+        from penstock.cluster.description import PresetTables  # imported late: loads pydantic
+
         file = resources.files("penstock.cluster") / "presets.yaml"
-        tables = yaml_value(file.read_text(encoding="utf-8"), "presets.yaml")
-        devices, links, nvlink_of, network = {}, {}, {}, set()
-        for name, row in tables["devices"].items():
-            fields = Fields.of(row, f"presets: {name}", (*DEVICE_KEYS, "nvlink"))
-            devices[name] = read_device(fields, name, None)
-            nvlink_of[name] = fields.read("nvlink", parse_text, "")
-        for name, row in tables["links"].items():
-            fields = Fields.of(row, f"presets: {name}", (*LINK_KEYS, "reach"))
-            links[name] = read_link(fields, None)
-            if fields.read("reach", parse_text) == "network":
-                network.add(name)
-        return cls(devices, links, tables["clusters"], nvlink_of, frozenset(network))
+        tables = parse_yaml(file.read_text(encoding="utf-8"), PresetTables, "presets.yaml")
+        devices = {
+            name: build_device(row, name, None, f"presets: {name}")
+            for name, row in tables.devices.items()
+        }
+        links = {
+            name: build_link(row, None, f"presets: {name}") for name, row in tables.links.items()
+        }
+        nvlink_of = {name: row.nvlink for name, row in tables.devices.items()}
+        network = frozenset(name for name, row in tables.links.items() if row.reach == "network")
+        return cls(devices, links, tables.clusters, nvlink_of, network)
 
     def device(self, name: str) -> Device:
         """Return the device called `name`.

@@ -2,7 +2,8 @@
 
 Besides the form that `cluster` documents, different nodes may be listed. A device or link may be
 `like` a preset, with some figures changed; unknown figures of a device are left out. `node_of: [0,
-1, 0, ...]` gives the node of every rank, if ranks do not fill node after node.
+1, 0, ...]` gives the node of every rank, if ranks do not fill node after node. `hosts: [a, b]` names
+the host of every node, as `penstock profile --cluster` does: plans then run on these hosts.
 
 ```yaml
 name: mixed
@@ -23,24 +24,29 @@ all are busy over seconds alone), source. A link's: like, latency, bandwidth, sh
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.cluster.device import Device, Link
-from penstock.cluster.entries import DEVICE_KEYS, LINK_KEYS, read_device, read_link
-from penstock.cluster.fields import MAX_DEVICES, Fields, parse_count, parse_text
+from penstock.cluster.entries import build_device, build_link, has_figures
+from penstock.cluster.fields import MAX_DEVICES
 from penstock.cluster.local import LOOPBACK
 from penstock.cluster.machines import Cluster
 from penstock.cluster.presets import Presets
-from penstock.errors import ClusterError, FileError, SettingError, UnknownName
-from penstock.files.text import quote, read_text
-from penstock.files.yaml_values import yaml_value
+from penstock.errors import ClusterError, FileError, UnknownName
+from penstock.files.read import read_yaml, validate
+from penstock.files.text import quote
 
-#: Keys of a description with equal nodes, and of one that lists its nodes.
-_UNIFORM_KEYS = ("name", "devices_per_node", "devices", "inside", "between", "source")
-_MIXED_KEYS = ("name", "nodes", "node_of", "inside", "between", "source")
+if TYPE_CHECKING:
+    from penstock.cluster.description import (
+        DeviceEntry,
+        LinkEntry,
+        MixedDescription,
+        NodeEntry,
+        UniformDescription,
+    )
 
 #: The devices of a node, and its inside link if it has one.
 _Node = tuple[list[Device], Link | None]
@@ -54,49 +60,60 @@ def read_cluster(path: Path) -> Cluster:
             and key.
     """
     try:
-        description = yaml_value(read_text(path, "cluster"), str(path))
+        content = read_yaml(path, object, kind="cluster")
     except FileError as error:
         raise ClusterError(str(error)) from error
-    return build_cluster(description, str(path), Presets.load())
+    return build_cluster(content, str(path), Presets.load())
 
 
-def build_cluster(description: Any, where: str, presets: Presets) -> Cluster:
+def build_cluster(content: Any, where: str, presets: Presets) -> Cluster:
     """Return the cluster of a description.
 
     Args:
-        description: a mapping as read from YAML.
+        content: plain values as read from YAML.
         where: place of the description, with which every message begins.
         presets: the tables of presets.yaml.
 
     Raises:
         ClusterError: the description is invalid.
     """
-    reader = _Reader(where, presets)
-    if isinstance(description, dict) and "nodes" in description:
-        return reader.mixed_nodes(Fields.of(description, where, _MIXED_KEYS))
-    if isinstance(description, dict) and "node_of" in description:
+    from penstock.cluster.description import (  # imported late: loads pydantic
+        MixedDescription,
+        UniformDescription,
+    )
+
+    builder = _Builder(where, presets)
+    keys = content if isinstance(content, dict) else {}
+    if "node_of" in keys and "nodes" not in keys:
         raise ClusterError(
             f"{where}: node_of gives the node of each rank, but there is no list 'nodes'"
         )
-    return reader.uniform_nodes(Fields.of(description, where, _UNIFORM_KEYS))
+    try:
+        if "nodes" in keys:
+            mixed = validate(json.dumps(content), MixedDescription, where, kind="cluster")
+            return builder.mixed_nodes(mixed)
+        uniform = validate(json.dumps(content), UniformDescription, where, kind="cluster")
+    except FileError as error:
+        raise ClusterError(str(error)) from error
+    return builder.uniform_nodes(uniform)
 
 
 @dataclass(frozen=True)
-class _Reader:
-    """Reads a description at a place `where`."""
+class _Builder:
+    """Builds the cluster of a description at a place `where`."""
 
     where: str
     presets: Presets
 
-    def uniform_nodes(self, fields: Fields) -> Cluster:
+    def uniform_nodes(self, description: UniformDescription) -> Cluster:
         """Return a cluster whose nodes are all of one size."""
-        name = fields.read("name", parse_text)
-        per_node = fields.read("devices_per_node", parse_count)
-        devices = self.devices(fields)
+        per_node = description.devices_per_node
+        devices = self.devices(description.devices, "devices")
         links: dict[str, Link] = {}
         for key, required in (("inside", per_node > 1), ("between", len(devices) > per_node)):
-            if key in fields:
-                links[key] = self.link(fields, key, devices[0])
+            entry: LinkEntry | None = getattr(description, key)
+            if entry is not None:
+                links[key] = self.link(entry, key, devices[0])
             elif required:
                 raise ClusterError(
                     f"{self.where}: the key {key!r} is missing: {len(devices)} devices, {per_node} "
@@ -105,93 +122,96 @@ class _Reader:
         # A link that is not described joins no ranks, so any value will do.
         unused = next(iter(links.values()), LOOPBACK)
         return Cluster(
-            name,
+            description.name,
             tuple(devices),
             per_node,
             links.get("inside", unused),
             links.get("between", unused),
-            source=fields.read("source", parse_text, ""),
+            source=description.source,
+            hosts=tuple(description.hosts),
         )
 
-    def mixed_nodes(self, fields: Fields) -> Cluster:
+    def mixed_nodes(self, description: MixedDescription) -> Cluster:
         """Return a cluster whose nodes are listed, each with its devices and inside link."""
-        name = fields.read("name", parse_text)
-        nodes = self.nodes(fields)
+        nodes = self.nodes(description)
         insides = tuple(
             (number, link) for number, (_, link) in enumerate(nodes) if link is not None
         )
         node_links = [link for _, link in insides]
         first_device = nodes[0][0][0]
-        if "between" in fields:
-            between = self.link(fields, "between", first_device)
+        if description.between is not None:
+            between = self.link(description.between, "between", first_device)
         elif len(nodes) > 1:
             raise ClusterError(
                 f"{self.where}: the key 'between' is missing: {len(nodes)} nodes need it"
             )
         else:
             between = next(iter(node_links), LOOPBACK)
-        if "inside" in fields:
-            inside = self.link(fields, "inside", first_device)
+        if description.inside is not None:
+            inside = self.link(description.inside, "inside", first_device)
         else:
             inside = next(iter(node_links), between)
-        node_of = self.node_of(fields, [len(devices) for devices, _ in nodes])
+        node_of = self.node_of(description.node_of, [len(devices) for devices, _ in nodes])
         remaining_devices = [iter(devices) for devices, _ in nodes]
         return Cluster(
-            name,
+            description.name,
             tuple(next(remaining_devices[node]) for node in node_of),
             1,
             inside,
             between,
             node_of,
             insides,
-            fields.read("source", parse_text, ""),
+            description.source,
+            tuple(description.hosts),
         )
 
-    def nodes(self, fields: Fields) -> list[_Node]:
-        """Return the nodes of a list."""
-        rows = fields.values["nodes"]
-        if not isinstance(rows, list) or not rows:
-            raise ClusterError(f"{self.where}: nodes: {quote(rows)} is no list of nodes")
+    def nodes(self, description: MixedDescription) -> list[_Node]:
+        """Return the nodes of a description."""
         nodes: list[_Node] = []
-        for i, row in enumerate(rows):
-            nodes += self.node_entry(row, f"{self.where}: nodes[{i}]", fields)
-            self.check_count(sum(len(devices) for devices, _ in nodes))
+        device_count = 0
+        for i, entry in enumerate(description.nodes):
+            equal_nodes = self.node_entry(entry, f"nodes.{i}", description.inside)
+            device_count += sum(len(devices) for devices, _ in equal_nodes)
+            self.check_count(device_count)
+            nodes += equal_nodes
         return nodes
 
-    def node_entry(self, row: object, where: str, cluster: Fields) -> list[_Node]:
-        """Return the nodes of one entry: `count` equal ones."""
-        entry = _Reader(where, self.presets)
-        fields = Fields.of(row, where, ("count", "devices", "inside"))
-        devices, count = entry.devices(fields), fields.read("count", parse_count, 1)
-        self.check_count(count * len(devices))
+    def node_entry(self, entry: NodeEntry, key: str, inside: LinkEntry | None) -> list[_Node]:
+        """Return the nodes of one entry: `count` equal ones.
+
+        Args:
+            entry: the entry.
+            key: its place.
+            inside: the cluster's link inside a node.
+        """
+        devices = self.devices(entry.devices, f"{key}.devices")
+        self.check_count(entry.count * len(devices))
         link = None
-        if "inside" in fields:
-            link = entry.link(fields, "inside", devices[0])
-        elif "inside" in cluster:
-            # Read for every node: the generation of "NVLink" depends on the node's devices.
-            link = self.link(cluster, "inside", devices[0])
+        if entry.inside is not None:
+            link = self.link(entry.inside, f"{key}.inside", devices[0])
+        elif inside is not None:
+            # Built for every node: the generation of "NVLink" depends on the node's devices.
+            link = self.link(inside, "inside", devices[0])
         elif len(devices) > 1:
             raise ClusterError(
-                f"{where}: the key 'inside' is missing: {len(devices)} devices on a node need it, "
-                "in this entry or for all nodes"
+                f"{self.where}: {key}: the key 'inside' is missing: {len(devices)} devices on a "
+                "node need it, in this entry or for all nodes"
             )
-        return [(devices, link)] * count
+        return [(devices, link)] * entry.count
 
-    def node_of(self, fields: Fields, sizes: list[int]) -> tuple[int, ...]:
-        """Return the node of every rank: the key `node_of`, or by default node after node."""
+    def node_of(self, numbers: list[int] | None, sizes: list[int]) -> tuple[int, ...]:
+        """Return the node of every rank: `numbers`, or by default node after node."""
         in_order: list[int] = []
         for node, size in enumerate(sizes):
             in_order += [node] * size
-        node_of = fields.values.get("node_of", in_order)
-        has_integers = isinstance(node_of, list) and all(
-            isinstance(node, int) and not isinstance(node, bool) for node in node_of
-        )
-        if not has_integers or sorted(node_of) != in_order:
+        if numbers is None:
+            return tuple(in_order)
+        if sorted(numbers) != in_order:
             raise ClusterError(
-                f"{self.where}: node_of: {quote(node_of)} is not the node of every rank; the nodes, "
-                f"from 0, hold {sizes} devices"
+                f"{self.where}: node_of: {quote(numbers)} is not the node of every rank; the nodes, "
+                f"from 0, hold {quote(sizes)} devices"
             )
-        return tuple(node_of)
+        return tuple(numbers)
 
     def check_count(self, count: int) -> None:
         """Refuse more than `MAX_DEVICES` devices."""
@@ -200,37 +220,28 @@ class _Reader:
                 f"{self.where}: {count} devices are too many; a cluster has 1 to {MAX_DEVICES}"
             )
 
-    def devices(self, fields: Fields) -> list[Device]:
+    def devices(self, entries: list[DeviceEntry], key: str) -> list[Device]:
         """Return the devices of a list."""
-        rows = fields.read("devices", lambda value: value)
-        if not isinstance(rows, list) or not rows:
-            raise ClusterError(f"{self.where}: devices: {quote(rows)} is no list of devices")
         devices: list[Device] = []
-        for i, row in enumerate(rows):
-            devices += self.device_entry(row, f"{self.where}: devices[{i}]")
-            self.check_count(len(devices))
+        for i, entry in enumerate(entries):
+            device = self.device(entry, f"{self.where}: {key}.{i}")
+            self.check_count(len(devices) + entry.count)
+            devices += [device] * entry.count
         return devices
 
-    def device_entry(self, row: object, where: str) -> list[Device]:
-        """Return the devices of one entry.
+    def device(self, entry: DeviceEntry, where: str) -> Device:
+        """Return the device of an entry.
 
         An entry is a preset's name, `{name, count}` of a preset, or a device of the user's own,
         possibly `like` a preset.
         """
-        if isinstance(row, str):
-            row = {"name": row}
-        fields = Fields.of(row, where, ("name", "like", "count", *DEVICE_KEYS))
-        count = fields.read("count", parse_count, 1)
-        base = None
-        if "like" in fields:
-            base = self.preset(fields.read("like", parse_text), f"{where}: like")
-            name = fields.read("name", parse_text, base.name)
-        else:
-            name = fields.read("name", parse_text)
-            if not any(key in fields for key in DEVICE_KEYS):
-                hint = "; a device of your own needs 'memory'"
-                return [self.preset(name, where, hint)] * count
-        return [read_device(fields, name, base)] * count
+        if entry.like is not None:
+            base = self.preset(entry.like, f"{where}.like")
+            return build_device(entry, entry.name or base.name, base, where)
+        name = entry.name or ""
+        if not has_figures(entry):
+            return self.preset(name, where, "; a device of your own needs 'memory'")
+        return build_device(entry, name, None, where)
 
     def preset(self, name: str, where: str, hint: str = "") -> Device:
         """Return the preset device called `name`; `hint` is added to the error message."""
@@ -239,21 +250,12 @@ class _Reader:
         except UnknownName as error:
             raise ClusterError(f"{where}: {error}{hint}") from error
 
-    def link(self, fields: Fields, key: str, device: Device) -> Link:
-        """Return the link of a key: a preset's name, or `{like, latency, bandwidth, …}`."""
-        where, value = f"{fields.where}: {key}", fields.values[key]
-        by_name = partial(self.preset_link, device=device)
-        if isinstance(value, str):
-            return fields.read(key, lambda name: by_name(str(name)))
-        entry = Fields.of(value, where, ("like", *LINK_KEYS))
-        base = None
-        if "like" in entry:
-            base = entry.read("like", lambda name: by_name(parse_text(name)))
-        return read_link(entry, base)
-
-    def preset_link(self, name: str, device: Device) -> Link:
-        """Return the preset link called `name` between two devices of this kind."""
-        try:
-            return self.presets.links[self.presets.link_name(name, device.name)]
-        except UnknownName as error:
-            raise SettingError(str(error)) from error
+    def link(self, entry: LinkEntry, key: str, device: Device) -> Link:
+        """Return the link of an entry between two devices of this kind."""
+        where, base = f"{self.where}: {key}", None
+        if entry.like is not None:
+            try:
+                base = self.presets.links[self.presets.link_name(entry.like, device.name)]
+            except UnknownName as error:
+                raise ClusterError(f"{where}: {error}") from error
+        return build_link(entry, base, where)

@@ -37,6 +37,8 @@ def yaml_of(cluster: Cluster) -> str:
     else:
         description["devices_per_node"] = cluster.devices_per_node
         description["devices"] = _devices(cluster.devices)
+    if cluster.hosts:
+        description["hosts"] = list(cluster.hosts)
     description["inside"] = _link(cluster.inside)
     description["between"] = _link(cluster.between)
     return yaml_text(description)

@@ -99,7 +99,7 @@ def summary_items(panel: Timeline, clock: Clock) -> list[str]:
     """Return the key figures of a timeline as text, one item each.
 
     These are makespan, bubble ratio, busy share per rank, peak in flight per stage and, if known,
-    peak memory per rank with the contents of the fullest rank.
+    peak memory per rank with the contents of the rank with the highest.
     """
     busy = [format_number(100 * share, 0) for share in busy_shares(panel)]
     busy_list = _list_or_range(busy, [float(share) for share in busy])

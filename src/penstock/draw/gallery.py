@@ -78,7 +78,7 @@ def write_gallery(folder: Path, text: GalleryText, entries: Sequence[GalleryEntr
 
 def _html_page(text: GalleryText, entries: Sequence[GalleryEntry]) -> str:
     """Return one HTML file with all drawings; clicking on a column's head sorts the table."""
-    style = _resource("page.css") + _resource("gallery.css")
+    style = _resource("viewer.css") + _resource("page.css") + _resource("gallery.css")
     dark = _resource("page_dark.css") + dark_style("main")
     head = "".join(
         f'<th scope="col"><button type="button">{escape(name)}</button></th>'

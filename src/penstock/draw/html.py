@@ -48,7 +48,8 @@ def html(panels: Sequence[Timeline], note: str = "") -> str:
             body += [f"<h2>{escape(heading(panel))}</h2>", _key_figures(panel, clock)]
         body.append(f'<div class="tables">{_rank_table(panel, clock)}{_stage_table(panel)}</div>')
     dark = _style_sheet("page_dark.css") + dark_style("main")
-    style = f"{_style_sheet('page.css')}@media (prefers-color-scheme:dark){{{dark}}}"
+    style = _style_sheet("viewer.css") + _style_sheet("page.css")
+    style += f"@media screen and (prefers-color-scheme:dark){{{dark}}}"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n'

@@ -82,8 +82,13 @@ def _select_format(path: str | Path | None, format_option: str | None) -> str:
     return format_name
 
 
-def write(path: Path, content: str | bytes) -> None:
+def write(path: Path, content: str | bytes, kind: str = "drawing") -> None:
     """Write a file atomically: readers see either its old or its complete new content.
+
+    Args:
+        path: the file.
+        content: all of it; text is written as UTF-8.
+        kind: what the file is, for messages.
 
     Raises:
         FileError: the file cannot be written.
@@ -107,4 +112,4 @@ def write(path: Path, content: str | bytes) -> None:
         reason = getattr(error, "strerror", None) or str(error)
         if isinstance(error, FileNotFoundError):
             reason = f"the folder {path.parent} does not exist; create it first"
-        raise FileError(f"cannot write the drawing {path}: {reason}") from error
+        raise FileError(f"cannot write the {kind} {path}: {reason}") from error

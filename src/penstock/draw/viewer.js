@@ -1,18 +1,23 @@
-// The figure of a page: lanes on a canvas that zooms and pans along time. All data stands in the page.
+// The timelines of a page: lanes on a canvas that zooms and pans along time.
 "use strict";
-(() => {
-  const data = JSON.parse(document.getElementById("penstock-data").textContent);
-  const figure = document.getElementById("penstock-figure");
+/**
+ * Draw timelines into a figure, and follow the pointer and the keyboard.
+ * The figure with data-whole-page takes the keys of the whole page, and the address holds its view.
+ * Returns { show }, which replaces the timelines by others.
+ */
+function penstockViewer(figure, data) {
+  const wholePage = "wholePage" in figure.dataset;
+  figure.classList.add("live");
   const frame = figure.querySelector(".frame"), inner = figure.querySelector(".inner");
   const canvas = figure.querySelector("canvas"), tip = figure.querySelector(".tip"), summed = figure.querySelector(".summed");
   const paint = canvas.getContext("2d");
-  const KINDS = [...Object.keys(data.kinds)];
-  const AXIS = 26, HEAD = data.panels.length > 1 ? 28 : 10, STRIP = 36, RIGHT = 14, SMALL = "11px sans-serif", USUAL = "12px sans-serif";
+  let KINDS = Object.keys(data.kinds);
+  const AXIS = 26, STRIP = 36, RIGHT = 14, SMALL = "11px sans-serif", USUAL = "12px sans-serif";
   // Taller figures scroll within the page.
   const TALLEST = 1500;
   // Arrows and outlines of more than these would blacken the figure and take time.
   const MANY_ARROWS = 3000, MANY_BOXES = 20000;
-  const whole = data.seconds || 1;
+  let whole = data.seconds || 1;
   let view = { from: 0, to: whole }, left = 80, wide = 800, high = 400, hover = null, queued = false, dragged = null;
 
   // ---- words ----
@@ -41,7 +46,7 @@
   function arrange() {
     let y = 0;
     for (const panel of data.panels) {
-      panel.y = y; y += HEAD;
+      panel.y = y; y += data.panels.length > 1 ? 28 : 10;
       for (const rank of panel.ranks) {
         rank.y = y; rank.high = panel.paired ? 42 : panel.several ? 36 : 28;
         y += rank.high + (rank.memory ? STRIP : 0) + (panel.sent.t.length ? 18 : 6);
@@ -142,6 +147,7 @@
     return [Math.max(0, above(rank.e, view.from) - 1), above(rank.t, view.to)];
   }
   function boxes(panel, rank) {
+    if (rank.share) { summed.hidden = false; shares(rank); return; }
     const [first, last] = visible(rank);
     if (last - first > 2 * wide) { summed.hidden = false; sums(rank, first, last); return; }
     const labels = [];
@@ -204,6 +210,28 @@
       }
     }
   }
+  /** Shares of time per column, where the data has no ops. */
+  function shares(rank) {
+    const columns = Math.max(...Object.values(rank.share).map((text) => text.length));
+    for (let column = 0; column < columns; column++) {
+      const start = x(whole * column / columns), end = x(whole * (column + 1) / columns);
+      if (end < left || start > left + wide) continue;
+      let y = rank.y + rank.high;
+      for (const kind of KINDS) {
+        const tall = rank.share[kind] ? parseInt(rank.share[kind][column], 36) / 35 * rank.high : 0;
+        // Columns overlap by a fraction of a point, or gaps between them would show.
+        if (tall > 0) { y -= tall; paint.fillStyle = fill(kind, 0); paint.fillRect(start, y, end - start + 0.4, tall); }
+      }
+    }
+  }
+  function shareLines(rank, seconds) {
+    const lines = [];
+    for (const [kind, text] of Object.entries(rank.share)) {
+      const share = parseInt(text[Math.min(text.length - 1, Math.floor(seconds / whole * text.length))], 36) / 35;
+      if (share > 0) lines.push(`${data.kinds[kind].name}: ${Math.round(100 * share)} %`);
+    }
+    return lines.length ? lines : ["idle"];
+  }
   function ends(panel, i) {
     const { f, to } = panel.sent, source = panel.ranks[f[i]], target = panel.ranks[to[i]], down = to[i] > f[i];
     return [x(panel.sent.t[i]), source.y + (down ? source.high : 0), x(panel.sent.e[i]), target.y + (down ? 0 : target.high)];
@@ -258,11 +286,12 @@
     const seconds = moment(place);
     for (const panel of data.panels) for (const rank of panel.ranks) {
       if (y >= rank.y && y < rank.y + rank.high) {
+        if (rank.share) return { panel, lines: [`${rank.name} at ${duration(seconds)}`, ...shareLines(rank, seconds), ...memoryLine(rank, seconds)] };
         const [first, last] = visible(rank), crowded = last - first > 2 * wide;
         const i = opAt(panel, rank, seconds, y);
         if (crowded) return { panel, lines: [`${rank.name}: ${last - first} ops in view, drawn as shares of time`, `at ${duration(seconds)}; zoom in to see each`] };
         if (i >= 0) return opFacts(panel, rank, i);
-        return seconds <= panel.makespan ? { panel, lines: [`${rank.name} idle`, ...memoryLine(rank, seconds)] } : null;
+        return seconds <= panel.makespan ? { panel, lines: [...idleLines(panel, rank, seconds), ...memoryLine(rank, seconds)] } : null;
       }
       if (rank.memory && y >= rank.y + rank.high && y < rank.y + rank.high + STRIP && arrowAt(panel, place, y) < 0)
         return { panel, lines: [`${rank.name} holds ${size(heldAt(rank, seconds))} at ${duration(seconds)}`,
@@ -274,6 +303,20 @@
         `${duration(sent.t[i])} to ${duration(sent.e[i])}: ${duration(sent.e[i] - sent.t[i])}`, ...(sent.b[i] ? [size(sent.b[i])] : [])] };
     }
     return null;
+  }
+  /** Why a rank is idle: what the op after the gap waits for. */
+  function idleLines(panel, rank, seconds) {
+    const next = above(rank.t, seconds), start = next ? Math.max(...rank.e.slice(Math.max(0, next - 2), next)) : 0;
+    const end = next < rank.t.length ? rank.t[next] : panel.makespan;
+    const lines = [`${rank.name} idle for ${duration(end - start)}`];
+    if (next === rank.t.length) return [...lines, "has no more ops"];
+    const wait = rank.waits && rank.waits[next];
+    if (!wait) return lines;
+    const [op, from, ended, arrived] = wait;
+    lines.push(`${rank.s[next]}${rank.k[next]}${rank.n[next]} waits for ${op} of rank ${from}`);
+    if (arrived > ended) lines.push(`which ends at ${duration(ended)} and arrives at ${duration(arrived)}`);
+    else lines.push(`which ends at ${duration(ended)}`);
+    return lines;
   }
   const memoryLine = (rank, seconds) => (rank.memory ? [`rank holds ${size(heldAt(rank, seconds))}`] : []);
   function opFacts(panel, rank, i) {
@@ -312,10 +355,12 @@
   };
   const pan = (share) => { const by = share * (view.to - view.from); look(view.from + by, view.to + by); };
   const remember = () => {
+    if (!wholePage) return;
     const all = view.from <= 0 && view.to >= whole;
     try { history.replaceState(null, "", all ? location.pathname + location.search : `#t=${view.from},${view.to}`); } catch { /* a sandbox */ }
   };
   function recall() {
+    if (!wholePage) return;
     const found = /^#t=([0-9.e+-]+),([0-9.e+-]+)$/.exec(location.hash);
     if (found && +found[1] < +found[2]) look(+found[1], +found[2]);
   }
@@ -343,8 +388,10 @@
   canvas.addEventListener("pointerleave", hide);
   canvas.addEventListener("dblclick", (event) => { zoom(2.5, moment(event.clientX - canvas.getBoundingClientRect().left)); remember(); });
   for (const button of figure.querySelectorAll("button")) button.addEventListener("click", () => { DO[button.dataset.do](); remember(); });
-  document.addEventListener("keydown", (event) => {
+  (wholePage ? document : figure).addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
+    // In a form, these keys are for the form.
+    if (event.target instanceof Element && event.target.closest("input, select, textarea, summary")) return;
     event.preventDefault(); DO[KEYS[event.key]](); remember();
   });
   frame.addEventListener("scroll", () => { hide(); later(); });
@@ -352,4 +399,15 @@
   window.addEventListener("hashchange", recall);
   dark.addEventListener("change", () => { colours(); later(); });
   colours(); arrange(); recall();
-})();
+  function replaceData(next) {
+    const all = view.from <= 0 && view.to >= whole;
+    data = next; KINDS = Object.keys(data.kinds); whole = data.seconds || 1; hover = null; tip.hidden = true;
+    if (all || view.to > whole) view = { from: 0, to: whole };
+    arrange();
+  }
+  return { show: replaceData };
+}
+for (const figure of document.querySelectorAll("figure.timeline")) {
+  const data = figure.querySelector('script[type="application/json"]');
+  if (data) penstockViewer(figure, JSON.parse(data.textContent));
+}

@@ -1,6 +1,8 @@
 """The figure of an HTML page that zooms: its frame and the data that `viewer.js` draws on a canvas.
 
-`viewer.js` reads the data by the keys that are set here.
+`viewer.js` reads the data by the keys that are set here. A page of its own has the data in it
+(`viewer`); a page that draws changing timelines puts the empty frame (`viewer_frame`) into its body
+and fetches the data (`viewer_data`).
 """
 
 from __future__ import annotations
@@ -10,20 +12,30 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
+import numpy as np
+
 from penstock.draw.box_shades import BoxShades
+from penstock.draw.columns import Spans, column_shares
 from penstock.draw.facts import KIND_NAMES, heading, kinds_in, op_name, op_number
 from penstock.draw.lanes import timed_transfers, transfer_direction
-from penstock.draw.memory import holders_at_peak, memory_steps
+from penstock.draw.memory import downsample, holders_at_peak, memory_steps
 from penstock.draw.pairs import events_by_rank, pair_halves
 from penstock.draw.palette import FILLS, FILLS_ON_DARK, number_colours
 from penstock.draw.scale import Clock, axis_seconds
 from penstock.draw.stage_order import StageOrder
+from penstock.draw.waits import dependencies_of_timeline, waits
 from penstock.event import Event, MemoryCurve, Timeline
-from penstock.schedule.op import Op
+from penstock.schedule.dependencies import Dependencies
+from penstock.schedule.op import Kind, Op
 
 #: With more ops than this the page would have tens of megabytes; it then has a static figure with
 #: columns instead of boxes.
 MAX_VIEWER_OPS = 300_000
+#: With more ops than this, the page does not say what ranks wait for, unless the caller has the
+#: dependencies.
+_MAX_WAITS_OPS = 20_000
+#: Columns of time of a timeline with too many ops for boxes: about the points of a wide screen.
+_COLUMNS = 600
 
 #: Letter of each transfer direction in the data.
 _DIRECTION_LETTERS = {"on": "f", "back": "b", "pass": "p"}
@@ -42,36 +54,83 @@ _HINT = (
 
 
 def viewer(panels: Sequence[Timeline], label: str, static: str) -> str:
-    """Return the figure with its data and its script, as HTML.
+    """Return the only figure of a page with its data and its script, as HTML.
+
+    The keys for zooming work on the whole page, and the address of the page holds the view.
 
     Args:
         panels: the timelines, on a common time scale.
         label: escaped description of the figure.
-        static: an SVG for browsers that run no scripts; may be empty.
+        static: an SVG for browsers that run no scripts and for print; may be empty.
+    """
+    figure = viewer_frame(
+        label,
+        viewer_legend(panels),
+        static,
+        attributes='id="penstock-figure" data-whole-page',
+        data=_data_element(panels),
+    )
+    return f"{figure}\n<script>{viewer_script()}</script>"
+
+
+def embedded_viewer(panels: Sequence[Timeline], label: str, static: str) -> str:
+    """Return one of several figures of a page, as HTML; arguments are those of `viewer`.
+
+    The page must end with a script element with `viewer_script`, which starts all figures. The keys
+    for zooming work while the figure has the focus.
+    """
+    return viewer_frame(label, viewer_legend(panels), static, data=_data_element(panels))
+
+
+def _data_element(panels: Sequence[Timeline]) -> str:
+    """Return the script element with the data of a figure."""
+    # In a script element only "</" and "<!--" are not text.
+    data = json.dumps(viewer_data(panels), separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json">{data}</script>'
+
+
+def viewer_script() -> str:
+    """Return the script that starts all figures of a page that have their data in it."""
+    return files("penstock.draw").joinpath("viewer.js").read_text(encoding="utf-8")
+
+
+def viewer_frame(
+    label: str, legend: str = "", static: str = "", attributes: str = "", data: str = ""
+) -> str:
+    """Return a figure: buttons, canvas and legend.
+
+    Args:
+        label: escaped description of the figure.
+        legend: HTML of the legend; may be set later.
+        static: an SVG for browsers that run no scripts and for print; may be empty.
+        attributes: further attributes of the element.
+        data: the script element with the data; empty if a script sets the data.
     """
     buttons = "".join(
         f'<button type="button" data-do="{action}" title="{name}" aria-label="{name}">'
         f"{sign}</button>"
         for action, sign, name in _BUTTONS
     )
-    script = files("penstock.draw").joinpath("viewer.js").read_text(encoding="utf-8")
     return (
-        f'<figure id="penstock-figure"><div class="tools">{buttons}<span>{_HINT}</span>'
-        '<span class="summed" hidden>'
+        f'<figure class="timeline" {attributes}><div class="tools">{buttons}'
+        f'<span class="hint">{_HINT}</span><span class="summed" hidden>'
         "too many ops in view for a box each: heights are shares of time</span></div>"
         '<div class="frame"><div class="inner">'
         f'<canvas tabindex="0" role="img" aria-label="{label}"></canvas></div></div>'
-        f'<div class="tip" role="status" hidden></div><div class="legend">{_legend(panels)}</div>'
-        "<noscript><p>This figure zooms where scripts may run.</p>"
-        f'<div class="still">{static}</div></noscript></figure>\n'
-        f'<script id="penstock-data" type="application/json">{_data(panels)}</script>\n'
-        f"<script>{script}</script>"
+        f'<div class="tip" role="status" hidden></div><div class="legend">{legend}</div>'
+        f'<div class="still">{static}</div>\n{data}</figure>'
     )
 
 
-def _legend(panels: Sequence[Timeline]) -> str:
-    """Return the legend: colours of kinds, and what numbers, shades and half boxes mean."""
-    meanings = sorted({BoxShades.of(panel).meaning for panel in panels} - {""})
+def viewer_legend(panels: Sequence[Timeline], max_ops: int = MAX_VIEWER_OPS) -> str:
+    """Return the HTML of the legend: colours of kinds, and what numbers, shades and halves mean.
+
+    Args:
+        panels: the timelines.
+        max_ops: as in `viewer_data`.
+    """
+    boxed = _number_of_ops(panels) <= max_ops
+    meanings = sorted({BoxShades.of(panel).meaning for panel in panels} - {""}) if boxed else []
     entries = []
     for kind in kinds_in(panels):
         first, second = FILLS[kind]
@@ -83,10 +142,16 @@ def _legend(panels: Sequence[Timeline]) -> str:
         sign = _colour_sign("var(--held);border-bottom:1px solid var(--edge)")
         entries.append((sign, "memory, its peak before it"))
     entries += [("", meaning) for meaning in meanings]
-    entries.append(("", _number_text(panels)))
-    if any(_has_pairs(panel) for panel in panels):
-        entries.append(("", "half boxes: pairs of ops"))
+    if boxed:
+        entries.append(("", _number_text(panels)))
+        if any(_has_pairs(panel) for panel in panels):
+            entries.append(("", "half boxes: pairs of ops"))
     return "".join(f"<span>{sign}{escape(text)}</span>" for sign, text in entries)
+
+
+def _number_of_ops(panels: Sequence[Timeline]) -> int:
+    """Return the number of ops of all timelines together."""
+    return sum(len(panel.log.start) for panel in panels)
 
 
 def _number_text(panels: Sequence[Timeline]) -> str:
@@ -109,10 +174,22 @@ def _has_pairs(panel: Timeline) -> bool:
     return any(pair_halves(row) for row in events_by_rank(panel))
 
 
-def _data(panels: Sequence[Timeline]) -> str:
-    """Return the data of `viewer.js` as JSON, safe within a script element."""
-    clock = Clock.of(panels)
-    peaks = [curve.peak for panel in panels for curve in panel.memory or ()]
+def viewer_data(
+    panels: Sequence[Timeline],
+    max_ops: int = MAX_VIEWER_OPS,
+    dependencies: Sequence[Dependencies] | None = None,
+) -> dict[str, object]:
+    """Return what `viewer.js` draws, as plain values.
+
+    Args:
+        panels: the timelines, on a common time scale.
+        max_ops: with more ops than this in all timelines together, there are no boxes, arrows and
+            numbers: the data then has the share of time that each kind takes in columns of time.
+        dependencies: of the schedule of each timeline, if the caller has them; for timelines of up
+            to 20,000 ops they are computed otherwise.
+    """
+    clock, seconds = Clock.of(panels), axis_seconds(panels)
+    boxed = _number_of_ops(panels) <= max_ops
     kinds = {
         str(kind): {
             "name": KIND_NAMES[kind],
@@ -122,19 +199,72 @@ def _data(panels: Sequence[Timeline]) -> str:
         }
         for kind in kinds_in(panels)
     }
-    data = {
+    panel_dependencies: Sequence[Dependencies | None] = dependencies or [None] * len(panels)
+    return {
         "clock": {"unit": clock.unit, "factor": clock.factor},
-        "seconds": _compact(axis_seconds(panels)),
-        "most": max(peaks, default=0),
+        "seconds": _compact(seconds),
+        "most": max((max(panel.peak_memory or (0,)) for panel in panels), default=0),
         "kinds": kinds,
-        "panels": [_panel_data(panel) for panel in panels],
+        "panels": [
+            _panel_data(panel, of_panel) if boxed else _shares_data(panel, seconds)
+            for panel, of_panel in zip(panels, panel_dependencies, strict=True)
+        ],
     }
-    # In a script element only "</" and "<!--" are not text.
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _panel_data(panel: Timeline) -> dict[str, object]:
+def _shares_data(panel: Timeline, seconds: float) -> dict[str, object]:
+    """Return the data of a timeline with too many ops for boxes.
+
+    Args:
+        panel: the timeline.
+        seconds: length of the time axis.
+    """
+    labels = StageOrder.of(panel).rank_labels()
+    curves = memory_steps(panel)
+    kinds = kinds_in([panel])
+    no_ops: dict[str, object] = {"t": [], "e": [], "k": "", "s": [], "n": [], "z": "", "h": ""}
+    ranks = []
+    for rank in range(panel.ranks):
+        memory = None
+        if curves is not None:
+            memory = _memory_data(panel, rank, downsample(curves[rank], _COLUMNS, seconds))
+        rank_data: dict[str, object] = {
+            "name": f"rank {rank}",
+            "held": labels[rank],
+            "own": -1,
+            **no_ops,
+            "b": None,
+            "memory": memory,
+            "share": _rank_shares(panel, rank, kinds, seconds),
+        }
+        ranks.append(rank_data)
+    return {
+        "title": heading(panel),
+        "makespan": _compact(panel.makespan),
+        "several": False,
+        "paired": False,
+        "sent": {"t": [], "e": [], "f": [], "to": [], "o": [], "w": "", "b": []},
+        "ranks": ranks,
+    }
+
+
+def _rank_shares(
+    panel: Timeline, rank: int, kinds: Sequence[Kind], seconds: float
+) -> dict[str, str]:
+    """Return per kind the share of each column's time: a digit of base 36, z for all of it."""
+    spans = Spans.of(panel, rank)
+    work, _ = column_shares(spans, kinds, _COLUMNS, seconds / _COLUMNS or 1.0)
+    digits = np.frombuffer(b"0123456789abcdefghijklmnopqrstuvwxyz", np.uint8)
+    texts = {}
+    for kind, shares in work.items():
+        levels = np.rint(35 * np.minimum(shares, 1.0)).astype(np.int64)
+        texts[str(kind)] = digits[levels].tobytes().decode()
+    return texts
+
+
+def _panel_data(panel: Timeline, dependencies: Dependencies | None) -> dict[str, object]:
     """Return the data of one timeline."""
+    rank_waits = _waits_data(panel, dependencies)
     stage_order = StageOrder.of(panel)
     shades = BoxShades.of(panel, stage_order)
     curves = memory_steps(panel)
@@ -151,6 +281,7 @@ def _panel_data(panel: Timeline) -> dict[str, object]:
             **_op_columns(panel, rank, row, shades),
             "b": _sent_bytes(rank, row, transfer_bytes),
             "memory": None if curves is None else _memory_data(panel, rank, curves[rank]),
+            "waits": rank_waits[rank],
         }
         ranks.append(rank_data)
     return {
@@ -161,6 +292,29 @@ def _panel_data(panel: Timeline) -> dict[str, object]:
         "sent": _transfer_data(panel),
         "ranks": ranks,
     }
+
+
+def _waits_data(
+    panel: Timeline, dependencies: Dependencies | None
+) -> list[dict[str, tuple[str, int, float, float]]]:
+    """Return per rank what it waits for before its ops.
+
+    The keys are positions of ops; the values are the op that is waited for, its rank, and the
+    seconds at which it ends and its value arrives.
+    """
+    if dependencies is None and len(panel.log.start) <= _MAX_WAITS_OPS:
+        dependencies = dependencies_of_timeline(panel)
+    if dependencies is None:
+        return [{} for _ in range(panel.ranks)]
+    data = []
+    for rank_waits in waits(panel, dependencies):
+        rank_data = {}
+        for position, wait in rank_waits.items():
+            name = op_name(panel, wait.op)
+            times = (_compact(wait.end), _compact(wait.arrival))
+            rank_data[str(position)] = (name, wait.rank, *times)
+        data.append(rank_data)
+    return data
 
 
 def _sent_bytes(

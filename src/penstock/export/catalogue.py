@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from penstock.deprecation import renamed_arguments
 from penstock.errors import RunError, SettingError
 from penstock.plan.plan import Plan
 from penstock.registry import Registry
@@ -55,11 +56,12 @@ EXPORTERS: Registry[Callable[[Plan], Exported]] = Registry(
 register = EXPORTERS.register
 
 
-def export(made: Plan | Schedule, to: str, path: str | Path | None = None) -> str:
+@renamed_arguments({"made": "source"})
+def export(source: Plan | Schedule, to: str, path: str | Path | None = None) -> str:
     """Write a plan in the format of another library, or a schedule as torch's CSV.
 
     Args:
-        made: plan or schedule to export. Only "csv" accepts a schedule; the other formats name
+        source: plan or schedule to export. Only "csv" accepts a schedule; the other formats name
             layers, which a schedule does not have.
         to: name of the library: "torchgpipe" (or "fairscale"), "deepspeed", "megatron",
             "torchtitan", "torch", "pipedream", or "csv".
@@ -74,28 +76,35 @@ def export(made: Plan | Schedule, to: str, path: str | Path | None = None) -> st
         ScheduleError: the library cannot run this schedule.
         SettingError: the library needs a plan, not a schedule.
         RunError: the file cannot be written.
+
+    Examples:
+        >>> import penstock as ps
+        >>> profile = ps.Profile.load("docs/funnel.profile.json")
+        >>> plan = ps.plan(profile, ps.cluster("local:2"), batch=64, stages=2, planner="gpipe")
+        >>> print(export(plan, "torchgpipe"))
+        [4, 7]
     """
-    result = exported(made, to)
+    result = exported(source, to)
     if path is not None:
         result.write(path)
     return result.text
 
 
-def exported(made: Plan | Schedule, to: str) -> Exported:
+def exported(source: Plan | Schedule, to: str) -> Exported:
     """Export as `export` does, and return also how to use the text and what it leaves out.
 
     Raises:
         UnknownName, PlanError, ScheduleError, SettingError: see `export`.
     """
     entry = EXPORTERS.find(to)
-    if isinstance(made, Plan):
-        return entry.make(made)
+    if isinstance(source, Plan):
+        return entry.make(source)
     export_schedule = entry.facts.get("of_schedule")
     if not callable(export_schedule):
         raise SettingError(
             f"{entry.name} needs a plan, because its format names layers and a schedule has none: "
             "export the plan, or export the schedule to 'csv'"
         )
-    result = export_schedule(made)
+    result = export_schedule(source)
     assert isinstance(result, Exported)
     return result

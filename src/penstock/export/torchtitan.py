@@ -23,6 +23,7 @@ TORCH_SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved": "Interleaved1F1B",
+    "interleaved-zero-bubble": "InterleavedZeroBubble",
     "breadth-first": "LoopedBFS",
     "zb-v": "ZBVZeroBubble",
     "dualpipe-v": "DualPipeV",

@@ -31,6 +31,8 @@ def json_value(text: str, source: str, *, finite: bool = True, max_values: int =
         FileError: the text is not JSON, has a duplicate key, more than `max_values` values, too
             many levels, or a number that is not finite or has more than 64 bits.
     """
+    if not text.strip():
+        raise FileError(f"{source} is not JSON: it is empty")
     # Counted before parsing, which would take the memory. Commas within texts count as well.
     count = text.count(",") + text.count("[") + text.count("{")
     if count > max_values:

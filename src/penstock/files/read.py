@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from penstock.errors import FileError
 from penstock.files.json_values import json_value
@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 #: What pydantic calls a key that the type does not have.
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+#: What pydantic calls a value that is no mapping where the type has fields.
+_NO_MAPPING = ("dataclass_type", "model_type")
 #: A character of YAML has up to 4 bytes.
 _MAX_YAML_BYTES = 4 * MAX_CHARACTERS
 
@@ -29,7 +31,7 @@ _MAX_YAML_BYTES = 4 * MAX_CHARACTERS
 def read_yaml(path: str | Path, model: type[T], *, kind: str | None = None) -> T:
     """Read a YAML file as a value of a type.
 
-    A file without any value, such as one of comments, is an empty mapping.
+    A file of comments is an empty mapping. One without any text is refused: it was cut off.
 
     Args:
         path: the file.
@@ -43,7 +45,10 @@ def read_yaml(path: str | Path, model: type[T], *, kind: str | None = None) -> T
             and the place in it.
     """
     kind = kind or kind_of(model)
-    return parse_yaml(read_text(path, kind, _MAX_YAML_BYTES), model, str(path), kind=kind)
+    text = read_text(path, kind, _MAX_YAML_BYTES)
+    if not text.strip():
+        raise FileError(f"{path} is no {kind}: it is empty")
+    return parse_yaml(text, model, str(path), kind=kind)
 
 
 def parse_yaml(text: str, model: type[T], source: str, *, kind: str | None = None) -> T:
@@ -170,20 +175,66 @@ def _first_error(error: ValidationError, model: type) -> str:
     location = shorten(".".join(map(str, first["loc"])) or "the top")
     text = f"at {location}: {shorten(first['msg'].removeprefix('Value error, '), 300)}"
     if first["type"] in _UNKNOWN_KEY:
-        text = f"at {location}: unknown key{_known_keys(first['loc'], model)}"
-    elif first["type"] not in ("missing", "value_error", "json_invalid"):
+        keys = known_keys(model, first["loc"][:-1])
+        text = f"at {location}: unknown key{_hint(str(first['loc'][-1]), keys)}"
+    elif first["type"] == "missing":
+        text = f"at {location}: the key is missing"
+    elif first["type"] in _NO_MAPPING:
+        keys = known_keys(model, first["loc"])
+        text = f"at {location}: {quote(first['input'])} is no mapping"
+        text += f" with keys of {', '.join(keys)}" if keys else ""
+    elif first["type"] not in ("value_error", "json_invalid"):
         text += f", not {quote(first['input'])}"
     more = len(errors) - 1
     return text + (f" (and {more} more error{'s'[: more > 1]})" if more else "")
 
 
-def _known_keys(location: tuple[int | str, ...], model: type) -> str:
-    """Return the known keys, if the unknown one is of the type itself."""
-    names: list[str] = list(getattr(model, "model_fields", ()))
-    if is_dataclass(model):
-        names = [field.name for field in fields(model)]
-    if len(location) != 1 or not names:
+def _hint(key: str, keys: Sequence[str]) -> str:
+    """Return what to do about an unknown key where `keys` are known."""
+    if not keys:
         return "; remove it"
-    close_matches = difflib.get_close_matches(str(location[0])[:100], names, n=1)
+    close_matches = difflib.get_close_matches(key[:100], keys, n=1)
     hint = f". Did you mean {close_matches[0]!r}?" if close_matches else "; remove it."
-    return f"{hint} Known: {', '.join(names)}"
+    return f"{hint} Known: {', '.join(keys)}"
+
+
+def known_keys(model: Any, location: Sequence[int | str]) -> tuple[str, ...]:
+    """Return the keys that a mapping at a place in a type may have.
+
+    Args:
+        model: the type of the whole content.
+        location: keys and indices that lead to the mapping.
+
+    Returns:
+        The keys; none if there may be any, or if the place has one of several types.
+    """
+    for step in location:
+        model = _type_of_item(model, step)
+    model = _without_none(model)
+    if is_dataclass(model):
+        return tuple(entry.name for entry in fields(model))
+    return tuple(getattr(model, "model_fields", ()))
+
+
+def _type_of_item(model: Any, step: int | str) -> Any:
+    """Return the type of a field, an item or a value of a type; None if it is not known."""
+    model = _without_none(model)
+    if is_dataclass(model):
+        return get_type_hints(model).get(str(step))
+    items = get_args(model)
+    if get_origin(model) is list:
+        return items[0]
+    if get_origin(model) is dict:
+        return items[1]
+    if get_origin(model) is tuple and isinstance(step, int):
+        return items[0] if items[-1] is Ellipsis else items[min(step, len(items) - 1)]
+    return None
+
+
+def _without_none(model: Any) -> Any:
+    """Return X for the types `X | None` and `Annotated[X, ...]`, otherwise the type itself."""
+    if hasattr(model, "__metadata__"):
+        return _without_none(get_args(model)[0])
+    choices = [choice for choice in get_args(model) if choice is not type(None)]
+    is_optional = len(choices) == 1 and type(None) in get_args(model)
+    return _without_none(choices[0]) if is_optional else model

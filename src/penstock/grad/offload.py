@@ -56,13 +56,17 @@ def has_own_memory(tensor: Tensor) -> bool:
 
 @contextmanager
 def offloading(
-    weights: frozenset[int], moves: Callable[[Tensor], bool] = has_own_memory
+    weights: frozenset[int],
+    moves: Callable[[Tensor], bool] = has_own_memory,
+    share: float = 1.0,
 ) -> Iterator[None]:
     """Move tensors that autograd saves in this context to host memory.
 
     Args:
         weights: start addresses of the memory of parameters and buffers, which stays.
         moves: which tensors are moved.
+        share: of the bytes of those tensors, how much is moved at most, above 0 and up to 1. Moved
+            tensors are spread evenly over the forward, so that copies and computation alternate.
     """
     offloaded: weakref.WeakValueDictionary[
         tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], _Offloaded
@@ -70,8 +74,11 @@ def offloading(
     # Keeps the memory of offloaded tensors allocated in this context, so that an address in
     # `offloaded` cannot be reused by another tensor.
     alive: list[Tensor] = []
+    # Bytes of the tensors so far, and of those that were moved.
+    seen_bytes = moved_bytes = 0
 
     def pack(tensor: Tensor) -> SavedVersion | _Offloaded:
+        nonlocal seen_bytes, moved_bytes
         if tensor.layout is not torch.strided or tensor.nbytes < SMALLEST or not moves(tensor):
             return SavedVersion(tensor, holds=True)
         is_expanded = any(
@@ -83,6 +90,10 @@ def offloading(
         key = tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
         copy = offloaded.get(key)
         if copy is None:
+            seen_bytes += tensor.nbytes
+            if moved_bytes + tensor.nbytes > share * seen_bytes:
+                return SavedVersion(tensor, holds=True)
+            moved_bytes += tensor.nbytes
             copy = offloaded[key] = _Offloaded(tensor.detach())
             alive.append(tensor.detach())
         return copy

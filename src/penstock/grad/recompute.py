@@ -35,9 +35,15 @@ from torch import Tensor, nn
 from penstock.errors import RunError
 from penstock.grad.attributes import Attributes, Values
 from penstock.grad.buffers import Buffers, Contents
-from penstock.grad.fingerprint import Fingerprint, difference, fingerprint
+from penstock.grad.fingerprint import (
+    Fingerprint,
+    difference,
+    difference_on_device,
+    fingerprint,
+)
 from penstock.grad.saved_version import SavedVersion
 from penstock.plan.segments import segments
+from penstock.values.deferred_checks import DeferredChecks
 from penstock.values.storage import copy_of, overlapping
 from penstock.values.structure import Structure, flatten, unflatten
 
@@ -106,10 +112,15 @@ class Recomputing(Generic[L]):
         layers: the layers, in order.
         recomputed: indices of the recomputed layers.
         starts: layers among `recomputed` that begin a new segment.
+        checks: receives the results of comparisons that are read later; None to read all at once.
     """
 
     def __init__(
-        self, layers: Sequence[L], recomputed: Collection[int], starts: Collection[int] = ()
+        self,
+        layers: Sequence[L],
+        recomputed: Collection[int],
+        starts: Collection[int] = (),
+        checks: DeferredChecks | None = None,
     ) -> None:
         positions = {layer.index: position for position, layer in enumerate(layers)}
         recomputed_positions = sorted(
@@ -121,7 +132,7 @@ class Recomputing(Generic[L]):
         next_layer = 0
         for first, end in segments(recomputed_positions, segment_starts):
             self._parts += self._layers[next_layer:first]
-            self._parts.append(_Segment(self._layers[first:end]))
+            self._parts.append(_Segment(self._layers[first:end], checks))
             next_layer = end
         self._parts += self._layers[next_layer:]
 
@@ -142,8 +153,8 @@ class Recomputing(Generic[L]):
 class _Segment(Generic[L]):
     """Consecutive layers that are recomputed together."""
 
-    def __init__(self, layers: Sequence[L]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence[L], checks: DeferredChecks | None = None) -> None:
+        self.layers, self.checks = layers, checks
         self.buffers = Buffers([module for layer in layers for module in layer.module.modules()])
         self.attributes = Attributes(layer.module for layer in layers)
         self._count = 0
@@ -362,12 +373,19 @@ class _Forward:
 
     def _compare(self) -> None:
         """Compare the recomputed tensors with the fingerprints of the first forward."""
+        checks = self._segment.checks
         for index, expected in self._fingerprints.items():
             slot = self._slots[index]()
-            if slot is not None and slot.saved is not None and slot.saved.unchanged:
+            if slot is None or slot.saved is None or not slot.saved.unchanged:
+                continue
+            if checks is None or not checks.deferring:
                 mismatch = difference([slot.saved.tensor], expected)
-                if mismatch is not None:
-                    raise self._mismatch(mismatch)
+            else:
+                mismatch, differs = difference_on_device([slot.saved.tensor], expected)
+                if differs is not None:
+                    checks.add(differs, str(self._mismatch("other values")))
+            if mismatch is not None:
+                raise self._mismatch(mismatch)
         self._fingerprints = {}
 
     def _fill_next(self, tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from penstock.batches.batch import Batch
 from penstock.batches.device_batch import TARGETS, device_batch
 from penstock.errors import SettingError
 from penstock.modules.randomness import drawing, may_draw, seed_generators, stream_seed
-from penstock.values.structure import map_tensors
+from penstock.values.structure import map_tensors, tensors_of
 
 #: The loss's place among the layers, for the seed of what it draws: behind all of them.
 _PLACE = 1 << 32
@@ -72,6 +72,9 @@ class LossCall:
         self.is_torchs = is_torchs_loss(self.loss)
         self.draws = not self.is_torchs
         self._on_host = self.device.type == "cpu"
+        # Off once a function of the caller has failed on targets in host memory, such as one with
+        # a tensor of its own on the device.
+        self.reads_host_targets = True
 
     def __call__(self, batch: Batch, number: int, value: Any, target: Any) -> Any:
         """Return the loss of a micro-batch or slice; of the whole batch if `number` is -1."""
@@ -94,6 +97,23 @@ class LossCall:
         if not self._on_host:
             return device_batch(batch, self.device).whole(TARGETS)
         return self._moved(batch.whole[1])
+
+    def host_target(self, batch: Batch, number: int | None) -> Any | None:
+        """Return targets in host memory, from which a loss's counts can be read without waiting for
+        the device.
+
+        Args:
+            batch: the batch.
+            number: a micro-batch or slice; None for the whole batch.
+
+        Returns:
+            None if the stage is on the CPU, the batch's targets are not in host memory, or
+            `reads_host_targets` is off.
+        """
+        if self._on_host or not self.reads_host_targets:
+            return None
+        target = batch.whole[1] if number is None else (batch.targets or [])[number]
+        return target if all(leaf.is_cpu for leaf in tensors_of(target)) else None
 
     def _moved(self, target: Any) -> Any:
         if type(target) is Tensor:

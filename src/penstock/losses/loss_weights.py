@@ -123,7 +123,7 @@ class LossWeights:
     call: LossCall
     loss_weight: Callable[[Any], Any] | None = None
     layers: Sequence[nn.Module] = ()
-    _known: dict[object, Knowledge] = field(default_factory=dict)
+    _knowledge_by_key: dict[object, Knowledge] = field(default_factory=dict)
     _batches: int = 0
     _additivity: AdditivityTest = field(default_factory=AdditivityTest)
     _model_sums: bool = False
@@ -153,7 +153,7 @@ class LossWeights:
             if self.loss_weight is not None:
                 return self._by_caller(batch)
             key = batch.signature, _forms_of(batch.whole[1])
-            knowledge = self._known.get(key)
+            knowledge = self._knowledge_by_key.get(key)
             if knowledge is not None and not self._is_due(knowledge):
                 if knowledge.adds_up is not None:
                     return additive(batch, knowledge.adds_up)
@@ -173,19 +173,37 @@ class LossWeights:
         return self._batches & (self._batches - 1) == 0
 
     def _remember(self, key: object, knowledge: Knowledge) -> None:
-        if len(self._known) >= _MOST_FORMS:
-            self._known.clear()
-        self._known[key] = knowledge
+        if len(self._knowledge_by_key) >= _MOST_FORMS:
+            self._knowledge_by_key.clear()
+        self._knowledge_by_key[key] = knowledge
 
     def _by_caller(self, batch: Batch) -> list[float]:
         """Return the weights by `loss_weight`."""
-        assert self.loss_weight is not None
-        counts = [
-            _as_number(self.loss_weight(self.call.target(batch, number)), number)
-            for number in batch.numbers
-        ]
+        counts = self._host_counts(batch)
+        if counts is None:
+            counts = self._caller_counts(batch, self.call.target)
         batch.loss_counts = dict(enumerate(counts))
         return weights_of(counts, sum(counts), batch.shares)
+
+    def _host_counts(self, batch: Batch) -> list[float] | None:
+        """Return the numbers of `loss_weight` for targets in host memory, without waiting for the
+        device; None if there are none, or the function fails on them.
+        """
+        if self.call.host_target(batch, None) is None:
+            return None
+        try:
+            return self._caller_counts(batch, self.call.host_target)
+        except Exception:  # noqa: BLE001 - it will be called with targets on the device
+            self.call.reads_host_targets = False
+            return None
+
+    def _caller_counts(self, batch: Batch, target_of: Callable[[Batch, int], Any]) -> list[float]:
+        """Return the numbers of `loss_weight` for all micro-batches."""
+        assert self.loss_weight is not None
+        return [
+            _as_number(self.loss_weight(target_of(batch, number)), number)
+            for number in batch.numbers
+        ]
 
     def _counted(self, batch: Batch, classes: Classes) -> list[float]:
         """Return the weights of a mean over class indices."""
@@ -194,7 +212,7 @@ class LossWeights:
             return batch.shares
         assert batch.targets is not None
         targets = batch.targets
-        if classes.weight is not None:
+        if classes.weight is not None and self.call.host_target(batch, None) is None:
             targets = [self.call.target(batch, number) for number in batch.numbers]
         leaves = [tensors_of(target)[classes.leaf] for target in targets]
         counts = class_counts(leaves, classes.weight, classes.ignore_index)
@@ -261,7 +279,7 @@ class LossWeights:
         if len(form.first.terms) > 1 or node is None or node._saved_reduction != 1:
             return None
         target, weight = node._saved_target, node._saved_weight
-        for place, leaf in enumerate(tensors_of(self.call.target(view.batch, view.number))):
+        for place, leaf in enumerate(tensors_of(view.target(view.number))):
             if leaf.dtype == target.dtype and _same_contents(leaf, target):
                 return Classes(place, ignored_index(node), weight)
         return None
@@ -279,7 +297,7 @@ class LossWeights:
         elements = sum(leaf.numel() for leaf in tensors_of(view.value))
         if elements < _LARGE_OUTPUT or any(leaf._backward_hooks for leaf in form.first.leaves):
             return False
-        target = self.call.target(view.batch, view.number)
+        target = view.target(view.number)
         return type(target) is Tensor and is_per_row(node, target)
 
     def _by_model(self, view: View, first: Evaluation) -> list[float]:

@@ -59,9 +59,16 @@ def model_loss(reason: str) -> str:
     )
 
 
-def count_differs(number: int, expected: float, count: float) -> str:
-    """Return the message for a micro-batch with another divisor than was expected."""
+def count_differs(number: int, expected: float, count: float | None) -> str:
+    """Return the message for a micro-batch with another divisor than was expected.
+
+    Args:
+        number: the micro-batch.
+        expected: the expected divisor.
+        count: the divisor; None if it has not been read from the device.
+    """
+    divisor = "another number" if count is None else f"{count:g}"
     return (
-        f"the loss of micro-batch {number} is divided by {count:g}, and {expected:g} was expected: what it counts does not depend on the "
+        f"the loss of micro-batch {number} is divided by {divisor}, and {expected:g} was expected: what it counts does not depend on the "
         f"batch's targets alone, or not in proportion to its samples, so the micro-batches cannot be weighted before the first backward. {WAYS_OUT}"
     )

@@ -16,6 +16,7 @@ from penstock.losses.joint import JointLosses
 from penstock.losses.loss_weights import LossWeights
 from penstock.losses.messages import count_differs
 from penstock.losses.terms import same
+from penstock.values.deferred_checks import DeferredChecks
 from penstock.values.structure import map_tensors, tensors_of
 
 #: `loss(output, target)`, to one number or to (sum, count).
@@ -44,6 +45,7 @@ class StageLoss:
         options: how the loss is divided.
         seed: seed of the random numbers that the loss draws.
         layers: the modules of the stage.
+        checks: receives the results of checks that are read later; None to read all at once.
     """
 
     loss: Loss
@@ -51,6 +53,7 @@ class StageLoss:
     options: LossOptions = field(default_factory=LossOptions)
     seed: int = 0
     layers: Sequence[nn.Module] = ()
+    checks: DeferredChecks | None = None
 
     def __post_init__(self) -> None:
         self._call = LossCall(self.loss, self.device, self.seed)
@@ -129,20 +132,37 @@ class StageLoss:
             raise SettingError(
                 f"the loss returned a tuple of {len(loss)} values; it must return one number, or (sum, count)"
             )
-        total, count = one_number(loss[0]), float(loss[1])
+        total, count = one_number(loss[0]), loss[1]
         if len(batch.inputs) == 1:
-            return total / count
+            if isinstance(count, Tensor) and not count.is_cpu:
+                return total / count.detach().reshape(()).to(total.dtype)  # the host need not wait
+            return total / float(count)
         expected = batch.loss_counts.get(number)
         if expected is None:
             raise SettingError(
                 f"the loss returned (sum, count) for micro-batch {number}, and one number where it was asked before"
             )
-        if not same(expected, count, 1e-5):
-            raise SettingError(count_differs(number, expected, count))
+        self._check_count(number, expected, count)
         if self.options.loss_weight is not None:
             whole = sum(batch.loss_counts.values())
             batch.loss_weights = [1.0 / whole if whole else 0.0] * len(batch.inputs)
         return total
+
+    def _check_count(self, number: int, expected: float, count: Any) -> None:
+        """Compare the count that a loss has returned with the expected one.
+
+        Raises:
+            SettingError: they differ. Of a count on an accelerator this is mostly reported in a
+                later batch, see `DeferredChecks`.
+        """
+        on_device = isinstance(count, Tensor) and not count.is_cpu
+        if on_device and self.checks is not None and self.checks.deferring:
+            # As `same`, but a NaN differs.
+            difference = (count.detach().double() - expected).abs().reshape(())
+            failed = ~(difference <= max(1e-5 * abs(expected), 1e-12))
+            self.checks.add(failed, count_differs(number, expected, None))
+        elif not same(expected, float(count), 1e-5):
+            raise SettingError(count_differs(number, expected, float(count)))
 
     def _jointly(self, batch: Batch, number: int, value: Any, sides: Sequence[Tensor]) -> Tensor:
         assert self._joint is not None

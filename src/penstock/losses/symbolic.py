@@ -103,6 +103,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [torch.empty(count, dtype=torch.int64, device="meta")] * index.dim()
 
     def _selected(self, value: Tensor, mask: Tensor) -> Tensor:
+        """Return a meta tensor of as many elements as the mask selects."""
         if mask.is_meta or not value.is_meta:
             raise UnknownForm("a selection by outputs")
         self.by_values = True
@@ -110,6 +111,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value.new_empty(int(mask.expand(shape).sum()))
 
     def _nll(self, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Return the results of a negative log-likelihood: the loss and the weight of its targets."""
         self.by_values = True
         score, reduction = args[0], args[3]
         shape = () if reduction else args[1].shape
@@ -137,6 +139,7 @@ def _moves_to_meta(args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _without_contents(value: Any) -> Any:
+    """Return a tensor or a device of the meta device in place of a real one."""
     if isinstance(value, Tensor) and not value.is_meta:
         return value.to("meta")
     return torch.device("meta") if isinstance(value, torch.device) else value
@@ -215,6 +218,7 @@ def evaluate(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> Evalu
 
 
 def _read(value: Any, mode: _Mode, leaves: list[Tensor]) -> Evaluation:
+    """Return the form of what a loss has returned."""
     if isinstance(value, tuple) and len(value) == 2:
         return Evaluation([Term(_count(value[1]))], True, leaves, counted=True)
     if not isinstance(value, Tensor) or value.numel() != 1:
@@ -223,8 +227,7 @@ def _read(value: Any, mode: _Mode, leaves: list[Tensor]) -> Evaluation:
 
 
 def _count(value: Any) -> float:
-    if isinstance(value, Tensor):
-        if value.is_meta:
-            raise Unpredictable
-        return float(value)
+    """Return the count of a loss that returns (sum, count), if it does not depend on outputs."""
+    if isinstance(value, Tensor) and value.is_meta:
+        raise Unpredictable
     return float(value)

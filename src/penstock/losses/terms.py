@@ -9,12 +9,13 @@ the total weight of its targets, a mean the number of its elements, and a divisi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 #: Reductions as ATen numbers them.
 MEAN, SUM = 1, 2
@@ -37,6 +38,9 @@ _SAME_VALUE = frozenset(
         "PermuteBackward0",
     }
 )
+#: By class weights on a device: their version, and a copy in host memory.
+_HOST_COPIES: MutableMapping[Tensor, tuple[int, Tensor]] = WeakIdKeyDictionary()
+
 _SUMS = frozenset({"SumBackward0", "SumBackward1"})
 #: Negative log-likelihoods of class indices.
 _NLL = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
@@ -162,6 +166,8 @@ def class_count(target: Tensor, weight: Tensor | None, ignore_index: int) -> flo
     counts = target != ignore_index
     if weight is None:
         return float(counts.sum())
+    if target.is_cpu:
+        weight = _host_copy(weight)
     chosen = weight.detach().double()[target.clamp(0, len(weight) - 1).long()]
     return float((chosen * counts).sum())
 
@@ -174,8 +180,7 @@ def class_counts(
     Targets in host memory are counted there, without waiting for a device. Otherwise the host
     waits for the device once.
     """
-    tensors = [*targets] if weight is None else [*targets, weight]
-    if all(tensor.is_cpu for tensor in tensors):
+    if all(target.is_cpu for target in targets):
         return [class_count(target, weight, ignore_index) for target in targets]
     totals = []
     for target in targets:
@@ -185,6 +190,17 @@ def class_counts(
             counts = counts * weight.detach().double()[classes.clamp(0, len(weight) - 1).long()]
         totals.append(counts.sum())
     return [float(total) for total in torch.stack(totals).tolist()]
+
+
+def _host_copy(weight: Tensor) -> Tensor:
+    """Return class weights in host memory. They are copied from a device when they have changed."""
+    if weight.is_cpu:
+        return weight
+    version = 0 if weight.is_inference() else weight._version
+    copy = _HOST_COPIES.get(weight)
+    if copy is None or copy[0] != version:
+        copy = _HOST_COPIES[weight] = version, weight.detach().cpu()
+    return copy[1]
 
 
 def signed(number: int) -> int:

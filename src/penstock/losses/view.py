@@ -101,14 +101,30 @@ class View:
     def evaluation(self, number: int | None) -> Evaluation:
         """Evaluate the loss on meta outputs for a micro-batch or slice; for the batch if None.
 
+        Targets in host memory are used if the loss accepts them: to read a count on an accelerator
+        would make the host wait for it.
+
         Raises:
             UnknownForm, Unpredictable: see `evaluate`.
         """
+        host_target = self.call.host_target(self.batch, number)
+        if host_target is not None:
+            try:
+                return self._evaluation(self.extents(number), host_target)
+            except UnknownForm:
+                self.call.reads_host_targets = False
+        return self._evaluation(self.extents(number), self._device_target(number))
+
+    def target(self, number: int) -> Any:
+        """Return the targets of a micro-batch or slice as `evaluation` uses them."""
+        host_target = self.call.host_target(self.batch, number)
+        return self._device_target(number) if host_target is None else host_target
+
+    def _device_target(self, number: int | None) -> Any:
+        """Return the targets of a micro-batch or slice, or of the batch if None, on the device."""
         if number is None:
-            target = self.call.whole_target(self.batch)
-        else:
-            target = self.call.target(self.batch, number)
-        return self._evaluation(self.extents(number), target)
+            return self.call.whole_target(self.batch)
+        return self.call.target(self.batch, number)
 
     def joined_evaluation(self) -> Evaluation:
         """Evaluate the loss on meta outputs for the joined pair. Raises as `evaluation`."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.cluster.device import Device
 from penstock.cluster.presets import Presets
+from penstock.measure.example_samples import example_to_trace
 from penstock.measure.replicable import with_single_copy_reasons
 from penstock.measure.timed_passes import Loss
 from penstock.measure.work_counter import count
@@ -17,7 +18,7 @@ from penstock.profile.calibration import calibrated
 from penstock.profile.fpga import fpga
 from penstock.profile.profile import Profile
 from penstock.profile.roofline import Efficiency, roofline
-from penstock.tracing.traced_chain import TracedChain, chain
+from penstock.tracing.traced_chain import TracedChain, as_chain
 
 
 def analytic(
@@ -60,9 +61,16 @@ def analytic(
             different model.
         LayerFailed: a layer cannot be counted, for example because it reads values.
         FileError: the calibration profile cannot be read.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> analytic(model, torch.ones(8, 4), "V100", batch=8).device
+        'V100'
     """
     target = Presets.load().device(device) if isinstance(device, str) else device
-    traced = model if isinstance(model, TracedChain) else chain(model)
+    traced = as_chain(model, example_to_trace(example))
     counts = count(traced, example, batch, loss=loss, targets=targets)
     if target.kind == "fpga":
         return with_single_copy_reasons(fpga(counts, target, sizes=sizes, dtype=dtype), traced)

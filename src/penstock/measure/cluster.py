@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from penstock.measure.messages import Times, Wires, time_messages, time_pairs_at
 from penstock.transport.collectives import all_gather, broadcast
 from penstock.transport.device_assignment import Assignment
 from penstock.transport.device_discovery import gather_assignment, rank_facts
+from penstock.transport.hosts import Host, host_names, this_host
 from penstock.units import parse_seconds
 
 Progress = Callable[[int, int, str], None]
@@ -119,7 +119,7 @@ def measure_cluster(
     """
     if repeats < 1 or not 0 < seconds < float("inf"):
         raise SettingError(f"{repeats} repeats of {seconds} s: both must be above 0")
-    hosts = all_gather(socket.gethostname(), str)
+    hosts = host_names(all_gather(this_host(), Host))
     assignment = gather_assignment(rank_facts(device))
     own_gpu = assignment.transport == "nccl"
     group = None if own_gpu else dist.new_group(backend="gloo")
@@ -372,6 +372,7 @@ def _cluster(
         node_of,
         internal_links,
         f"measured by `penstock profile --cluster` on {', '.join(hosts)}, {os.cpu_count()} cores",
+        tuple(hosts) if len(hosts) > 1 else (),
     )
 
 

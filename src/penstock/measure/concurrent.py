@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TypeVar, final
 
+import torch
 import torch.distributed as dist
 
-from penstock.transport.collectives import all_gather, barrier, begin_barrier, broadcast
+from penstock.transport.collectives import all_gather, barrier, begin_barrier
+from penstock.transport.device_discovery import assign_device, local_device
 from penstock.transport.process_group import join
 
 T = TypeVar("T")
@@ -26,16 +28,27 @@ class ConcurrentRanks:
     All ranks call the same methods in the same order.
 
     Args:
-        together: whether the other ranks take part.
+        together: whether the other ranks take part, or the group of those that do.
 
     Raises:
         RunError: other ranks are requested, but this process was not started as a rank.
     """
 
-    def __init__(self, together: bool) -> None:
-        self.ranks = join() if together else 1
-        self.rank = dist.get_rank() if together else 0
+    def __init__(self, together: bool | dist.ProcessGroup) -> None:
+        self.together = bool(together)
+        self.group = None if isinstance(together, bool) else together
+        if together is True:
+            join()
+        self.ranks = dist.get_world_size(self.group) if together else 1
+        self.rank = dist.get_rank(self.group) if together else 0
         self._ready: dist.Work | None = None
+
+    def device(self, request: str | torch.device | None) -> torch.device:
+        """Return the requested device, or the one assigned to this rank if others measure too."""
+        name = None if request == "auto" else request
+        if not self.together:
+            return local_device(name)
+        return torch.device(assign_device(name, self.group).device)
 
     def share(self, seconds: Sequence[float]) -> range:
         """Return the indices of this rank's layers: consecutive, with about equal seconds per rank.
@@ -44,19 +57,19 @@ class ConcurrentRanks:
         """
         if self.ranks == 1:
             return range(len(seconds))
-        return shares(broadcast(list(seconds), list[float], 0), self.ranks)[self.rank]
+        return shares(self.gather(list(seconds), list[float])[0], self.ranks)[self.rank]
 
     def wait_for_all(self) -> None:
         """Wait until all ranks are ready."""
         if self.ranks > 1:
-            barrier()
+            barrier(self.group)
 
     def all_done(self) -> bool:
         """Return whether all ranks have called this; a rank keeps working until they have."""
         if self.ranks == 1:
             return True
         if self._ready is None:
-            self._ready = begin_barrier()
+            self._ready = begin_barrier(self.group)
         if self._ready is None or not self._ready.is_completed():
             return self._ready is None
         self._ready = None
@@ -64,7 +77,7 @@ class ConcurrentRanks:
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
         """Return the values of all ranks, of the type `kind`, by rank."""
-        return [value] if self.ranks == 1 else all_gather(value, kind)
+        return [value] if self.ranks == 1 else all_gather(value, kind, self.group)
 
 
 def shares(seconds: Sequence[float], ranks: int) -> list[range]:

@@ -14,22 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import SettingError
 from penstock.grad.saved_version import observing_saved_tensors
 from penstock.measure.concurrent import ConcurrentRanks
 from penstock.measure.device_kinds import RankSpeed, find_unlike_pair, unlike_devices_error
+from penstock.measure.example_samples import checked_tensors, example_to_trace, resized, tensors_in
+from penstock.measure.host_timings import host_timings
 from penstock.measure.replicable import moving_layers, with_single_copy_reasons
 from penstock.measure.timed_passes import PHASES, Loss, TimedPasses, WithLoss
 from penstock.measure.update import UpdateSeconds, measure_update
-from penstock.modules.module_state import made_tensors
+from penstock.modules.module_state import computed_tensors
 from penstock.modules.randomness import drawing
 from penstock.profile.profile import LayerProfile, Phase, Profile, Timing
 from penstock.tracing.materialise import materialise
-from penstock.tracing.traced_chain import TracedChain, chain
-from penstock.transport.device_discovery import assign_device, local_device
+from penstock.tracing.traced_chain import TracedChain, as_chain
 from penstock.transport.host_memory import disable_memory_trimming, trim_memory
 
 Progress = Callable[[int, int, str], None]
@@ -40,10 +41,11 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class _LayerTimes:
-    """One layer at one size: the times of each phase, and its output bytes."""
+    """One layer at one size: the times of each phase, its output bytes, and the host's times."""
 
     seconds: dict[Phase, list[float]]
     output_bytes: int
+    host_seconds: dict[str, list[float]]
 
 
 def profile(
@@ -58,51 +60,51 @@ def profile(
     progress: Progress | None = None,
     loss: Loss | None = None,
     targets: Any = None,
-    together: bool = False,
+    together: bool | dist.ProcessGroup = False,
 ) -> Profile:
     """Time every layer on this device and count its bytes.
 
     The chain runs forward and backward as in training, and every layer is timed in its place: once
-        to
-    warm up, then `repeats` times (more for short chains); medians and interquartile ranges are
+    to warm up, then `repeats` times (more for short chains); medians and interquartile ranges are
     recorded. Copies of the model run, so that the model itself, and torch's random numbers, are
     left unchanged. From then on this process does not return freed memory to the system (see
     `penstock.transport.host_memory`).
 
     Ranks that share a host slow each other down. Called on all of them with `together`, each
-    measures some of the layers while the others measure theirs:
-
-        profile = ps.launch(lambda: ps.profile(model, x, threads=1, together=True), ranks=2)[0]
+    measures some of the layers while the others measure theirs (`ps.launch`, torchrun).
 
     Args:
-        model: a chain, or anything that `chain` accepts; also on the meta device.
+        model: a chain, or anything that `chain` accepts; also on the meta device. A model that
+            must be traced is traced on the example.
         example: inputs of the model, any number of samples in their first dimension; repeated to
             the sizes needed.
         batch: samples of a batch. By default the number in `example`.
         sizes: micro-batch sizes to measure; by default a batch divided by 1, 4 and 16, at least 2.
         repeats: timed runs of each phase.
-        threads: torch threads during the measurement: as many as a rank will have. By default the
-            current number.
+        threads: torch threads, as many as a rank will have; by default the current number.
         device: "cpu", "cuda", "cuda:1"; None or "auto" is a GPU if one is visible, else the CPU.
-            The profile records it.
         progress: called with the layers done, the total of layers, and the layer's name.
         loss, targets: as in training; the loss's cost is added to the last layer. As many targets
             as samples in the example.
-        together: all ranks of a job call this with the same arguments, and get the same profile.
-            Their devices must be of one kind.
+        together: all ranks of a job, or of a group, call this with the same arguments, and get the
+            same profile. Their devices must be of one kind.
 
     Raises:
         SettingError: batch, sizes, repeats or threads are below 1, the example has no samples, the
             device is not visible, or `together` on ranks whose devices are of different kinds.
         LayerFailed: a layer raised an error; the message names it.
         RunError: `together`, but this process was not started as a rank.
+
+    Examples:
+        >>> profile(nn.Sequential(nn.Linear(4, 2)), torch.ones(8, 4), batch=8).layers[0].kind
+        'Linear'
     """
-    traced = model if isinstance(model, TracedChain) else chain(model)
-    tensors = _tensors_of(example)
+    tensors = checked_tensors(example)
+    traced = as_chain(model, example_to_trace(example))
     batch = int(tensors[0].shape[0]) if batch is None else batch
     measured_sizes = _checked_sizes(batch, sizes, repeats, threads)
     company = ConcurrentRanks(together)
-    target = _device_to_measure(device, together=together)
+    target = company.device(device)
     modules = _copies(traced, target)
     if loss is not None:
         modules[-1] = WithLoss(modules[-1], loss, targets)
@@ -113,31 +115,6 @@ def profile(
     del modules, benchmark  # so that their memory can be given back
     trim_memory()
     return company.gather(measured, Profile)[0]
-
-
-def _device_to_measure(request: str | torch.device | None, *, together: bool) -> torch.device:
-    """Return the requested device, with `together` the one assigned to this rank."""
-    name = None if request == "auto" else request
-    return torch.device(assign_device(name).device) if together else local_device(name)
-
-
-def _tensors_of(example: Any) -> list[Tensor]:
-    """Return the tensors of an example.
-
-    Raises:
-        SettingError: there are none, or one has no samples.
-    """
-    tensors = _tensors(example)
-    if not tensors or any(tensor.dim() == 0 or tensor.shape[0] == 0 for tensor in tensors):
-        raise SettingError(
-            "the example must be tensors with at least one sample in their first dimension"
-        )
-    return tensors
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Return all tensors of a nested value."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _checked_sizes(
@@ -175,14 +152,14 @@ class _ChainBenchmark:
     def profile(self, example: Any, batch: int, sizes: tuple[int, ...], repeats: int) -> Profile:
         """Measure the whole profile."""
         runs = self.times(example, sizes, repeats)
-        value = _samples(example, sizes[0], self.device)
+        value = resized(example, sizes[0], self.device)
         saved_bytes, entry_bytes = self.activation_bytes(value, sizes[0])
         update = self.update()
         machine = machine_facts(self.device)
         if self.company.ranks > 1:
             machine["ranks"] = str(self.company.ranks)
         input_bytes = sum(
-            leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in _tensors_of(example)
+            leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in checked_tensors(example)
         )
         layers = _layers(
             self.traced,
@@ -202,9 +179,10 @@ class _ChainBenchmark:
             device=device_name(self.device),
             update_fixed_s=update.fixed_s,
             accumulate_s_per_byte=update.accumulate_s_per_byte,
+            busy_ranks=self.company.ranks,
         )
         self._set_targets(sizes[0])
-        value = _samples(example, sizes[0], self.device)
+        value = resized(example, sizes[0], self.device)
         moving = moving_layers(self.traced, self.modules, value, self.device)
         return with_single_copy_reasons(measured, self.traced, moving)
 
@@ -229,9 +207,9 @@ class _ChainBenchmark:
         self._set_targets(size)
         layers = self._rank_layers
         layers_before, passes = self._passes(range(layers.start)), self._passes(layers)
-        value = layers_before.output_for(_samples(example, size, self.device))
+        value = layers_before.output_for(resized(example, size, self.device))
         passes.run(value, repeats)
-        measured = map(_LayerTimes, passes.seconds, passes.output_bytes)
+        measured = map(_LayerTimes, passes.seconds, passes.output_bytes, passes.host_seconds)
         rank_times = dict(zip(layers, measured, strict=True))
         by_layer: dict[int, _LayerTimes] = {}
         for part in self.company.gather(rank_times, dict[int, _LayerTimes]):
@@ -253,7 +231,7 @@ class _ChainBenchmark:
         model = machine_facts(self.device)["device"]
         for _ in range(_ROUNDS):
             rough = self._passes(range(len(self.modules)))
-            rough.run(_samples(example, size, self.device), 1)
+            rough.run(resized(example, size, self.device), 1)
             seconds = [min(row["forward"]) + min(row["backward"]) for row in rough.seconds]
             least = list(map(min, least, seconds)) if least else seconds
             speed = RankSpeed(socket.gethostname(), device_name(self.device), model, sum(least))
@@ -280,7 +258,7 @@ class _ChainBenchmark:
         """Give the loss as many targets as there are samples."""
         last = self.modules[-1]
         if isinstance(last, WithLoss):
-            last.current_targets = _samples(last.targets, size, self.device)
+            last.current_targets = resized(last.targets, size, self.device)
 
     def _passes(self, layers: range) -> TimedPasses:
         """Return the timed passes through some layers."""
@@ -324,22 +302,10 @@ def _copies(traced: TracedChain, device: torch.device) -> list[nn.Module]:
     """Return copies of all layers in training mode, with memory on the device."""
     copied = TracedChain(
         traced.description,
-        tuple(copy.deepcopy(nn.ModuleList(traced.modules), made_tensors(traced.modules))),
+        tuple(copy.deepcopy(nn.ModuleList(traced.modules), computed_tensors(traced.modules))),
         traced.aliases,
     )
     return [module.train() for module in materialise(copied, range(len(copied)), device, seed=0)]
-
-
-def _samples(example: Any, size: int, device: torch.device) -> Any:
-    """Return `example` repeated or cut to `size` samples, on the device."""
-
-    def resize(leaf: Any) -> Any:
-        """Return a tensor with `size` samples; anything else unchanged."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf[torch.arange(size) % leaf.shape[0]].to(device)
-
-    return pytree.tree_map(resize, example)
 
 
 def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[int], list[int]]:
@@ -371,7 +337,7 @@ def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[in
     with observing_saved_tensors(add):
         for index, module in enumerate(modules):
             layer = index
-            inputs.append(_tensors(value))
+            inputs.append(tensors_in(value))
             value = module(value)
     entries = []
     for index, tensors in enumerate(inputs):
@@ -417,6 +383,7 @@ def _layers(
                 output_bytes_per_sample=measured[-1].output_bytes / sizes[-1],
                 single_copy_reason="",
                 **{phase: _timing(sizes, measured, phase) for phase in PHASES},
+                **host_timings(sizes, [run.host_seconds for run in measured]),
             )
         )
     return tuple(layers)

@@ -26,6 +26,11 @@ class Stopwatch(Protocol):
     def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
         """Return the seconds between the marks of every (start, end), once all are reached."""
 
+    def host_seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
+        """Return the seconds in which the host passed from start to end; empty where those are
+        `seconds`.
+        """
+
 
 @final
 class HostStopwatch:
@@ -38,6 +43,11 @@ class HostStopwatch:
     def seconds(self, spans: Sequence[tuple[float, float]]) -> list[float]:
         """See `Stopwatch.seconds`."""
         return [end - start for start, end in spans]
+
+    def host_seconds(self, spans: Sequence[tuple[float, float]]) -> list[float]:
+        """See `Stopwatch.host_seconds`: the host does the work itself."""
+        del spans
+        return []
 
 
 @final
@@ -53,14 +63,18 @@ class EventStopwatch:
     record: Callable[[], Any]
     synchronize: Callable[[], None]
 
-    def mark(self) -> Any:
+    def mark(self) -> tuple[Any, float]:
         """See `Stopwatch.mark`. The host does not wait."""
-        return self.record()
+        return self.record(), time.perf_counter()
 
     def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
         """See `Stopwatch.seconds`. The host synchronises once for all marks."""
         self.synchronize()
-        return [start.elapsed_time(end) / 1e3 for start, end in spans]
+        return [start[0].elapsed_time(end[0]) / 1e3 for start, end in spans]
+
+    def host_seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
+        """See `Stopwatch.host_seconds`: the time of launches, with the recording of one event."""
+        return [end[1] - start[1] for start, end in spans]
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:

@@ -107,6 +107,8 @@ class TimedPasses:
         stopwatch: of the device.
         seconds: per layer and phase, all times; the result of `run`.
         output_bytes: per layer, of its last output.
+        host_seconds: per layer, the host's seconds of forward and backward in all passes; empty
+            where the host does the work.
     """
 
     modules: Sequence[nn.Module]
@@ -117,6 +119,7 @@ class TimedPasses:
     stopwatch: Stopwatch | None = None
     seconds: list[dict[Phase, list[float]]] = field(default_factory=list)
     output_bytes: list[int] = field(default_factory=list)
+    host_seconds: list[dict[str, list[float]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Measure the overhead of a call of autograd."""
@@ -135,6 +138,7 @@ class TimedPasses:
         is_long = time.perf_counter() - started > _SHORT_S
         count = repeats if is_long else 3 * repeats
         self.company.wait_for_all()
+        self.host_seconds = [{} for _ in self.modules]
         passes = [self._pass(value)[0] for _ in range(count)]
         # Keep this rank busy while others still measure.
         while not self.company.all_done():
@@ -164,6 +168,7 @@ class TimedPasses:
         steps, _ = self._forward(value, [])
         inputs = self._backward(steps, self._input_grad)
         weights = self._weight_grads(steps)
+        self._note_host_seconds({"forward": forward, "backward": backward})
         seconds = self._stopwatch.seconds
         return {
             "forward": seconds(forward),
@@ -172,6 +177,15 @@ class TimedPasses:
             "input_grad": seconds(inputs),
             "weight_grad": seconds(weights),
         }, output
+
+    def _note_host_seconds(self, spans_by_phase: dict[str, list[Span]]) -> None:
+        """Add the host's seconds of a pass to `host_seconds`."""
+        for phase, spans in spans_by_phase.items():
+            seconds = self._stopwatch.host_seconds(spans)
+            if not seconds or not self.host_seconds:
+                continue  # on a CPU, and in the pass that warms up
+            for row, host_s in zip(self.host_seconds, seconds, strict=True):
+                row.setdefault(phase, []).append(host_s)
 
     def drop_gradients(self) -> None:
         """Delete all gradients of weights, so that the next backward creates new ones."""

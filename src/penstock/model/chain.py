@@ -57,9 +57,17 @@ class Weights:
     buffer_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Chain:
-    """Layers in the order in which they run, and the facts of every tensor they use, each once."""
+    """Layers in the order in which they run, and the facts of every tensor they use, each once.
+
+    Examples:
+        >>> from torch import nn
+        >>> import penstock as ps
+        >>> chain = ps.chain([nn.Linear(4, 8), nn.ReLU()]).description
+        >>> len(chain), chain.stage_bounds([1, 1])
+        (2, [(0, 1), (1, 2)])
+    """
 
     layers: tuple[Layer, ...]
     tensors: tuple[TensorFacts, ...] = ()
@@ -67,6 +75,9 @@ class Chain:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_name", {tensor.name: tensor for tensor in self.tensors})
+
+    def __repr__(self) -> str:
+        return f"<Chain: {len(self)} layers, {self.parameter_count:,} parameters>"
 
     def __len__(self) -> int:
         return len(self.layers)

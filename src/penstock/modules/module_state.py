@@ -140,7 +140,7 @@ class ModuleState:
                     place.set(snapshot.value)
 
 
-def made_tensors(modules: Iterable[nn.Module]) -> dict[int, object]:
+def computed_tensors(modules: Iterable[nn.Module]) -> dict[int, object]:
     """Return a memo for `copy.deepcopy` with detached copies of tensors computed by forwards.
 
     Without it torch refuses to copy tensors that have a graph. `nn.utils.weight_norm` stores the

@@ -5,14 +5,14 @@ They depend neither on the partition nor on the order in which threads run.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torch.nn.modules import module as _hooks
 
+from penstock.modules.generator_lock import GeneratorLock
 from penstock.modules.host_random import host_state, restore_host, seed_host
 
 #: The modules of torch.nn that draw random numbers by themselves or by functions they call.
@@ -35,7 +35,7 @@ _FORWARD_ATTRIBUTES = ("__call__", "forward", "_conv_forward", "weight", "bias")
 
 # Threads of one process share torch's generators: a thread that seeds one must hold this lock until
 # the layer has run.
-_GENERATORS_LOCK = threading.RLock()
+_GENERATORS_LOCK = GeneratorLock()
 
 
 def may_draw(module: nn.Module) -> bool:
@@ -152,7 +152,10 @@ def drawing(device: torch.device, *, host: bool = False) -> Iterator[None]:
         device: where layers compute.
         host: also restore the states of Python's `random` and of `numpy.random`.
     """
-    with _GENERATORS_LOCK:
+    # In a backward this is a thread of the device, unless that is the CPU. The number is what
+    # torch.utils.checkpoint tells backwards by.
+    in_device_thread = device.type != "cpu" and torch._C._current_graph_task_id() != -1
+    with _GENERATORS_LOCK.held(passes=in_device_thread):
         generator = _generator(device)
         cpu_state = torch.get_rng_state()
         device_state = None if generator is None else generator.get_state()
@@ -165,6 +168,14 @@ def drawing(device: torch.device, *, host: bool = False) -> Iterator[None]:
             torch.set_rng_state(cpu_state)
             if generator is not None and device_state is not None:
                 generator.set_state(device_state)
+
+
+def running_backward(device: torch.device) -> AbstractContextManager[None]:
+    """Enclose a backward that is called inside `drawing`.
+
+    Autograd's device thread, for which the caller waits, may enter `drawing` meanwhile.
+    """
+    return nullcontext() if device.type == "cpu" else _GENERATORS_LOCK.opened()
 
 
 def seed_generators(device: torch.device, seed: int, *, host: bool = False) -> None:

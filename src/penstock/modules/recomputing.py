@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import threading
 
+import torch
+
 
 class Passes(threading.local):
     """State of this thread. The code that runs layers sets it, and restores it afterwards."""
@@ -24,8 +26,13 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Return whether this forward is a recomputation."""
-    return PASSES.recomputing
+    """Return whether this forward is a recomputation.
+
+    A forward in a backward is one, such as that of a user's own checkpoint. Autograd runs it in the
+    thread of its device, where nothing has been set: on several GPUs that is another thread than
+    the one that has called the backward.
+    """
+    return PASSES.recomputing or torch._C._current_graph_task_id() != -1
 
 
 class checkpointing:  # noqa: N801 - a context manager that is called like a function

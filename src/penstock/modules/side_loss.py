@@ -35,6 +35,15 @@ def side_loss(value: Tensor) -> None:
 
     Raises:
         SettingError: `value` does not have one element.
+
+    Examples:
+        ```python
+        class Router(nn.Module):
+            def forward(self, x):
+                scores = self.gate(x).softmax(-1)
+                side_loss(0.01 * scores.mean(0).square().sum())  # keep experts equally busy
+                return self.experts(x, scores)
+        ```
     """
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

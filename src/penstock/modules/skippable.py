@@ -40,6 +40,12 @@ class Namespace:
     """Distinguishes skips of the same name: see `Skippable.isolate`.
 
     A copy of a namespace, pickled or not, is equal to it.
+
+    Examples:
+        ```python
+        first, second = Namespace(), Namespace()
+        model = nn.Sequential(Down().isolate(first), Down().isolate(second))
+        ```
     """
 
     __slots__ = ("id",)
@@ -73,6 +79,11 @@ class stash:  # noqa: N801 - stands where a keyword would
     """Stash a tensor: `yield stash(name, tensor)` in the forward of a skippable layer.
 
     The tensor, or None, is passed to the layer that pops `name`.
+
+    Examples:
+        ```python
+        yield stash("skip", x)  # in the forward of a module with @skippable(stash=["skip"])
+        ```
     """
 
     __slots__ = ("name", "tensor")
@@ -85,6 +96,11 @@ class pop:  # noqa: N801 - stands where a keyword would
     """Pop a tensor: `tensor = yield pop(name)` in the forward of a skippable layer.
 
     An earlier layer has stashed it as `name`.
+
+    Examples:
+        ```python
+        skip = yield pop("skip")  # in the forward of a module with @skippable(pop=["skip"])
+        ```
     """
 
     __slots__ = ("name",)
@@ -257,6 +273,15 @@ def skippable(
     Args:
         stash: names that the forward stashes, all of them in each call.
         pop: names that it pops.
+
+    Examples:
+        ```python
+        @skippable(stash=["skip"])
+        class Down(nn.Module):
+            def forward(self, x):
+                yield stash("skip", x)
+                return self.convolution(x)
+        ```
     """
     stashes, pops = frozenset(stash), frozenset(pop)
 
@@ -281,6 +306,11 @@ def verify_skippables(module: nn.Module | Mapping[str, nn.Module]) -> None:
 
     Raises:
         TypeError: they do not; every fault is listed.
+
+    Examples:
+        ```python
+        verify_skippables(nn.Sequential(Down(), Up()))  # raises if a skip is never popped
+        ```
     """
     layers = dict(module.named_children() if isinstance(module, nn.Module) else module)
     # Dicts are used as ordered sets.

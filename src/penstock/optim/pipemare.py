@@ -30,9 +30,9 @@ from torch import Tensor
 from penstock.errors import SettingError
 from penstock.optim.catalogue import kind_of, no_formula, register
 from penstock.optim.stage_weights import Site, StageWeights, State
-from penstock.optim.working_weights import Working
+from penstock.optim.working_weights import WorkingWeights
 
-#: Names of the contents of the parameters, see `Working`.
+#: Names of the contents of the parameters, see `WorkingWeights`.
 _NEWEST, _ESTIMATE = "newest", "estimate"
 
 #: Names in a checkpoint, of δ and of the number of updates.
@@ -58,7 +58,7 @@ class Corrected(StageWeights):
         self._updates = 0
         # -δ: with this sign each pass over the weights is a single operation.
         self._negative_trend: list[Tensor] = []
-        self._working = Working(site.update, newest=_NEWEST)
+        self._working = WorkingWeights(site.update, newest=_NEWEST)
 
     def before_forward(self, number: int) -> None:
         """Set the parameters to the newest version."""

@@ -17,7 +17,7 @@ from penstock.errors import RunError
 from penstock.optim.catalogue import kind_of, no_formula, register
 from penstock.optim.directions import AdamDirection, Direction, RmspropDirection, SgdDirection
 from penstock.optim.stage_weights import Site, StageWeights, State
-from penstock.optim.working_weights import Working
+from penstock.optim.working_weights import WorkingWeights
 from penstock.registry import Registry
 from penstock.weights.rule_types import Reads
 from penstock.weights.weight_uses import Use
@@ -125,7 +125,7 @@ class Predicted(StageWeights):
         self._in_flight: dict[int, Use] = {}
         # Micro-batches whose backward has begun.
         self._in_backward: set[int] = set()
-        self._working = Working(site.update, newest=(0, 0))
+        self._working = WorkingWeights(site.update, newest=(0, 0))
 
     def before_forward(self, number: int) -> None:
         """Set the parameters to the prediction that the forward reads."""

@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import SettingError
+from penstock.files.json_values import json_value
 from penstock.optim.class_names import class_name, same_class
 from penstock.optim.factory import OptimizerFactory, make_optimizer
 from penstock.optim.param_groups import separate_tensors
+
+#: What messages call the text of a scheduler's state.
+_STATE = "the state of a learning-rate scheduler"
 
 #: Takes an optimizer and returns a scheduler: `lambda optimizer: StepLR(optimizer, 10)`.
 SchedulerFactory = Callable[[Optimizer], Any]
@@ -59,7 +63,7 @@ class Schedulers:
             self._resume(saved, saved_kind)
 
     def _resume(self, saved: str, saved_kind: str | None) -> None:
-        if not self.fits(saved_kind, json.loads(saved)):
+        if not self.fits(saved_kind, json_value(saved, _STATE, finite=False)):
             raise SettingError(
                 f"this scheduler is {self.kind}, and the checkpoint that was loaded has the state "
                 f"of {saved_kind or 'another one'} in its place. Make the same schedulers in the "
@@ -118,7 +122,7 @@ class Schedulers:
 
     def load_json(self, text: str) -> None:
         """Restore the result of `as_json`."""
-        self.load_state_dict(json.loads(text))
+        self.load_state_dict(json_value(text, _STATE, finite=False))
 
     def as_json(self) -> str:
         """Return `state_dict` as JSON, for a checkpoint.

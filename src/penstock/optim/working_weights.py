@@ -39,7 +39,7 @@ class _CachedContent:
 
 
 @final
-class Working:
+class WorkingWeights:
     """The contents of a stage's parameters.
 
     Contents are named by any hashable value; `newest` is the name of the newest version.

@@ -39,6 +39,12 @@ def partition(
         UnknownName: there is no method of that name.
         PartitionError: more stages than layers, fewer than 1, invalid lengths, or an option that
             the method does not accept.
+
+    Examples:
+        >>> from penstock.profile.profile import Profile
+        >>> profile = Profile.load("docs/funnel.profile.json")
+        >>> partition(profile, stages=4, by="uniform")
+        [3, 3, 3, 2]
     """
     if not isinstance(by, str):
         refuse_unknown("a list of stage lengths", options, ())

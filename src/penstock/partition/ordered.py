@@ -15,7 +15,16 @@ from penstock.errors import PartitionError
 from penstock.partition.bottleneck import ROUNDING
 from penstock.partition.limited import limited
 from penstock.partition.reachability_loops import reach, reach_furthest
-from penstock.partition.validation import Costs, Floats, check_costs, numbers_of, rows_of, sums_of
+from penstock.partition.validation import (
+    Costs,
+    Floats,
+    check_costs,
+    in_flight_of,
+    limits_of,
+    numbers_of,
+    rows_of,
+    sums_of,
+)
 
 Ints = npt.NDArray[np.int64]
 
@@ -272,10 +281,7 @@ def _chain(seconds: Costs, counts: Sequence[int], stages: int, options: OrderOpt
     transfer = options.get("transfer")
     if transfer is not None:
         links[1:-1] = check_costs(transfer, "transfer", layers - 1)
-    requested = options.get("in_flight")
-    in_flight = (
-        np.ones(stages) if requested is None else check_costs(requested, "in_flight", stages)
-    )
+    in_flight = in_flight_of(options.get("in_flight"), stages)
     return _Chain(
         sums_of(rows_of(numbers, "seconds_of_kind", kinds, layers)),
         np.minimum(ranks, stages).astype(np.int64),
@@ -283,7 +289,7 @@ def _chain(seconds: Costs, counts: Sequence[int], stages: int, options: OrderOpt
         _bytes_of_kind(options.get("fixed_bytes"), "fixed_bytes", kinds, layers),
         _bytes_of_kind(options.get("saved_bytes"), "saved_bytes", kinds, layers),
         in_flight,
-        _limits_of_kind(options.get("limits_of_kind"), kinds),
+        limits_of(options.get("limits_of_kind"), "limits_of_kind", kinds, "kinds"),
     )
 
 
@@ -291,15 +297,3 @@ def _bytes_of_kind(layer_bytes: Costs | None, what: str, kinds: int, layers: int
     """Return the bytes of every layer on every kind of rank, shape (kinds, layers)."""
     numbers = np.zeros(layers) if layer_bytes is None else numbers_of(layer_bytes, what)
     return rows_of(numbers, what, kinds, layers)
-
-
-def _limits_of_kind(limits: Sequence[float] | None, kinds: int) -> Floats:
-    """Return the bytes of a rank of every kind."""
-    if limits is None:
-        return np.full(kinds, np.inf)
-    allowed = np.asarray(limits, dtype=np.float64)
-    if allowed.shape != (kinds,) or np.isnan(allowed).any():
-        raise PartitionError(
-            f"limits_of_kind: {limits!r} must be one number of bytes for each of {kinds} kinds"
-        )
-    return allowed

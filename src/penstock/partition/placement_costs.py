@@ -17,6 +17,8 @@ from penstock.partition.validation import (
     Floats,
     check_costs,
     check_number,
+    in_flight_of,
+    limits_of,
     numbers_of,
     rows_of,
     sums_of,
@@ -149,7 +151,7 @@ def placement(seconds: Costs, ranks_of: Sequence[int], options: PlacedOptions) -
         links[1:-1] = check_costs(transfer, "transfer", layers - 1)
     times = sums_of(_rows_of_stages(numbers, "seconds", ranks_of, layers))
     memory = sums_of(_memory(ranks_of, layers, options))
-    allowed = _limits(options.get("limits"), ranks)
+    allowed = limits_of(options.get("limits"), "limits", ranks, "ranks")
     slack = check_number("slack", options.get("slack", 0.0), zero=True)
     costs = Placed(times, memory, links, allowed)
     return Placement(costs, tuple(ranks_of), _links_between(ranks_of), slack)
@@ -165,28 +167,13 @@ def _rows_of_stages(numbers: Floats, what: str, ranks_of: Sequence[int], layers:
 def _memory(ranks_of: Sequence[int], layers: int, options: PlacedOptions) -> Floats:
     """Return the bytes of every layer in every stage; shape (stages, layers)."""
     stages = len(ranks_of)
-    requested = options.get("in_flight")
-    in_flight = (
-        np.ones(stages) if requested is None else check_costs(requested, "in_flight", stages)
-    )
+    in_flight = in_flight_of(options.get("in_flight"), stages)
     rows = {}
     for what in ("fixed_bytes", "saved_bytes"):
         layer_bytes: Costs | None = options.get(what)  # type: ignore[assignment]
         numbers = np.zeros(layers) if layer_bytes is None else numbers_of(layer_bytes, what)
         rows[what] = _rows_of_stages(numbers, what, ranks_of, layers)
     return rows["fixed_bytes"] + in_flight[:, None] * rows["saved_bytes"]
-
-
-def _limits(limits: Sequence[float] | None, ranks: int) -> Floats:
-    """Return the bytes of every rank."""
-    if limits is None:
-        return np.full(ranks, np.inf)
-    allowed = np.asarray(limits, dtype=np.float64)
-    if allowed.shape != (ranks,) or np.isnan(allowed).any():
-        raise PartitionError(
-            f"limits: {limits!r} must be one number of bytes for each of {ranks} ranks"
-        )
-    return allowed
 
 
 def _links_between(ranks_of: Sequence[int]) -> tuple[int, ...]:

@@ -122,3 +122,34 @@ def rows_of(numbers: Floats, what: str, stages: int, layers: int) -> Floats:
 def sums_of(rows: Floats) -> Floats:
     """Return the prefix sums of every row, with a 0 before the first layer."""
     return np.concatenate((np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)), axis=1)
+
+
+def in_flight_of(in_flight: Sequence[float] | None, stages: int) -> Floats:
+    """Return the micro-batches in flight of every stage, by default 1.
+
+    Raises:
+        PartitionError: there is not one valid number for each stage.
+    """
+    return np.ones(stages) if in_flight is None else check_costs(in_flight, "in_flight", stages)
+
+
+def limits_of(limits: Sequence[float] | None, what: str, count: int, holders: str) -> Floats:
+    """Return limits of memory in bytes, by default infinite.
+
+    Args:
+        limits: the limits, shape (count,).
+        what: the argument's name in messages.
+        count: how many there must be.
+        holders: what has a limit each, in the plural.
+
+    Raises:
+        PartitionError: they have another shape, or one is NaN.
+    """
+    if limits is None:
+        return np.full(count, np.inf)
+    allowed = np.asarray(limits, dtype=np.float64)
+    if allowed.shape != (count,) or np.isnan(allowed).any():
+        raise PartitionError(
+            f"{what}: {limits!r} must be one number of bytes for each of {count} {holders}"
+        )
+    return allowed

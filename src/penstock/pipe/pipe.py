@@ -28,11 +28,19 @@ from penstock.pipe.pipe_batch import check_input, split_input
 from penstock.pipe.pipe_engine import Engine
 from penstock.pipe.pipe_run import run_forward
 from penstock.pipe.pipe_stage import Partition
+from penstock.pipe.pipe_traced import (
+    check_traced_inputs,
+    layers_to_divide,
+    model_names,
+    prepare_graphs,
+)
 from penstock.pipe.scheduled_loss import scheduled_loss
-from penstock.pipe.scheduled_run import ScheduledRun, check_schedule
+from penstock.pipe.scheduled_run import ModelParts, ScheduledRun, check_schedule
 from penstock.schedule.catalogue import schedule as make_schedule
 from penstock.schedule.op import Schedule
 from penstock.stage.stage import Loss
+from penstock.tracing.traced_chain import TracedChain
+from penstock.transport.payload import Payload
 from penstock.values.structure import map_tensors
 
 #: By checkpoint mode: the number of recomputed micro-batches, from the number of micro-batches.
@@ -65,7 +73,9 @@ class Pipe(nn.Module):
     hooks once per backward.
 
     Args:
-        module: the layers. They are moved to their devices in place, not copied.
+        module: the layers; a chain, `ps.chain(model, x)`; or any module, with an example. They are
+            moved to their devices in place, not copied. A traced model is called as the model
+            itself, with positional or keyword inputs (see docs/pipe.md).
         balance: number of layers per partition.
         devices: one device per partition; surplus devices are ignored. Several may be the CPU,
             each with its own thread. An integer n means the first n GPUs, or n CPU threads if
@@ -81,6 +91,7 @@ class Pipe(nn.Module):
             needs `loss`.
         loss: `loss(output, target)`, as for `ps.Pipeline`. The model is then called with inputs
             and targets, and returns the loss of the batch.
+        example: inputs on which a module that is no nn.Sequential is traced, as for `ps.chain`.
 
     Attributes:
         partitions: an `nn.ModuleList` with one `nn.Sequential` per device; layers keep their names.
@@ -95,6 +106,16 @@ class Pipe(nn.Module):
             `verify_skippables`).
         ValueError: an invalid setting, or a layer or parameter that occurs in several places.
         IndexError: fewer devices than partitions.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> pipe = Pipe(model, balance=[2, 1], chunks=2)
+        >>> output = pipe(torch.ones(8, 4))
+        >>> output.sum().backward()
+        >>> output.shape
+        torch.Size([8, 2])
     """
 
     balance: list[int]
@@ -105,10 +126,14 @@ class Pipe(nn.Module):
     schedule: str | Schedule
     loss: Loss | None
     side_loss: Tensor
+    _traced: TracedChain | None
+
+    #: For the Trainer of transformers: a Pipe takes no `num_items_in_batch` among its inputs.
+    accepts_loss_kwargs = False
 
     def __init__(
         self,
-        module: nn.Sequential,
+        module: nn.Module | TracedChain,
         balance: Iterable[int] | None = None,
         *,
         devices: Devices | None = None,
@@ -117,13 +142,13 @@ class Pipe(nn.Module):
         deferred_batch_norm: bool = False,
         schedule: str | Schedule = "gpipe",
         loss: Loss | None = None,
+        example: Any = None,
     ) -> None:
         super().__init__()
         self.chunks, self.checkpoint = int(chunks), str(checkpoint)
-        if not isinstance(module, nn.Sequential):
-            raise TypeError(
-                f"module must be nn.Sequential to be partitioned, not {type(module).__name__}"
-            )
+        module, traced = layers_to_divide(module, example)
+        # In `__dict__`: its modules are in the partitions.
+        self.__dict__["_traced"] = traced
         check_sequential(module)
         lengths = check_balance(module, balance)
         if self.chunks < 1:
@@ -157,7 +182,7 @@ class Pipe(nn.Module):
         self.side_loss = torch.zeros(())
         self._lock = threading.RLock()
 
-    def forward(self, input: Any, target: Any = None) -> Any:  # noqa: A002 - torch's own name
+    def forward(self, input: Any = None, target: Any = None, **inputs: Any) -> Any:  # noqa: A002 - torch's own name
         """Return the output for a batch, or with targets its loss.
 
         Args:
@@ -165,6 +190,7 @@ class Pipe(nn.Module):
                 dimension of each tensor indexes the samples. On any device: micro-batches are
                 moved to the first partition.
             target: the targets of the batch, likewise; for a Pipe with `loss=` only.
+            inputs: inputs of a traced model by keyword, instead of `input`.
 
         Returns:
             The output of the last layer for the whole batch, on `devices[-1]`; or the loss of the
@@ -178,6 +204,13 @@ class Pipe(nn.Module):
             RuntimeError: the outputs of the micro-batches cannot be concatenated.
             Exception: any exception of a layer. The Pipe stays usable.
         """
+        if inputs:
+            if self._traced is None or input is not None:
+                raise SettingError(
+                    f"{', '.join(inputs)}: inputs by keyword are for a Pipe of a traced model, "
+                    "without other inputs"
+                )
+            input = inputs  # noqa: A001 - torch's own name
         if target is not None:
             return self._loss_of(input, target)
         if self.training and torch.is_grad_enabled() and self._needs_loss:
@@ -195,6 +228,7 @@ class Pipe(nn.Module):
             return value
         micro_batches = split_input(value, self.chunks)
         with self._lock:
+            self._prepare_graphs(micro_batches, value)
             if self._engine is None:
                 self._engine = Engine(build_stages(self.partitions, self.devices))
             if self.training and self.deferred_batch_norm:
@@ -205,6 +239,14 @@ class Pipe(nn.Module):
                 side_loss = torch.zeros((), device=self.devices[-1])
             self.side_loss = side_loss
             return output
+
+    def _prepare_graphs(self, micro_batches: Sequence[Payload], value: Any) -> None:
+        """Trace the graphs that a batch needs, if the model is a traced one."""
+        if self._traced is None or self._traced.variants is None:
+            return
+        check_traced_inputs(Payload.of(value))
+        if prepare_graphs(self._traced.variants, micro_batches, training=self.training):
+            self._engine = self._scheduled = None
 
     def _loss_of(self, value: Any, target: Any) -> Tensor:
         """Return the loss of a batch, with its gradients behind it if there will be any."""
@@ -224,6 +266,7 @@ class Pipe(nn.Module):
                 loss = loss[0] / loss[1]
             return one_number(loss) + self.side_loss
         with self._lock:
+            self._prepare_graphs(split_input(value, self.chunks), value)
             self.side_loss = torch.zeros((), device=self.devices[-1])
             return scheduled_loss(self._scheduled_run(self.loss), value, target, weights)
 
@@ -235,7 +278,8 @@ class Pipe(nn.Module):
             if earlier == settings and run.is_current():
                 return run
         schedule = self._check_schedule()
-        run = ScheduledRun(self._sequentials(), self.devices[0], schedule, self.checkpoint, loss)
+        parts = ModelParts(self._sequentials(), self._traced, self.balance)
+        run = ScheduledRun(parts, self.devices[0], schedule, self.checkpoint, loss)
         self._scheduled = settings, run
         return run
 
@@ -302,12 +346,31 @@ class Pipe(nn.Module):
         partitions: Sequence[Partition] = list(self.partitions)  # type: ignore[arg-type]
         return partitions
 
+    @property
+    def hf_device_map(self) -> dict[str, str]:
+        """The device of each partition, by its name, as models of transformers have it.
+
+        Trainer and Accelerate do not move a model that has it.
+        """
+        names = [f"partitions.{index}" for index in range(len(self.devices))]
+        return dict(zip(names, map(str, self.devices), strict=True))
+
     def sequential_state_dict(self) -> dict[str, Tensor]:
-        """Return the `state_dict` of the plain `nn.Sequential`; `load_state_dict` accepts it."""
+        """Return the `state_dict` of the plain `nn.Sequential`, or of the model that was traced;
+        `load_state_dict` accepts it.
+        """
+        if self._traced is not None:
+            state = self.state_dict()
+            return {name: state[keys[0]] for name, keys in model_names(state).items()}
         return {key.split(".", 2)[2]: value for key, value in self.state_dict().items()}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept keys of this Pipe, of a Pipe with another balance, or of the `nn.Sequential`."""
+        """Accept keys of this Pipe, of a Pipe with another balance, or of the plain model."""
+        if self._traced is not None:
+            for name, keys in model_names(self.state_dict()).items():
+                if f"{prefix}{name}" in state_dict:
+                    value = state_dict.pop(f"{prefix}{name}")
+                    state_dict.update(dict.fromkeys([f"{prefix}{key}" for key in keys], value))
         prefix_of_layer = {
             layer_name: f"{prefix}partitions.{index}.{layer_name}."
             for index, partition in enumerate(self.partitions)

@@ -33,6 +33,7 @@ from penstock.modules.random_ops import RandomOpDetector, draws_with, is_random_
 from penstock.modules.randomness import (
     drawing,
     may_draw,
+    running_backward,
     runs_user_code,
     seed_generators,
     stream_seed,
@@ -291,7 +292,11 @@ class PartitionRandomness:
             yield
             return
         detector = RandomOpDetector()
-        with drawing(device), detector if observing else nullcontext():
+        with (
+            drawing(device),
+            detector if observing else nullcontext(),
+            running_backward(device),
+        ):
             yield
         self._backward_draws |= detector.detected
 

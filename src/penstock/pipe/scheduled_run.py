@@ -76,11 +76,26 @@ class _Programs:
     op_count: int
 
 
+@dataclass(frozen=True, eq=False)
+class ModelParts:
+    """A model that is divided into partitions.
+
+    Attributes:
+        partitions: the layers, one stage per partition.
+        traced: the chain of a traced model; None for an nn.Sequential.
+        balance: number of layers per partition.
+    """
+
+    partitions: Sequence[nn.Sequential]
+    traced: TracedChain | None
+    balance: Sequence[int]
+
+
 class ScheduledRun:
     """Runs batches under a schedule. Gradients accumulate in `.grad` of the parameters.
 
     Args:
-        partitions: the layers, one stage per partition.
+        parts: the model.
         device: where all of them compute.
         schedule: a schedule that `check_schedule` accepts.
         checkpoint: "never", "except_last" or "always".
@@ -95,13 +110,14 @@ class ScheduledRun:
 
     def __init__(
         self,
-        partitions: Sequence[nn.Sequential],
+        parts: ModelParts,
         device: torch.device,
         schedule: Schedule,
         checkpoint: str,
         loss: Loss,
     ) -> None:
-        traced, lengths = _chain_of(partitions)
+        partitions = parts.partitions
+        traced, lengths = _chain_of(parts)
         setting = make_run_config(traced, None, Overrides(lengths, schedule, recompute=checkpoint))
         check(setting)
         TrainingOptions().check(schedule, loss, steps=False)
@@ -232,11 +248,14 @@ class ScheduledRun:
         return _Programs(by_rank, turns_of(steps), op_count)
 
 
-def _chain_of(partitions: Sequence[nn.Sequential]) -> tuple[TracedChain, list[int]]:
+def _chain_of(parts: ModelParts) -> tuple[TracedChain, list[int]]:
     """Return the chain of all partitions, and the number of its layers in each.
 
     The chain divides nested containers, so that it may have more layers than the partitions.
     """
+    if parts.traced is not None:
+        return parts.traced, list(parts.balance)
+    partitions = parts.partitions
     names = [list(partition._modules) for partition in partitions]
     layers = [layer for partition in partitions for layer in partition._modules.items()]
     traced = chain(nn.Sequential(OrderedDict(layers)))

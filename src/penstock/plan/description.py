@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from penstock.errors import ScheduleError
-from penstock.plan.plan import Candidate, Plan
+from penstock.plan.plan import Plan
+from penstock.plan.prediction import Candidate
 from penstock.schedule.recompute import Recompute
+from penstock.text_table import table
 from penstock.units import format_bytes, format_seconds
 
 #: Most ranks whose memory is listed; of more ranks, those with the largest memory.
 MOST_ROWS = 32
 #: Most links whose traffic is listed.
 _MOST_LINKS = 8
+#: Indentation of the tables.
+_INDENT = "    "
 
 
 def describe(plan: Plan) -> str:
@@ -24,10 +26,12 @@ def describe(plan: Plan) -> str:
         lines.append(f"  by planner {plan.planner}{_objective(plan)}")
     lines += _recomputed(plan)
     lines += _bound(plan)
+    lines += [f"  {plan.search_note}"] if plan.search_note else []
+    lines += _pipeline(plan)
     if plan.devices and plan.ranks <= MOST_ROWS:
         lines.append(f"  on devices {', '.join(map(str, plan.devices))}")
     head = ("stage", "rank", "layers", "from", "to", "peak memory of rank")
-    lines += table(head, _stage_rows(plan))
+    lines.append(table(head, _stage_rows(plan), _INDENT))
     lines += _memory(plan)
     lines += _traffic(plan)
     lines += _candidates(plan)
@@ -88,6 +92,28 @@ def _bound(plan: Plan) -> list[str]:
         return []
     bound = format_seconds(plan.predicted.lower_bound_s)
     return [f"  lower bound over the search space: {bound} (gap {max(gap, 0.0):.1%})"]
+
+
+def _pipeline(plan: Plan) -> list[str]:
+    """Write the best pipeline beside a plan that is none, and why the plan is faster."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return []
+    replicas = ""
+    if pipeline.replicas != 1:
+        replicas = f" with {_replica_text(pipeline)} replicas"
+    plural = "es" if pipeline.micro_batches > 1 else ""
+    slower = slowdown(pipeline.step_s, plan.predicted.step_s)
+    own_peak = format_bytes(max(plan.predicted.peak_memory))
+    return [
+        (
+            f"  best pipeline: {pipeline.schedule}, {pipeline.stages} stages of "
+            f"{', '.join(map(str, pipeline.lengths))} layers{replicas}, {pipeline.micro_batches} "
+            f"micro-batch{plural}: {format_seconds(pipeline.step_s)} a step ({slower}), at most "
+            f"{format_bytes(pipeline.peak_bytes)} on a rank instead of {own_peak}"
+        ),
+        f"    {plan.pipeline_note}",
+    ]
 
 
 def _recomputed(plan: Plan) -> list[str]:
@@ -177,8 +203,8 @@ def _memory(plan: Plan) -> list[str]:
     if not parts:
         return []
     peaks = plan.predicted.peak_memory
-    fullest_first = sorted(range(len(parts)), key=lambda rank: -peaks[rank])
-    listed_ranks = sorted(fullest_first[:MOST_ROWS])
+    by_peak = sorted(range(len(parts)), key=lambda rank: -peaks[rank])
+    listed_ranks = sorted(by_peak[:MOST_ROWS])
     holders = [
         holder for holder in parts[0] if any(parts[rank].get(holder) for rank in listed_ranks)
     ]
@@ -191,7 +217,7 @@ def _memory(plan: Plan) -> list[str]:
         others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
         rows.append((f"{ranks[0]}{others}", *sizes))
     head = f"  peak memory of a rank ({_optimizer(plan)}):"
-    return [head, *table(("rank", *holders), rows)]
+    return [head, table(("rank", *holders), rows, _INDENT)]
 
 
 def _traffic(plan: Plan) -> list[str]:
@@ -240,7 +266,7 @@ def _candidates(plan: Plan) -> list[str]:
         if set(columns[name]) <= {usual}:
             del columns[name]
     rows = list(zip(*columns.values(), strict=True))
-    return ["  candidates, best first:", *table(tuple(columns), rows)]
+    return ["  candidates, best first:", table(tuple(columns), rows, _INDENT)]
 
 
 def _replica_text(candidate: Candidate) -> str:
@@ -259,7 +285,7 @@ def _suggestions(plan: Plan) -> list[str]:
         (remedy.change, format_seconds(remedy.step_s), slowdown(remedy.step_s, best_s))
         for remedy in plan.remedies
     ]
-    return ["  suggestions:", *table(("change", "step", ""), rows)]
+    return ["  suggestions:", table(("change", "step", ""), rows, _INDENT)]
 
 
 def slowdown(seconds: float, best_s: float) -> str:
@@ -267,13 +293,3 @@ def slowdown(seconds: float, best_s: float) -> str:
     if not best_s or abs(seconds / best_s - 1) < 0.0005:
         return "equal"
     return f"{seconds / best_s - 1:+.1%}"
-
-
-def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Write a table with left-aligned columns, indented by four spaces, as a list of lines."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = []
-    for row in (head, *rows):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("    " + "  ".join(cells).rstrip())
-    return lines

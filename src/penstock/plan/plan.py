@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import final
 
 from penstock.errors import FileError, PenstockError, PlanError
-from penstock.files.read import read_json
+from penstock.files.read import parse_json
+from penstock.files.text import read_text
+from penstock.notebook import NotebookText
+from penstock.plan.prediction import Candidate, Objective, Prediction, Remedy
 from penstock.plan.segments import Selection
 from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
@@ -17,7 +20,7 @@ from penstock.schedule.size_limit import check_ops
 from penstock.schedule.slicing import Slicing
 from penstock.schedule.streams import Stream
 from penstock.store import write_json
-from penstock.units import format_bytes, format_seconds
+from penstock.units import format_seconds
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.compatibility import rule_of
 
@@ -28,133 +31,8 @@ Option = bool | int | float | str | tuple[int, ...] | None
 
 
 @final
-@dataclass(frozen=True)
-class Objective:
-    """The objective that a planner's paper minimises, with the name and value it has there.
-
-    Attributes:
-        name: as in the paper.
-        value: by the paper's formula.
-        unit: `"s"`, `"bytes"` or `"1"`.
-    """
-
-    name: str
-    value: float
-    unit: str
-
-    def __str__(self) -> str:
-        if self.unit == "s":
-            return f"{self.name} {format_seconds(self.value)}"
-        if self.unit == "bytes":
-            return f"{self.name} {format_bytes(self.value)}"
-        return f"{self.name} {self.value:.4g}"
-
-
-@final
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes sent from one rank to another per step, or per batch of an asynchronous plan.
-
-    Counts activations and their gradients, but not the all-reduce of weight gradients between the
-    replicas of a stage.
-    """
-
-    from_rank: int
-    to_rank: int
-    bytes: int
-
-
-@final
-@dataclass(frozen=True)
-class Remedy:
-    """A suggested change to the cluster or the plan, and the seconds of a step with it."""
-
-    change: str
-    step_s: float
-
-
-@final
-@dataclass(frozen=True)
-class Prediction:
-    """Simulated time and memory of a plan.
-
-    A step of an asynchronous plan is one batch in the steady state, between filling and draining;
-    its bubble ratio is that of the steady state as well.
-
-    Attributes:
-        step_s: seconds of a step.
-        bubble_ratio: idle share of all ranks' time in a step.
-        peak_memory: largest memory of each rank, in bytes.
-        samples_per_s: throughput.
-        one_device_s: seconds of a step of plain training, with the whole batch at once on one
-            device that is large enough for it.
-        data_parallel_s: seconds of a step of data parallelism on all devices of the cluster,
-            ignoring memory; None if the batch has fewer samples than the cluster has devices, or
-            for one device.
-        lower_bound_s: lower bound of a step over the planner's search space; 0 if unknown.
-        memory_parts: per rank, what `peak_memory` consists of: (holder, bytes).
-        traffic: bytes sent between ranks, where there are any.
-        more_work: seconds of recomputed forwards / seconds of all work without recompute.
-        less_kept: share of a micro-batch's activations, over all stages, that recompute does not
-            save between forward and backward.
-    """
-
-    step_s: float
-    bubble_ratio: float
-    peak_memory: tuple[int, ...]
-    samples_per_s: float
-    one_device_s: float
-    data_parallel_s: float | None = None
-    lower_bound_s: float = 0.0
-    memory_parts: tuple[tuple[tuple[str, int], ...], ...] = ()
-    traffic: tuple[Traffic, ...] = ()
-    more_work: float = 0.0
-    less_kept: float = 0.0
-
-    @property
-    def speed_up(self) -> float:
-        """Time of plain training on one device / time of a step."""
-        return self.one_device_s / self.step_s if self.step_s else 1.0
-
-    @property
-    def gap(self) -> float | None:
-        """Relative gap to the lower bound, step / lower bound - 1; None if no bound is known."""
-        return self.step_s / self.lower_bound_s - 1 if self.lower_bound_s else None
-
-
-@final
-@dataclass(frozen=True)
-class Candidate:
-    """A configuration that the planner evaluated.
-
-    Attributes:
-        schedule, stages, micro_batches, recompute: of the configuration.
-        lengths: layers per stage.
-        step_s: seconds of a step, as in `Prediction`.
-        peak_bytes: memory of the fullest rank.
-        why: what bounds its time, or why it is infeasible.
-        weights: name of the weight rule.
-        replicas: number of replicas of the whole pipeline, or of each stage.
-    """
-
-    schedule: str
-    stages: int
-    micro_batches: int
-    recompute: Recompute
-    lengths: tuple[int, ...]
-    step_s: float
-    peak_bytes: int
-    why: str
-    weights: str = "flush"
-    replicas: int | tuple[int, ...] = 1
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "recompute", Recompute.parse(self.recompute))
-
-
-@final
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(NotebookText):
     """All that a run needs apart from the model and the data.
 
     Attributes:
@@ -177,6 +55,7 @@ class Plan:
         candidates: evaluated configurations, one per schedule and number of stages, best first;
             the first is this plan.
         devices: per rank, the index of its device in the cluster; empty: rank r is on device r.
+        cluster_devices: host and kind of every device of the cluster; empty if it names no hosts.
         torch_version: of the profile; empty if it was not measured with torch.
         planner: that made it.
         objective: that the planner's paper minimises, unless it is the simulated step.
@@ -188,7 +67,18 @@ class Plan:
         optimizer: that memory was planned for; empty if none was named.
         optimizer_states: numbers that it stores per parameter.
         memory_limits: bytes that each rank may hold; empty if there are no limits.
+        search_note: that the search was cut short, and by what; empty if it was not.
+        pipeline: the best candidate whose ranks hold different stages, if this plan is none, as
+            data parallelism is none; else None, or if there is no such candidate that fits.
+        pipeline_note: why this plan is faster than `pipeline`.
         schema: version of the file format.
+
+    Examples:
+        >>> import penstock as ps
+        >>> profile = ps.Profile.load("docs/funnel.profile.json")
+        >>> plan = ps.plan(profile, ps.cluster("local:2"), batch=64, stages=2, schedules="1f1b")
+        >>> sum(plan.lengths) == len(profile.layers)
+        True
     """
 
     fingerprint: str
@@ -210,6 +100,7 @@ class Plan:
     weights_options: tuple[tuple[str, float], ...] = ()
     candidates: tuple[Candidate, ...] = ()
     devices: tuple[int, ...] = ()
+    cluster_devices: tuple[tuple[str, str], ...] = ()
     torch_version: str = ""
     planner: str = "auto"
     objective: Objective | None = None
@@ -219,6 +110,9 @@ class Plan:
     optimizer: str = ""
     optimizer_states: float = 1.0
     memory_limits: tuple[int, ...] = ()
+    search_note: str = field(default="", compare=False)
+    pipeline: Candidate | None = None
+    pipeline_note: str = ""
     schema: int = SCHEMA
 
     @property
@@ -417,13 +311,34 @@ class Plan:
             FileError: the file is missing, is no plan, has another schema version, or its fields
                 contradict each other.
         """
-        plan = read_json(path, cls, SCHEMA)
+        return cls.parse(read_text(path, "plan"), str(path))
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> Plan:
+        """Return the plan in a text that `save` wrote, as `load` does for a file.
+
+        Args:
+            text: the JSON.
+            source: place of the text, with which every message begins.
+
+        Raises:
+            FileError: see `load`.
+        """
+        plan = parse_json(text, cls, source, SCHEMA)
         try:
             plan.check()
         except PenstockError as error:
             problems = "; ".join(map(str.strip, str(error).splitlines()))
-            raise FileError(f"{path} is no valid plan: {problems}") from error
+            raise FileError(f"{source} is no valid plan: {problems}") from error
         return plan
+
+    def __repr__(self) -> str:
+        step = format_seconds(self.predicted.step_s)
+        return (
+            f"<Plan: {self.schedule_name}, {self.stages} stages on {self.ranks} ranks of "
+            f"{self.cluster}, batch {self.batch} in {self.micro_batches} micro-batches, "
+            f"predicted {step} a step>"
+        )
 
     def __str__(self) -> str:
         from penstock.plan.description import describe  # imports this module

@@ -101,13 +101,11 @@ def calibrated(
     return fit_efficiency(samples, roof, source=f"a profile on {measured.device or device.name}")
 
 
-def fit_efficiency(
-    samples: Sequence[Sample], roof: Roof, *, start: Efficiency | None = None, source: str = ""
-) -> Efficiency:
+def fit_efficiency(samples: Sequence[Sample], roof: Roof, *, source: str = "") -> Efficiency:
     """Return the efficiencies that are closest to the measured `samples` at `roof`.
 
-    Families of products that were not measured are assumed to differ from `start` by the average
-    factor of those that were.
+    Families of products that were not measured are assumed to differ from the default by the
+    average factor of those that were.
 
     Raises:
         SettingError: no op was timed.
@@ -115,8 +113,7 @@ def fit_efficiency(
     timed = [sample for sample in samples if sample.works and sample.seconds > 0]
     if not timed:
         raise SettingError("nothing to calibrate with: no timed layer launches an op")
-    if start is None:
-        start = Efficiency()
+    start = Efficiency()
     equations = _Equations.of(timed, roof)
     initial = np.array(
         [getattr(start, name) for name in _FIXED] + [1 / getattr(start, name) for name in _SHARES]

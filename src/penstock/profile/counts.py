@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 from penstock.errors import FileError, SettingError
 from penstock.files.read import read_json
-from penstock.profile.profile import Phase
+from penstock.files.text import shorten
+from penstock.profile.profile import Phase, check_fields
 from penstock.store import write_json
 
 SCHEMA = 1
@@ -26,15 +27,7 @@ Family = Literal[
     "recurrent",
     "other",
 ]
-FAMILIES: tuple[Family, ...] = (
-    "matrix",
-    "convolution_3x3",
-    "convolution",
-    "grouped_convolution",
-    "attention",
-    "recurrent",
-    "other",
-)
+FAMILIES: tuple[Family, ...] = get_args(Family)
 
 
 @final
@@ -168,9 +161,9 @@ def check_counts(counts: ModelCounts, where: str) -> None:
     Raises:
         SettingError: the counts are impossible; `where` begins the message.
     """
-    _check_fields(counts, where)
+    check_fields(counts, where)
     for layer in counts.layers:
-        _check_fields(layer, f"{where}: layer {layer.name}")
+        check_fields(layer, f"{where}: layer {shorten(layer.name)}")
         for work in (*layer.forward, *layer.backward, *layer.input_grad, *layer.weight_grad):
             least = min(
                 work.launches,
@@ -181,14 +174,6 @@ def check_counts(counts: ModelCounts, where: str) -> None:
             )
             if least < 0 or not work.launches:
                 raise SettingError(
-                    f"{where}: layer {layer.name}: {work.op} has {work.launches} launches and a "
+                    f"{where}: layer {shorten(layer.name)}: {work.op} has {work.launches} launches and a "
                     f"count of {least}: launches are 1 or more, counts 0 or more"
                 )
-
-
-def _check_fields(value: ModelCounts | LayerCounts, where: str) -> None:
-    """Raise an error if a count is negative; `where` begins the message."""
-    for field in fields(value):
-        number = getattr(value, field.name)
-        if isinstance(number, (int, float)) and number < 0:
-            raise SettingError(f"{where}: {field.name} is {number}, and cannot be below 0")

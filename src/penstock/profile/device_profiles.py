@@ -17,10 +17,19 @@ Profiles = Profile | Mapping[str, Profile]
 def scale_profile(profile: Profile, factor: float) -> Profile:
     """Return the profile of a device on which everything takes `factor` times as long.
 
-    If that is 1, return the same object.
+    If that is 1, return the same object; and always the same object for the same factor, since
+    searches identify devices of one kind by their profile.
     """
     if factor == 1:
         return profile
+    scaled: dict[float, Profile] = profile.__dict__.setdefault("_scaled", {})
+    if factor not in scaled:
+        scaled[factor] = _scale_all(profile, factor)
+    return scaled[factor]
+
+
+def _scale_all(profile: Profile, factor: float) -> Profile:
+    """Return a profile with all seconds multiplied by a factor."""
 
     def scale_timing(timing: Timing) -> Timing:
         """Return the timing of one phase on that device."""
@@ -46,11 +55,13 @@ def scale_profile(profile: Profile, factor: float) -> Profile:
         update_s_per_byte=factor * profile.update_s_per_byte,
         update_fixed_s=factor * profile.update_fixed_s,
         accumulate_s_per_byte=factor * profile.accumulate_s_per_byte,
+        busy_ranks=1,
     )
 
 
 def profiles_of(profiles: Profiles, cluster: Cluster) -> tuple[Profile, ...]:
-    """Return the profile of every rank's device; devices of one name share one object.
+    """Return the profile of every rank's device while it computes alone; devices of one name share
+    one object.
 
     A single profile for several kinds of devices is taken to be of the device that it names, or, if
     it names none, of rank 0's; the times of other devices are scaled by the ratio of their float32
@@ -76,7 +87,34 @@ def profiles_of(profiles: Profiles, cluster: Cluster) -> tuple[Profile, ...]:
             f"{', '.join(by_name) or 'nothing'}: measure the model on that device (ps.profile, or "
             f"penstock profile), and add the profile under the name {missing[0]!r}"
         )
-    return tuple(by_name[device.name] for device in cluster.devices)
+    return tuple(
+        _alone(by_name[device.name], rank, cluster) for rank, device in enumerate(cluster.devices)
+    )
+
+
+def _alone(profile: Profile, rank: int, cluster: Cluster) -> Profile:
+    """Return the profile of a rank that computes alone, from one measured on busy ranks."""
+    if profile.busy_ranks == 1:
+        return profile
+    node_ranks = cluster.ranks_of_node(cluster.node(rank))
+    measured = cluster.slowdown(rank, node_ranks[: profile.busy_ranks])
+    return scale_profile(profile, 1 / measured)
+
+
+def busy_profiles(
+    profiles: Sequence[Profile], cluster: Cluster, busy: Sequence[int]
+) -> tuple[Profile, ...]:
+    """Return the profiles of the ranks `busy` while all of them compute.
+
+    Args:
+        profiles: per entry of `busy`, the profile of the rank that computes alone.
+        cluster: the whole cluster.
+        busy: its ranks that are used.
+    """
+    return tuple(
+        scale_profile(profile, cluster.slowdown(rank, busy))
+        for profile, rank in zip(profiles, busy, strict=True)
+    )
 
 
 def _scaled_profiles(profile: Profile, cluster: Cluster) -> dict[str, Profile]:

@@ -12,10 +12,15 @@ from typing import Literal
 import numpy as np
 
 from penstock.errors import FileError, SettingError
-from penstock.files.read import read_json
+from penstock.files.read import parse_json
+from penstock.files.text import quote, read_text, shorten
+from penstock.notebook import NotebookText
 from penstock.store import write_json
+from penstock.units import MAX_BYTES, MAX_SECONDS
 
 SCHEMA = 1
+#: Shorter times than this are no measurements, and divisions by them overflow.
+_SHORTEST_S = 1e-15
 
 Phase = Literal["forward", "backward", "input_grad", "weight_grad"]
 
@@ -85,6 +90,10 @@ class LayerProfile:
     `entry_bytes_per_sample` is what a stage that begins with this layer saves in addition: its
     input, if that is counted at an earlier layer or at none. `single_copy_reason` says why the
     layer cannot be replicated on several ranks; empty if it can.
+
+    `host_forward` and `host_backward`, where the device works through a queue, are the seconds in
+    which the host launches the layer's work. Where they are longer than those of the device, the
+    step takes the host's time. They are None on a CPU, and in older files.
     """
 
     name: str
@@ -100,6 +109,17 @@ class LayerProfile:
     output_bytes_per_sample: float
     entry_bytes_per_sample: float = 0.0
     single_copy_reason: str = ""
+    host_forward: Timing | None = None
+    host_backward: Timing | None = None
+
+    @property
+    def host_s(self) -> float | None:
+        """Seconds in which the host launches forward and backward of the largest micro-batch that
+        was measured; None if unknown.
+        """
+        if self.host_forward is None or self.host_backward is None:
+            return None
+        return self.host_forward.median_s[-1] + self.host_backward.median_s[-1]
 
     def seconds(self, phase: Phase, samples: float) -> float:
         """Return the seconds of one phase for `samples` samples."""
@@ -107,8 +127,8 @@ class LayerProfile:
         return timing.at(samples)
 
 
-@dataclass(frozen=True)
-class Profile:
+@dataclass(frozen=True, repr=False)
+class Profile(NotebookText):
     """A model's layers with their costs, and the device on which they were measured.
 
     Attributes:
@@ -127,7 +147,13 @@ class Profile:
             micro-batch.
         optimizer_states: optimizer state per parameter, which planners count as memory;
             `ps.plan(optimizer=)` sets it.
+        busy_ranks: number of ranks of the host that were busy while it was measured; with more than
+            one, its seconds are those of busy ranks.
         schema: version of the file format.
+
+    Examples:
+        >>> Profile.load("docs/funnel.profile.json").layers[0].kind
+        'Linear'
     """
 
     layers: tuple[LayerProfile, ...]
@@ -141,7 +167,18 @@ class Profile:
     update_fixed_s: float = 0.0
     accumulate_s_per_byte: float = 0.0
     optimizer_states: float = 1.0
+    busy_ranks: int = 1
     schema: int = SCHEMA
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(map(str, self.sizes))
+        device = self.device or "an unknown device"
+        return f"<Profile: {len(self)} layers on {device}, for {sizes} samples, batch {self.batch}>"
+
+    def __str__(self) -> str:
+        from penstock.profile.description import describe  # imports this module
+
+        return describe(self)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -183,38 +220,72 @@ class Profile:
             FileError: the file is missing, is not a profile, has a different schema version, or
                 contains an invalid number.
         """
-        profile = read_json(path, cls, SCHEMA)
+        return cls.parse(read_text(path, "profile"), str(path))
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> Profile:
+        """Return the profile in a text that `save` wrote, as `load` does for a file.
+
+        Args:
+            text: the JSON.
+            source: place of the text, with which every message begins.
+
+        Raises:
+            FileError: see `load`.
+        """
+        profile = parse_json(text, cls, source, SCHEMA)
         try:
-            _check_counts(profile, str(path))
+            check_fields(profile, source)
             for layer in profile.layers:
-                _check_counts(layer, f"{path}: layer {layer.name}")
-                for phase in (layer.forward, layer.backward, layer.input_grad, layer.weight_grad):
-                    check_timing(phase, f"{path}: layer {layer.name}")
+                where = f"{source}: layer {shorten(layer.name)}"
+                check_fields(layer, where)
+                phases = (layer.forward, layer.backward, layer.input_grad, layer.weight_grad)
+                host_phases = (layer.host_forward, layer.host_backward)
+                for phase in (*phases, *filter(None, host_phases)):
+                    check_timing(phase, where)
         except SettingError as error:
             raise FileError(str(error)) from error
         return profile
 
 
-def _check_counts(value: Profile | LayerProfile, where: str) -> None:
-    """Raise an error if a count is negative; `where` begins the message."""
-    for field_ in fields(value):
-        number = getattr(value, field_.name)
-        if isinstance(number, (int, float)) and number < 0:
-            raise SettingError(f"{where}: {field_.name} is {number}, and cannot be below 0")
+def check_fields(value: object, where: str) -> None:
+    """Check the numbers of a dataclass, all of which are counts or bytes.
+
+    Raises:
+        SettingError: one is negative, or too large to be true; `where` begins the message.
+    """
+    for entry in fields(value):  # type: ignore[arg-type]
+        number = getattr(value, entry.name)
+        if not isinstance(number, (int, float)):
+            continue
+        if number < 0:
+            raise SettingError(f"{where}: {entry.name} is {number}, and cannot be below 0")
+        if number > MAX_BYTES:
+            raise SettingError(
+                f"{where}: {entry.name} is {number:.3g}, and cannot be above {MAX_BYTES:.3g}"
+            )
 
 
 def check_timing(timing: Timing, where: str) -> None:
     """Raise an error if a timing is invalid.
 
-    Its sizes must ascend, with one finite time of 0 s or more for each.
+    Its sizes must ascend, with one time for each that a layer can take.
 
     Raises:
         SettingError: the timing is invalid; `where` begins the message.
     """
     sizes: Sequence[int] = timing.sizes
     if not sizes or sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
-        raise SettingError(f"{where}: sizes {list(sizes)} must be 1 or more and ascend")
+        raise SettingError(f"{where}: sizes {quote(list(sizes))} must be 1 or more and ascend")
+    if sizes[-1] > MAX_BYTES:
+        raise SettingError(f"{where}: a batch of {sizes[-1]:.3g} samples is larger than any")
     if len(timing.median_s) != len(sizes) or not all(
         0 <= t < float("inf") for t in timing.median_s
     ):
         raise SettingError(f"{where}: needs {len(sizes)} times of 0 s or more, one for each size")
+    for seconds in timing.median_s:
+        if seconds > MAX_SECONDS or 0 < seconds < _SHORTEST_S:
+            raise SettingError(
+                f"{where}: takes {seconds:.3g} s; a layer takes 0 s, or {_SHORTEST_S:g} s to "
+                f"{MAX_SECONDS:g} s"
+            )

@@ -20,6 +20,7 @@ from penstock.ranks.checksum import Glimpse, batch_checksum, format_numbers, who
 from penstock.ranks.setting_differences import ranks_in_words
 from penstock.ranks.settings_exchange import missing_keys
 from penstock.ranks.store_status_board import StoreBoard
+from penstock.transport.process_group import naming_lost_ranks
 from penstock.values.structure import flatten, tensors_of
 
 #: Batches that are compared as a whole, before anything is computed: the first ones, and then those
@@ -214,6 +215,7 @@ class ComparedCalls(Calls):
                 return False
         return True
 
+    @naming_lost_ranks("could not compare its batch with the other ranks'")
     def _meet(self, call: Call, step: int, content: int) -> None:
         """Compare a batch with those of all other ranks, before it is played."""
         self._board.doing(f"waits for the other ranks at {call.name}")

@@ -10,7 +10,15 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.errors import RunError
+from penstock.values.capture import is_capturing
+
 Mark = Any
+
+
+def host_time() -> float:
+    """Return the seconds of CLOCK_MONOTONIC, which all processes of a host share."""
+    return time.monotonic()
 
 
 class Clock(Protocol):
@@ -28,27 +36,39 @@ class Clock(Protocol):
         """Convert a mark to seconds, on a time base that all ranks of a host share."""
         ...
 
+    def elapsed(self, start: Mark, end: Mark) -> float | None:
+        """Return the seconds between two marks of a batch, without waiting for the device.
+
+        None if the device has not reached the later one yet, or they have no times.
+        """
+        ...
+
 
 class HostClock:
-    """The host's clock, for devices that compute while the host waits.
-
-    It is CLOCK_MONOTONIC, which all processes of a host share.
-    """
+    """The host's clock, see `host_time`, for devices that compute while the host waits."""
 
     def begin(self) -> None:
         """See `Clock.begin`. Needs no origin: double precision suffices for years."""
 
     def mark(self) -> float:
         """See `Clock.mark`."""
-        return time.monotonic()
+        return host_time()
 
     def seconds(self, mark: float) -> float:
         """See `Clock.seconds`."""
         return mark
 
+    def elapsed(self, start: float, end: float) -> float:
+        """See `Clock.elapsed`."""
+        return end - start
+
 
 class TimedEvent(Protocol):
     """The methods of `torch.cuda.Event` that are used."""
+
+    def query(self) -> bool:
+        """Return whether the device has reached the event."""
+        ...
 
     def synchronize(self) -> None:
         """Block the host until the device has reached the event."""
@@ -82,27 +102,46 @@ class EventClock:
     that moment: the host does not wait earlier, and drift between the two clocks is limited to one
     batch.
 
+    While ops are captured as a graph no event is recorded: such events belong to the graph, have no
+    times, and a query of one would end the capture.
+
     Args:
         record: records an event in the device's stream.
         host_s: the host's clock, in seconds.
+        captures: whether ops are being captured.
     """
 
     def __init__(
-        self, record: Callable[[], TimedEvent], host_s: Callable[[], float] = time.monotonic
+        self,
+        record: Callable[[], TimedEvent],
+        host_s: Callable[[], float] = host_time,
+        captures: Callable[[], bool] = bool,
     ) -> None:
-        self._record, self._host_s = record, host_s
+        self._record, self._host_s, self._captures = record, host_s, captures
+        self._origin: _Origin | None = None
         self.begin()
 
     def begin(self) -> None:
         """See `Clock.begin`."""
-        self._origin = _Origin(self._record())
+        self._origin = None if self._captures() else _Origin(self._record())
 
-    def mark(self) -> tuple[_Origin, TimedEvent]:
-        """See `Clock.mark`."""
+    def mark(self) -> tuple[_Origin, TimedEvent] | None:
+        """See `Clock.mark`; None while ops are captured."""
+        if self._origin is None or self._captures():
+            return None
         return self._origin, self._record()
 
-    def seconds(self, mark: tuple[_Origin, TimedEvent]) -> float:
-        """See `Clock.seconds`; waits until the device has reached the event."""
+    def seconds(self, mark: tuple[_Origin, TimedEvent] | None) -> float:
+        """See `Clock.seconds`; waits until the device has reached the event.
+
+        Raises:
+            RunError: the op was captured.
+        """
+        if mark is None:
+            raise RunError(
+                "the last batch was captured as a graph, which has no times: train a batch "
+                "without a capture for a timeline"
+            )
         origin, event = mark
         event.synchronize()
         if origin.at_s is None:
@@ -110,6 +149,17 @@ class EventClock:
             now.synchronize()
             origin.at_s = self._host_s() - float(origin.event.elapsed_time(now)) / 1e3
         return origin.at_s + float(origin.event.elapsed_time(event)) / 1e3
+
+    def elapsed(
+        self,
+        start: tuple[_Origin, TimedEvent] | None,
+        end: tuple[_Origin, TimedEvent] | None,
+    ) -> float | None:
+        """See `Clock.elapsed`."""
+        # A query would end a capture, whichever event it is for.
+        if start is None or end is None or self._captures() or not end[1].query():
+            return None
+        return float(start[1].elapsed_time(end[1])) / 1e3
 
 
 def _record_on(device: torch.device) -> TimedEvent:
@@ -121,4 +171,6 @@ def _record_on(device: torch.device) -> TimedEvent:
 
 def clock_for(device: torch.device) -> Clock:
     """Return the clock for ops on `device`."""
-    return EventClock(partial(_record_on, device)) if device.type == "cuda" else HostClock()
+    if device.type != "cuda":
+        return HostClock()
+    return EventClock(partial(_record_on, device), captures=partial(is_capturing, device))

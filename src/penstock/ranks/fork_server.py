@@ -203,6 +203,10 @@ def _run_rank(fork: _Fork) -> int:
 def main(control: socket.socket, launcher_pid: int) -> int:
     """Import what ranks need, then serve. Returns the exit status, of the server or of a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher receives Ctrl-C and ends all ranks
+    # A cluster's scheduler signals all processes of a job: the ranks still have to save, and would
+    # end with the server, which ends with the launcher.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     launcher = os.pidfd_open(launcher_pid)
     if os.getppid() != launcher_pid:
         return 1

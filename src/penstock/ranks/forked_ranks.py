@@ -41,6 +41,9 @@ class RankProcess(Protocol):
             subprocess.TimeoutExpired: it still runs after `timeout` seconds.
         """
 
+    def send_signal(self, sig: int) -> None:
+        """Send a signal; nothing happens if the process has ended."""
+
     def terminate(self) -> None:
         """Send SIGTERM."""
 
@@ -85,15 +88,16 @@ class ForkedProcess:
 
     def terminate(self) -> None:
         """See `RankProcess.terminate`."""
-        self._signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """See `RankProcess.kill`."""
-        self._signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
-    def _signal(self, number: int) -> None:
+    def send_signal(self, sig: int) -> None:
+        """See `RankProcess.send_signal`."""
         with contextlib.suppress(ProcessLookupError):  # it has ended
-            signal.pidfd_send_signal(self._process, number)
+            signal.pidfd_send_signal(self._process, sig)
 
 
 class _Server:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from penstock.errors import RankDied, RunError, SettingError
+from penstock.ranks.foreign_text import foreign_text
 from penstock.ranks.forked_ranks import RankProcess, search_path, start_rank
+from penstock.ranks.stopped_ranks import LOOK_S, StoppedRanks
+from penstock.ranks.termination import passing_sigterm_on
+from penstock.transport.addresses import loopback_interface
+from penstock.transport.unix_store import VARIABLE, StoreServer
 
 #: Seconds for which other ranks may go on after one has failed, to report what they saw.
 _GRACE_S = 3.0
@@ -52,11 +55,17 @@ class _Child:
         rank: the rank.
         process: its process.
         result: the file that the process writes at its end.
+        stopped: why the launcher has ended it, if it was stopped by a signal.
     """
 
     rank: int
     process: RankProcess
     result: Path
+    stopped: str | None = None
+
+    def describe_end(self) -> str:
+        """Return how the process has ended."""
+        return self.stopped or _describe_exit(self.process.returncode)
 
     def record(self) -> dict[str, Any] | None:
         """Return the content of the result file, a value or an error; None if there is no file."""
@@ -64,9 +73,15 @@ class _Child:
 
     @property
     def failed(self) -> bool:
-        """Whether the process has ended with an error or without a result."""
-        status = self.process.poll()
-        return status is not None and (status != 0 or not self.result.exists())
+        """Whether the process has ended with an error or without a result.
+
+        One that was killed after it had written its value has not failed: SIGTERM may reach a rank
+        that has just saved and ended.
+        """
+        if self.process.poll() is None:
+            return False
+        record = self.record()
+        return record is None or "error" in record
 
     @property
     def silent(self) -> bool:
@@ -74,7 +89,13 @@ class _Child:
         return self.failed and not self.result.exists()
 
 
-def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None = None) -> list[Any]:
+def launch(
+    fn: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    threads: int | None = None,
+    on_start: Callable[[Sequence[RankProcess]], None] | None = None,
+) -> list[Any]:
     """Run `fn(*args)` in `ranks` processes that can make a `Pipeline` together, and wait for all.
 
     Works from scripts, notebooks and the interactive prompt: the function is pickled by value, and
@@ -87,6 +108,8 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
         args: arguments of `fn`; they and the results must be picklable.
         threads: number of threads that torch uses in each rank; by default the host's cores divided
             by `ranks`.
+        on_start: called with the processes of the ranks when all have been started, such as to
+            pass on signals.
 
     Returns:
         The results of `fn`, by rank.
@@ -96,6 +119,11 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
             are stopped.
         RankDied: the process of a rank ended without a result or an error. The others are stopped.
         SettingError: `ranks` is below 1, or the function or its arguments cannot be pickled.
+
+    Examples:
+        ```python
+        launch(lambda: "done", ranks=2)  # ["done", "done"]
+        ```
     """
     if ranks < 1:
         raise SettingError(f"launch starts 1 rank or more, not {ranks}")
@@ -105,58 +133,83 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
         raise SettingError(
             f"{getattr(fn, '__name__', fn)} or its arguments cannot be sent to the ranks: {error}"
         ) from error
-    # The store is in this process, so that it outlasts the ranks and can tell each what has
-    # happened to the others.
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
     threads_per_rank = threads or max(1, len(os.sched_getaffinity(0)) // ranks)
-    with tempfile.TemporaryDirectory(prefix="penstock-launch-") as folder:
+    # The folder can be entered by this user alone. The store is in this process, so that it
+    # outlasts the ranks and can tell each what has happened to the others.
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-launch-") as folder,
+        StoreServer(Path(folder) / "store") as store,
+    ):
         job = Path(folder) / "job"
         job.write_bytes(pickled)
+        port = _free_port()
         children: list[_Child] = []
         try:
             for rank in range(ranks):
                 result = Path(folder) / f"result-{rank}"
-                environment = _environment(rank, ranks, store.port, threads_per_rank)
+                environment = _environment(rank, ranks, port, threads_per_rank)
+                environment[VARIABLE] = f"{port}:{store.path}"
                 children.append(_Child(rank, start_rank(environment, job, result), result))
-            _watch(children, store)
+            processes = [child.process for child in children]
+            if on_start is not None:
+                on_start(processes)
+            with passing_sigterm_on(processes):
+                _watch(children, store)
             return [(child.record() or {})["value"] for child in children]
         finally:
             _stop(children)
 
 
 def _environment(rank: int, ranks: int, port: int, threads: int) -> dict[str, str]:
-    """Return the environment of the process of a rank, as torchrun sets it."""
+    """Return the environment of the process of a rank, as torchrun sets it.
+
+    Address and port are for functions that call torch's init_process_group themselves; nothing
+    listens there otherwise.
+    """
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")
+    }
+    interface = loopback_interface()
+    if interface is not None and "GLOO_SOCKET_IFNAME" not in inherited:
+        # By default gloo listens on the address that the host's name resolves to.
+        inherited["GLOO_SOCKET_IFNAME"] = interface
     return {
-        **os.environ,
+        **inherited,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # init_process_group then connects to the store of this process, instead of making one.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(search_path()),
     }
 
 
-def _watch(children: list[_Child], store: TCPStore) -> None:
+def _free_port() -> int:
+    """Return a TCP port of the loopback address that nothing listens on at present."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _watch(children: list[_Child], store: StoreServer) -> None:
     """Wait until all ranks have ended.
 
     Raises:
         RankFailed, RankDied: a rank has failed.
     """
     ended = threading.Condition()
+    stopped = StoppedRanks([child.process for child in children])
     for child in children:
         threading.Thread(target=_announce_end, args=(child, ended), daemon=True).start()
     with ended:
         while not (failed := [child for child in children if child.failed]):
-            if all(child.process.poll() == 0 for child in children):
+            if all(child.process.poll() is not None for child in children):
                 return
-            ended.wait()
+            ended.wait(LOOK_S)
+            for rank, reason in stopped.end_overdue().items():
+                children[rank].stopped = reason
     # Other ranks that wait for the failed one get its error at once; theirs may add information.
     _publish_failure(store, _reason(failed[0]))
     deadline = time.monotonic() + _GRACE_S
@@ -176,13 +229,11 @@ def _announce_end(child: _Child, ended: threading.Condition) -> None:
         ended.notify_all()
 
 
-def _publish_failure(store: TCPStore, reason: str) -> None:
+def _publish_failure(store: StoreServer, reason: str) -> None:
     """Write the reason of a failure on the status board of every world that the ranks have made."""
-    for world in itertools.count():
-        prefix = PrefixStore(f"penstock/{world}", store)
-        if not prefix.check(["penstock/pid/0"]):
-            break
-        prefix.compare_set("penstock/failure", "", json.dumps({"rank": -1, "reason": reason}))
+    failure = json.dumps({"rank": -1, "reason": reason})
+    for key in store.find("penstock/pid/0"):
+        store.compare_set(key.removesuffix("pid/0") + "failure", "", failure)
 
 
 def _reason(child: _Child) -> str:
@@ -191,7 +242,7 @@ def _reason(child: _Child) -> str:
     if record:
         error: str = record["error"]
         return error
-    return f"rank {child.rank} (pid {child.process.pid}) {_describe_exit(child.process.returncode)}"
+    return f"rank {child.rank} (pid {child.process.pid}) {child.describe_end()}"
 
 
 def _first_error(noticed: _Child, children: list[_Child]) -> RunError:
@@ -208,10 +259,10 @@ def _first_error(noticed: _Child, children: list[_Child]) -> RunError:
     dead = noticed if noticed.silent else next((child for child in children if child.silent), None)
     if dead is None or (dead is not noticed and first is not None and not first["consequence"]):
         assert first is not None
-        return RankFailed(first["rank"], first["error"], first["traceback"])
+        return RankFailed(first["rank"], foreign_text(first["error"]), first["traceback"])
     stopped = [str(child.rank) for child in children if child is not dead]
     suffix = f"; rank{'s' * (len(stopped) > 1)} {', '.join(stopped)} stopped" if stopped else ""
-    return RankDied(dead.rank, dead.process.pid, _describe_exit(dead.process.returncode), suffix)
+    return RankDied(dead.rank, dead.process.pid, dead.describe_end(), suffix)
 
 
 def _first_record(children: list[_Child]) -> dict[str, Any] | None:

@@ -6,9 +6,11 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from penstock.errors import PlanError, SettingError
 from penstock.model.chain import Chain
+from penstock.ranks.placement import announce_idle_ranks
 from penstock.ranks.process_world import DistributedWorld, join, started
 from penstock.ranks.run_config import RunConfig
 from penstock.ranks.thread_world import ThreadWorld
@@ -17,6 +19,7 @@ from penstock.ranks.world import World
 from penstock.schedule.lower import Link, messages
 from penstock.schedule.op import Schedule
 from penstock.transport.device_discovery import local_device
+from penstock.transport.process_group import naming_lost_ranks
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,16 @@ def world_of(setting: RunConfig, description: Chain, place: Place) -> World:
         device = local_device(place.device, "each rank is a thread of this process and")
         return ThreadWorld(schedule.ranks, device, place.deadline_s)
     _check_devices(setting)
-    rank_count = join()
+    rank_count = join(place.deadline_s)
     if rank_count != schedule.ranks:
         raise PlanError(_rank_count_message(schedule, rank_count))
+    if setting.cluster_devices:
+        raise PlanError(
+            f"the plan is for other hosts than those of this run{_hosts(setting)}: start it there, "
+            "with one process on each device; or measure these hosts by penstock profile --cluster "
+            "here, and plan for them"
+        )
+    announce_idle_ranks(schedule, dist.get_rank())
     links = {link for link, *_ in messages(schedule)}
     links |= {Link(link.target, link.source) for link in links}
     sync_links = {
@@ -80,13 +90,12 @@ def world_of(setting: RunConfig, description: Chain, place: Place) -> World:
     }
     for shared in shared_tensors(description, setting.lengths, schedule):
         sync_links |= shared.links
-    return DistributedWorld(place.device, place.deadline_s, links, sync_links)
+    with naming_lost_ranks("could not connect to the other ranks"):
+        return DistributedWorld(place.device, place.deadline_s, links, sync_links)
 
 
 def _check_devices(setting: RunConfig) -> None:
-    """Reject a plan whose devices are not 0 to n - 1 of its cluster.
-
-    A run assigns rank r to device r, so its ranks would not be on the devices of the plan.
+    """Reject a plan whose devices are not those of the run, see `placement.place`.
 
     Raises:
         PlanError: the plan skips a device.
@@ -98,11 +107,17 @@ def _check_devices(setting: RunConfig) -> None:
     planned = "that device" if one else "those devices"
     start = "the process there" if one else "one process on each, in this order"
     raise PlanError(
-        f"the plan is for device{'s' * (not one)} {device_list} of its cluster, and the ranks of a "
-        f"run are devices 0 to {ranks - 1}: a run does not know which processes are on the planned "
-        f"devices. Plan for {planned} alone, ps.plan(profile, cluster.on({devices}), …), and start "
-        f"{start}"
+        f"the plan is for device{'s' * (not one)} {device_list} of its cluster{_hosts(setting)}, and "
+        "this run does not have one process on each device of that cluster: start "
+        f"{setting.cluster_ranks} processes there, and those that the plan leaves out are idle; or "
+        f"plan for {planned} alone, ps.plan(profile, cluster.on({devices}), …), and start {start}"
     )
+
+
+def _hosts(setting: RunConfig) -> str:
+    """Return the hosts that a plan is for as text; empty if it names none."""
+    hosts = dict.fromkeys(host for host, _ in setting.cluster_devices)
+    return f" (hosts {', '.join(hosts)})" if hosts else ""
 
 
 def _rank_count_message(schedule: Schedule, rank_count: int) -> str:

@@ -47,6 +47,17 @@ class PeerGuard:
         except (TransportTimeout, TransportLost) as error:
             raise self.error(error, awaited, time.monotonic() - started) from error
 
+    def cause(self, awaited: str) -> PeerFailed | None:
+        """Return the error for what another rank's failure has spoilt; None if none has failed.
+
+        A message that NCCL's abort has ended arrives as garbage, without an error.
+
+        Args:
+            awaited: what was received.
+        """
+        reason = self.board.failure(patience_s=_REASON_PATIENCE_S)
+        return None if reason is None else PeerFailed(self.rank, awaited, reason)
+
     def error(
         self, error: TransportTimeout | TransportLost, awaited: str, waited_s: float
     ) -> RunError:

@@ -19,11 +19,18 @@ from torch._C._distributed_c10d import PrefixStore
 
 from penstock.errors import DeadlineExceeded, PeerFailed, RanksDiffer, StageFailed
 from penstock.ranks.calls import CLOSED, Calls, ComparedCalls
+from penstock.ranks.clock_offsets import ClockOffsets
 from penstock.ranks.status_board import reason_of
 from penstock.ranks.store_status_board import StoreBoard
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
-from penstock.transport.communicators import LinkKey, communicator_keys, make_communicators
+from penstock.transport.communicators import (
+    LinkKey,
+    communicator_keys,
+    make_common_communicator,
+    make_communicators,
+)
+from penstock.transport.device_collectives import DeviceCollectives
 from penstock.transport.device_discovery import assign_device
 from penstock.transport.distributed import (
     LOSS_TAG,
@@ -61,8 +68,8 @@ class DistributedWorld:
     """A `World` with one rank per process.
 
     If every rank has its own GPU, messages between stages and between replicas use NCCL, with one
-    communicator per direction of a link, made by the constructor. All other messages, such as
-    losses, norms and checkpoints, use gloo. Under NCCL a failure may leave weights that were
+    communicator per direction of a link, and one of all ranks for losses and norms, all made by the
+    constructor. All other messages, such as checkpoints, use gloo. Under NCCL a failure may leave weights that were
     updated with garbage: the batch raises, and training must continue from a checkpoint.
 
     Args:
@@ -79,7 +86,7 @@ class DistributedWorld:
         links: Collection[Link],
         copies: Collection[Link] = (),
     ) -> None:
-        self.size = join()
+        self.size = join(deadline_s)
         self._rank = dist.get_rank()
         self.local_ranks: tuple[int, ...] = (self._rank,)
         store = PrefixStore(f"penstock/{next(_WORLDS)}", dist.distributed_c10d._get_default_store())
@@ -92,7 +99,9 @@ class DistributedWorld:
             keys = communicator_keys(links, copies)
             groups = make_communicators(keys, self._rank, self._device, shared)
         self.receives_on_device = bool(groups)
-        self._wire = Wire(self._rank, self._device, store, deadline_s, shared, groups)
+        everyone = make_common_communicator(self._device) if groups else None
+        self._wire = Wire(self._rank, self._device, store, deadline_s, shared, groups, everyone)
+        self.collectives = None if everyone is None else DeviceCollectives(self._wire)
         self._near = SameHostTransport(self._rank, deadline_s, self._device)
         self._near.connect(store, self.size, willing=not groups)
         self._transport = route(self._near, DistributedTransport(self._wire), self.size - 1)
@@ -104,6 +113,8 @@ class DistributedWorld:
         # Sends of `tell` that may not have left, with their buffers.
         self._pending_tells: deque[tuple[dist.Work, Tensor]] = deque()
         atexit.register(self.close)
+        self._clocks = ClockOffsets(self._rank, self.size, shared, self._wait)
+        self._clocks.measure()
 
     def device(self, rank: int) -> torch.device:
         """See `World.device`."""
@@ -157,6 +168,11 @@ class DistributedWorld:
         """See `World.board`."""
         del rank
         return self._board
+
+    def buffer_bytes(self, rank: int) -> int:
+        """See `World.buffer_bytes`."""
+        del rank
+        return self._wire.buffers.peak
 
     def run(self, job: Callable[[int], T]) -> dict[int, T]:
         """See `World.run`."""
@@ -287,6 +303,11 @@ class DistributedWorld:
             return numbers
 
         return wait_for_numbers
+
+    def to_first_clock(self) -> Callable[[float], float]:
+        """See `World.to_first_clock`."""
+        self.run(lambda _: self._clocks.measure())
+        return self._clocks.to_first
 
     def barrier(self) -> None:
         """See `World.barrier`."""

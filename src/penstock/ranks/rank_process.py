@@ -31,6 +31,12 @@ def end_with_parent(parent: int) -> None:
 def main(job: Path, result: Path) -> int:
     """Run the job and write its value or its error to a file. Returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher receives Ctrl-C and ends all ranks
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, once training begins
+    # Opened before the job can use up all descriptors, so that its error is reported even then.
+    # Renamed when complete: the launcher may look for the file at any time.
+    partial = result.with_suffix(".partial")
+    output = partial.open("wb")
     from penstock.transport.host_memory import disable_memory_trimming
 
     disable_memory_trimming()
@@ -53,9 +59,12 @@ def main(job: Path, result: Path) -> int:
         message = f"rank {rank}: the {type_name} that it returned cannot be sent back: {error}"
         record = {**_error_record(rank, error), "error": message}
         content = cloudpickle.dumps(record)
-    # Renamed when complete: the launcher may look for the file at any time.
-    partial = result.with_suffix(".partial")
-    partial.write_bytes(content)
+    try:
+        with output:
+            output.write(content)
+    except OSError as error:  # such as a full disk of temporary files
+        print(record.get("error") or f"rank {rank}: its result: {error}", file=sys.stderr)
+        return 1
     partial.rename(result)
     return int("error" in record)
 

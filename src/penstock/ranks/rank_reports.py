@@ -12,10 +12,14 @@ import torch
 
 from penstock import errors
 from penstock.errors import FileError, PenstockError
+from penstock.ranks.foreign_text import foreign_text
 from penstock.ranks.world import World
 from penstock.transport.payload import TensorForm
 
 T = TypeVar("T")
+
+#: Classes that all ranks raise as one rank has; `FileError` stands for all others.
+_RAISED = (FileError, errors.CheckpointDamaged, errors.SettingError, errors.RunError)
 
 #: Ranks whose errors one message lists.
 _RANKS_IN_MESSAGE = 8
@@ -95,7 +99,7 @@ def check_reports(reports: list[Report], consequence: str) -> None:
         return
     _, (class_name, message) = failed[0]
     error_class = getattr(errors, class_name, FileError)
-    if error_class not in (FileError, errors.SettingError, errors.RunError):
+    if error_class not in _RAISED:
         error_class = FileError
     messages = {text for _, (_, text) in failed}
     if len(messages) == 1 and len(failed) == len(reports):
@@ -117,4 +121,6 @@ def _to_json(report: Report) -> str:
 def _from_json(text: str) -> Report:
     """Restore a report from the text of `_to_json`."""
     rank, host, value, error = json.loads(text)
-    return Report(rank, host, value, None if error is None else (error[0], error[1]))
+    if error is not None:
+        error = (str(error[0]), foreign_text(str(error[1])))
+    return Report(rank, foreign_text(str(host)), value, error)

@@ -14,7 +14,7 @@ from penstock.schedule.op import Schedule
 from penstock.transport.payload import TensorForm
 
 #: Types of losses; their positions are sent along with the losses.
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def mean_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor:
@@ -27,7 +27,7 @@ def mean_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor:
     """
     last_ranks = schedule.ranks_of_stage[-1]
     if len(world.local_ranks) == world.size:
-        return _sum_of_local(batch)
+        return sum_of_local(batch)
     if len(last_ranks) > 1:
         loss_and_check: Tensor = world.broadcast(
             _gather_loss(world, schedule, batch), 0, TensorForm((2,), "float64", wants_grad=False)
@@ -39,13 +39,13 @@ def mean_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor:
         loss_and_check = world.hear(last_rank, 2)()
         world.calls.verify(last_rank, float(loss_and_check[1]), batch)
         return _on_device(world, loss_and_check[0])
-    total = _sum_of_local(batch)
+    total = sum_of_local(batch)
     message = torch.tensor([float(total), batch.checksum()], dtype=torch.float64)
     world.run(lambda _: world.tell(message))
     return total
 
 
-def _sum_of_local(batch: Batch) -> Tensor:
+def sum_of_local(batch: Batch) -> Tensor:
     """Return the sum of this process's losses in the order of the micro-batches, as float32.
 
     It stays on the device: nothing waits for it.
@@ -86,7 +86,7 @@ def by_micro_batch(world: World, schedule: Schedule, batch: Batch) -> dict[int, 
     """Return the model's outputs by micro-batch, on every rank."""
     outputs_by_number: dict[int, Any] = {}
     for rank in schedule.ranks_of_stage[-1]:
-        numbers = _micro_batches_of(schedule, rank, len(batch.numbers))
+        numbers = micro_batches_of(schedule, rank, len(batch.numbers))
         if numbers:
             is_local = rank in world.local_ranks
             local_outputs = [batch.outputs[m] for m in numbers] if is_local else None
@@ -95,7 +95,7 @@ def by_micro_batch(world: World, schedule: Schedule, batch: Batch) -> dict[int, 
     return outputs_by_number
 
 
-def _micro_batches_of(schedule: Schedule, rank: int, micro_batches: int) -> list[int]:
+def micro_batches_of(schedule: Schedule, rank: int, micro_batches: int) -> list[int]:
     """Return the micro-batches whose last stage runs on `rank`."""
     return [m for m in range(micro_batches) if schedule.placement[schedule.stages - 1, m] == rank]
 
@@ -107,7 +107,7 @@ def _loss_message(batch: Batch, numbers: list[int]) -> Tensor:
     """
     dtype = batch.losses[numbers[0]].dtype
     losses = [float(batch.losses[m]) for m in numbers]
-    return torch.tensor([_DTYPES.index(dtype), batch.checksum(), *losses], dtype=torch.float64)
+    return torch.tensor([DTYPES.index(dtype), batch.checksum(), *losses], dtype=torch.float64)
 
 
 def _gather_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor | None:
@@ -116,7 +116,7 @@ def _gather_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor | Non
     messages: dict[int, list[Tensor]] = {}
     forms: dict[int, list[TensorForm]] = {}
     for rank in schedule.ranks_of_stage[-1]:
-        numbers = _micro_batches_of(schedule, rank, len(batch.numbers))
+        numbers = micro_batches_of(schedule, rank, len(batch.numbers))
         if not numbers:
             continue
         numbers_of[rank] = numbers
@@ -128,21 +128,31 @@ def _gather_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor | Non
         return None
     for rank in numbers_of:
         world.calls.verify(rank, float(gathered[rank][0][1]), batch)
-    mean = _mean([(numbers, gathered[rank][0]) for rank, numbers in numbers_of.items()])
+    mean = mean_of_messages([(numbers, gathered[rank][0]) for rank, numbers in numbers_of.items()])
     return torch.tensor([float(mean), batch.checksum()], dtype=torch.float64)
 
 
-def _mean(messages: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
+def mean_of_messages(messages: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
     """Return the mean loss of all micro-batches.
 
     Args:
         messages: of each rank, its micro-batches and its `_loss_message`.
     """
-    dtype = _DTYPES[int(messages[0][1][0])]
+    dtype = DTYPES[int(messages[0][1][0])]
     losses: dict[int, Tensor] = {}
     for numbers, message in messages:
         losses |= zip(numbers, message[2:], strict=True)
     return torch.stack([losses[m].to(dtype) for m in sorted(losses)]).sum().float()
+
+
+def last_ranks_by_batch(schedule: Schedule) -> list[list[int]]:
+    """Return, by batch of a period and micro-batch, the rank that runs the last stage."""
+    size = schedule.micro_batches
+    last_ranks: list[list[int]] = []
+    for first in range(0, schedule.batches * size, size):
+        numbers = range(first, first + size)
+        last_ranks.append([schedule.placement[schedule.stages - 1, number] for number in numbers])
+    return last_ranks
 
 
 class StreamLosses:
@@ -160,15 +170,9 @@ class StreamLosses:
         self._world = world
         self._all_local = len(world.local_ranks) == world.size
         self._rank = next(iter(world.local_ranks))
-        self._period, size = schedule.batches, schedule.micro_batches
-        last_stage = schedule.stages - 1
+        self._period = schedule.batches
         # By batch of the period and micro-batch, the rank of the last stage.
-        self._last_ranks: list[list[int]] = []
-        for first in range(0, schedule.batches * size, size):
-            ranks = [
-                schedule.placement[last_stage, number] for number in range(first, first + size)
-            ]
-            self._last_ranks.append(ranks)
+        self._last_ranks = last_ranks_by_batch(schedule)
         # By step of a batch in flight: the micro-batches whose losses this rank has to send; and
         # of each other rank its micro-batches and the function that waits for its message.
         self._to_send: dict[int, list[int]] = {}
@@ -209,7 +213,7 @@ class StreamLosses:
             A float32 scalar tensor on the device of this rank's stages.
         """
         if self._all_local:
-            return _sum_of_local(batch)
+            return sum_of_local(batch)
         messages: list[tuple[Sequence[int], Tensor]] = []
         for rank, numbers, wait_for_message in self._expected.pop(batch.step, ()):
             message = wait_for_message()
@@ -218,7 +222,10 @@ class StreamLosses:
         local_numbers = sorted(batch.losses)
         if local_numbers:
             messages.append((local_numbers, _loss_message(batch, local_numbers)))
-        return _on_device(self._world, _mean(messages))
+        return _on_device(self._world, mean_of_messages(messages))
+
+    def verify(self) -> None:
+        """Compare the checksums that have not been compared; here there are none."""
 
     def clear(self) -> None:
         """Forget all batches in flight."""

@@ -10,7 +10,7 @@ import torch
 from penstock.errors import PlanError, ScheduleError, SettingError
 from penstock.plan.plan import Plan
 from penstock.schedule.catalogue import schedule as make_schedule
-from penstock.schedule.op import ACTIVATION_MOVES, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Op, Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.tracing.traced_chain import TracedChain
 from penstock.verify.verify import verify
@@ -32,6 +32,11 @@ class RunConfig:
         recomputed: indices of recomputed layers.
         segment_starts: indices of recomputed layers that start a new segment.
         devices: by rank, its device in the cluster of the plan; empty if rank r is device r.
+        cluster_ranks: number of devices of the cluster of the plan; 0 without a plan.
+        cluster_devices: host and kind of every device of the cluster; empty if it names no hosts.
+        planned_busy_s: by program, the seconds per step in which its rank computes according to the
+            plan; empty if that is not known.
+        predicted_bytes: by rank, the peak memory that the plan predicts; empty without a plan.
     """
 
     lengths: tuple[int, ...]
@@ -42,6 +47,10 @@ class RunConfig:
     recomputed: frozenset[int] = frozenset()
     segment_starts: frozenset[int] = frozenset()
     devices: tuple[int, ...] = ()
+    cluster_ranks: int = 0
+    cluster_devices: tuple[tuple[str, str], ...] = ()
+    planned_busy_s: Mapping[tuple[Op, ...], float] = field(default_factory=dict, compare=False)
+    predicted_bytes: tuple[int, ...] = ()
 
     @classmethod
     def of_plan(cls, plan: Plan, traced: TracedChain) -> RunConfig:
@@ -55,15 +64,22 @@ class RunConfig:
                 cluster does not have.
         """
         plan.check_fits(traced.fingerprint, plan.ranks, torch.__version__)
+        schedule = _on_devices(plan)
+        peaks = plan.predicted.peak_memory
+        devices = plan.devices or range(len(peaks))
         return cls(
             tuple(plan.lengths),
-            _on_devices(plan),
+            schedule,
             plan.recompute,
             plan.rule,
             dict(plan.weights_options),
             frozenset(plan.recomputed),
             frozenset(plan.segment_starts),
             tuple(sorted(plan.devices)),
+            plan.cluster_ranks,
+            plan.cluster_devices,
+            dict(zip(plan.schedule.programs, plan.predicted.busy_s, strict=False)),
+            tuple(peak for _, peak in sorted(zip(devices, peaks, strict=True))),
         )
 
 

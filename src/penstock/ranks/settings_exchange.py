@@ -10,6 +10,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from typing import Any, TypeVar
@@ -18,7 +19,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from penstock.errors import DeadlineExceeded, RanksDiffer, RunError
+from penstock.ranks.foreign_text import foreign_text
 from penstock.ranks.setting_differences import Description, differences, message_of, ranks_in_words
+from penstock.transport.process_group import lost_ranks, naming_lost_ranks
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -44,6 +47,8 @@ class SettingsExchange:
         self.store, self.rank, self.size, self.deadline_s = store, rank, size, deadline_s
         self._round = 0
         self.closed = False
+        #: The name of every rank's host, once the ranks have exchanged them.
+        self.hosts: list[str] = []
 
     @classmethod
     def next(cls, deadline_s: float) -> SettingsExchange:
@@ -86,6 +91,11 @@ class SettingsExchange:
         Raises:
             RunError: as `compare`.
         """
+        with naming_lost_ranks("could not compare its settings with the other ranks'"):
+            return self._exchange(value)
+
+    def _exchange(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """See `exchange`."""
         number, self._round = self._round, self._round + 1
         self.store.set(f"{number}/{self.rank}", json.dumps(value))
         keys = [f"{number}/{rank}" for rank in range(self.size)]
@@ -99,7 +109,9 @@ class SettingsExchange:
         """Report an error of this rank to the ranks that wait for it."""
         self.closed = True
         reason = f"{type(error).__name__}: {error}"
-        self.store.compare_set("failure", "", json.dumps({"rank": self.rank, "reason": reason}))
+        failure = json.dumps({"rank": self.rank, "reason": reason})
+        with suppress(RuntimeError):  # the store is gone, and the run with it
+            self.store.compare_set("failure", "", failure)
 
     def _check(self) -> None:
         """Check that no rank has failed.
@@ -107,12 +119,17 @@ class SettingsExchange:
         Raises:
             RunError: a rank has.
         """
+        lost = lost_ranks()
+        if lost is not None:
+            self.closed = True
+            raise RunError(lost)
         if not self.store.check(["failure"]):
             return
         self.closed = True
         failure = json.loads(self.store.get("failure"))
+        reason = foreign_text(str(failure["reason"]))
         raise RunError(
-            f"rank {failure['rank']} could not make its Pipeline: {failure['reason']}. Every rank "
+            f"rank {failure['rank']} could not make its Pipeline: {reason}. Every rank "
             "must make the same pipelines in the same order"
         )
 

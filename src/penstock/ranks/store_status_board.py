@@ -16,7 +16,9 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import Store
 
 from penstock.errors import PeerFailed, RanksDiffer
+from penstock.ranks.foreign_text import foreign_text
 from penstock.ranks.status_board import describe
+from penstock.transport.process_group import heartbeats, lost_ranks
 
 #: Seconds between two looks of the watching thread.
 _PERIOD_S = 0.5
@@ -26,6 +28,9 @@ _LONG_S = 1.0
 
 #: Seconds between two looks into the store while a caller waits.
 _PAUSE_S = 0.05
+
+#: Seconds for which a rank that has lost the store waits for the heartbeats to say why.
+_STORE_LOSS_S = 2.0
 
 
 class CallLog(Protocol):
@@ -73,6 +78,9 @@ class StoreBoard:
         store.set(f"penstock/pid/{rank}", str(os.getpid()))
         self._thread = threading.Thread(target=self._watch, name="penstock-board", daemon=True)
         self._thread.start()
+        self._heartbeats = heartbeats()
+        if self._heartbeats is not None:
+            self._heartbeats.on_loss(on_failure)
 
     def doing(self, status: str) -> None:
         """See `Board.doing`."""
@@ -113,7 +121,7 @@ class StoreBoard:
             if self._store.check(["penstock/failure"]):
                 failure = json.loads(self._store.get("penstock/failure"))
         if failure.get("differs"):
-            raise RanksDiffer(failure["reason"])
+            raise RanksDiffer(foreign_text(failure["reason"]))
 
     def failure(self, patience_s: float = 0.0) -> str | None:
         """See `Board.failure`."""
@@ -121,11 +129,13 @@ class StoreBoard:
         while True:
             try:
                 if self._store.check(["penstock/failure"]):
-                    return str(json.loads(self._store.get("penstock/failure"))["reason"])
+                    reason = str(json.loads(self._store.get("penstock/failure"))["reason"])
+                    return foreign_text(reason)
             except RuntimeError:
-                return "the rank that hosts the store is gone"
-            if time.monotonic() >= deadline_s:
-                return None
+                return lost_ranks(_STORE_LOSS_S) or "the rank that hosts the store is gone"
+            reason_of_loss = lost_ranks()
+            if reason_of_loss is not None or time.monotonic() >= deadline_s:
+                return reason_of_loss
             self._stop.wait(_PAUSE_S)
 
     def elsewhere(self) -> list[str]:
@@ -136,7 +146,7 @@ class StoreBoard:
             with contextlib.suppress(RuntimeError):
                 if rank != self._rank and self._store.check([key]):
                     status, seconds, _ = json.loads(self._store.get(key))
-                    lines.append(describe(rank, status, seconds))
+                    lines.append(describe(rank, foreign_text(str(status)), seconds))
         return lines
 
     def other_calls(self) -> dict[int, list[list[Any]]]:
@@ -176,6 +186,8 @@ class StoreBoard:
 
     def close(self) -> None:
         """Stop the watching thread."""
+        if self._heartbeats is not None:
+            self._heartbeats.remove(self._on_failure)
         self._stop.set()
         self._thread.join()
         with contextlib.suppress(RuntimeError):

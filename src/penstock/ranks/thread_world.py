@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.errors import DeadlineExceeded, PeerFailed, RunError
 from penstock.ranks.calls import Calls
 from penstock.ranks.status_board import SharedBoard, ThreadBoard, reason_of
+from penstock.transport.device_collectives import DeviceCollectives
 from penstock.transport.device_discovery import set_current_device
 from penstock.transport.in_process import Exchange, MemoryTransport
 from penstock.transport.payload import TensorForm
@@ -48,6 +49,7 @@ class ThreadWorld:
     ) -> None:
         self.size = size
         self.receives_on_device = False
+        self.collectives: DeviceCollectives | None = None
         self._enter_device = enter_device
         self.local_ranks = tuple(range(size))
         self._device = device
@@ -71,6 +73,15 @@ class ThreadWorld:
     def board(self, rank: int) -> ThreadBoard:
         """See `World.board`."""
         return self._board.for_rank(rank)
+
+    def to_first_clock(self) -> Callable[[float], float]:
+        """See `World.to_first_clock`: threads share a clock."""
+        return float
+
+    def buffer_bytes(self, rank: int) -> int:
+        """See `World.buffer_bytes`: threads pass on tensors without a buffer."""
+        del rank
+        return 0
 
     def run(self, job: Callable[[int], T]) -> dict[int, T]:
         """See `World.run`.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.ranks.calls import Calls
 from penstock.ranks.status_board import Board
+from penstock.transport.device_collectives import DeviceCollectives
 from penstock.transport.payload import TensorForm
 from penstock.transport.transport import Transport
 
@@ -25,11 +26,14 @@ class World(Protocol):
         size: number of ranks.
         local_ranks: ranks of this process.
         calls: compares the calls of all processes.
+        collectives: operations of all ranks on tensors on their devices, where ranks exchange
+            messages over NCCL; None elsewhere.
     """
 
     size: int
     local_ranks: tuple[int, ...]
     calls: Calls
+    collectives: DeviceCollectives | None
 
     @property
     def receives_on_device(self) -> bool:
@@ -46,6 +50,10 @@ class World(Protocol):
 
     def board(self, rank: int) -> Board:
         """Return a local rank's view of the status board."""
+        ...
+
+    def buffer_bytes(self, rank: int) -> int:
+        """Return the peak bytes of message buffers of a local rank, see `BufferMeter`."""
         ...
 
     def run(self, job: Callable[[int], T]) -> dict[int, T]:
@@ -94,6 +102,13 @@ class World(Protocol):
 
         Returns:
             A function that waits for them and returns them.
+        """
+        ...
+
+    def to_first_clock(self) -> Callable[[float], float]:
+        """Return a function from a time of this process's clock to the clock of rank 0.
+
+        Offsets between the clocks of hosts are measured by this call; see `clock_offsets`.
         """
         ...
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import SettingError
 from penstock.optim.factory import OptimizerFactory, check_alike, group_numbers
+from penstock.optim.scaling import LossScaler
 from penstock.optim.schedulers import stand_in
 from penstock.ranks.clock import clock_for
 from penstock.ranks.peer_guard import PeerGuard
@@ -19,6 +20,7 @@ from penstock.ranks.world import World
 from penstock.runtime.interpreter import Interpreter
 from penstock.schedule.op import Schedule
 from penstock.stage.activation_meter import ActivationMeter
+from penstock.stage.finite_check import FiniteCheck
 from penstock.stage.replicas import ReplicaGroup
 from penstock.stage.stage import Stage
 from penstock.stage.stage_builder import StageBuilder, Training, parameter_names
@@ -164,6 +166,8 @@ def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Tr
     tied: dict[int, Tied] = {}
     stream = setting.schedule.stream
     in_waves = stream is not None and stream.waves is not None
+    # A loss scaler checks the gradients, and skips the step.
+    checks_gradients = builder.make is not None and LossScaler.of(training.options.scaler) is None
     for rank in world.local_ranks:
         meter = ActivationMeter()
         stages, shared_here = builder.build_stages(rank, meter)
@@ -179,6 +183,8 @@ def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Tr
             clock_for(world.device(rank)),
             {} if in_waves else replicas,
             meter,
+            FiniteCheck(rank, training.options.on_nonfinite, gradients=checks_gradients),
+            setting.predicted_bytes[rank] if setting.predicted_bytes else None,
         )
         tied_tensors = [(entry, tensor) for entry, tensor in shared_here if len(entry.ranks) > 1]
         if tied_tensors:

@@ -17,8 +17,10 @@ from torch.nn.functional import pad
 
 from penstock.optim.clipping import clip, norms_of, total_norm
 from penstock.optim.scaling import LossScaler
+from penstock.option import OnNonfinite
 from penstock.ranks.tied_weights import Number
 from penstock.runtime.assembly import Assembly
+from penstock.runtime.device_norms import device_norms
 from penstock.runtime.interpreter import Interpreter
 from penstock.stage.training_options import TrainingOptions
 from penstock.transport.payload import Payload
@@ -56,6 +58,7 @@ class GlobalStep:
         for stage, ranks in enumerate(holders):
             homes[ranks[0]].append(stage)
         self._homes = homes
+        self._device_norms = device_norms(self.assembly, homes, self.options.clip_norm_type)
 
     @property
     def needed(self) -> bool:
@@ -67,7 +70,18 @@ class GlobalStep:
     @property
     def exchanges_norms(self) -> bool:
         """Whether the ranks exchange norms and the finiteness of their gradients."""
-        return self.scaler is not None or self.options.clip_grad_norm is not None
+        return self.may_skip or self.options.clip_grad_norm is not None
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step is skipped on all ranks if a gradient of any is not finite."""
+        return self.scaler is not None or self.policy == "skip"
+
+    @property
+    def policy(self) -> OnNonfinite:
+        """What is done about a loss or gradient that is not finite."""
+        checks = [interpreter.finite for interpreter in self.assembly.interpreters.values()]
+        return next((check.policy for check in checks if check is not None), "warn")
 
     @property
     def grad_norm(self) -> float | None:
@@ -111,7 +125,8 @@ class GlobalStep:
     def step(self, rank: int) -> tuple[Tensor | None, float]:
         """Step all stages of a rank and send tied weights. On every rank.
 
-        With a loss scaler the step is skipped if any rank has a gradient that is not finite.
+        With a loss scaler or on_nonfinite="skip" the step is skipped if any rank has a gradient that
+        is not finite.
 
         Returns:
             The global gradient norm, None if it is not computed; and a number above 0 if the step
@@ -126,6 +141,8 @@ class GlobalStep:
             if self.options.clip_grad_norm is not None and norm is not None:
                 clip(stage.update.parameters, self.options.clip_grad_norm, norm.to(stage.device))
             stage.update.step()
+        if interpreter.finite is not None:
+            interpreter.finite.reset()
         if not nonfinite:
             self.send_tied_weights(rank)
         return norm, nonfinite
@@ -152,6 +169,8 @@ class GlobalStep:
         interpreter = self.assembly.interpreters[rank]
         device = self.assembly.world.device(rank)
         nonfinite = torch.zeros(1, device=device)
+        if interpreter.finite is not None and interpreter.finite.has_nonfinite:
+            nonfinite += 1.0
         if self.scaler is not None:
             for stage in interpreter.stages.values():
                 nonfinite += self.scaler.unscale(stage.update.parameters, stage.device)
@@ -163,13 +182,15 @@ class GlobalStep:
             for stage in self._homes[rank]
         ]
         total, nonfinite = self._global_norm(interpreter, rows, nonfinite)
-        # Without a scaler nothing is skipped: to read the number would make the host wait.
-        return total, 0.0 if self.scaler is None else float(nonfinite)
+        # If nothing is ever skipped, to read the number would make the host wait for nothing.
+        return total, float(nonfinite) if self.may_skip else 0.0
 
     def _global_norm(
         self, interpreter: Interpreter, rows: list[Tensor], nonfinite: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Compute the global norm on rank 0 and send it to all, so that all have the same bits.
+
+        Over NCCL this takes place on the devices (see `device_norms`); else in messages.
 
         Args:
             interpreter: that of a rank.
@@ -179,6 +200,8 @@ class GlobalStep:
         Returns:
             The global norm, and the sum of `nonfinite` over all ranks.
         """
+        if self._device_norms is not None:
+            return self._device_norms.total(interpreter, rows, nonfinite, self.epoch)
         if interpreter.rank:
             total, nonfinite = self._ask_rank_0(interpreter, rows, nonfinite)
         else:

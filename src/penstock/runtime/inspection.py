@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from penstock.errors import RunError
-from penstock.event import Event, Timeline
+from penstock.event import Event, MeasuredMemory, Timeline
 from penstock.optim.stage_weights import StageWeights
+from penstock.ranks.device_memory import device_peaks
 from penstock.ranks.run_config import RunConfig
 from penstock.ranks.world import World
 from penstock.runtime.assembly import Assembly
@@ -36,8 +37,8 @@ class Inspection:
     def timeline(self) -> Timeline:
         """Return the measured timeline of the last step on every rank.
 
-        It has the same type as the result of `simulate`. Ranks on one host share a clock; the
-        times of each host are relative to its own clock.
+        It has the same type as the result of `simulate`. All times are on the clock of rank 0:
+        offsets between the clocks of hosts are measured, see `clock_offsets`.
 
         Raises:
             RunError: no batch has been trained or evaluated yet.
@@ -67,6 +68,27 @@ class Inspection:
         if self._stream is None:
             return (1,) * len(self.setting.lengths)
         return self._stream.weights.peak_versions()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the schedule; 0 if all ranks are threads of this process."""
+        return self._world.local_ranks[0]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process runs rank 0, which gathers results: the one to print and to save."""
+        return 0 in self._world.local_ranks
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process runs the first stage, which reads the inputs."""
+        return any(stage.index == 0 for stage in self._assembly.stages)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process runs the last stage, which computes the loss."""
+        last = len(self.setting.lengths) - 1
+        return any(stage.index == last for stage in self._assembly.stages)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the local stages with their names in the model.
@@ -103,27 +125,36 @@ def measured(
     Returns:
         The timeline, the same in every process.
     """
-    # One row of start and end per op, and a last row for the peak bytes.
+    # One row of start and end per op, and two last rows for the peak bytes.
     local = {}
+    to_first_clock = world.to_first_clock()
     for rank, interpreter in interpreters.items():
-        seconds = interpreter.seconds([run_op for _, run_op in rows[rank]])
+        seconds = [
+            (to_first_clock(start), to_first_clock(end))
+            for start, end in interpreter.seconds([run_op for _, run_op in rows[rank]])
+        ]
         peak_bytes = interpreter.peak_bytes(weights.get(rank, {}))
-        local[rank] = [torch.tensor([*seconds, (peak_bytes, 0)], dtype=torch.float64)]
+        memory = [(peak_bytes, world.buffer_bytes(rank)), device_peaks(world.device(rank))]
+        local[rank] = [torch.tensor([*seconds, *memory], dtype=torch.float64)]
     forms = {
-        rank: [TensorForm((len(ops) + 1, 2), "float64", wants_grad=False)]
+        rank: [TensorForm((len(ops) + 2, 2), "float64", wants_grad=False)]
         for rank, ops in rows.items()
     }
     gathered = world.gather(local, forms)
-    count = sum(len(ops) + 1 for ops in rows.values())
+    count = sum(len(ops) + 2 for ops in rows.values())
     table = torch.cat([gathered[rank][0] for rank in rows]) if gathered else None
     table = world.broadcast(table, 0, TensorForm((count, 2), "float64", wants_grad=False))
     table_rows = iter(table.tolist())
     events: list[Event] = []
     peaks: list[int] = []
+    measured_memory: list[MeasuredMemory] = []
     for rank, ops in rows.items():
         events += [Event(rank, op, *next(table_rows)) for op, _ in ops]
-        peak, _ = next(table_rows)
+        peak, buffers = next(table_rows)
+        allocated, reserved = next(table_rows)
         peaks.append(int(peak))
-    return Timeline.of(
+        measured_memory.append(MeasuredMemory(int(buffers), int(allocated), int(reserved)))
+    timeline = Timeline.of(
         events, len(rows), schedule.stages, tuple(peaks), source="measured", title=schedule.name
     )
+    return replace(timeline, measured_memory=tuple(measured_memory))

@@ -11,15 +11,17 @@ from dataclasses import dataclass, field
 
 from penstock.batches.batch import Batch
 from penstock.batches.in_flight import BatchesInFlight
-from penstock.errors import DeadlineExceeded, PeerFailed, StageFailed
+from penstock.errors import DeadlineExceeded, NonFinite, PeerFailed, RunError, StageFailed
 from penstock.optim.stage_weights import StageWeights
 from penstock.ranks.clock import Clock, Mark
 from penstock.ranks.peer_guard import PeerGuard
 from penstock.ranks.status_board import Board
+from penstock.runtime.out_of_memory import MemoryUse, is_out_of_memory, out_of_memory
 from penstock.runtime.program_steps import Step, steps_of
 from penstock.schedule.lower import Action, Message
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
 from penstock.stage.activation_meter import ActivationMeter, optimizer_bytes
+from penstock.stage.finite_check import FiniteCheck
 from penstock.stage.replicas import ReplicaGroup
 from penstock.stage.stage import Stage
 from penstock.transport.payload import Payload
@@ -60,6 +62,8 @@ class Interpreter:
         clock: measures the times of ops.
         replicas: by stage, its group of replicas, for stages that average gradients at every U.
         activation_meter: counts the bytes of saved activations of the stages.
+        finite: checks losses and gradients; None where nothing is trained.
+        predicted_bytes: the rank's peak memory that the plan predicted; None without a plan.
         marks: by op, the clock marks of its start and end.
     """
 
@@ -71,6 +75,8 @@ class Interpreter:
     clock: Clock
     replicas: Mapping[int, ReplicaGroup]
     activation_meter: ActivationMeter
+    finite: FiniteCheck | None = None
+    predicted_bytes: int | None = None
     marks: dict[Op, tuple[Mark, Mark]] = field(default_factory=dict)
     _arrivals: dict[Message, Arrival] = field(default_factory=dict)
     _values: dict[Message, Payload] = field(default_factory=dict)
@@ -133,8 +139,9 @@ class Interpreter:
             for step in steps:
                 self.run_step(step, context)
         except BaseException as error:
+            # Before the activations are dropped, which the error of a full memory counts.
+            translated = self._translate_error(error, step, context)
             self.forget()
-            translated = self._translate_error(error, step)
             if translated is error:
                 raise
             raise translated from error
@@ -258,7 +265,9 @@ class Interpreter:
         self._waits_for, self._waits_since = step.maker, time.monotonic()
         return arrival.wait()
 
-    def _translate_error(self, error: BaseException, step: Step | None) -> BaseException:
+    def _translate_error(
+        self, error: BaseException, step: Step | None, context: RunContext
+    ) -> BaseException:
         """Convert an exception in a step into the RunError that is reported to other ranks."""
         computing, self._computing = self._computing, False
         if isinstance(error, (TransportTimeout, TransportLost)):
@@ -269,17 +278,16 @@ class Interpreter:
         if (
             not computing
             or step is None
-            or isinstance(error, (PeerFailed, DeadlineExceeded))
+            or isinstance(error, (PeerFailed, DeadlineExceeded, NonFinite))
             or not isinstance(error, Exception)
         ):
             return error
-        return StageFailed(
-            self.rank,
-            step.stage,
-            str(step.op),
-            self._batch_step,
-            f"{type(error).__name__}: {error}",
-        )
+        place = self.rank, step.stage, str(step.op), self._batch_step
+        if is_out_of_memory(error):
+            peak = self.peak_bytes(context.weights)
+            use = MemoryUse(self.activation_meter.now, peak, self.predicted_bytes)
+            return out_of_memory(error, place, use)
+        return StageFailed(*place, f"{type(error).__name__}: {error}")
 
     def _compute(
         self, op: Op, entry: tuple[Batch, int], arrived: Payload | None, context: RunContext
@@ -301,6 +309,8 @@ class Interpreter:
             if weights is not None:
                 weights.before_forward(op.micro_batch)
             output = stage.forward(batch, number, arrived)
+            if self.finite is not None:
+                self.finite.after_forward(stage, batch, number, op)
             if context.on_loss is not None and stage.loss is not None:
                 on_loss = context.on_loss
                 self.guard.during("its loss to leave", lambda: on_loss(batch))
@@ -314,12 +324,29 @@ class Interpreter:
             result = stage.input_grad(batch, number, arrived)
         else:
             stage.weight_grad(batch, number)
+        if self.finite is not None and op.kind is not Kind.I:
+            self.finite.after_backward(stage, batch, number)
         if weights is not None and op.kind is not Kind.I:
             weights.finished(op.micro_batch)
         return result
 
+    def _check_gradients(self, finite: FiniteCheck, op: Op, context: RunContext) -> None:
+        """Check the gradients of a stage at its U. The failure of a rank that was to send them is
+        reported in place of what they then contain.
+        """
+        stage = self.stages[op.stage]
+        try:
+            finite.before_update(stage, op, streaming=bool(context.weights))
+        except RunError as error:
+            cause = None if stage.device.type == "cpu" else self.guard.cause(f"gradients for {op}")
+            if cause is None:
+                raise
+            raise cause from error
+
     def _update(self, op: Op, context: RunContext) -> None:
         """Run a U: sum the gradients of replicas, and update the weights."""
+        if self.finite is not None:
+            self._check_gradients(self.finite, op, context)
         if op.stage in self.replicas:
             self.board.doing(f"waits for the other replicas at {op}")
             self.replicas[op.stage].all_reduce()

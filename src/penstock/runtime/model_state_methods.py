@@ -14,6 +14,7 @@ from penstock.errors import SettingError
 from penstock.modules.state_names import state_of
 from penstock.ranks.world import World
 from penstock.runtime.assembly import Assembly
+from penstock.runtime.persistence import Persistence
 from penstock.runtime.stale_guard import Guard, guard_model, guards_of
 from penstock.runtime.weight_average import Average, Combine, create_average
 from penstock.stage import stage_state as state
@@ -122,6 +123,7 @@ class ModelState:
 
     _assembly: Assembly
     _world: World
+    _persistence: Persistence
     _guard: Guard | None
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -192,10 +194,14 @@ class ModelState:
                 update.
 
         Raises:
-            SettingError: `decay` is not between 0 and 1.
+            SettingError: `decay` is not between 0 and 1, or the loaded checkpoint has averages,
+                which an average restores only if it exists before `load`.
         """
         self._world.calls.enter("ema")
-        return create_average(self, self._assembly, decay, avg_fn, use_buffers=use_buffers)
+        self._persistence.check_averages()
+        average = create_average(self, self._assembly, decay, avg_fn, use_buffers=use_buffers)
+        self._persistence.averages.append(average)
+        return average
 
     def _mark_stale(self) -> None:
         """Note that other ranks have trained their layers of the user's model."""

@@ -6,15 +6,35 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.checkpoint import checkpoint, checkpoint_load
-from penstock.checkpoint.checkpoint import CheckpointOptions, Progress, VersionedStage, parse_skip
-from penstock.checkpoint.checkpoint_files import RuleFacts
+from penstock.checkpoint import checkpoint_load
+from penstock.checkpoint.checkpoint import CheckpointWriter, Progress, VersionedStage
 from penstock.checkpoint.checkpoint_fit import saved_kind
+from penstock.checkpoint.checkpoint_index import RuleFacts
+from penstock.checkpoint.checkpoint_options import CheckpointOptions, WeightAverage, parse_skip
+from penstock.checkpoint.disks import Disks, find_disks
+from penstock.checkpoint.save_job import Publication, SaveJob, make_identity
 from penstock.errors import SettingError
 from penstock.optim.schedulers import SchedulerFactory, Schedulers
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.global_step import GlobalStep
 from penstock.runtime.streaming import Streaming
+
+
+@dataclass(frozen=True)
+class SaveTarget:
+    """Where a checkpoint is written, and under which conditions.
+
+    Attributes:
+        folder: the folder to write.
+        publication: what completes it.
+        nonfinite: whether NaN values may be written.
+        score: how good the weights are, lower is better, if it is known.
+    """
+
+    folder: Path
+    publication: Publication
+    nonfinite: bool = False
+    score: float | None = None
 
 
 @dataclass
@@ -26,6 +46,7 @@ class Persistence:
         global_step: the global step, which has the loss scaler.
         stream: the stream of an asynchronous schedule; None for other schedules.
         schedulers: the learning-rate schedulers, in the order of their construction.
+        averages: the running averages of the weights, in the order of their construction.
         progress: the progress of the checkpoint that was loaded last.
     """
 
@@ -33,7 +54,9 @@ class Persistence:
     global_step: GlobalStep
     stream: Streaming | None = None
     schedulers: list[Schedulers] = field(default_factory=list)
+    averages: list[WeightAverage] = field(default_factory=list)
     progress: Progress = field(default_factory=lambda: Progress(0))
+    _disks: dict[Path, Disks] = field(default_factory=dict)
 
     def scheduler(self, make: SchedulerFactory) -> Schedulers:
         """Construct a learning-rate scheduler, with the saved state if there is one.
@@ -64,17 +87,35 @@ class Persistence:
                 "with skip='schedulers'"
             )
 
-    def save(self, folder: str | Path, step: int, waiting: int, *, nonfinite: bool = False) -> None:
-        """Save a checkpoint, see `Pipeline.save`.
-
-        Args:
-            folder: the folder to write.
-            step: number of trained batches.
-            waiting: number of batches whose gradients no step has used yet.
-            nonfinite: whether NaN values may be written.
+    def check_averages(self) -> None:
+        """Check before an average is made that the loaded checkpoint has none that it would lose.
 
         Raises:
-            SettingError: gradients wait for a step; or as for `checkpoint.save`.
+            SettingError: it has.
+        """
+        if len(self.progress.averages) > len(self.averages):
+            raise SettingError(
+                f"the checkpoint of step {self.progress.step} has "
+                f"{len(self.progress.averages)} running averages of the weights, and a new one "
+                "would begin from the current weights: call ema() before load(), or load with "
+                "skip='averages'"
+            )
+
+    def begin_save(
+        self,
+        step: int,
+        waiting: int,
+        target: SaveTarget,
+    ) -> SaveJob:
+        """Copy the state to host memory and begin to write it as a checkpoint.
+
+        Args:
+            step: number of trained batches.
+            waiting: number of batches whose gradients no step has used yet.
+            target: where it is written.
+
+        Raises:
+            SettingError: gradients wait for a step, or a scheduler's state cannot be saved.
             FileError: the folder cannot be written.
         """
         if waiting and self.assembly.steps:
@@ -93,11 +134,29 @@ class Persistence:
             self.global_step.state(),
             texts[:count] + self.progress.schedulers[count:],
             texts[count:] + self.progress.scheduler_kinds[count:],
+            target.score,
+            tuple(average.n_averaged for average in self.averages),
         )
-        options = CheckpointOptions(self._rule(), self.assembly.lives, nonfinite)
-        world, placed = self.assembly.world, self.assembly.placed
-        versioned = self._versions()
-        checkpoint.save(Path(folder), world, placed, progress, versioned, options)
+        options = CheckpointOptions(
+            self._rule(), self.assembly.lives, target.nonfinite, averages=self.averages
+        )
+        world = self.assembly.world
+        writer = CheckpointWriter(
+            target.folder,
+            self.assembly.placed,
+            progress,
+            self._versions(),
+            options,
+            make_identity(world),
+        )
+        return SaveJob(writer, world, self._disks_of(target), target.publication)
+
+    def _disks_of(self, target: SaveTarget) -> Disks:
+        """Return which ranks share the disk of a folder; it is found out once."""
+        folder = target.publication.folder
+        if folder not in self._disks:
+            self._disks[folder] = find_disks(self.assembly.world, folder)
+        return self._disks[folder]
 
     def load(
         self, folder: str | Path, *, skip: str | Collection[str] = (), nonfinite: bool = False
@@ -119,6 +178,7 @@ class Persistence:
             parts,
             self.schedulers,
             self.global_step.scaler is not None,
+            self.averages,
         )
         self.progress = checkpoint_load.load(
             Path(folder),

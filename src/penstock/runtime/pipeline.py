@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +18,27 @@ from penstock.option import describe_options, signature_with_options
 from penstock.plan.plan import Plan
 from penstock.ranks.calls import END_OF_TRAIN
 from penstock.ranks.make_world import Place, world_of
-from penstock.ranks.results import mean_loss, outputs
+from penstock.ranks.results import outputs
 from penstock.ranks.run_config import Overrides, check, make_run_config
 from penstock.ranks.settings_exchange import report_failures
 from penstock.runtime.assembly import assemble
+from penstock.runtime.comparison.one_device_comparison import Comparison, compare
 from penstock.runtime.global_step import GlobalStep
 from penstock.runtime.graph_preparation import Preparation
 from penstock.runtime.inspection import Inspection
 from penstock.runtime.model_state_methods import ModelState, guard_for
-from penstock.runtime.one_device_comparison import Comparison, compare
 from penstock.runtime.optimizer_memory import check_optimizer_memory
 from penstock.runtime.optimizer_methods import Optimizing
 from penstock.runtime.persistence import Persistence
-from penstock.runtime.player import Mode, Player, stream_increments
+from penstock.runtime.player import Mode, Player, make_stream
+from penstock.runtime.saving_methods import Saving
 from penstock.runtime.settings_check import (
     compare_optimizers,
     compare_settings,
     next_settings_exchange,
+    place_on_hosts,
 )
+from penstock.runtime.slow_ranks import BusyTimes
 from penstock.runtime.streaming import Streaming
 from penstock.runtime.trainability import Trainability
 from penstock.schedule.op import Schedule
@@ -44,13 +46,14 @@ from penstock.stage import stage_state as state
 from penstock.stage.replica_check import check_replicas
 from penstock.stage.stage import Loss, Stage
 from penstock.stage.stage_builder import Training
+from penstock.stage.training_arguments import TrainingArguments
 from penstock.stage.training_options import TrainingOptions, check_accumulate, parse_options
 from penstock.tracing.slices import check_slices
-from penstock.tracing.traced_chain import TracedChain, chain
+from penstock.tracing.traced_chain import TracedChain, as_chain
 from penstock.weights.catalogue import WeightRule
 
 
-class Pipeline(Optimizing, ModelState, Inspection):
+class Pipeline(Optimizing, ModelState, Saving, Inspection):
     """A model partitioned over ranks, with its loss and optimizers.
 
     Every rank makes a `Pipeline` and calls the same methods with the same data.
@@ -59,8 +62,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
         model: an `nn.Sequential`, a list of modules, or a chain from `ps.chain`. Modules with real
             weights are trained in place. Modules on the meta device are materialised on the ranks
             that run them, with weights that depend on `seed` and their position in the chain.
-        plan: a plan from `ps.plan`; alternatively give `balance` and the arguments that follow it,
-            up to `weights_options`.
+        plan: a plan from `ps.plan`; or give `balance` and further arguments to `weights_options`.
         loss: `loss(output, target)` returning a scalar or `(sum, count)`. The result is that of the
             undivided batch: micro-batches are weighted by what the loss counts (samples, tokens
             that are not ignored, class weights, 1 for sums). A loss that cannot be divided raises.
@@ -84,6 +86,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
             schedule has one rank and there is no process group, else "processes".
         check_data: compare the batches of ranks in processes (docs/training.md). All ranks must
             have the same value.
+        example: inputs on which a model that is no list of layers is traced, as for `chain`.
         options: further options of training, the fields of `TrainingOptions`:
             {options}
 
@@ -93,6 +96,13 @@ class Pipeline(Optimizing, ModelState, Inspection):
         RanksDiffer: ranks in processes have different models or settings; the message names the
             difference.
         RunError: the processes of the ranks cannot be reached.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> pipe = Pipeline(model, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD,
+        ...                 balance=[2, 1], micro_batches=2, executor="threads")
+        >>> pipe.train_batch(torch.ones(8, 4), torch.ones(8, 2)).shape
+        torch.Size([])
     """
 
     @report_failures
@@ -114,10 +124,11 @@ class Pipeline(Optimizing, ModelState, Inspection):
         deadline_s: float = 300.0,
         executor: str | None = None,
         check_data: bool = True,
-        **options: Any,
+        example: Any = None,
+        **options: Unpack[TrainingArguments],
     ) -> None:
         training_options = parse_options(options)
-        traced = model if isinstance(model, TracedChain) else chain(model)
+        traced = as_chain(model, example)
         overrides = Overrides(balance, schedule, micro_batches, recompute, weights, weights_options)
         self.setting = make_run_config(traced, plan, overrides)
         check(self.setting)
@@ -131,6 +142,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
         place = Place(executor, None if device is None else torch.device(device), deadline_s)
         self._training = Training(loss, optimizer, seed, training_options)
         self._meeting = meeting = next_settings_exchange(self.setting, place)
+        self.setting = place_on_hosts(meeting, self.setting)
         compare_settings(meeting, self.chain, self.setting, self._training, check_data=check_data)
         self._world = world_of(self.setting, self.chain.description, place)
         training_options.check_compiler(self._world.device(self._world.local_ranks[0]))
@@ -147,14 +159,12 @@ class Pipeline(Optimizing, ModelState, Inspection):
         self._global_step = GlobalStep(self._assembly, scaling, training_options)
         self._trainability = Trainability(self._assembly, self._global_step, whole_chain)
         self._player = Player(self._assembly, self._global_step)
-        self._stream: Streaming | None = None
-        if self.setting.schedule.stream is not None:
-            self._stream = Streaming(self._assembly, stream_increments(self._assembly))
+        self._stream = make_stream(self._assembly)
         self._persistence = Persistence(self._assembly, self._global_step, self._stream)
-        self._preparation = Preparation(
-            self._assembly, training_options.autocast_dtype, self._drain
-        )
+        autocast_dtype = training_options.autocast_dtype
+        self._preparation = Preparation(self._assembly, autocast_dtype, self._drain)
         self._preparation.begin()
+        self._busy_times = BusyTimes.of(meeting, self.setting)
 
     # -- training and evaluation
 
@@ -189,7 +199,9 @@ class Pipeline(Optimizing, ModelState, Inspection):
                     "batch"
                 )
             self._feed(self._stream, batch)
-            self.flush()
+            self._world.calls.enter("flush")
+            self._stream.flush()  # deferred checks are read by a later batch
+            self._world.barrier()
             return self._stream.ready.pop()[1]
         # 0 during the batch: if it fails, the gradients of earlier batches are dropped too.
         accumulated, self._accumulated = self._accumulated, 0
@@ -197,7 +209,9 @@ class Pipeline(Optimizing, ModelState, Inspection):
         self._player.play(batch, Mode.TRAIN, steps=steps, factor=1 / self._accumulate)
         self._accumulated = 0 if steps else accumulated + 1
         self._step += 1
-        return self._mean_loss(batch)
+        if self._busy_times is not None:
+            self._busy_times.step(self._assembly.interpreters)
+        return self._player.mean_loss(batch)
 
     def update(self) -> None:
         """Update the weights with the accumulated gradients, if there are any.
@@ -261,7 +275,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
         self._drain()
         batch = self._batch(x, y, training=False, call="eval_batch")
         self._player.play(batch, Mode.EVALUATE)
-        return self._mean_loss(batch)
+        return self._player.mean_loss(batch)
 
     def forward(self, x: Any) -> Any:
         """Return the model's output for `x`, with layers in evaluation mode, on every rank."""
@@ -321,9 +335,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
     def _drain(self) -> None:
         if self._stream is not None:
             self._stream.flush()
-
-    def _mean_loss(self, batch: Batch) -> Tensor:
-        return mean_loss(self._world, self._player.one_batch, batch)
+        self._player.read_checks()
 
     # -- settings and self-check
 
@@ -381,7 +393,7 @@ class Pipeline(Optimizing, ModelState, Inspection):
 
         def play() -> Tensor:
             self._player.play(batch, Mode.COMPARE)
-            return self._mean_loss(batch)
+            return self._player.mean_loss(batch)
 
         return compare(self._assembly, play, batch, self._training)
 
@@ -420,54 +432,16 @@ class Pipeline(Optimizing, ModelState, Inspection):
             self._stream.weights.restart()
         return incompatible_keys
 
-    def save(self, folder: str | Path, *, allow_nonfinite: bool = False) -> None:
-        """Write weights, optimizers, schedulers, scaler and step to `folder`.
-
-        There is one file per stage, which can be loaded under any other plan.
-
-        Args:
-            folder: the folder; with ranks on several hosts, on a file system that all share.
-            allow_nonfinite: allow NaN values in parameters and optimizer state.
-
-        Raises:
-            FileError: the folder cannot be written, or rank 0 does not see the files of another
-                rank. A previous checkpoint there remains complete.
-            SettingError: there are accumulated gradients or NaN values, or the state of an
-                optimizer cannot be written.
-        """
-        self._enter("save")
-        self._persistence.save(folder, self._step, self._accumulated, nonfinite=allow_nonfinite)
-
-    def load(
-        self, folder: str | Path, *, skip: str | Collection[str] = (), allow_nonfinite: bool = False
-    ) -> None:
-        """Load a checkpoint of `save`, under this or any other plan for the same model.
-
-        Args:
-            folder: the folder of the checkpoint.
-            skip: parts not to load: any of "optimizer" (its state and options, and the other
-                three), "schedulers", "scaler" and "weight_rule". A skipped optimizer is reset.
-            allow_nonfinite: allow NaN values in parameters and optimizer state.
-
-        Raises:
-            FileError: the checkpoint is incomplete, a file is damaged or belongs to another
-                checkpoint, or the model, the classes of optimizer or schedulers, or the parameter
-                groups differ from this pipeline's. It is then raised on every rank, and no rank
-                has changed.
-        """
-        self._world.calls.enter("load")
-        self._mark_stale()
-        self._step = self._persistence.load(folder, skip=skip, nonfinite=allow_nonfinite)
-        self._accumulated = 0
-
     @property
     def _local_stages(self) -> list[Stage]:
         return self._assembly.stages
 
     def close(self) -> None:
-        """Close links and end threads."""
+        """Close links and end threads. Raises RunError if a deferred check has failed."""
         self._release_guard()
         self._world.close()
+        for stage in self._assembly.stages:
+            stage.read_checks()
 
 
 Pipeline.__doc__ = str(Pipeline.__doc__).format(options=describe_options(TrainingOptions))

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from penstock.batches.batch import Batch
 from penstock.modules.deferred_batch_norm import DeferredBatchNorm, deferring
+from penstock.ranks.device_results import device_losses, last_micro_batches
+from penstock.ranks.results import mean_loss
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.global_step import GlobalStep
+from penstock.runtime.streaming import Streaming
 from penstock.schedule.increments import Portions
 from penstock.schedule.lower import Action, LoweredSchedule, lower
 from penstock.schedule.op import Kind, Op, Schedule
@@ -28,7 +31,14 @@ AHEAD = 2
 AHEAD_ON_DEVICE = 1
 
 
-def stream_increments(assembly: Assembly) -> Portions:
+def make_stream(assembly: Assembly) -> Streaming | None:
+    """Return the stream of an asynchronous schedule; None for a synchronous one."""
+    if assembly.setting.schedule.stream is None:
+        return None
+    return Streaming(assembly, _stream_increments(assembly))
+
+
+def _stream_increments(assembly: Assembly) -> Portions:
     """Return the programs of a stream by batch, with receives posted as in `Player`."""
     schedule = assembly.setting.schedule
     if assembly.world.receives_on_device:
@@ -55,6 +65,7 @@ class Player:
 
     def __init__(self, assembly: Assembly, global_step: GlobalStep) -> None:
         self.assembly, self.global_step = assembly, global_step
+        self._device_losses = device_losses(assembly.world)
         self.played: tuple[int, Mode] | None = None
         self._lowered = lru_cache(maxsize=32)(self._lower)
         # By rank and stage, its batch norms with deferred statistics.
@@ -157,8 +168,35 @@ class Player:
             raise
         self.global_step.record_step(step_results)
 
+    def mean_loss(self, batch: Batch) -> Tensor:
+        """Return the mean loss of a batch that has been played; see `results.mean_loss`."""
+        if self._device_losses is None:
+            return mean_loss(self.assembly.world, self.one_batch, batch)
+        return self._device_losses.mean(batch, last_micro_batches(self.one_batch, batch))
+
+    def read_checks(self) -> None:
+        """Read the results of all checks that have been deferred.
+
+        Raises:
+            RunError: a check on an accelerator has failed.
+            RanksDiffer: ranks had different batches.
+        """
+        if self._device_losses is not None:
+            self._device_losses.verify()
+        if not any(stage.has_pending_checks for stage in self.assembly.stages):
+            return
+
+        def read(rank: int) -> None:
+            for stage in self.assembly.interpreters[rank].stages.values():
+                stage.read_checks()
+
+        self.assembly.world.run(read)
+
     def zero(self) -> None:
         """Drop the gradients of the local stages."""
+        for interpreter in self.assembly.interpreters.values():
+            if interpreter.finite is not None:
+                interpreter.finite.reset()
         for stage in self.assembly.stages:
             stage.update.zero()
 

@@ -84,7 +84,7 @@ def _describe_settings(
         "seed": describe(training.seed),
     }
     for field in dataclasses.fields(setting):
-        if field.name not in ("lengths", "schedule", "rule"):
+        if field.name not in ("lengths", "schedule", "rule", "planned_busy_s"):
             facts[field.name] = describe(getattr(setting, field.name))
     for field in dataclasses.fields(schedule):
         if field.name not in ("name", "options", "programs") and not field.name.startswith("_"):

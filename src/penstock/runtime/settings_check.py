@@ -6,13 +6,17 @@ any two descriptions differ.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from penstock.ranks.make_world import Place, in_threads
+from penstock.ranks.placement import place
 from penstock.ranks.run_config import RunConfig
 from penstock.ranks.settings_exchange import SettingsExchange
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.run_description import describe_optimizers, describe_run
 from penstock.stage.stage_builder import Training
 from penstock.tracing.traced_chain import TracedChain
+from penstock.transport.hosts import Host, host_names, this_host
 from penstock.transport.process_group import join
 
 
@@ -28,8 +32,26 @@ def next_settings_exchange(setting: RunConfig, place: Place) -> SettingsExchange
     """
     if in_threads(setting.schedule, place):
         return None
-    join()
+    join(place.deadline_s)
     return SettingsExchange.next(place.deadline_s)
+
+
+def place_on_hosts(exchange: SettingsExchange | None, setting: RunConfig) -> RunConfig:
+    """Return the configuration with every program on the process of its device.
+
+    Args:
+        exchange: how ranks exchange their hosts; with None all ranks are threads of this process,
+            and nothing is placed.
+        setting: what is run.
+
+    Raises:
+        RunError: a rank failed to construct its pipeline, or did not answer in time.
+    """
+    if exchange is None:
+        return setting
+    hosts = [Host(**fields) for fields in exchange.exchange(asdict(this_host()))]
+    exchange.hosts = host_names(hosts)
+    return place(setting, exchange.hosts)
 
 
 def compare_settings(

@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.batches.batch import Batch
 from penstock.batches.in_flight import BatchesInFlight
 from penstock.errors import RunError
+from penstock.ranks.device_results import DeviceStreamLosses, device_losses
 from penstock.ranks.results import StreamLosses
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.interpreter import RunContext
@@ -50,7 +51,13 @@ class Streaming:
         self.weights = StreamWeights(self.assembly)
         self._in_flight = BatchesInFlight(self.schedule.micro_batches)
         period_batches = self.portions.period.batches
-        self._losses = StreamLosses(self.world, with_batch_count(self.schedule, period_batches))
+        one_period = with_batch_count(self.schedule, period_batches)
+        losses = device_losses(self.world)
+        self._losses: StreamLosses | DeviceStreamLosses = (
+            StreamLosses(self.world, one_period)
+            if losses is None
+            else DeviceStreamLosses(losses, one_period)
+        )
         # Times are stored for the batches of a timeline, and for those that ranks may have begun
         # after them.
         longest = with_batch_count(self.schedule, 2 * self.schedule.batches + period_batches)
@@ -104,6 +111,7 @@ class Streaming:
         self._broken = True
         self.world.run(self._drain)
         self._collect(self._fed)
+        self._losses.verify()
         self._drained, self._broken = True, False
 
     def empty(self) -> None:

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from penstock.errors import SettingError
 from penstock.ranks.tied_weights import tensors_of
 from penstock.runtime.assembly import Assembly
+from penstock.stage.stage import Stage
 
 #: Computes the new average from the averaged tensor, the model's tensor and the number of updates.
 Combine = Callable[[Tensor, Tensor, Tensor | int], Tensor]
@@ -68,14 +69,28 @@ class Average:
     """
 
     def __init__(
-        self, pipe: PipelineState, parts: list[tuple[_StageTensors, AveragedModel]]
+        self,
+        pipe: PipelineState,
+        stages: Sequence[Stage],
+        parts: list[tuple[_StageTensors, AveragedModel]],
     ) -> None:
         self._pipe, self._parts = pipe, parts
+        self._part_of_stage = dict(zip(map(id, stages), parts, strict=True))
 
     @property
     def n_averaged(self) -> int:
         """The number of updates so far."""
         return int(self._parts[0][1].n_averaged)
+
+    def averaged(self, stage: Stage) -> dict[str, Tensor]:
+        """Return the live averaged tensors of a local stage by the names of the model."""
+        live, averaged = self._part_of_stage[id(stage)]
+        return {name: averaged.module.tensor(name) for name in live.names}  # type: ignore[operator]
+
+    def restart(self, count: int) -> None:
+        """Set the number of updates so far; at 0 the next update copies the weights."""
+        for _, averaged in self._parts:
+            averaged.n_averaged.fill_(count)
 
     def update(self) -> None:
         """Add the current weights to the average; an asynchronous schedule is drained first."""
@@ -220,7 +235,7 @@ def create_average(
             live, avg_fn=avg_fn, multi_avg_fn=multi_avg_fn, use_buffers=use_buffers
         )
         parts.append((live, averaged))
-    return Average(pipe, parts)
+    return Average(pipe, assembly.stages, parts)
 
 
 def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -9,6 +9,7 @@ from inspect import signature
 from penstock.errors import ScheduleError
 from penstock.registry import Registered, Registry
 from penstock.schedule.op import Schedule
+from penstock.schedule.options import option_error, option_names
 from penstock.schedule.replicas import check_replicas, pipelines, round_robin
 from penstock.schedule.size_limit import check_size
 
@@ -92,7 +93,8 @@ def schedule(
     except TypeError as error:
         if not options:
             raise
-        raise ScheduleError(f"{entry.name} does not take {', '.join(options)}: {error}") from error
+        valid_names = dict.fromkeys((*option_names(entry.make), "replicas"))
+        raise option_error(entry.name, options, valid_names, error) from error
     all_options = options if replicas == 1 else {"replicas": replicas, **options}
     # Tuples in place of lists, so that the schedule is hashable.
     hashable_options = tuple(

@@ -46,6 +46,11 @@ class Op(NamedTuple):
     For U, `micro_batch` is the weight version that the op produces; the first is 1. In a schedule
     with a `Slicing`, `micro_batch` counts slices. E and L occur in two programs: that of the rank
     whose activations they are, and that of the partner which stores them.
+
+    Examples:
+        >>> op = Op.parse("2F0")
+        >>> op.stage, op.kind.name, op.micro_batch
+        (2, 'F', 0)
     """
 
     kind: Kind

@@ -48,14 +48,12 @@ class _Located(NamedTuple):
     transfer: Transfer
 
 
-def ops_alone(
-    lowered: LoweredSchedule, name: str = "custom", pairs: frozenset[tuple[Op, Op]] = frozenset()
-) -> Schedule:
+def ops_alone(lowered: LoweredSchedule) -> Schedule:
     """Return the schedule without its transfers."""
     programs: list[Program] = []
     for program in lowered.programs:
         programs.append(tuple(action for action in program if isinstance(action, Op)))
-    return Schedule(tuple(programs), name, pairs=pairs)
+    return Schedule(tuple(programs))
 
 
 def unsound(name: str, findings: list[Finding]) -> ScheduleError:

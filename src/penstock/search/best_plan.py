@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.plan.plan import Plan
@@ -33,7 +34,11 @@ def best_plan(request: PlanRequest, proposals: Iterable[Proposal]) -> Plan:
     infeasible: list[Evaluated] = []
     rejected: dict[str, None] = {}
     cutoff_s = math.inf
+    cut_short = False
     for proposal in proposals:
+        if feasible and request.deadline is not None and request.deadline.is_over():
+            cut_short = True
+            break
         try:
             variants = evaluate(instantiate(request, proposal), cutoff_s)
         except (ScheduleError, PlanError) as error:
@@ -48,7 +53,14 @@ def best_plan(request: PlanRequest, proposals: Iterable[Proposal]) -> Plan:
     coarse = best(feasible)
     chosen = refine_recompute(coarse)
     others = sorted((candidate for candidate in feasible if candidate is not coarse), key=by_time)
-    return build_plan(request, chosen, first_of_kind([chosen, *others]))
+    note = ""
+    if cut_short:
+        note = (
+            f"search cut short by the clock after budget_s={request.budget_s:g} s: another run may "
+            "find another plan"
+        )
+    plan = build_plan(request, chosen, first_of_kind([chosen, *others]))
+    return replace(plan, search_note=note) if note else plan
 
 
 def plan_proposal(request: PlanRequest, proposal: Proposal) -> Plan:

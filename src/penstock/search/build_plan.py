@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from itertools import accumulate
+from typing import Final, cast
 
 import numpy as np
 
-from penstock.plan.plan import Option, Plan, Prediction, Remedy, Traffic
+from penstock.cluster.machines import Cluster
+from penstock.plan.plan import Option, Plan
+from penstock.plan.prediction import Prediction, Remedy, Traffic
+from penstock.profile.profile import Phase
+from penstock.schedule.op import Kind
 from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import Evaluated
 from penstock.search.request import PlanRequest
@@ -17,6 +22,14 @@ from penstock.simulate.simulate import simulate_schedule, tables_of
 
 #: Maximum number of rows in the plan's table of candidates.
 ROWS = 12
+
+#: The measured phase of every kind of op that computes.
+_PHASE_OF_KIND: Final[dict[Kind, Phase]] = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input_grad",
+    Kind.W: "weight_grad",
+}
 
 
 def build_plan(
@@ -64,12 +77,23 @@ def build_plan(
         predicted=prediction(request, chosen, lower_bound_s),
         candidates=tuple(candidate.candidate for candidate in table),
         devices=devices,
+        cluster_devices=_cluster_devices(request.cluster),
         torch_version=request.profile.torch_version,
         objective=proposal.objective,
         remedies=tuple(suggestions),
         optimizer=request.optimizer or "",
         optimizer_states=request.profile.optimizer_states,
         memory_limits=tuple(placed.request.memory_bytes(rank) for rank in range(schedule.ranks)),
+    )
+
+
+def _cluster_devices(cluster: Cluster) -> tuple[tuple[str, str], ...]:
+    """Return host and kind of every device of a cluster; empty if it names no hosts."""
+    if not cluster.hosts:
+        return ()
+    return tuple(
+        (cluster.hosts[cluster.node(rank)], device.name)
+        for rank, device in enumerate(cluster.devices)
     )
 
 
@@ -95,8 +119,30 @@ def prediction(request: PlanRequest, chosen: Evaluated, lower_bound_s: float) ->
         lower_bound_s=min(lower_bound_s, chosen.step_s),
         memory_parts=parts,
         traffic=_traffic(chosen),
+        busy_s=_busy_seconds(chosen),
         **_recompute_effect(chosen),
     )
+
+
+def _busy_seconds(chosen: Evaluated) -> tuple[float, ...]:
+    """Return by rank the seconds of its ops by the profile of its device; see `Prediction`."""
+    placed, schedule = chosen.placed, chosen.placed.schedule
+    if schedule.stream is not None or chosen.recompute is not Recompute.NEVER:
+        return ()
+    samples = placed.request.batch / schedule.slices
+    ends = [0, *accumulate(placed.proposal.lengths)]
+    busy: list[float] = []
+    for rank, program in enumerate(schedule.programs):
+        profile = placed.request.profile_of(rank)
+        seconds_of_kind = {
+            kind: profile.seconds(phase, samples) for kind, phase in _PHASE_OF_KIND.items()
+        }
+        total_s = 0.0
+        for op in program:
+            if op.kind in seconds_of_kind:
+                total_s += sum(seconds_of_kind[op.kind][ends[op.stage] : ends[op.stage + 1]])
+        busy.append(total_s)
+    return tuple(busy)
 
 
 def _recompute_effect(chosen: Evaluated) -> dict[str, float]:
@@ -152,7 +198,7 @@ def data_parallel_s(request: PlanRequest) -> float | None:
     if not 1 < ranks <= request.batch:
         return None
     parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
-    _, slowest = _step_s_range(request, request.batch / ranks)
+    _, slowest = _step_s_range(request.busy_on(range(ranks)), request.batch / ranks)
     return slowest + all_reduce_seconds(range(ranks), parameter_bytes, request.cluster)
 
 

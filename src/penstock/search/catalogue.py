@@ -13,6 +13,7 @@ from penstock.schedule.recompute import Recompute
 from penstock.search.check_plan import checked_plan
 from penstock.search.optimizer_kind import optimizer_kind
 from penstock.search.request import PlanRequest
+from penstock.synthesis.deadline import Deadline
 from penstock.units import parse_bytes
 from penstock.weights.catalogue import WeightRule
 
@@ -58,8 +59,11 @@ def plan(
         recompute: "never", "except_last", "always"; "selective" recomputes only some layers before
             their backward, those that free enough memory in the least time; "auto" recomputes only
             if memory does not suffice otherwise, and then what is fastest.
-        budget_s: seconds after which the search ends with the best plan so far. It continues while
-            nothing fits. A search that ends before its budget always gives the same plan.
+        budget_s: budget of the search. The number of its evaluations follows from it, so that the
+            same question has the same answer on a busy machine. As a limit on time it is a hard
+            stop; the plan says so if the clock or the work ended the search early. The seconds in
+            which Numba compiles kernels, once on a machine, do not count. While nothing fits, the
+            search continues.
         stages: number of stages; None leaves it to the planner.
         micro_batches: number of micro-batches in a batch; None leaves it to the planner.
         partition: how to cut: the name of a method, or the number of layers in every stage.
@@ -80,6 +84,13 @@ def plan(
         UnknownName: no planner, schedule or weight rule has such a name.
         SettingError: `memory_limit` is a text that is no amount of bytes, or the weight rule has no
             such option or no formula for the optimizer, or the optimizer's memory is unknown.
+
+    Examples:
+        >>> import penstock as ps
+        >>> profile = ps.Profile.load("docs/funnel.profile.json")
+        >>> best = plan(profile, ps.cluster("local:2"), batch=64, stages=2, schedules="1f1b")
+        >>> best.schedule_name, best.stages
+        ('1f1b', 2)
     """
     entry = PLANNERS.find(planner)
     request = make_request(
@@ -98,6 +109,7 @@ def plan(
         weights=weights,
         weights_options=weights_options,
         optimizer=optimizer,
+        deadline=Deadline(budget_s),
     )
     return checked_plan(entry.make(request), request, entry.name)
 

@@ -56,6 +56,14 @@ def compare(
         UnknownName: there is no planner of such a name.
         PlanError, SettingError, UnknownName: the request is invalid for every planner, as `plan`
             says.
+
+    Examples:
+        >>> import penstock as ps
+        >>> profile = ps.Profile.load("docs/funnel.profile.json")
+        >>> planners = ["gpipe", "megatron"]
+        >>> results = compare(profile, ps.cluster("local:2"), batch=64, planners=planners)
+        >>> sorted(result.planner for result in results)
+        ['gpipe', 'megatron']
     """
     if planners is None:
         names = list(PLANNERS.entries())

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import Evaluated, PlacedSchedule, by_time
-from penstock.search.min_time_recompute import COARSE, FINE, Precision
+from penstock.search.recompute.min_time_recompute import COARSE, FINE, Precision
+from penstock.search.recompute.selective_recompute import Infeasible, select_recompute
 from penstock.search.request import PlanRequest
-from penstock.search.selective_recompute import Infeasible, select_recompute
 from penstock.simulate.simulate import peak_memory
 from penstock.units import format_bytes
 

@@ -9,7 +9,8 @@ from functools import cached_property, lru_cache
 from typing import Any, final
 
 from penstock.errors import PlanError
-from penstock.plan.plan import Candidate, Option
+from penstock.plan.plan import Option
+from penstock.plan.prediction import Candidate
 from penstock.plan.segments import Selection
 from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
@@ -27,8 +28,9 @@ from penstock.weights.catalogue import WeightRule
 from penstock.weights.compatibility import rule_of
 
 #: Relative difference of times that counts as equal: then memory decides, then the number of
-#: micro-batches.
-CLOSE = 1e-3
+#: micro-batches. No more than the rounding of sums: a larger one would choose a plan that is slower
+#: than the one that results from naming its schedule.
+CLOSE = 1e-6
 
 #: Peaks of memory whose logarithms round to one multiple of this count as equal: a simpler plan is
 #: worth that little memory.
@@ -195,7 +197,7 @@ def instantiate(request: PlanRequest, proposal: Proposal) -> PlacedSchedule:
             f"{schedule.name} in {schedule.stages} stages needs {schedule.ranks} ranks, "
             f"{request.cluster.name} has {request.cluster.ranks}"
         )
-    local = _request_on_devices(request, proposal)
+    local = _request_on_devices(request, proposal, schedule.ranks)
     if schedule.ranks > local.cluster.ranks:
         raise PlanError(
             f"{schedule.name} needs {schedule.ranks} ranks, and {local.cluster.ranks} devices are "
@@ -213,8 +215,13 @@ def _rule(request: PlanRequest, proposal: Proposal, schedule: Schedule) -> Weigh
     return rule_of(schedule, proposal.weights or request.rule, dict(request.weights_options))
 
 
-def _request_on_devices(request: PlanRequest, proposal: Proposal) -> PlanRequest:
-    """Return the request for the proposal's devices, or as it is if that names none."""
+def _request_on_devices(request: PlanRequest, proposal: Proposal, ranks: int) -> PlanRequest:
+    """Return the request for the proposal's devices, or as it is if that names none; with their
+    seconds while `ranks` of them are busy.
+    """
+    if any(device.together > 1 for device in request.cluster.devices):
+        devices = proposal.devices or tuple(range(request.cluster.ranks))
+        return request.busy_on(devices[:ranks])
     return request.on(proposal.devices) if proposal.devices else request
 
 
@@ -240,7 +247,7 @@ def check_replicable(request: PlanRequest, schedule: Schedule, lengths: Sequence
 
 def with_request(placed: PlacedSchedule, request: PlanRequest) -> PlacedSchedule:
     """Return the same schedule, cut and devices with the costs of another cluster or profile."""
-    local = _request_on_devices(request, placed.proposal)
+    local = _request_on_devices(request, placed.proposal, placed.schedule.ranks)
     profiles = [local.profile_of(rank) for rank in range(placed.schedule.ranks)]
     costs = schedule_costs(
         placed.schedule,
@@ -289,7 +296,7 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
     needed = pipelines * schedule.ranks
     if needed > len(devices):
         raise PlanError(f"{schedule.name} needs {needed} ranks, and there are {len(devices)}")
-    local = request.on(devices[: schedule.ranks])
+    local = request.busy_on(devices[: schedule.ranks], devices[:needed])
     rule = _rule(request, proposal, schedule)
     profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
     batch = request.batch * micro_batches / proposal.micro_batches
@@ -314,7 +321,7 @@ def _schedule_of(request: PlanRequest, proposal: Proposal) -> Schedule:
         return cached_schedule(
             proposal.schedule, proposal.stages, proposal.micro_batches, proposal.options
         )
-    local = _request_on_devices(request, proposal)
+    local = _request_on_devices(request, proposal, request.cluster.ranks)
     costs = stage_costs(
         local.profile,
         proposal.lengths,
@@ -357,7 +364,7 @@ def first_of_kind(candidates: Iterable[Evaluated]) -> list[Evaluated]:
 
 
 def infeasible_error(
-    request: PlanRequest, infeasible: list[Evaluated], rejected: list[str]
+    request: PlanRequest, infeasible: list[Evaluated], rejected: list[str], note: str = ""
 ) -> PlanError:
     """Return the error for a search in which nothing fits.
 
@@ -365,9 +372,12 @@ def infeasible_error(
         request: the request.
         infeasible: candidates that do not fit the memory.
         rejected: why other proposals could not be made; used if there is no candidate at all.
+        note: what cut the search short; empty if nothing did.
     """
+    notes = [note] if note else []
     if not infeasible:
-        return PlanError("\n  ".join(["no schedule can be made for these numbers", *rejected[:12]]))
+        reasons = [*rejected[:12], *notes]
+        return PlanError("\n  ".join(["no schedule can be made for these numbers", *reasons]))
     nearest = first_of_kind(sorted(infeasible, key=by_memory))
     lines = [
         f"nothing fits the memory of {request.cluster.name} at batch {request.batch}; nearest first"
@@ -382,4 +392,4 @@ def infeasible_error(
     advice = "Use more ranks, or ranks with more memory, or a smaller batch"
     if not free:
         advice += ", or leave recompute, stages and micro_batches to the planner"
-    return PlanError("\n  ".join([*lines, advice]))
+    return PlanError("\n  ".join([*lines, *notes, advice]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -27,9 +26,19 @@ from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.search_space import Configuration, schedule_bound_s
 from penstock.search.shapes import Shape
+from penstock.synthesis.deadline import Deadline
 
-#: The budget, in seconds, for which limits on work are stated.
+#: The budget, in seconds, for which limits on work are stated. They are chosen such that one core
+#: does that work in about half the time, so that the clock seldom ends a search.
 USUAL_BUDGET_S = 10.0
+
+#: Share of the budget after which the clock stops the search; the rest is for the plan's table and
+#: its suggestions.
+SEARCH_SHARE = 0.85
+
+#: While nothing fits, a step of the search may take this many times its work, and no budget is
+#: smaller than the usual one: a plan that fits matters more than the fastest one.
+UNFIT = 4
 
 #: Fixed cost of evaluating one configuration, expressed in ops.
 OVERHEAD = 8000
@@ -40,10 +49,11 @@ NEAR, FEW_RANKS = 1.1, 32
 
 
 class PlanSearch:
-    """The candidates evaluated for one request, until the budget of time or work is spent.
+    """The candidates evaluated for one request, until the budget of work or time is spent.
 
-    Work is counted in simulated ops instead of seconds, so that a search which ends by it gives the
-    same result on every machine.
+    Work is counted in simulated ops instead of seconds, and follows from the request's budget, so
+    that a search which ends by it gives the same result on every machine. The clock is a hard stop
+    behind that.
 
     Attributes:
         request: the request.
@@ -55,6 +65,8 @@ class PlanSearch:
         best_s: seconds per step of the fastest candidate; infinite before the first.
         work: simulated ops so far.
         evaluated: number of evaluations so far.
+        deadline: the hard stop.
+        stopped_by: "", or "work" or "time" if that ended a step of the search before its end.
     """
 
     def __init__(self, request: PlanRequest, most_work: float = math.inf) -> None:
@@ -67,10 +79,14 @@ class PlanSearch:
         self.best_s = math.inf
         self.work = 0.0
         self.evaluated = 0
+        self.deadline = (request.deadline or Deadline(request.budget_s)).part(
+            SEARCH_SHARE * request.budget_s
+        )
+        self.stopped_by = ""
+        self._unfit_deadline = Deadline(SEARCH_SHARE * max(request.budget_s, USUAL_BUDGET_S))
         self._most_work = most_work
-        self._start = time.monotonic()
-        self._deadline = self._start + request.budget_s
-        self._local_requests: dict[tuple[int, ...], PlanRequest] = {}
+        self._most_work_unfit = math.inf
+        self._local_requests: dict[tuple[tuple[int, ...], tuple[int, ...]], PlanRequest] = {}
         self._cuts: dict[object, tuple[int, ...] | None] = {}
 
     @property
@@ -82,20 +98,40 @@ class PlanSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether to stop: something fits, and the budget of time or work is spent."""
-        spent = self.work >= self._most_work or time.monotonic() >= self._deadline
-        return bool(self.feasible) and spent
-
-    def allow(self, work: float, share: float = 1.0) -> None:
-        """Extend the budget of work by `work` ops from now, proportionally more if the request's
-        budget is longer than usual; and set the deadline to this share of the request's budget.
+        """Whether to stop: the budget of work or time is spent. While nothing fits, it is larger, see
+        `UNFIT`.
         """
-        self._most_work = self.work + work * max(1.0, self.request.budget_s / USUAL_BUDGET_S)
-        self._deadline = self._start + share * self.request.budget_s
+        deadline = self.deadline if self.feasible else self._unfit_deadline
+        if deadline.is_over():
+            self.stopped_by = "time"
+            return True
+        if self.work >= (self._most_work if self.feasible else self._most_work_unfit):
+            self.stopped_by = self.stopped_by or "work"
+            return True
+        return False
 
-    def remaining_s(self) -> float:
-        """Return the seconds until the request's budget is spent."""
-        return max(0.0, self._start + self.request.budget_s - time.monotonic())
+    def allow(self, work: float) -> None:
+        """Set the budget of work to `work` ops from now, in proportion to the request's budget."""
+        share = self.request.budget_s / USUAL_BUDGET_S
+        self._most_work = self.work + work * share
+        self._most_work_unfit = self.work + UNFIT * work * max(1.0, share)
+
+    @property
+    def note(self) -> str:
+        """What the plan says about a search that was cut short; empty if it was not."""
+        budget = f"{self.request.budget_s:g} s"
+        if self.stopped_by == "time":
+            return (
+                f"search cut short by the clock after {self.deadline.spent_s:.1f} s and "
+                f"{self.evaluated:,} evaluations: another run may find another plan; allow more "
+                f"than budget_s={budget}"
+            )
+        if self.stopped_by == "work":
+            return (
+                f"search cut short after {self.evaluated:,} evaluations, which is the work of "
+                f"budget_s={budget}: a larger budget may find a faster plan"
+            )
+        return ""
 
     def reject(self, reason: str) -> None:
         """Record why a proposal cannot be made."""
@@ -113,31 +149,43 @@ class PlanSearch:
         self.tried.add((configuration, balance))
         if configuration.bound_s > self.cutoff_s and not force:
             return None
-        schedule = self._schedule_of(configuration)
+        schedule = self.schedule_of(configuration)
         if schedule is None:
             return None
-        lengths = self._cut(configuration, schedule, balance)
+        lengths = self.lengths_of(configuration, schedule, balance)
         if lengths is None:
             return None
-        proposal = Proposal(
+        proposal = self.proposal_of(configuration, schedule, lengths)
+        candidate = self.evaluate(proposal, force)
+        # True even if another variant fits: for example with recompute.
+        exceeded = bool(self.infeasible) and self.infeasible[-1].placed.proposal == proposal
+        if balance == "time" and exceeded:
+            lengths = self.lengths_of(configuration, schedule, "limits")
+            if lengths is not None and lengths != proposal.lengths:
+                candidate = self.evaluate(replace(proposal, lengths=lengths), force)
+        if balance == "time" and candidate is not None and self._is_near(configuration, candidate):
+            lengths = self.lengths_of(configuration, schedule, "ranks")
+            if lengths is not None and lengths != candidate.placed.proposal.lengths:
+                candidate = self.evaluate(replace(proposal, lengths=lengths), force) or candidate
+        return candidate
+
+    def proposal_of(
+        self, configuration: Configuration, schedule: Schedule, lengths: tuple[int, ...]
+    ) -> Proposal:
+        """Return the proposal of a configuration with one cut.
+
+        Args:
+            configuration: the configuration.
+            schedule: the schedule of one of its pipelines.
+            lengths: number of layers in every stage.
+        """
+        return Proposal(
             lengths,
             configuration.schedule,
             configuration.micro_batches,
             configuration.all_options,
             devices=_devices_of(configuration, schedule),
         )
-        candidate = self.evaluate(proposal, force)
-        # True even if another variant fits: for example with recompute.
-        exceeded = bool(self.infeasible) and self.infeasible[-1].placed.proposal == proposal
-        if balance == "time" and exceeded:
-            lengths = self._cut(configuration, schedule, "limits")
-            if lengths is not None and lengths != proposal.lengths:
-                candidate = self.evaluate(replace(proposal, lengths=lengths), force)
-        if balance == "time" and candidate is not None and self._is_near(configuration, candidate):
-            lengths = self._cut(configuration, schedule, "ranks")
-            if lengths is not None and lengths != candidate.placed.proposal.lengths:
-                candidate = self.evaluate(replace(proposal, lengths=lengths), force) or candidate
-        return candidate
 
     def _is_near(self, configuration: Configuration, candidate: Evaluated) -> bool:
         """Return whether a candidate has several stages per rank on few ranks and is near the best
@@ -147,7 +195,7 @@ class PlanSearch:
         several = ranks < configuration.stages and ranks <= FEW_RANKS
         return several and candidate.step_s <= self.best_s * NEAR
 
-    def _schedule_of(self, configuration: Configuration) -> Schedule | None:
+    def schedule_of(self, configuration: Configuration) -> Schedule | None:
         """Return the schedule of one pipeline of a configuration; None, and in part a recorded
         reason, if it cannot be made or does not match the shape.
         """
@@ -160,12 +208,14 @@ class PlanSearch:
         except ScheduleError as error:
             self.reject(str(error))
             return None
+        # HetPipe has several workers: an asynchronous schedule may have more ranks than its shape.
+        if schedule.ranks > self.request.cluster.ranks:
+            self.reject(
+                f"{schedule.name} in {schedule.stages} stages needs {schedule.ranks} ranks, "
+                f"{self.request.cluster.name} has {self.request.cluster.ranks}"
+            )
+            return None
         if schedule.synchronous and schedule.ranks != shape.ranks:
-            if schedule.ranks > self.request.cluster.ranks:
-                self.reject(
-                    f"{schedule.name} in {schedule.stages} stages needs {schedule.ranks} ranks, "
-                    f"{self.request.cluster.name} has {self.request.cluster.ranks}"
-                )
             return None
         # The two directions of Chimera are replicas as well.
         replicas = shape.pipelines * max(map(len, schedule.ranks_of_stage))
@@ -211,7 +261,7 @@ class PlanSearch:
             self.representatives.append(candidate)
         return candidate
 
-    def _cut(
+    def lengths_of(
         self, configuration: Configuration, schedule: Schedule, balance: Balance
     ) -> tuple[int, ...] | None:
         """Return the lengths of the stages, or None if no cut fits; cached for all configurations
@@ -226,7 +276,10 @@ class PlanSearch:
         in_flight = max_in_flight(schedule) if balance == "limits" else ()
         key = self._devices_key(shape), places, micro_batches, balance, in_flight
         if key not in self._cuts:
-            request = self._local_requests.setdefault(shape.first, self.request.on(shape.first))
+            local = shape.first, shape.devices
+            if local not in self._local_requests:
+                self._local_requests[local] = self.request.busy_on(*local)
+            request = self._local_requests[local]
             self._cuts[key] = cut(request, places, micro_batches, balance, in_flight)
         return self._cuts[key]
 

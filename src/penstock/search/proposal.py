@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, final
 
-from penstock.plan.plan import Objective, Option
+from penstock.plan.plan import Option
+from penstock.plan.prediction import Objective
 from penstock.schedule.recompute import Recompute
 
 __all__ = ["Objective", "Proposal", "replica_options"]

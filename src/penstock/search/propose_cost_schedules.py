@@ -11,12 +11,12 @@ from penstock.search.instantiate import Evaluated
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 
-#: Least budget in seconds for a search over orders of ops. On a new machine it first compiles its
-#: loops, which takes most of ten seconds.
+#: Least budget in seconds for a search over orders of ops, which takes some seconds.
 SEARCHED_FROM_S = 20.0
 
-#: Seconds and rounds of one such search. Where rounds end it, it makes the same program each time.
-SECONDS, ROUNDS = 3.0, 300
+#: Rounds of one such search, and the seconds after which the clock stops it. One core does the
+#: rounds in 2.5 s.
+ROUNDS, SECONDS = 100, 6.0
 
 #: Such a search is not started for more ops (stages x micro-batches): it would explore too few of
 #: their orders.
@@ -26,14 +26,14 @@ MOST_OPS = 400
 def cost_schedules(request: PlanRequest, candidates: Sequence[Evaluated]) -> Iterator[Proposal]:
     """Yield proposals with the cut of each candidate and programs ordered for its costs.
 
-    Candidates count if they have one stage per rank and no replicas. The programs are those of the
+    Candidates count if they have one stage per rank and no replicas, see `is_plain`. The programs are those of the
     zero-bubble heuristic; with a budget of 20 s or more, for the first candidate also the result of
     a search within the memory that activations may use. Nothing is proposed if schedules were named
     or the weight rule is not "flush".
     """
     if request.schedules is not None or (request.weights or "flush") != "flush":
         return
-    plain = [candidate for candidate in candidates if _is_plain(candidate)]
+    plain = [candidate for candidate in candidates if is_plain(candidate)]
     for candidate in plain:
         for name in ("zb-auto", "zb-1p"):
             yield _proposal(candidate, name)
@@ -63,7 +63,7 @@ def _proposal(candidate: Evaluated, schedule: str) -> Proposal:
     )
 
 
-def _is_plain(candidate: Evaluated) -> bool:
+def is_plain(candidate: Evaluated) -> bool:
     """Return whether a candidate has several stages, stage r on rank r alone, whole micro-batches
     and a flush.
     """

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, final
 
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError, SettingError
-from penstock.profile.device_profiles import Profiles, profiles_of, with_optimizer_states
+from penstock.profile.device_profiles import (
+    Profiles,
+    profiles_of,
+    scale_profile,
+    with_optimizer_states,
+)
 from penstock.profile.profile import Profile
 from penstock.schedule.catalogue import FAMILIES, ScheduleFacts, schedules
 from penstock.schedule.recompute import Recompute
+from penstock.synthesis.deadline import Deadline
 from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.compatibility import mismatch_message, schedule_for
 
@@ -41,7 +47,7 @@ class PlanRequest:
         schedules: names of the schedules to consider.
         memory_limit: bytes for every rank, on top of the limit of its device.
         recompute: a policy, or "auto".
-        budget_s: seconds that a search may take.
+        budget_s: seconds that a search may take; the work that it may do follows from them.
         stages: number of stages.
         micro_batches: number of micro-batches in a batch.
         by: how to partition: the name of a partition method, or the lengths of the stages (`stages`
@@ -54,6 +60,7 @@ class PlanRequest:
             consists of replicas, such as Chimera, may exceed it.
         optimizer_states: numbers that the optimizer keeps per parameter; by default the count that
             the profiles say.
+        deadline: the hard stop of the search that the request belongs to; None if it has none.
 
     Raises:
         PlanError: a number is out of its range, or the weight rule does not go with the schedules.
@@ -77,6 +84,7 @@ class PlanRequest:
     optimizer: str | None = None
     max_replicas: int | None = None
     optimizer_states: float | None = None
+    deadline: Deadline | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.by, str):
@@ -214,7 +222,8 @@ class PlanRequest:
         return with_optimizer_states(profiles, self.optimizer_states)
 
     def profile_of(self, rank: int) -> Profile:
-        """Return the costs of the layers on the device of the cluster's rank `rank`.
+        """Return the costs of the layers on the device of the cluster's rank `rank`, while it
+        computes alone.
 
         All devices of one kind share one object, so that its id identifies the kind.
         """
@@ -235,6 +244,38 @@ class PlanRequest:
         """Return the same request for some of the cluster's devices, in this order."""
         kinds = {self.cluster.devices[rank].name: self.profile_of(rank) for rank in devices}
         return replace(self, profiles=kinds, cluster=self.cluster.on(devices))
+
+    def busy_on(self, devices: Sequence[int], busy: Sequence[int] = ()) -> PlanRequest:
+        """Return the same request for some of the cluster's devices, in this order, with their
+        seconds while they are all busy.
+
+        Args:
+            devices: ranks of the cluster.
+            busy: all ranks that are busy at the same time; by default `devices`.
+        """
+        cluster, chosen = self.cluster, tuple(devices)
+        if all(device.together == 1 for device in cluster.devices):
+            return self if chosen == tuple(range(cluster.ranks)) else self.on(chosen)
+        busy_ranks = tuple(busy or chosen)
+        if (chosen, busy_ranks) not in self._busy_requests:
+            kinds: dict[str, Profile] = {}
+            for rank in chosen:
+                # One profile per kind: where nodes differ in their busy ranks, the slowest.
+                factor = max(
+                    cluster.slowdown(other, busy_ranks)
+                    for other in chosen
+                    if cluster.devices[other].name == cluster.devices[rank].name
+                )
+                kinds[cluster.devices[rank].name] = scale_profile(self.profile_of(rank), factor)
+            self._busy_requests[chosen, busy_ranks] = replace(
+                self, profiles=kinds, cluster=cluster.on(chosen)
+            )
+        return self._busy_requests[chosen, busy_ranks]
+
+    @cached_property
+    def _busy_requests(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], PlanRequest]:
+        """Results of `busy_on`."""
+        return {}
 
     @cached_property
     def unreplicable_layers(self) -> dict[int, str]:

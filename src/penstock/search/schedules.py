@@ -12,6 +12,7 @@ from penstock.registry import Registry
 from penstock.schedule import catalogue as zoo
 from penstock.schedule.catalogue import ScheduleFacts
 from penstock.schedule.op import Schedule
+from penstock.schedule.options import option_error, option_names
 from penstock.simulate.costs import Costs
 
 #: Registry of cost schedules: functions of (costs, micro_batches, **options). `costs.forward` has
@@ -27,7 +28,12 @@ _PER_BOUNDARY = ("transfer", "transfer_back", "latency", "bandwidth", "boundary_
 
 
 def schedules() -> dict[str, ScheduleFacts]:
-    """Return every schedule's name and facts: the zoo first, then the cost schedules."""
+    """Return every schedule's name and facts: the zoo first, then the cost schedules.
+
+    Examples:
+        >>> schedules()["1f1b"].synchronous
+        True
+    """
     cost_schedules = {
         name: ScheduleFacts(name=name, needs_costs=True, **entry.facts)  # type: ignore[arg-type]  # checked by this call
         for name, entry in COST_SCHEDULES.entries().items()
@@ -103,12 +109,13 @@ def _cost_schedule(
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ScheduleError(f"{name} needs at least 1 of micro-batches and got {micro_batches!r}")
     stage_costs = spread_forward(costs, stages, micro_batches)
+    make = COST_SCHEDULES.find(name).make
     try:
-        schedule = COST_SCHEDULES.find(name).make(stage_costs, micro_batches, **options)
+        schedule = make(stage_costs, micro_batches, **options)
     except TypeError as error:
         if not options:
             raise
-        raise ScheduleError(f"{name} does not take {', '.join(options)}: {error}") from error
+        raise option_error(name, options, option_names(make), error) from error
     requested = {
         option: tuple(value) if isinstance(value, list) else value
         for option, value in options.items()

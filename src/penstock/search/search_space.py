@@ -60,8 +60,10 @@ class Configuration:
 
 def layouts(facts: ScheduleFacts, ranks: int) -> list[tuple[int, tuple[tuple[str, Option], ...]]]:
     """Return the numbers of stages that a schedule can have on `ranks` ranks, each with the options
-    that select it.
+    that select it. On one rank that is one stage: several would do the same.
     """
+    if ranks == 1 and facts.stages_per_rank == "chunks":
+        return [(1, (("chunks", 1),))]
     if facts.stages_per_rank == "chunks":
         return [(chunks * ranks, (("chunks", chunks),)) for chunks in STAGES_PER_RANK]
     if facts.stages_per_rank == "2 x waves":
@@ -148,6 +150,8 @@ class SearchSpace:
         variants = [
             (facts, *layout) for facts in families for layout in layouts(facts, shape.ranks)
         ]
+        if shape.ranks == 1:
+            variants = [variant for variant in variants if variant[1] == 1]
         for micro_batches in counts:
             if micro_batches < shape.pipelines:
                 continue
@@ -245,17 +249,25 @@ class SearchSpace:
         parameter_bytes = sum(layer.parameter_bytes for layer in self.request.profile)
         update_s_per_byte = min(self.request.profile_of(rank).update_s_per_byte for rank in kinds)
         update_s = parameter_bytes * update_s_per_byte / shape.ranks
+        busy, all_busy = self._slowdown(shape.devices), self._slowdown(range(ranks))
         return Load(
             ranks=shape.ranks,
             pipelines=shape.pipelines,
             micro_batches=micro_batches,
-            even_s=even_s,
-            least_s=self._shared_s(shape.first, samples),
-            down_s=down_s,
-            path_s=path_s,
-            after_s=update_s + self._gradient_sync_s(shape),
-            cluster_share_s=self._shared_s(range(ranks), samples),
+            even_s=busy * even_s,
+            least_s=busy * self._shared_s(shape.first, samples),
+            down_s=busy * down_s,
+            path_s=busy * path_s,
+            after_s=busy * update_s + self._gradient_sync_s(shape),
+            cluster_share_s=all_busy * self._shared_s(range(ranks), samples),
         )
+
+    def _slowdown(self, busy: Sequence[int]) -> float:
+        """Return the least slowdown of these ranks while all of them are busy."""
+        cluster = self.request.cluster
+        if all(device.together == 1 for device in cluster.devices):
+            return 1.0
+        return min(cluster.slowdown(rank, busy) for rank in busy)
 
     def _gradient_sync_s(self, shape: Shape) -> float:
         """Estimate the seconds of the gradient all-reduce among the replicas of a stage."""

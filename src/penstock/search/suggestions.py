@@ -8,7 +8,7 @@ from dataclasses import replace
 from penstock.cluster.cluster import Cluster
 from penstock.cluster.device import Link
 from penstock.errors import PenstockError
-from penstock.plan.plan import Remedy
+from penstock.plan.prediction import Remedy
 from penstock.profile.device_profiles import scale_profile
 from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import Evaluated, instantiate, needs_costs, with_request

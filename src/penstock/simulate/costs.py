@@ -97,6 +97,12 @@ class Costs:
         boundary_bytes: bytes that cross a boundary for one micro-batch.
         boundary_buffers: whether memory includes values that wait at boundaries, to be sent or to
             be consumed.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs = Costs(forward=[1, 2], backward=[2, 4], transfer=0.5)
+        >>> ps.simulate(ps.schedule("gpipe", stages=2, micro_batches=2), costs).makespan
+        16.0
     """
 
     forward: PerStage = 1.0

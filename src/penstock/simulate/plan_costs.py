@@ -12,7 +12,12 @@ from penstock.errors import PlanError
 from penstock.event import Timeline
 from penstock.partition.catalogue import check_lengths
 from penstock.plan.plan import Plan
-from penstock.profile.device_profiles import Profiles, profiles_of, with_optimizer_states
+from penstock.profile.device_profiles import (
+    Profiles,
+    busy_profiles,
+    profiles_of,
+    with_optimizer_states,
+)
 from penstock.profile.profile import LayerProfile, Phase, Profile
 from penstock.schedule.lower import partners_of
 from penstock.schedule.op import Schedule
@@ -369,7 +374,7 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
             f"the plan uses device {max(devices)} of its cluster, but {cluster.name} has devices "
             f"0 to {cluster.ranks - 1}: make a new plan"
         )
-    plan_profiles = [rank_profiles[rank] for rank in devices]
+    plan_profiles = busy_profiles([rank_profiles[rank] for rank in devices], cluster, devices)
     costs = schedule_costs(
         plan.schedule, plan_profiles, plan.lengths, cluster.on(devices), plan.batch, plan.rule
     )

@@ -229,7 +229,7 @@ class HookedStage(Stage):
             raise SettingError(
                 "a hook (register_post_accumulate_grad_hook) of a weight of stage "
                 f"{self.index} changes the weight during the backward of a micro-batch, while "
-                f"{batch.micro_batches} micro-batches of one batch are under way: later ones would "
+                f"{batch.micro_batches} micro-batches of one batch are in flight: later ones would "
                 "run with other weights than in one process. Use micro_batches=1, or let "
                 "optimizer= step the weights"
             )

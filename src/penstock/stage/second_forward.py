@@ -16,8 +16,14 @@ from torch import Tensor, nn
 from penstock.errors import RunError
 from penstock.grad.attributes import Attributes, Values
 from penstock.grad.buffers import Buffers, Contents
-from penstock.grad.fingerprint import Fingerprint, difference, fingerprint
+from penstock.grad.fingerprint import (
+    Fingerprint,
+    difference,
+    difference_on_device,
+    fingerprint,
+)
 from penstock.modules.recomputing import recomputing
+from penstock.values.deferred_checks import DeferredChecks
 
 
 @dataclass(slots=True)
@@ -46,13 +52,21 @@ class SecondForwards:
         layers: the layers of the stage, in order.
         others: further modules whose buffers forwards may change.
         name: the stage and its layers, for messages.
+        checks: receives the results of comparisons that are read later; None to read all at once.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], others: Sequence[nn.Module], name: str) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        others: Sequence[nn.Module],
+        name: str,
+        checks: DeferredChecks | None = None,
+    ) -> None:
         parts = [part for layer in (*layers, *others) for part in layer.modules()]
         self._buffers = Buffers(list(dict.fromkeys(parts)))
         self._attributes = Attributes(layers)
         self._name = name
+        self._checks = checks
 
     def first(self) -> FirstForward:
         """Record the state before a first forward."""
@@ -86,13 +100,20 @@ class SecondForwards:
             micro_batch: number of the micro-batch, for the message.
 
         Raises:
-            RunError: the results differ.
+            RunError: the results differ. On an accelerator other values are mostly reported in a
+                later batch, see `DeferredChecks`.
         """
         if first.outcome is None:
             return
-        mismatch = difference(results, first.outcome)
+        place = f"{self._name}, micro-batch {micro_batch}"
+        if self._checks is None or not self._checks.deferring:
+            mismatch = difference(results, first.outcome)
+        else:
+            mismatch, differs = difference_on_device(results, first.outcome)
+            if differs is not None:
+                self._checks.add(differs, str(unlike(place, "other values")))
         if mismatch is not None:
-            raise unlike(f"{self._name}, micro-batch {micro_batch}", mismatch)
+            raise unlike(place, mismatch)
 
 
 def unlike(place: str, mismatch: str) -> RunError:

@@ -95,7 +95,10 @@ class Stage:
         entry = self.runner.entry
         modules = [layer.module for layer in self.layers]
         self._second_forwards = SecondForwards(
-            modules, [] if entry is None else [entry], f"stage {self.index}, {where}"
+            modules,
+            [] if entry is None else [entry],
+            f"stage {self.index}, {where}",
+            self.runner.checks,
         )
         self._compares = True
         self._on_host = self.device.type == "cpu"
@@ -103,7 +106,8 @@ class Stage:
         loss = None
         if self.loss is not None:
             seed = self.runner.seed
-            loss = StageLoss(self.loss, self.device, self.loss_options, seed, modules)
+            checks = self.runner.checks
+            loss = StageLoss(self.loss, self.device, self.loss_options, seed, modules, checks)
         self._builder = GraphBuilder(
             self.index, self.runner, loss, self.autocast, self.reach, self.activation_meter
         )
@@ -161,6 +165,8 @@ class Stage:
         Returns:
             The input of the next stage; None on the last.
         """
+        if batch.training and not self._on_host:
+            self.runner.checks.begin(batch.step)
         size = self._fast_path.bytes_by_form.get(batch.forms[micro_batch])
         if size is not None and (arrived is None or arrived.structure == ""):
             fast, output = self._fast_path.forward(batch, micro_batch, arrived, size)
@@ -286,8 +292,22 @@ class Stage:
         if saved is not None:
             saved.put_back(arrived.tensors[0])
 
+    @property
+    def has_pending_checks(self) -> bool:
+        """Whether there are results of checks that the host has not read."""
+        return self.runner.checks.pending
+
+    def read_checks(self) -> None:
+        """Read the results of all checks, see `DeferredChecks`.
+
+        Raises:
+            RunError: a check has failed.
+        """
+        self.runner.checks.read()
+
     def forget(self) -> None:
         """Drop what unfinished batches have saved."""
+        self.runner.checks.clear()
         self._saved.clear()
         self.activation_meter.begin()
         self._pending.clear()

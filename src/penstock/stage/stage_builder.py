@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from penstock.modules.module_state import made_tensors
+from penstock.modules.module_state import computed_tensors
 from penstock.modules.state_names import parameters_of
 from penstock.optim.factory import OptimizerFactory
 from penstock.optim.groups import Groups
@@ -142,7 +142,7 @@ class StageBuilder:
         """
         copied_layers: list[int] = []
         # The memo of deepcopy: tensors in it are not copied.
-        memo = made_tensors(modules.values())
+        memo = computed_tensors(modules.values())
         for index in indices:
             for layer in range(*self._bounds[index]):
                 named = tensors_of(self.traced, [(self.traced.layers[layer].name, modules[layer])])
@@ -219,7 +219,7 @@ class StageBuilder:
             setting.recomputed,
             setting.segment_starts,
             training.options.compiled,
-            training.options.offload,
+            float(training.options.offload),
         )
 
 

@@ -19,6 +19,7 @@ from penstock.modules.randomness import has_dropout, may_draw
 from penstock.stage.slice_state import SliceState
 from penstock.stage.stage_random import Place, StageDraws
 from penstock.tracing.slices import has_past
+from penstock.values.deferred_checks import DeferredChecks
 from penstock.values.structure import map_tensors
 
 
@@ -67,7 +68,9 @@ class StageLayers:
         segment_starts: indices of recomputed layers that start a new segment nevertheless.
         compile: options of `torch.compile`, which compiles neighbouring layers as one function;
             None does not compile.
-        offload: keep tensors saved for the backward in host memory, if the device is not the CPU.
+        offload: the share of the bytes saved for the backward that is kept in host memory, if the
+            device is not the CPU.
+        checks: results of checks of the stage that are read later.
     """
 
     layers: Sequence[StageLayer]
@@ -78,10 +81,15 @@ class StageLayers:
     recomputed: frozenset[int] = frozenset()
     segment_starts: frozenset[int] = frozenset()
     compile: Mapping[str, Any] | None = None
-    offload: bool = False
+    offload: float = 0.0
     _parts: list[_Part] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.checks = DeferredChecks(self.device)
+        self._inspect()
+
+    def _inspect(self) -> None:
+        """Compile the layers, and determine what running them needs."""
         parts = [
             _Part(
                 layer.index,
@@ -103,13 +111,15 @@ class StageLayers:
         )
         # Without these, the layers can be called one after another with nothing in between.
         self._layers_only = not (self.entry or self.exit or self.recomputed or self.offload)
-        self._recomputing = Recomputing(self._parts, self.recomputed, self.segment_starts)
+        self._recomputing = Recomputing(
+            self._parts, self.recomputed, self.segment_starts, self.checks
+        )
 
     def renew(self) -> None:
         """Compile and inspect the layers again, after the code of a traced model has changed."""
         if self.compile is not None:
             torch.compiler.reset()
-        self.__post_init__()
+        self._inspect()
 
     def allow_weight_changes(self) -> None:
         """See `Stage.allow_weight_changes`."""
@@ -139,7 +149,7 @@ class StageLayers:
                 value = call(value)
             return value
         if self.offload and torch.is_grad_enabled():
-            with offloading(self.weights()):
+            with offloading(self.weights(), share=self.offload):
                 return self._run_with_boundaries(batch, micro_batch, value, past)
         return self._run_with_boundaries(batch, micro_batch, value, past)
 

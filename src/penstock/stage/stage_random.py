@@ -36,6 +36,7 @@ from penstock.modules.randomness import (
     draw_settings,
     drawing,
     may_draw,
+    running_backward,
     runs_user_code,
     seed_generators,
     stream_seed,
@@ -362,7 +363,7 @@ class StageDraws:
                 self._part_in_backward = None if weights_only else -1
             detector = RandomOpDetector()
             try:
-                with detector if observing else nullcontext():
+                with detector if observing else nullcontext(), running_backward(self._device):
                     yield
             finally:
                 self._part_in_backward = None

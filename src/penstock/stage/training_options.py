@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -17,7 +17,7 @@ from penstock.losses.joint import check_joint
 from penstock.losses.stage_loss import LossOptions
 from penstock.modules.deferred_batch_norm import convert
 from penstock.optim.groups import GroupsOf
-from penstock.option import CommonOptions, option, options_of
+from penstock.option import CommonOptions, OnNonfinite, option, options_of
 from penstock.schedule.op import Schedule
 from penstock.tracing.traced_chain import TracedChain
 from penstock.transport.compressed import check_compression
@@ -66,9 +66,10 @@ class TrainingOptions(CommonOptions):
     deferred_batch_norm: bool = option(
         False, "Update running statistics once per batch, from the whole batch."
     )
-    offload: bool = option(
+    offload: bool | float = option(
         False,
-        "Keep tensors saved for the backward in host memory, if the device is not the CPU.",
+        "Keep tensors saved for the backward in host memory, if the device is not the CPU; a "
+        "number up to 1 keeps that share of their bytes there.",
         private=True,
     )
     boundary: str | None = option(
@@ -121,7 +122,16 @@ class TrainingOptions(CommonOptions):
             raise SettingError(
                 f"autocast is torch.bfloat16 or torch.float16, not {self.autocast!r}"
             )
+        if self.on_nonfinite not in get_args(OnNonfinite):
+            raise SettingError(
+                f"on_nonfinite is 'raise', 'skip' or 'warn', not {self.on_nonfinite!r}"
+            )
         check_accumulate(self.accumulate, schedule)
+        if not 0.0 <= self.offload <= 1.0:
+            raise SettingError(
+                "offload is True, False, or the share of the saved bytes that is kept in host "
+                f"memory, from 0 to 1, not {self.offload}"
+            )
         if self.boundary is not None:
             check_compression(self.boundary)
         if self.memory_format not in _MEMORY_FORMATS:
@@ -136,7 +146,7 @@ class TrainingOptions(CommonOptions):
         update_options = []
         for entry, facts in options_of(self):
             value = getattr(self, entry.name)
-            if facts.synchronous and value and value != entry.default:
+            if facts.needs_synchronous(value, entry.default):
                 update_options.append(entry.name)
         if update_options and not schedule.synchronous:
             raise SettingError(
@@ -260,12 +270,12 @@ def parse_options(values: Mapping[str, Any]) -> TrainingOptions:
     Raises:
         TypeError: there is no option of a name.
     """
-    known = [entry.name for entry, _ in options_of(TrainingOptions)]
+    valid_names = [entry.name for entry, _ in options_of(TrainingOptions)]
     for name in values:
-        if name not in known:
+        if name not in valid_names:
             raise TypeError(
                 f"Pipeline() got an unexpected keyword argument {name!r}; its options of training "
-                f"are {', '.join(known)}"
+                f"are {', '.join(valid_names)}"
             )
     values = dict(values)
     if values.get("autocast") in _AUTOCAST_DTYPES:

@@ -1,1 +1,1 @@
-"""Experiments: questions, records, statistics, conclusions, figures."""
+"""Experiments: grids of cells, a runner, records of raw times, and reports."""

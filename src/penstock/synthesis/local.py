@@ -4,7 +4,6 @@ annealing of the programs that they make.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from penstock.synthesis.arrays import (
     empty_encoding,
     make_workspace,
 )
+from penstock.synthesis.deadline import Deadline
 from penstock.synthesis.encoding import decode, encode, join_halves, route_counts
 from penstock.synthesis.evaluate import evaluate, is_valid
 from penstock.synthesis.list_schedule import Rule, list_schedule
@@ -161,15 +161,20 @@ class Search:
         ordered = sorted((n for n in halves if 0 < n < m), key=lambda n: abs(2 * n - m))
         return [(n, m - n) for n in ordered]
 
-    def run(self, until_s: float, max_rounds: int | None) -> None:
-        """Search until `time.monotonic()` reaches `until_s`, all rounds are done, or no shorter
-        program can exist.
+    def run(self, deadline: Deadline, max_rounds: int, rule_ops: float) -> None:
+        """Search until all rounds are done, or no shorter program can exist.
+
+        Args:
+            deadline: the hard stop.
+            max_rounds: number of rounds.
+            rule_ops: number of ops that list scheduling by the standard rules may place before the
+                first round.
         """
         for counts in self.splits():
-            if not self._try_standard_rules(self.case(counts), until_s):
+            if not self._try_standard_rules(self.case(counts), deadline, rule_ops):
                 return
-        while not self.done and time.monotonic() < until_s:
-            if max_rounds is not None and self.rounds >= max_rounds:
+        while self.rounds < max_rounds and not self.done:
+            if deadline.is_over():
                 return
             self.rounds += 1
             if self.rounds % ROUNDS_PER_CLIMB == 1:
@@ -177,18 +182,19 @@ class Search:
             else:
                 self._anneal()
 
-    def _try_standard_rules(self, case: Case, until_s: float) -> bool:
-        """Try all standard rules. Return whether to go on: False if the pool is optimal, or if the
-        time is up and it has a program.
+    def _try_standard_rules(self, case: Case, deadline: Deadline, most_ops: float) -> bool:
+        """Try all standard rules, or a random choice of them that places `most_ops` ops. Return
+        whether to go on: False if the pool is optimal, or if the time is up and it has a program.
         """
         masks = unsplit_masks(case.spec, case.split)
         rules = [*standard_rules(case.spec, case.shape, masks)]
         order: Iterable[int] = range(len(rules))
-        # If the time may not suffice for all, they are tried in random order.
-        if len(rules) * case.ops > 20 * OPS_PER_ROUND:
+        if len(rules) * case.ops > most_ops:
             order = self.rng.permutation(len(rules))
-        for i in order:
-            if self.done or (self.pool and time.monotonic() > until_s):
+        for count, i in enumerate(order):
+            if self.pool and count * case.ops > most_ops:
+                break
+            if self.done or (self.pool and deadline.is_over()):
                 return False
             self.add(case.try_rule(rules[i]))
         return True

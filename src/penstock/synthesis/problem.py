@@ -117,11 +117,6 @@ class StageCosts:
             transfer_back=self.down,
         )
 
-    @property
-    def may_join(self) -> bool:
-        """Whether a whole backward is cheaper than a split one on any stage."""
-        return any(whole < split * (1 - 1e-12) for split, whole in self._split_and_whole())
-
     def with_pairs(self, seconds: tuple[float, ...]) -> StageCosts:
         """Return lower bounds of the costs if an F and a B together take `seconds`, by the stage of
         the F.

@@ -15,6 +15,7 @@ from penstock.schedule.op import Kind, Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.synthesis.bound import lower_bound
+from penstock.synthesis.deadline import Deadline
 from penstock.synthesis.problem import (
     PLACEMENTS,
     Constraints,
@@ -30,8 +31,16 @@ from penstock.synthesis.zoo import candidates
 #: no whole ticks, and the rounding of sums, leave this much open.
 PROVED = 1e-6
 
+#: Budgets in seconds are counted up to this one: a month.
+MOST_S = 2.6e6
+
 #: Share of the budget for the search if the rest is for the proof.
 BEFORE_PROOF = 0.3
+
+#: Rounds of search for every second of the budget, and ops of the list scheduling before them. One
+#: core does 40 rounds and 3 to 5 million ops in a second, so that the work of a budget takes about
+#: half of it, and the clock seldom ends a search.
+ROUNDS_PER_S, RULE_OPS_PER_S = 20, 1_000_000
 
 #: The kinds of ops that the search makes programs of.
 _SEARCHED_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
@@ -71,6 +80,19 @@ class Settings:
                 f"{', '.join(PLACEMENTS)}, any"
             )
 
+    @property
+    def rounds(self) -> int:
+        """Rounds of search: the requested maximum, or those that the budget gives."""
+        if self.max_rounds is not None:
+            return self.max_rounds
+        searched_s = self.budget_s * (BEFORE_PROOF if self.exact else 1.0)
+        return round(min(searched_s, MOST_S) * ROUNDS_PER_S)
+
+    @property
+    def rule_ops(self) -> float:
+        """Maximum number of ops of the list scheduling before the rounds."""
+        return math.inf if self.max_rounds is not None else self.budget_s * RULE_OPS_PER_S
+
     def constraints(self, placement: str) -> Constraints:
         """Return the constraints of the search with one placement."""
         return Constraints(placement, self.memory_limit, self.ranks, self.split)
@@ -90,6 +112,7 @@ class Synthesis:
         zoo: name of the best schedule of the zoo that fits; None if none does.
         zoo_makespan: its simulated seconds; None if there is none.
         rounds: rounds of search.
+        cut_short: whether the clock ended the search before its work was done.
     """
 
     schedule: Schedule
@@ -101,11 +124,13 @@ class Synthesis:
     zoo: str | None
     zoo_makespan: float | None
     rounds: int
+    cut_short: bool = False
 
     def facts(self) -> tuple[tuple[str, object], ...]:
         """Return what the schedule carries in its `options`."""
         names = ("placement", "makespan", "lower_bound", "gap", "proved", "zoo", "zoo_makespan")
-        return tuple((name, getattr(self, name)) for name in names)
+        facts = tuple((name, getattr(self, name)) for name in names)
+        return (*facts, ("cut_short", True)) if self.cut_short else facts
 
 
 def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = None) -> Synthesis:
@@ -124,7 +149,7 @@ def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = Non
         MissingExtra: `exact` without OR-Tools.
     """
     settings = settings or Settings()
-    start_s = time.monotonic()
+    deadline = Deadline(settings.budget_s)
     if settings.exact:
         from penstock.synthesis.exact import load
 
@@ -136,30 +161,33 @@ def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = Non
     table = StageCosts.of(costs, len(costs.forward))
     if settings.budget_s and settings.max_rounds != 0:
         _compile()
-    # Compilation counts, but leaves at least a quarter of the budget.
-    end_s = max(start_s + settings.budget_s, time.monotonic() + settings.budget_s / 4)
     problems = _problems(table, micro_batches, settings)
     tasks = [_Task(problem, costs, settings) for problem in problems]
-    _run_all(tasks, settings, end_s)
-    return _result(tasks)
+    _run_all(tasks, settings, deadline)
+    return _result(tasks, cut_short=deadline.reached)
 
 
-def _run_all(tasks: Sequence[_Task], settings: Settings, end_s: float) -> None:
-    """Run the tasks of all placements until `end_s`, the most promising first. Each gets an equal
-    share of the remaining time; tasks that cannot win any more get none.
+def _run_all(tasks: Sequence[_Task], settings: Settings, deadline: Deadline) -> None:
+    """Run the tasks of all placements, the most promising first. Rounds that follow from the budget
+    are shared equally by the tasks that are left; tasks that cannot win any more get none.
+
+    Only proofs share the remaining time, since CP-SAT ends by the clock.
     """
+    rounds = settings.rounds
     for i, task in enumerate(sorted(tasks, key=lambda task: task.least)):
         if i and task.least >= min(other.makespan for other in tasks):
             continue
-        share_s = max(0.0, end_s - time.monotonic()) / (len(tasks) - i)
-        task_end_s = time.monotonic() + share_s
+        share_s = deadline.remaining_s / (len(tasks) - i)
         proof_s = (1 - BEFORE_PROOF) * share_s * settings.exact
-        task.run(task_end_s - proof_s)
+        share = rounds if settings.max_rounds is not None else rounds // (len(tasks) - i)
+        task.run(deadline, share)
+        if settings.max_rounds is None:
+            rounds -= task.rounds
         if settings.exact and not task.proved:
-            task.prove(task_end_s)
+            task.prove(max(proof_s, 0.0))
 
 
-def _result(tasks: Sequence[_Task]) -> Synthesis:
+def _result(tasks: Sequence[_Task], *, cut_short: bool) -> Synthesis:
     """Return the best schedule of all placements, which carries its facts in its options."""
     best = min(tasks, key=lambda task: task.makespan)
     # The rounding of sums may put a bound above the makespan.
@@ -174,6 +202,7 @@ def _result(tasks: Sequence[_Task]) -> Synthesis:
         zoo=best.zoo,
         zoo_makespan=best.zoo_makespan if best.zoo else None,
         rounds=sum(task.rounds for task in tasks),
+        cut_short=cut_short,
     )
     schedule = replace(result.schedule, name="synthesised", options=result.facts())
     return replace(result, schedule=schedule)
@@ -191,7 +220,7 @@ def _compile() -> None:
     )
     settings = Settings(memory_limit=4, max_rounds=2)
     problem = problem_for(StageCosts.of(costs, 4), 8, settings.constraints("linear"))
-    _Task(problem, costs, settings).run(math.inf)
+    _Task(problem, costs, settings).run(Deadline(), settings.rounds)
 
 
 def _problems(costs: StageCosts, micro_batches: int, settings: Settings) -> list[Problem]:
@@ -262,14 +291,14 @@ class _Task:
             self.schedule, self.makespan = schedule, seconds
         return seconds
 
-    def run(self, until_s: float) -> None:
-        """Search until `until_s`, starting from the zoo's schedules."""
+    def run(self, deadline: Deadline, rounds: int) -> None:
+        """Search for a number of rounds, starting from the zoo's schedules."""
         from penstock.synthesis.local import POOL, Search
 
         search = Search(self.problem, self.least, self.settings.seed)
         for candidate in self.starts:
             search.start(candidate)
-        search.run(until_s, self.settings.max_rounds)
+        search.run(deadline, rounds, self.settings.rule_ops)
         self.rounds = search.rounds
         has_updates = any(self.problem.costs.update)
         several = has_updates and max(map(len, self.problem.copies_of_rank)) > 1
@@ -294,8 +323,8 @@ class _Task:
             free = replace(self.problem, costs=costs, limits=(math.inf,) * self.problem.ranks)
             self.least = min(self.least, lower_bound(free))
 
-    def prove(self, until_s: float) -> None:
-        """Prove the optimum by CP-SAT until `until_s`, starting from the best schedule."""
+    def prove(self, limit_s: float) -> None:
+        """Prove the optimum by CP-SAT within `limit_s` seconds, starting from the best schedule."""
         from penstock.synthesis.exact import prove
 
         if not self._is_searchable():
@@ -304,7 +333,7 @@ class _Task:
             self.problem,
             replace(self.schedule, pairs=frozenset()),
             self.makespan,
-            until_s,
+            time.monotonic() + limit_s,
             self.settings.seed,
         )
         if proof.schedule is not None:

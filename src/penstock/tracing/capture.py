@@ -23,13 +23,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from penstock.modules.export_output import quietly
-from penstock.tracing.attribute_reads import Reads, carried
 from penstock.tracing.domain import Domain
 from penstock.tracing.draws import Drawn, Draws
 from penstock.tracing.fake_device_guard import keep_fake_device_guard
 from penstock.tracing.faults import Refused, fault, line_of
 from penstock.tracing.interception import Interceptor, intercepted
 from penstock.tracing.outputs import Outputs
+from penstock.tracing.python_state.attribute_reads import Reads, carried
 from penstock.tracing.skeleton import replace_tensors
 
 # torch.export changes global state of the process while it runs.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ChainError
-from penstock.tracing.python_values import is_mutable
+from penstock.tracing.python_state.python_values import is_mutable
 
 
 def skeleton_of(

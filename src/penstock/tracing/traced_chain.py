@@ -107,6 +107,11 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
     Raises:
         ChainError: the model must be traced and there is no example, or it cannot be traced; it has
             no layers; or a layer's weights have no shape yet.
+
+    Examples:
+        >>> from torch import nn
+        >>> chain([nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)]).description
+        <Chain: 3 layers, 58 parameters>
     """
     if isinstance(model, nn.Module):
         is_sequential = not runs_otherwise(model) and not any(container_tensors(model, ""))
@@ -125,6 +130,13 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
         raise ChainError("the model has no layers")
     check_containers(roots, named)
     return _with_containers(_describe(_parts(named)), roots, named)
+
+
+def as_chain(
+    model: TracedChain | nn.Module | Sequence[nn.Module], example: Any = None
+) -> TracedChain:
+    """Return a chain unchanged, and make one of anything else; see `chain`."""
+    return model if isinstance(model, TracedChain) else chain(model, example)
 
 
 def _parts(named: Sequence[tuple[str, nn.Module]]) -> list[Part]:

@@ -19,8 +19,8 @@ from penstock.tracing.capture import Capture, Form, capture
 from penstock.tracing.cuts import Key, layer_keys, segments_of
 from penstock.tracing.flow import Flow, changed_tensors, clean, flow_of
 from penstock.tracing.graph_segments import Segment, recomputation
+from penstock.tracing.python_state.state_watch import Change, Watch
 from penstock.tracing.skeleton import skeleton_of
-from penstock.tracing.state_watch import Change, Watch
 
 _LOG = logging.getLogger("penstock")
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from penstock.measure.timed_passes import now
 from penstock.tracing.materialise import materialise
-from penstock.tracing.traced_chain import chain
 from penstock.training.config import TrainConfig
 from penstock.training.optimizer import autocast_dtype, optimizer_factory
 from penstock.training.task import make_task
@@ -24,7 +23,7 @@ def plain_step_seconds(config: TrainConfig, device: torch.device) -> list[float]
         Seconds of each step.
     """
     task = make_task(config)
-    traced = chain(task.model)
+    traced = task.chain
     model = nn.Sequential(*materialise(traced, range(len(traced)), device, config.seed))
     optimizer = optimizer_factory(config)(list(model.parameters()))
     times = []

@@ -42,10 +42,6 @@ def check_settings(config: TrainConfig, layers: int) -> None:
     else:
         PARTITIONERS.find(partition.partition(":")[0])
         check_stages(layers, config.stage_count() or 1)
-    if config.micro_batches is not None and config.micro_batches > config.batch:
-        raise SettingError(
-            f"a batch of {config.batch} cannot be cut into {config.micro_batches} micro-batches"
-        )
     _check_asynchrony(config)
     if config.memory_limit is not None:
         parse_bytes(config.memory_limit)
@@ -98,7 +94,7 @@ def _check_global_options(config: TrainConfig, *, synchronous: bool) -> None:
     names = [
         entry.name
         for entry, facts in options_of(config)
-        if facts.synchronous and getattr(config, entry.name) != entry.default
+        if facts.needs_synchronous(getattr(config, entry.name), entry.default)
     ]
     if scales_loss(config):
         names.append("autocast float16, which scales the loss,")

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from penstock.checkpoint.interval import Interval, parse_interval
 from penstock.cluster.device import DeviceRequest
 from penstock.errors import FileError, SettingError
 from penstock.files.read import read_yaml
@@ -21,12 +22,28 @@ class TrainConfig(CommonOptions):
     train`; fields that are not in the file and None leave the choice to the planner.
     """
 
-    model: str = option("vgg11_bn", "Name of a built-in model.", fixed=True)
+    model: str = option(
+        "vgg11_bn",
+        "A model of the zoo (see `penstock list models`), package.module:factory, or "
+        "hf:config.json.",
+        fixed=True,
+    )
     model_options: dict[str, Any] = option(
         {}, "Option of the model, such as layers=6; repeatable.", fixed=True
     )
     data: str = option(
-        "digits", "Data set: digits, cifar100:PATH, text[:PATH] or reversed[:PATH].", fixed=True
+        "digits",
+        "Data set: digits, cifar100:PATH, text[:PATH], reversed[:PATH] or package.module:factory.",
+        fixed=True,
+    )
+    data_options: dict[str, Any] = option(
+        {}, "Option of the data set, such as size=100; repeatable.", fixed=True
+    )
+    loss: str | None = option(
+        None,
+        "A loss of torch.nn.functional, or package.module:function; default: cross entropy for "
+        "classes and tokens, mse_loss for numbers.",
+        fixed=True,
     )
     image: int = option(32, "Side length of an image in pixels.", minimum=1, fixed=True)
     channels: int = option(3, "Channels of an image.", minimum=1, fixed=True)
@@ -72,12 +89,45 @@ class TrainConfig(CommonOptions):
     )
     seed: int = option(0, "Seed of weights, dropout and the order of the data.", fixed=True)
     out: str | None = option(None, "Folder of the run; default: a new one in runs/.")
+    initial_weights: str | None = option(
+        None,
+        "Weights to start from: a checkpoint, safetensors, a folder of Hugging Face, or a "
+        "state_dict of torch.save; default: random ones of --seed.",
+    )
     resume: bool = option(
         False,
         "Resume the run in --out from its checkpoint, with its settings and the flags set here.",
     )
     checkpoint: Literal["epoch", "end", "never"] = option(
-        "epoch", "When to write a checkpoint: epoch, end or never."
+        "epoch",
+        "When to write a checkpoint: epoch or end, besides --checkpoint-every and signals; or "
+        "never.",
+    )
+    checkpoint_every: int | str | None = option(
+        None, "Interval of further checkpoints: a number of steps, or a time such as 10min."
+    )
+    keep: int = option(
+        3, "Number of newest checkpoints that stay; the best one stays too.", minimum=1
+    )
+    max_restarts: int = option(
+        0,
+        "Restart the ranks up to this many times after a failure, from the newest whole "
+        "checkpoint.",
+        minimum=0,
+    )
+    min_ranks: int | None = option(
+        None,
+        "With --max-restarts: if the process of a rank is killed, plan anew and go on without it, "
+        "with this many ranks at least; default: replace it.",
+        minimum=1,
+    )
+    plan: str | None = option(
+        None, "Plan to run exactly as it is, from `penstock plan --out`, instead of planning."
+    )
+    callbacks: str | None = option(
+        None,
+        "package.module:attribute with methods on_step, on_evaluation or on_checkpoint, which "
+        "rank 0 calls.",
     )
     profile: str | None = option(None, "Profile to use instead of measuring the model.")
     profile_repeats: int = option(5, "Timed runs of each layer.", minimum=1)
@@ -96,6 +146,13 @@ class TrainConfig(CommonOptions):
 
     def __post_init__(self) -> None:
         check_limits(self)
+        if self.micro_batches is not None and self.micro_batches > self.batch:
+            raise SettingError(
+                f"a batch of {self.batch} cannot be cut into {self.micro_batches} micro-batches"
+            )
+        interval = parse_interval(self.checkpoint_every)
+        if self.checkpoint == "never" and interval != Interval():
+            raise SettingError("checkpoint is never, and checkpoint_every asks for checkpoints")
         if self.resume and self.out is None:
             raise SettingError("resume needs out: the folder of the run to continue")
 
@@ -118,21 +175,8 @@ class TrainConfig(CommonOptions):
         return self.partition
 
     def as_yaml(self) -> str:
-        """Return the configuration as YAML that `load` reads back."""
+        """Return the configuration as YAML that `load_settings` reads back."""
         return yaml_text(asdict(self))
-
-
-def load(path: str | Path | None, changes: dict[str, Any]) -> TrainConfig:
-    """Return the configuration in a YAML file, or the defaults, with some fields changed.
-
-    Raises:
-        FileError: the file is missing, is no YAML mapping, or has an unknown key or an invalid
-            value.
-        SettingError: a change is invalid.
-    """
-    settings = {} if path is None else read_settings(path)
-    source = "the settings" if path is None else str(path)
-    return validate_settings({**settings, **changes}, source)
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:

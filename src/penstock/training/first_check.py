@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.errors import RunError
-from penstock.runtime.one_device_comparison import Comparison
+from penstock.runtime.comparison.one_device_comparison import Comparison
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.op import Schedule
 from penstock.training.config import TrainConfig

@@ -3,99 +3,52 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from penstock.checkpoint.folder_lock import FolderLock
 from penstock.cluster.cluster import Cluster
+from penstock.cluster.write import yaml_of
 from penstock.draw.compare import draw_pair
 from penstock.draw.draw import draw
 from penstock.errors import FileError, PlanError
 from penstock.event import Timeline
-from penstock.measure.card_choice import CardMemory, choose_device_type, count_cards, list_cards
 from penstock.plan.plan import Plan
+from penstock.profile.device_profiles import Profiles
 from penstock.profile.profile import Profile
+from penstock.ranks.forked_ranks import RankProcess
 from penstock.ranks.launch import launch
-from penstock.ranks.local_link import measure_local_link
+from penstock.report.outcome import Outcome
+from penstock.report.run_folder import CLUSTER, PLAN, PROFILE, TIMELINE, profile_of_kind
+from penstock.report.timeline_file import save_timeline
 from penstock.search.catalogue import plan
 from penstock.simulate.plan_costs import simulate_plan
-from penstock.tracing.traced_chain import TracedChain, chain
+from penstock.tracing.traced_chain import TracedChain
 from penstock.training.baseline import plain_step_s
+from penstock.training.callbacks import load_callbacks
 from penstock.training.checks import check_settings, known_schedule
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
 from penstock.training.devices import Devices, device_change, with_device
+from penstock.training.measurement import Say, find_devices, measure_cluster, measure_profile
+from penstock.training.model_sources import parse_model
 from penstock.training.optimizer import sample_optimizer
-from penstock.training.rank import RankResult, profile_rank, train_rank
+from penstock.training.plan_file import load_plan
+from penstock.training.rank import RankResult, train_rank
 from penstock.training.resume import check_checkpoint, remove_staging, staging_folder
-from penstock.training.task import make_task
+from penstock.training.task import data_name, make_task
 from penstock.weights.weight_uses import readings
-
-#: Receives progress messages, of a line or several.
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a run, with the predicted values. Seconds are of one step; of an asynchronous
-    plan, seconds and bubble are of one batch while the pipeline is full.
-
-    Attributes:
-        folder: of the run.
-        steps, loss: of the whole run; of its last step.
-        test_loss, test_accuracy: on the test set, after the last epoch.
-        predicted_step_s, measured_step_s: seconds of a step.
-        predicted_bubble_ratio, measured_bubble_ratio: share of the ranks' time that is idle.
-        predicted_peak_memory, measured_peak_memory: per rank, bytes of weights, gradients,
-            optimizer state and activations.
-        measured_peak_rss: per process, bytes of the whole process.
-        training_s: seconds of the whole training.
-        one_thread_step_s: of plain training in one process with one thread, measured in the same
-            run; None if it was not measured. On cards, of one process on one card.
-        synchronous: whether the plan is.
-        weights: the weight rule.
-        predicted_weight_versions, measured_weight_versions: per stage, the most versions of the
-            weights that are stored.
-        device: "cpu" or the name of the cards.
-        measured_peak_allocated: per process, the most bytes that torch's allocator had allocated on
-            cards while it trained; None on the CPU. Where ranks share a card there is one process,
-            and one number here and in `measured_peak_rss`.
-    """
-
-    folder: str
-    steps: int
-    loss: float
-    test_loss: float
-    test_accuracy: float
-    predicted_step_s: float
-    measured_step_s: float
-    predicted_bubble_ratio: float
-    measured_bubble_ratio: float
-    predicted_peak_memory: tuple[int, ...]
-    measured_peak_rss: tuple[int, ...]
-    training_s: float
-    one_thread_step_s: float | None
-    measured_peak_memory: tuple[int, ...] | None = None
-    synchronous: bool = True
-    weights: str = "flush"
-    predicted_weight_versions: tuple[int, ...] = ()
-    measured_weight_versions: tuple[int, ...] = ()
-    device: str = "cpu"
-    measured_peak_allocated: tuple[int, ...] | None = None
-
-    @property
-    def speed_up(self) -> float | None:
-        """Speed-up of a step over plain training in one process with one thread."""
-        if self.one_thread_step_s is None:
-            return None
-        return self.one_thread_step_s / self.measured_step_s
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to train: configuration, folder, measurements and plan."""
+    """A run that is ready to train: configuration, folder, measurements and plan.
+
+    `lock` keeps other runs out of the folder until it is released.
+    """
 
     config: TrainConfig
     folder: Path
@@ -104,6 +57,7 @@ class Prepared:
     plan: Plan
     predicted: Timeline
     devices: Devices
+    lock: AbstractContextManager[object] = field(default_factory=nullcontext)
 
 
 def prepare(config: TrainConfig, say: Say) -> Prepared:
@@ -120,40 +74,94 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
     devices = find_devices(config.device)
     config = with_device(config, devices)
     task = make_task(config)
-    traced = chain(task.model)
+    traced = task.chain
     check_settings(config, len(traced))
+    load_callbacks(config.callbacks)  # so that an error appears before the measurement
+    loaded_plan = None if config.plan is None else load_plan(config.plan, traced.fingerprint)
     if config.resume:
         per_epoch = count_batches(len(task.data.train_inputs), config.batch)
         check_checkpoint(config, traced.fingerprint, per_epoch)
-    ranks = _rank_count(config, devices)
+    ranks = _rank_count(config, devices) if loaded_plan is None else loaded_plan.ranks
     devices.check_ranks(ranks)
-    device_notice = device_change(config, devices)
-    if config.out is not None:
-        _make_folder(config)  # before the measurement, so that an error appears at once
-    say(
-        f"{config.model}: {len(traced)} layers, {traced.parameter_count:,} parameters · "
-        f"{task.data.description}"
-    )
-    if device_notice is not None:
-        say(device_notice)
-    if devices.cards:
-        say(devices.description(ranks))
-    profile = _profile(config, traced, ranks, devices, say)
-    cluster = _cluster(ranks, devices, say)
-    chosen_plan = _plan(config, profile, cluster)
+    with ExitStack() as stack:
+        if config.out is not None:
+            # Before the measurement, so that an error appears at once.
+            stack.enter_context(FolderLock(make_folder(config)))
+        device_notice = device_change(config, devices)
+        say(
+            f"{config.model}: {len(traced)} layers, {traced.parameter_count:,} parameters · "
+            f"{task.data.description}"
+        )
+        if device_notice is not None:
+            say(device_notice)
+        if devices.cards:
+            say(devices.description(ranks))
+        profile = measure_profile(config, traced, ranks, devices, say)
+        cluster = measure_cluster(ranks, devices, say)
+        return plan_run(config, traced, profile, cluster, devices, stack)
+
+
+def plan_run(
+    config: TrainConfig,
+    traced: TracedChain,
+    profiles: Profiles,
+    cluster: Cluster,
+    devices: Devices,
+    locks: ExitStack,
+) -> Prepared:
+    """Plan a run that has been measured, and write its folder.
+
+    Args:
+        config: of the run.
+        traced: the model.
+        profiles: of the model, for every kind of device.
+        cluster: to plan for.
+        devices: of this host.
+        locks: has the lock of the folder if the configuration names one; else the new folder is
+            locked here. The result has the lock.
+
+    Raises:
+        FileError: the folder already holds a run, or cannot be written.
+        PlanError, SettingError, …: the settings cannot be met.
+    """
+    if config.plan is not None:
+        chosen_plan = load_plan(config.plan, traced.fingerprint)
+    else:
+        chosen_plan = _plan(config, profiles, cluster)
     traced.description.stage_bounds(chosen_plan.lengths)
-    predicted = simulate_plan(chosen_plan, profile, cluster)
-    folder = _make_folder(config)
+    predicted = simulate_plan(chosen_plan, profiles, cluster)
+    folder = make_folder(config)
+    if config.out is None:
+        locks.enter_context(FolderLock(folder))
     target = staging_folder(folder, config)
     (target / "config.yaml").write_text(config.as_yaml())
-    chosen_plan.save(target / "plan.json")
-    profile.save(target / "profile.json")
+    by_kind = (
+        {cluster.kinds[0]: profiles}
+        if isinstance(profiles, Profile)
+        else {kind: profiles[kind] for kind in cluster.kinds}
+    )
+    profile = by_kind[cluster.kinds[0]]
+    profile.save(target / PROFILE)
+    if len(by_kind) > 1:
+        for number, kind_profile in enumerate(by_kind.values()):
+            kind_profile.save(target / profile_of_kind(number))
+    _save_plan(target, chosen_plan, cluster, predicted)
+    lock = locks.pop_all()
+    return Prepared(config, folder, profile, cluster, chosen_plan, predicted, devices, lock)
+
+
+def _save_plan(folder: Path, chosen_plan: Plan, cluster: Cluster, predicted: Timeline) -> None:
+    """Write a plan, the cluster that it is for, and the drawings of its prediction.
+
+    A report computes the predicted timeline from plan, profile and cluster.
+    """
+    chosen_plan.save(folder / PLAN)
+    (folder / CLUSTER).write_text(yaml_of(cluster))
     for suffix in ("svg", "json"):
-        draw(predicted, target / f"predicted.{suffix}")
-    return Prepared(config, folder, profile, cluster, chosen_plan, predicted, devices)
+        draw(predicted, folder / f"predicted.{suffix}")
 
 
-def _plan(config: TrainConfig, profile: Profile, cluster: Cluster) -> Plan:
+def _plan(config: TrainConfig, profile: Profiles, cluster: Cluster) -> Plan:
     """Plan a run with its settings."""
     return plan(
         profile,
@@ -172,63 +180,49 @@ def _plan(config: TrainConfig, profile: Profile, cluster: Cluster) -> Plan:
     )
 
 
-def find_devices(request: str) -> Devices:
-    """Return the devices of this host that a run uses.
-
-    The cards are described by a separate process that ends at once: a process that queries a card's
-    free memory occupies part of it until it ends.
-
-    Args:
-        request: "auto", "cpu" or "cuda".
-
-    Raises:
-        SettingError: CUDA is requested and no card is visible, or the cards are of several models.
-    """
-    count = 0 if request == "cpu" else count_cards()
-    if choose_device_type(request, count) == "cpu":
-        return Devices()
-    cards: tuple[CardMemory, ...] = launch(list_cards, 1)[0]
-    return Devices(cards)
-
-
-def _cluster(ranks: int, devices: Devices, say: Say) -> Cluster:
-    """Return the cluster to plan for; its link is measured if the ranks are processes on CPUs."""
-    cluster = devices.cluster(ranks)
-    if ranks == 1:
-        return cluster
-    if devices.cards:
-        say(f"link between two ranks: {cluster.inside}")
-        return cluster
-    link = measure_local_link()
-    say(f"link between two processes: {link}")
-    return cluster.with_links(inside=link)
-
-
-def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Timeline]:
-    """Train on all ranks of the plan; write the outcome and the last step's timeline into the run's
-    folder.
+def train_once(
+    prepared: Prepared,
+    quiet: bool = False,
+    on_start: Callable[[Sequence[RankProcess]], None] | None = None,
+) -> list[RankResult]:
+    """Train on all ranks of the plan.
 
     Args:
         prepared: of `prepare`.
-        say: receives progress messages.
         quiet: show no progress bar.
+        on_start: see `launch`.
+
+    Returns:
+        The results of all processes; rank 0's is the first.
 
     Raises:
         RunError: a rank failed; the message says which and why. Checkpoints that were written stay.
     """
-    config, folder, devices = prepared.config, prepared.folder, prepared.devices
+    devices = prepared.devices
     try:
-        results: list[RankResult] = launch(
+        return launch(
             train_rank,
             devices.processes(prepared.plan.ranks),
-            config,
+            prepared.config,
             prepared.plan,
-            folder,
+            prepared.folder,
             quiet,
             devices,
+            on_start=on_start,
         )
     finally:
-        remove_staging(folder)
+        remove_staging(prepared.folder)
+
+
+def conclude(prepared: Prepared, results: list[RankResult], say: Say) -> tuple[Outcome, Timeline]:
+    """Write the outcome and the median step's timeline of a trained run into its folder.
+
+    Args:
+        prepared: the run.
+        results: of `train_once`.
+        say: receives progress messages.
+    """
+    config, folder, devices = prepared.config, prepared.folder, prepared.devices
     first = results[0]
     measured = first.timeline
     if measured is None:
@@ -237,6 +231,7 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
         )
     baseline_s = _plain_step_s(config, devices, say) if config.baseline_steps else None
     outcome = _outcome(prepared, results, measured, baseline_s)
+    save_timeline(measured, folder / TIMELINE)
     for suffix in ("svg", "json"):
         draw(measured, folder / f"measured.{suffix}")
         draw_pair(prepared.predicted, measured, folder / f"predicted-and-measured.{suffix}")
@@ -244,6 +239,43 @@ def run(prepared: Prepared, say: Say, quiet: bool = False) -> tuple[Outcome, Tim
         json.dumps({**asdict(outcome), "speed_up": outcome.speed_up}, indent=1) + "\n"
     )
     return outcome, measured
+
+
+def replan(prepared: Prepared, ranks: int) -> Prepared:
+    """Plan a run that continues anew, for another number of ranks.
+
+    The measurements of the run are used again. Settings that fix the number of ranks or stages are
+    replaced: one stage per rank, cut by time if the layers per stage were given.
+
+    Args:
+        prepared: the run as it was planned first.
+        ranks: number of ranks.
+
+    Raises:
+        PlanError, SettingError, …: the settings cannot be met with that number of ranks.
+    """
+    config = replace(prepared.config, resume=True, out=str(prepared.folder), ranks=ranks, plan=None)
+    if isinstance(config.lengths(), list):
+        config = replace(config, partition="bottleneck")
+    if config.stages is not None or isinstance(prepared.config.lengths(), list):
+        config = replace(config, stages=ranks)
+    prepared.devices.check_ranks(ranks)
+    cluster = prepared.devices.cluster(ranks)
+    if not prepared.devices.cards:
+        cluster = cluster.with_links(inside=prepared.cluster.inside)
+    chosen_plan = _plan(config, prepared.profile, cluster)
+    predicted = simulate_plan(chosen_plan, prepared.profile, cluster)
+    return replace(prepared, config=config, cluster=cluster, plan=chosen_plan, predicted=predicted)
+
+
+def write_plan(prepared: Prepared) -> None:
+    """Write plan and prediction of the next attempt of a run into its folder.
+
+    Raises:
+        FileError: the folder cannot be written.
+    """
+    target = staging_folder(prepared.folder, prepared.config)
+    _save_plan(target, prepared.plan, prepared.cluster, prepared.predicted)
 
 
 def _outcome(
@@ -280,6 +312,7 @@ def _outcome(
         measured_weight_versions=first.weight_versions or (1,) * plan.stages,
         device=prepared.devices.name,
         measured_peak_allocated=_peaks_allocated(results),
+        measured_memory=measured.measured_memory,
     )
 
 
@@ -313,45 +346,7 @@ def _rank_count(config: TrainConfig, devices: Devices) -> int:
     return config.ranks or config.stage_count() or devices.default_ranks
 
 
-def _profile(
-    config: TrainConfig, traced: TracedChain, ranks: int, devices: Devices, say: Say
-) -> Profile:
-    """Load the profile that is set, or measure one.
-
-    On CPUs all ranks measure concurrently, so that each is slowed down by the others as in
-    training. Cards do not slow each other down: the first one measures alone.
-    """
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    if config.profile is None and devices.cards:
-        say(f"measuring {len(traced)} layers on {devices.name} …")
-        return _launch_profile(config, 1, threads, devices)
-    if config.profile is None:
-        say(f"measuring {len(traced)} layers with {threads} thread{'s' * (threads > 1)} …")
-        if ranks == 1:
-            return profile_rank(config, threads)
-        return _launch_profile(config, ranks, threads, devices)
-    profile = Profile.load(config.profile)
-    if profile.fingerprint != traced.fingerprint:
-        raise FileError(
-            f"{config.profile} is the profile of another model: its layers and shapes have "
-            f"fingerprint {profile.fingerprint}, this model's have {traced.fingerprint}"
-        )
-    if devices.cards and profile.device == "cpu":
-        raise FileError(
-            f"{config.profile} was measured on a CPU, and this run is on {devices.name}: leave the "
-            "profile out, or measure one by penstock profile --device cuda"
-        )
-    return profile
-
-
-def _launch_profile(config: TrainConfig, ranks: int, threads: int, devices: Devices) -> Profile:
-    """Measure a profile in `ranks` concurrent processes."""
-    concurrent, device = ranks > 1, devices.of_process(0)
-    profiles: list[Profile] = launch(profile_rank, ranks, config, threads, concurrent, device)
-    return profiles[0]
-
-
-def _make_folder(config: TrainConfig) -> Path:
+def make_folder(config: TrainConfig) -> Path:
     """Make the run's folder: the one that is set, or the first free name in runs/.
 
     Raises:
@@ -368,7 +363,7 @@ def _make_folder(config: TrainConfig) -> Path:
         except OSError as error:
             raise FileError(f"cannot make the run's folder {folder}: {error.strerror}") from error
         return folder
-    name = f"{config.model}-{config.data.partition(':')[0]}"
+    name = f"{parse_model(config.model).name}-{data_name(config.data)}"
     for number in range(1, 10_000):
         folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
         try:

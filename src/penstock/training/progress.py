@@ -48,12 +48,11 @@ class Progress:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, description=self._status)
 
-    def epoch(self, number: int, accuracy: float) -> None:
-        """Print a line after an epoch's evaluation."""
+    def epoch(self, number: int, loss: float, accuracy: float | None) -> None:
+        """Print a line after an epoch's evaluation, with the accuracy if there is one."""
         if not self._silent:
-            self._console.print(
-                f"epoch {number}: {self._status}  test accuracy {accuracy:.2%}", highlight=False
-            )
+            result = f"loss {loss:.4g}" if accuracy is None else f"accuracy {accuracy:.2%}"
+            self._console.print(f"epoch {number}: {self._status}  test {result}", highlight=False)
 
     def __enter__(self) -> Self:
         if self._bar is not None:

@@ -6,42 +6,52 @@ import math
 import os
 import resource
 import statistics
-import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.checkpoint.weight_files import save_weights
 from penstock.errors import RunError
 from penstock.event import Timeline
 from penstock.measure.profiler import profile
 from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
+from penstock.runtime.checkpoints import Checkpoints
 from penstock.runtime.pipeline import Pipeline
+from penstock.training.beginning import begin, resume
+from penstock.training.callbacks import Callbacks, load_callbacks
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
 from penstock.training.devices import Devices
 from penstock.training.evaluation import test
-from penstock.training.first_check import check_first_batch
 from penstock.training.metrics import Metrics
 from penstock.training.optimizer import pipeline_options
 from penstock.training.progress import Progress
-from penstock.training.resume import CHECKPOINT, accept_run, last_step, set_options
+from penstock.training.resume import last_step
+from penstock.training.run_checkpoints import run_checkpoints
 from penstock.training.task import Task, make_task
-from penstock.training.throughput import BatchFeed, ThroughputMeter, measured_steady_state
+from penstock.training.throughput import (
+    BatchFeed,
+    ThroughputMeter,
+    measured_steady_state,
+    median_timeline,
+)
 
 _CPU = torch.device("cpu")
 
 #: Steps between measurements of the ranks' utilisation.
 _TIMELINE_EVERY = 10
+#: Timelines of an epoch that stay in memory; the median of the last of them is in the outcome.
+_MAX_TIMELINES = 31
 
 
 @dataclass
@@ -51,10 +61,12 @@ class RankResult:
 
     Attributes:
         steps, loss: number of the last step; its loss.
-        test_loss, test_accuracy: after the last epoch.
+        test_loss, test_accuracy: after the last epoch; the accuracy is None for targets that are
+            no classes.
         step_s: the median step of the last epoch, without its first step; of an asynchronous plan,
             the mean time per batch while the pipeline was full.
-        timeline: of the last step with a full batch; of an asynchronous plan, of the last batches.
+        timeline: of the median of the recorded steps of the last epoch with a full batch; of an
+            asynchronous plan, of the last batches.
         busy: per rank, the share of that time in which it worked.
         weight_versions: per stage, the most versions of the weights that were stored.
         peak_rss_bytes: of this process.
@@ -62,12 +74,14 @@ class RankResult:
             None on the CPU.
         seconds: of the whole training.
         step_times: seconds of each step of the last epoch.
+        stopped: whether training ended before its last step, because of a signal or a request for
+            another number of ranks.
     """
 
     steps: int = 0
     loss: float = float("nan")
     test_loss: float = float("nan")
-    test_accuracy: float = 0.0
+    test_accuracy: float | None = None
     step_s: float = 0.0
     timeline: Timeline | None = None
     busy: list[float] = field(default_factory=list)
@@ -76,15 +90,19 @@ class RankResult:
     peak_allocated_bytes: int | None = None
     seconds: float = 0.0
     step_times: list[float] = field(default_factory=list)
+    stopped: bool = False
 
 
 def profile_rank(
-    config: TrainConfig, threads: int, concurrent: bool = False, device: torch.device = _CPU
+    config: TrainConfig,
+    threads: int,
+    concurrent: bool | dist.ProcessGroup = False,
+    device: torch.device = _CPU,
 ) -> Profile:
-    """Measure the model of a run, alone or concurrently with all other ranks."""
+    """Measure the model of a run, alone or concurrently with all other ranks, or those of a group."""
     task = make_task(config)
     return profile(
-        task.model,
+        task.chain,
         task.example(),
         config.batch,
         repeats=config.profile_repeats,
@@ -137,7 +155,7 @@ def train_on(
     """
     task = make_task(config)
     pipe = Pipeline(
-        task.model,
+        task.chain,
         plan,
         loss=task.loss,
         device=device,
@@ -145,7 +163,13 @@ def train_on(
         **pipeline_options(config),
     )
     first = executor == "threads" or dist.get_rank() == 0
-    _prepare_weights(pipe, task, config, folder, quiet=quiet or not first, first=first)
+    callbacks = load_callbacks(config.callbacks if first else None)
+    checkpoints = run_checkpoints(config, folder, callbacks.on_checkpoint)
+    if config.resume:
+        resume(pipe, checkpoints, config, folder, first=first)
+    else:
+        begin(pipe, task, config, quiet=quiet or not first)
+    saves = config.checkpoint != "never"
     if device.type == "cuda":
         # The self-check allocates more than training does.
         torch.cuda.reset_peak_memory_stats(device)
@@ -153,8 +177,9 @@ def train_on(
     end = last_step(config, per_epoch)
     started = time.monotonic()
     with (
-        Metrics(folder) if first else nullcontext() as metrics,
+        Metrics(folder, plan.predicted.step_s, pipe.step) if first else nullcontext() as metrics,
         Progress(end, not first or quiet) as progress,
+        checkpoints if saves else nullcontext(),
     ):
         training = _Training(
             config,
@@ -165,53 +190,31 @@ def train_on(
             progress,
             RankResult(steps=pipe.step),
             plan.synchronous,
+            checkpoints if saves else None,
+            callbacks,
         )
-        while training.result.steps < end and not training.reached_target():
+        while not training.done(end):
             training.epoch(per_epoch, end)
     result = training.result
     result.seconds = time.monotonic() - started
-    if device.type == "cuda":
-        result.peak_allocated_bytes = torch.cuda.max_memory_allocated(device)
-    weights = pipe.state_dict()
-    if first:
-        save_file(_without_sharing(weights), folder / "weights.safetensors")
+    result.peak_allocated_bytes = _peak_allocated_bytes(device)
+    if not result.stopped:
+        _write_weights(pipe, folder)
     result.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pipe.close()
     return result
 
 
-def _prepare_weights(
-    pipe: Pipeline, task: Task, config: TrainConfig, folder: Path, *, quiet: bool, first: bool
-) -> None:
-    """Load the checkpoint of a resumed run, or check the first batch of a new one.
-
-    Args:
-        pipe: to be trained.
-        task: of the run.
-        config: of the run.
-        folder: of the run.
-        quiet: do not print the result of the check.
-        first: whether this is rank 0.
-    """
-    if config.resume:
-        pipe.load(folder / CHECKPOINT)
-        set_options(pipe, config)
-        if first:
-            accept_run(folder, pipe.step)
-    elif config.self_check:
-        line = check_first_batch(pipe, task, config)
-        if not quiet:
-            print(line, file=sys.stderr, flush=True)
+def _peak_allocated_bytes(device: torch.device) -> int | None:
+    """Return the most bytes that torch's allocator has had on a card; None on the CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def _without_sharing(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that share no memory, as safetensors requires: tied weights are copied."""
-    visited: set[int] = set()
-    separate: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        separate[name] = tensor.clone() if id(tensor) in visited else tensor.contiguous()
-        visited.add(id(tensor))
-    return separate
+def _write_weights(pipe: Pipeline, folder: Path) -> None:
+    """Write the trained model into the run's folder, on rank 0."""
+    weights = pipe.state_dict()
+    if weights:
+        save_weights(weights, folder / "weights.safetensors")
 
 
 def busy_shares(timeline: Timeline, seconds: float | None = None) -> list[float]:
@@ -222,7 +225,9 @@ def busy_shares(timeline: Timeline, seconds: float | None = None) -> list[float]
 
 @dataclass
 class _Training:
-    """State of one rank's training. `metrics` is None but on rank 0."""
+    """State of one rank's training. `metrics` is None but on rank 0; `checkpoints` if there are
+    none.
+    """
 
     config: TrainConfig
     task: Task
@@ -232,11 +237,18 @@ class _Training:
     progress: Progress
     result: RankResult
     synchronous: bool
+    checkpoints: Checkpoints | None
+    callbacks: Callbacks
+
+    def done(self, last_step: int) -> bool:
+        """Whether training is over."""
+        return self.result.stopped or self.result.steps >= last_step or self.reached_target()
 
     def reached_target(self) -> bool:
         """Whether the target accuracy, if there is one, has been reached."""
         return (
             self.config.target_accuracy is not None
+            and self.result.test_accuracy is not None
             and self.result.test_accuracy >= self.config.target_accuracy
         )
 
@@ -253,17 +265,37 @@ class _Training:
             # The epoch's last batch may be smaller, and its timeline would not show the planned
             # step: so the last full batch is recorded as well.
             full_batches = len(self.task.data.train_inputs) // self.config.batch
-            self._train_steps(batches, {number * per_epoch + full_batches, end})
-            # Apply the gradients of the epoch's last batches, if they were too few for a step.
-            self.pipe.update()
+            self._train_steps(batches, {number * per_epoch + full_batches, end}, end)
         else:
             self._train_stream(batches)
+        if result.stopped:
+            return
+        if self.synchronous:
+            # Apply the gradients of the epoch's last batches, if they were too few for a step.
+            self.pipe.update()
         result.test_loss, result.test_accuracy = test(self.pipe, self.task, self.config.batch)
+        self.callbacks.on_evaluation(result.steps, result.test_loss, result.test_accuracy)
         self._write_epoch(number + 1)
-        done = self.reached_target() or result.steps >= last_step
-        if self.config.checkpoint == "epoch" or (self.config.checkpoint == "end" and done):
-            self.pipe.save(self.folder / CHECKPOINT)
-        self.progress.epoch(number + 1, result.test_accuracy)
+        self._save_epoch(last=self.done(last_step))
+        self.progress.epoch(number + 1, result.test_loss, result.test_accuracy)
+
+    def _save_epoch(self, *, last: bool) -> None:
+        """Write the checkpoint of an epoch that has ended.
+
+        Its step has no other one: the epoch's line in the metrics belongs to what it continues
+        from.
+
+        Args:
+            last: whether training is over.
+        """
+        if self.checkpoints is None:
+            return
+        due = self.checkpoints.poll(self.pipe) or self.checkpoints.ended
+        if due or last or self.config.checkpoint == "epoch":
+            score = self.result.test_loss
+            wait = last or self.checkpoints.ended
+            self.checkpoints.save(self.pipe, score=score, wait=wait)
+        self.result.stopped = self.checkpoints.ended and not last
 
     def _write_epoch(self, epoch: int) -> None:
         """Write the metrics of an epoch that has ended."""
@@ -273,24 +305,28 @@ class _Training:
         facts: dict[str, object] = {"busy": [round(share, 4) for share in result.busy]}
         if result.timeline is not None and result.timeline.peak_memory is not None:
             facts["peak_memory"] = result.timeline.peak_memory
+        if result.timeline is not None and result.timeline.measured_memory is not None:
+            facts["measured_memory"] = [asdict(row) for row in result.timeline.measured_memory]
+        if result.test_accuracy is not None:
+            facts["test_accuracy"] = result.test_accuracy
         if not self.synchronous:
             facts["weight_versions"] = result.weight_versions
         self.metrics.write(
             result.steps,
             epoch=epoch,
             test_loss=result.test_loss,
-            test_accuracy=result.test_accuracy,
             **facts,
         )
 
     def _train_steps(
-        self, batches: Iterator[tuple[Tensor, Tensor]], recorded_steps: set[int]
+        self, batches: Iterator[tuple[Tensor, Tensor]], recorded_steps: set[int], end: int
     ) -> None:
-        """Train on the batches, one after the other.
+        """Train on the batches, one after the other, up to step `end`.
 
         The timeline is recorded every `_TIMELINE_EVERY` steps, and after `recorded_steps`.
         """
         result = self.result
+        recorded: deque[Timeline] = deque(maxlen=_MAX_TIMELINES)
         for x, y in batches:
             start = time.perf_counter()
             loss = float(self.pipe.train_batch(x, y))
@@ -301,13 +337,41 @@ class _Training:
                 timeline = self.pipe.timeline()
                 if len(x) == self.config.batch or result.timeline is None:
                     result.timeline = timeline
+                    recorded.append(timeline)
                 result.busy = busy_shares(result.timeline)
             self._finish_step(loss, len(x), seconds, show_busy=record)
+            if self.checkpoints is not None and step < end and self.checkpoints.step(self.pipe):
+                result.stopped = True
+                break
+        if recorded:
+            result.timeline = median_timeline(recorded)
+            result.busy = busy_shares(result.timeline)
         result.step_s = statistics.median(result.step_times[1:] or result.step_times)
 
     def _train_stream(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """Train on the batches as a stream, until it has drained."""
-        result, feed = self.result, BatchFeed(batches)
+        """Train on the batches as a stream, which drains for checkpoints and at its end."""
+        checkpoints, result = self.checkpoints, self.result
+        while True:
+            feed = BatchFeed(batches)
+            if checkpoints is not None:
+                feed.pause = self._must_pause
+            self._train_segment(feed)
+            if not feed.paused or checkpoints is None:
+                return
+            checkpoints.save(self.pipe, wait=checkpoints.ended)
+            batches = feed.batches
+            if checkpoints.ended:
+                result.stopped = True
+                return
+
+    def _must_pause(self) -> bool:
+        """Whether the stream has to drain for a checkpoint."""
+        assert self.checkpoints is not None
+        return self.checkpoints.poll(self.pipe) or self.checkpoints.ended
+
+    def _train_segment(self, feed: BatchFeed) -> None:
+        """Train on the batches of a feed as a stream, until it has drained."""
+        result = self.result
         meter = ThroughputMeter(feed, self.config.batch)
         for loss, seconds in meter.losses(self.pipe.train(feed)):
             size = feed.sizes.popleft()
@@ -322,6 +386,8 @@ class _Training:
                 result.timeline = self.pipe.timeline()
                 result.busy = self._stream_busy(result.timeline, meter)
             self._finish_step(float(loss), size, seconds, show_busy=record)
+        if not feed.count:
+            return
         result.step_s = meter.seconds_per_batch
         if result.timeline is not None:
             result.busy = self._stream_busy(result.timeline, meter)
@@ -343,18 +409,22 @@ class _Training:
         result = self.result
         result.loss = loss
         result.steps += 1
-        if not math.isfinite(loss):
+        if self.pipe._global_step.policy == "raise" and not math.isfinite(loss):
             raise RunError(
                 f"the loss is {loss} at step {result.steps}: training has diverged. A learning "
-                f"rate below {self.config.lr:g} may help. Checkpoints of earlier epochs are kept"
+                f"rate below {self.config.lr:g} may help. Earlier checkpoints are kept"
             )
         result.step_times.append(seconds)
         if self.metrics is not None:
+            norm = {} if self.pipe.grad_norm is None else {"grad_norm": self.pipe.grad_norm}
             self.metrics.write(
                 result.steps,
                 loss=loss,
                 step_s=round(seconds, 6),
                 samples_per_s=round(samples / seconds, 2),
+                lr=self.config.lr,
+                **norm,
             )
         busy = result.busy if show_busy else None
         self.progress.step(result.steps, loss, samples / seconds, busy)
+        self.callbacks.on_step(result.steps, loss, seconds)

@@ -10,14 +10,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.checkpoint_files import INDEX, Checkpoint, read_index
 from penstock.errors import FileError, PlanError, SettingError
+from penstock.files.json_values import json_value
 from penstock.option import options_of
 from penstock.runtime.pipeline import Pipeline
+from penstock.store import sync_file
 from penstock.training.config import TrainConfig, read_settings, validate_settings
 from penstock.training.optimizer import sample_optimizer
-
-CHECKPOINT = "checkpoint"
+from penstock.training.plan_file import check_beside_plan
+from penstock.training.run_checkpoints import checkpoint_folders, newest_checkpoint
 
 #: Settings that select the run; they are not compared.
 _SELECTING = ("out", "resume")
@@ -45,36 +46,36 @@ def resume_settings(
     """
     folder, explicit = _explicit_settings(path, changes)
     config_file = folder / "config.yaml"
-    checkpoint = folder / CHECKPOINT
-    _check_run_folder(folder)
+    step = _check_run_folder(folder)
     folder_settings = {"out": str(folder), "resume": True}
     run_settings = read_settings(config_file)
     before = validate_settings({**run_settings, **folder_settings}, str(config_file))
     after = validate_settings({**run_settings, **explicit, **folder_settings}, "the settings")
     limit = before.limit_steps
-    if "limit_steps" not in explicit and limit is not None and read_index(checkpoint).step >= limit:
+    if "limit_steps" not in explicit and limit is not None and step >= limit:
         # The run has reached its limit, so to continue it means to lift the limit.
         explicit = {**explicit, "limit_steps": None}
         after = validate_settings({**run_settings, **explicit, **folder_settings}, str(config_file))
+    if after.plan is not None:
+        check_beside_plan(after.plan, explicit)
     differences = _differences(before, after, explicit)
     _refuse_fixed(folder, differences)
     lines = [f"{name}: {_text(old)} -> {_text(new)}" for name, (old, new) in differences.items()]
     return after, lines
 
 
-def _check_run_folder(folder: Path) -> None:
-    """Refuse a folder without a run or without a checkpoint. Raises FileError."""
+def _check_run_folder(folder: Path) -> int:
+    """Return the step of the checkpoint from which a run continues.
+
+    Raises:
+        FileError: the folder has no run, or no whole checkpoint.
+    """
     if not (folder / "config.yaml").exists():
         raise FileError(
             f"{folder} holds no run to continue: there is no config.yaml. Name the folder of one "
             "by --out, or start a run without --resume"
         )
-    if not (folder / CHECKPOINT / INDEX).exists():
-        raise FileError(
-            f"{folder} holds no checkpoint to continue from: there is no {CHECKPOINT}/{INDEX}. A "
-            "run writes one at the end of an epoch, unless --checkpoint is end or never: start it "
-            "anew, in another folder"
-        )
+    return newest_checkpoint(folder).step
 
 
 def _differences(
@@ -118,7 +119,7 @@ def _explicit_settings(
 
 def _run_folder(path: Path) -> Path | None:
     """Return the run's folder if the path is one, or is the configuration in one; else None."""
-    if path.name == "config.yaml" and (path.parent / CHECKPOINT).is_dir():
+    if path.name == "config.yaml" and checkpoint_folders(path.parent):
         return path.parent
     return path if path.is_dir() else None
 
@@ -144,18 +145,19 @@ def _text(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def check_checkpoint(config: TrainConfig, fingerprint: str, per_epoch: int) -> Checkpoint:
-    """Return the index of a run's checkpoint if training can continue from it.
+def check_checkpoint(config: TrainConfig, fingerprint: str, per_epoch: int) -> None:
+    """Check that training can continue from a run's checkpoint.
 
     Raises:
         FileError: the checkpoint is damaged, or of another model.
         PlanError: the run is over.
     """
     folder = Path(str(config.out))
-    index = read_index(folder / CHECKPOINT)
+    saved = newest_checkpoint(folder)
+    index = saved.index
     if index.fingerprint != fingerprint:
         raise FileError(
-            f"{folder / CHECKPOINT} is a checkpoint of another model: its layers and shapes have "
+            f"{saved.folder} is a checkpoint of another model: its layers and shapes have "
             f"fingerprint {index.fingerprint}, this run's have {fingerprint}"
         )
     last = last_step(config, per_epoch)
@@ -165,7 +167,6 @@ def check_checkpoint(config: TrainConfig, fingerprint: str, per_epoch: int) -> C
             f"and the run ends at step {last} ({config.epochs} epochs of {per_epoch} batches). For "
             "more, set --epochs or --limit-steps"
         )
-    return index
 
 
 def last_step(config: TrainConfig, per_epoch: int) -> int:
@@ -192,8 +193,8 @@ def staging_folder(folder: Path, config: TrainConfig) -> Path:
 
 
 def accept_run(folder: Path, step: int) -> None:
-    """Move the new files of a resumed run to their places; called on rank 0, when all ranks have
-    loaded the checkpoint.
+    """Move the new files of a resumed run to their places, and drop what its metrics have of later
+    steps; called on rank 0, when all ranks have loaded the checkpoint.
 
     Previous versions of configuration and plan stay as `config-<step>.yaml` and `plan-<step>.json`,
     if they differ.
@@ -210,9 +211,34 @@ def accept_run(folder: Path, step: int) -> None:
             if backs_up and target.exists() and target.read_bytes() != file.read_bytes():
                 target.replace(backup)
             file.replace(target)
+        drop_later_metrics(folder, step)
     except OSError as error:
         raise FileError(f"cannot write into the run's folder {folder}: {error.strerror}") from error
     remove_staging(folder)
+
+
+def drop_later_metrics(folder: Path, step: int) -> None:
+    """Drop the lines of steps after `step` from a run's metrics, which are trained again.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return
+    lines = []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            values = json_value(line, str(path), finite=False)
+        except FileError:  # the last line, which a killed process has not completed
+            continue
+        line_step = values.get("step") if isinstance(values, dict) else None
+        if isinstance(line_step, int | float) and line_step <= step and line.endswith("\n"):
+            lines.append(line)
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(lines))
+    sync_file(partial)
+    partial.replace(path)
 
 
 def remove_staging(folder: Path) -> None:

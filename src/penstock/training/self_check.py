@@ -10,10 +10,9 @@ from typing import Any
 from penstock.errors import SettingError
 from penstock.plan.plan import Plan
 from penstock.ranks.launch import launch
-from penstock.runtime.one_device_comparison import Comparison
+from penstock.runtime.comparison.one_device_comparison import Comparison
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.op import Schedule
-from penstock.tracing.traced_chain import chain
 from penstock.training.config import TrainConfig
 from penstock.training.optimizer import pipeline_options
 from penstock.training.task import make_task
@@ -21,8 +20,7 @@ from penstock.training.task import make_task
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """A pipeline to check: a model of the zoo on its data, cut as a plan says, or evenly under a
-    schedule.
+    """A pipeline to check: a model on its data, cut as a plan says, or evenly under a schedule.
 
     `pipeline_options` are further keyword arguments of `Pipeline`, such as recompute.
     """
@@ -56,7 +54,7 @@ class SelfCheck:
         """Refuse more stages than the model has layers, before any rank is started."""
         if self.schedule is None:
             return
-        layers = len(chain(make_task(self.config).model))
+        layers = len(make_task(self.config).chain)
         if self.schedule.stages > layers:
             raise SettingError(
                 f"{self.config.model} has {layers} layers, which make at most as many stages, not "
@@ -70,13 +68,13 @@ def check(setup: SelfCheck, executor: str) -> Comparison:
     task = make_task(config)
     options = dict(setup.pipeline_options)
     if setup.schedule is not None:
-        layers, stages = len(chain(task.model)), setup.schedule.stages
+        layers, stages = len(task.chain), setup.schedule.stages
         options["balance"] = [
             layers // stages + (stage < layers % stages) for stage in range(stages)
         ]
         options["schedule"] = setup.schedule
     pipe = Pipeline(
-        task.model,
+        task.chain,
         setup.plan,
         loss=task.loss,
         executor=executor,

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from penstock.errors import SettingError
 from penstock.stage.stage import Loss
+from penstock.tracing.traced_chain import TracedChain, chain
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import Dataset, batches
 from penstock.training.data.catalogue import dataset
-from penstock.zoo.catalogue import ModelFacts, model, models
-from penstock.zoo.gpt import gpt_loss
-
-#: By task: its samples, and a data set that needs no file.
-_SAMPLES = {
-    "classify": "images",
-    "next_token": "tokens",
-    "translate": "pairs of sequences of tokens",
-}
-_DEFAULT_DATA = {"classify": "digits", "next_token": "text", "translate": "reversed"}
+from penstock.training.model_sources import parse_loss, parse_model
+from penstock.training.user_code import is_reference
+from penstock.training.user_data import load_user_data
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Model, data and loss of a run. `model` is on the meta device: no rank allocates more than its
-    own stages.
+    """Model, data and loss of a run.
+
+    A model of the zoo is on the meta device: no rank allocates more than its own stages.
     """
 
-    model: nn.Sequential
+    model: nn.Module | Sequence[nn.Module]
     data: Dataset
     loss: Loss
+
+    @cached_property
+    def chain(self) -> TracedChain:
+        """The layers of the model. A model that is no nn.Sequential is traced, once.
+
+        Raises:
+            ChainError: it cannot be traced.
+        """
+        return chain(self.model, self.example()[:2])
 
     def epoch(self, config: TrainConfig, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Return the batches of one epoch, the same on every rank."""
@@ -52,58 +54,37 @@ class Task:
 
 
 def make_task(config: TrainConfig) -> Task:
-    """Load the data and describe the model that fits it.
+    """Load the data and make the model that fits it.
 
     Raises:
         SettingError: the model cannot learn from the data, or an option is invalid.
-        UnknownName, FileError, MissingExtra: see `dataset` and `model`.
+        UnknownName, FileError, MissingExtra: see `dataset` and `parse_model`.
     """
-    facts = _model_facts(config.model)
-    options = facts.options
-    data = dataset(config.data, image=config.image, channels=config.channels, tokens=config.tokens)
-    if data.task != facts.task:
-        raise SettingError(
-            f"model {config.model} takes {_SAMPLES[facts.task]}, but data {data.name} is "
-            f"{_SAMPLES[data.task]}: use --data {default_data(config.model)}"
-        )
-    if "features" in options:
-        data = replace(
-            data, train_inputs=data.train_inputs.flatten(1), test_inputs=data.test_inputs.flatten(1)
-        )
-    shape = data.train_inputs.shape
-    from_data: dict[str, object] = {
-        "classes": data.classes,
-        "vocabulary": data.classes,
-        "tokens": shape[-1],
-        "image": shape[-1],
-        "features": shape[-1],
-        "channels": shape[1] if len(shape) > 1 else 1,
-    }
-    model_options = {name: value for name, value in from_data.items() if name in options}
-    model_options |= config.model_options
-    network = model(config.model, device="meta", **model_options)
-    return Task(network, data, cross_entropy if data.task == "classify" else gpt_loss)
+    source = parse_model(config.model)
+    model_and_data = source.make(load_data(config), config.model_options, config.seed)
+    loss = model_and_data.loss if config.loss is None else parse_loss(config.loss)
+    return Task(model_and_data.network, model_and_data.data, loss)
 
 
-def default_data(name: str) -> str:
-    """Return the default data set of the task that the model called `name` learns.
+def load_data(config: TrainConfig) -> Dataset:
+    """Load the data set of a run: one of Penstock, or what a user's factory returns.
 
     Raises:
-        UnknownName: no model has that name.
+        SettingError, UnknownName, FileError, MissingExtra: see `dataset` and `load_user_data`.
     """
-    return _DEFAULT_DATA[_model_facts(name).task]
+    sizes = {"image": config.image, "channels": config.channels, "tokens": config.tokens}
+    if not is_data_factory(config.data):
+        return dataset(config.data, **sizes, **config.data_options)
+    return load_user_data(config.data, config.data_options, {**sizes, "seed": config.seed})
 
 
-def _model_facts(name: str) -> ModelFacts:
-    """Return the facts of a model. Raises UnknownName if there is none of that name."""
-    facts = models()
-    if name not in facts:
-        model(name)  # raises UnknownName, with the known names
-    return facts[name]
+def is_data_factory(text: str) -> bool:
+    """Whether a text names a user's factory; `text:book` is Penstock's data set with a path."""
+    from penstock.training.data.catalogue import DATASETS
+
+    return is_reference(text) and text.partition(":")[0] not in DATASETS.entries()
 
 
-def accuracy(output: Tensor, target: Tensor) -> float:
-    """Return the share of correct predictions: of the class, or next token, with the highest
-    score.
-    """
-    return float((output.argmax(-1).to(target.device) == target).to(torch.float64).mean())
+def data_name(text: str) -> str:
+    """Return a data set's name in characters that every file system takes."""
+    return text.replace(":", "-") if is_data_factory(text) else text.partition(":")[0]

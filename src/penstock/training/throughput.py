@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -30,6 +30,8 @@ class BatchFeed:
         last_size: samples of the last one.
         seconds: time that `batches` took to produce them.
         exhausted: whether there are no more.
+        pause: called before each batch; if it returns True, the feed ends before that batch.
+        paused: whether the feed has ended so; `batches` then has the others.
     """
 
     batches: Iterator[tuple[Tensor, Tensor]]
@@ -38,6 +40,8 @@ class BatchFeed:
     last_size: int = 0
     seconds: float = 0.0
     exhausted: bool = False
+    pause: Callable[[], bool] = lambda: False
+    paused: bool = False
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         while True:
@@ -46,6 +50,10 @@ class BatchFeed:
             self.seconds += time.perf_counter() - start
             if batch is None:
                 self.exhausted = True
+                return
+            if self.pause():
+                self.exhausted = self.paused = True
+                self.batches = itertools.chain([batch], self.batches)
                 return
             inputs, _ = batch
             self.last_size = len(inputs)
@@ -118,3 +126,9 @@ def measured_steady_state(
         if event.op.kind is Kind.F:
             last = max(last, event.op.micro_batch)
     return Steady.of(seconds_per_batch, last // micro_batches + 1, timeline)
+
+
+def median_timeline(timelines: Sequence[Timeline]) -> Timeline:
+    """Return the timeline with the median makespan; of an even number, the shorter of the two."""
+    by_makespan = sorted(timelines, key=lambda timeline: timeline.makespan)
+    return by_makespan[(len(by_makespan) - 1) // 2]

@@ -10,9 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.transport.process_group import naming_lost_ranks
+
 T = TypeVar("T")
 
+#: What a rank does in these functions, for messages.
+_ACTION = "could not exchange values with the other ranks"
 
+
+@naming_lost_ranks(_ACTION)
 def all_gather(value: T, kind: type[T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the values of all ranks, by rank. All ranks call it in the same order.
 
@@ -40,6 +46,7 @@ def all_gather(value: T, kind: type[T], group: dist.ProcessGroup | None = None) 
     ]
 
 
+@naming_lost_ranks(_ACTION)
 def broadcast(value: T, kind: type[T], source: int) -> T:
     """Return the value of rank `source`, on every rank. See `all_gather`."""
     from pydantic import TypeAdapter
@@ -54,20 +61,21 @@ def broadcast(value: T, kind: type[T], source: int) -> T:
     return adapter.validate_json(_to_bytes(text))
 
 
-def barrier() -> None:
-    """Wait until all ranks have called this function. See `begin_barrier`."""
-    count = _to_tensor(b"\1")
-    dist.all_reduce(count)
+@naming_lost_ranks(_ACTION)
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Wait until all ranks of a group have called this function. See `begin_barrier`."""
+    count = _to_tensor(b"\1", group)
+    dist.all_reduce(count, group=group)
     count.item()  # over NCCL only the stream waits for the sum; reading it blocks the host
 
 
-def begin_barrier() -> dist.Work | None:
+def begin_barrier(group: dist.ProcessGroup | None = None) -> dist.Work | None:
     """Enter a barrier without waiting; the returned work completes when all ranks have entered.
 
     `dist.barrier` of a group that serves CPU and GPU may go over NCCL, which refuses ranks that
     share a GPU. With an all-reduce the tensor's device decides the backend.
     """
-    work: dist.Work | None = dist.all_reduce(_to_tensor(b"\1"), async_op=True)
+    work: dist.Work | None = dist.all_reduce(_to_tensor(b"\1", group), group=group, async_op=True)
     return work
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -58,10 +58,10 @@ def communicator_keys(links: Iterable[Link], copies: Iterable[Link]) -> list[Lin
 
 
 def communicators_per_rank(keys: Iterable[LinkKey], rank: int) -> int:
-    """Return how many communicators a rank is part of. Each takes device memory: hundreds of MB
-    over NVLink (nccl#964).
+    """Return how many communicators a rank is part of: those of its links, and the one of all
+    ranks. Each takes device memory: hundreds of MB over NVLink (nccl#964).
     """
-    return sum(rank in link for link, _ in keys)
+    return sum(rank in link for link, _ in keys) + 1
 
 
 def make_communicators(
@@ -78,10 +78,7 @@ def make_communicators(
     Returns:
         The communicators that this rank is part of, connected.
     """
-    # Given a device, torch connects a group when it is created. One transfer follows, for versions
-    # that do not, and for kernels that are loaded at their first launch.
-    eager = "device_id" in inspect.signature(dist.new_group).parameters
-    options: dict[str, Any] = {"device_id": device} if eager else {}
+    options = _group_options(device)
     groups: dict[LinkKey, dist.ProcessGroup] = {}
     for link, at_update in keys:
         group = dist.new_group(list(link), GROUP_TIMEOUT, "nccl", **options)
@@ -90,6 +87,32 @@ def make_communicators(
             _transfer_byte(group, link, rank, device)
     dist.barrier(group=barrier_group)
     return groups
+
+
+def make_common_communicator(device: torch.device) -> dist.ProcessGroup:
+    """Create the communicator of all ranks, connected. Every rank calls it.
+
+    Args:
+        device: the GPU of this rank, with an index.
+    """
+    ranks = list(range(dist.get_world_size()))
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, GROUP_TIMEOUT, "nccl", **_group_options(device)
+    )
+    work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+    if work is not None:
+        work.wait()
+    return group
+
+
+def _group_options(device: torch.device) -> dict[str, Any]:
+    """Return the options with which `new_group` connects a communicator when it is created.
+
+    One transfer follows nevertheless, for versions of torch that do not connect it then, and for
+    kernels that are loaded at their first launch.
+    """
+    eager = "device_id" in inspect.signature(dist.new_group).parameters
+    return {"device_id": device} if eager else {}
 
 
 def _transfer_byte(group: dist.ProcessGroup, link: Link, rank: int, device: torch.device) -> None:
@@ -103,13 +126,12 @@ def _transfer_byte(group: dist.ProcessGroup, link: Link, rank: int, device: torc
         work.wait()
 
 
-def abort_communicators(groups: Mapping[LinkKey, dist.ProcessGroup]) -> None:
+def abort_communicators(groups: Iterable[dist.ProcessGroup]) -> None:
     """Abort all communicators concurrently: an abort may wait for the transfers of another
     communicator.
     """
     threads = [
-        threading.Thread(target=group.abort, name="penstock-abort", daemon=True)
-        for group in groups.values()
+        threading.Thread(target=group.abort, name="penstock-abort", daemon=True) for group in groups
     ]
     for thread in threads:
         thread.start()

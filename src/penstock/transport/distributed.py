@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import Store
 from penstock.errors import RunError
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
+from penstock.transport.buffer_meter import BufferMeter
 from penstock.transport.communicators import LinkKey, abort_communicators, as_bytes
 from penstock.transport.messages import (
     HeaderKey,
@@ -77,7 +78,9 @@ class Wire:
             at once do not wait for one another. Links between replicas of a stage have a second one
             (key True) for what they exchange at an update (U), whose receives are not posted in one
             order with those of the programs.
+        everyone: under NCCL a group of all ranks, for losses and norms.
         lost: whether the links were closed.
+        buffers: the bytes of messages.
     """
 
     rank: int
@@ -86,7 +89,9 @@ class Wire:
     deadline_s: float
     shared: dist.ProcessGroup
     groups: Mapping[LinkKey, dist.ProcessGroup] = field(default_factory=dict)
+    everyone: dist.ProcessGroup | None = None
     lost: bool = False
+    buffers: BufferMeter = field(default_factory=BufferMeter)
     _awaited: deque[DeviceTransfer] = field(default_factory=deque)
     _progress_s: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -188,7 +193,8 @@ class Wire:
         if self.lost:
             return
         self.lost = True
-        abort_communicators(self.groups)
+        everyone = [] if self.everyone is None else [self.everyone]
+        abort_communicators([*self.groups.values(), *everyone])
         others = [other for other in range(dist.get_world_size(self.shared)) if other != self.rank]
         if others:
             try:
@@ -210,7 +216,9 @@ def is_lost(error: RuntimeError) -> bool:
     text = str(error)
     # gloo has no exception class for it. "Bad address" (EFAULT) means that the tensor was not in
     # host memory, which is this rank's own error.
-    return ("gloo/transport" in text or "onnection" in text) and "Bad address" not in text
+    # A wait on another thread, whose time limit was over, has closed the pair of ranks.
+    words = ("gloo/transport", "onnection", "pair closure")
+    return any(word in text for word in words) and "Bad address" not in text
 
 
 #: Header of a message, its receive buffers, and their transfers.
@@ -241,6 +249,7 @@ class _Arrival:
         wire = self.transport.wire
         for work in works:
             wire.wait(work)
+        wire.buffers.give(sum(tensor.nbytes for tensor in tensors))
         self.transport.arrived(self.peer, self.message)
         if wire.copies_to_host:
             tensors = [tensor.to(wire.device) for tensor in tensors]
@@ -286,6 +295,7 @@ class DistributedTransport:
                 continue  # the receiver knows from the form that there is nothing to receive
             work = self._begin(partial(dist.isend, dst=peer), link, message, number, ready)
             if work is not None:
+                self.wire.buffers.take(ready.nbytes)
                 transfers.append((work, ready))
         if message.kind is Kind.U:
             self._updates.append((peer, message))
@@ -369,8 +379,9 @@ class DistributedTransport:
         """Wait until a message has left (under NCCL only the stream waits), and drop its
         tensors.
         """
-        for work, _ in self._in_flight.pop((peer, message), ()):
+        for work, tensor in self._in_flight.pop((peer, message), ()):
             self.wire.wait(work)
+            self.wire.buffers.give(tensor.nbytes)
 
     def _fetch_header(self, key: HeaderKey) -> Header:
         """Return the header of a message, from the store at first use."""
@@ -384,6 +395,7 @@ class DistributedTransport:
         on_device = self.wire.communicator(link, message) is not None
         device = self.wire.device if on_device else torch.device("cpu")
         buffers = [form.empty(device) for form in header.forms]
+        self.wire.buffers.take(sum(buffer.nbytes for buffer in buffers))
         begin = partial(dist.irecv, src=peer)
         works = [
             self._begin(begin, link, message, number, buffer)

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from dataclasses import dataclass
 from functools import partial
+from typing import final
 
 from torch import nn
 
+from penstock.errors import SettingError
 from penstock.zoo.catalogue import check_counts, check_dropout, check_image, register
 from penstock.zoo.layers import HeConv2d, NormalLinear
 
@@ -20,6 +23,10 @@ BLOCKS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2,
 WIDTHS = (1, 2, 4, 8, 8)
 #: Output channels of the paper's first block; and the width of its linear layers, as a multiple.
 WIDTH, LINEAR = 64, 64
+#: Forms of the classifier. They are one model at 224 pixels, where the last feature map is 7 x 7.
+HEADS = ("compact", "torchvision")
+#: Pixels a side of the map that the pooling of the "torchvision" head returns.
+POOLED_SIDE = 7
 #: Parameters without and with batch normalisation, at 1,000 classes and 224 x 224 pixels of 3
 #: channels.
 PARAMETERS = {
@@ -30,17 +37,37 @@ PARAMETERS = {
 }
 
 
+@final
+@dataclass(frozen=True)
+class Variant:
+    """A column of the paper's table.
+
+    Attributes:
+        depth: 11, 13, 16 or 19 layers with weights.
+        batch_norm: normalise after every convolution (torchvision's `_bn`; the convolutions keep
+            their biases).
+    """
+
+    depth: int
+    batch_norm: bool
+
+    @property
+    def name(self) -> str:
+        """The name in the catalogue, for example "vgg16_bn"."""
+        return f"vgg{self.depth}" + "_bn" * self.batch_norm
+
+
 def vgg(
-    depth: int,
-    batch_norm: bool,
+    variant: Variant,
     *,
     classes: int = 1000,
     image: int = 224,
     channels: int = 3,
     dropout: float = 0.5,
     width: int = WIDTH,
+    head: str = "compact",
 ) -> nn.Sequential:
-    """VGG-`depth`; each convolution, normalisation, ReLU, pool, dropout and linear map is a layer.
+    """VGG; each convolution, normalisation, ReLU, pool, dropout and linear map is a layer.
 
     Names are those of the paper's Caffe models: `features.conv1_1`, `features.bn1_1` (if any),
     `features.relu1_1`, ..., `features.pool5`, `classifier.flatten`, `classifier.fc6`,
@@ -52,13 +79,12 @@ def vgg(
     layers                   29            33            39            45
     with batch norm          37            43            52            61
 
-    Parameters are at 1,000 classes and image=224. At image=32 the last feature map is 1 x 1, and
-    `fc6` takes 512 numbers instead of 25,088; VGG-19 at 100 classes has 39,316,644 parameters.
+    Parameters are at 1,000 classes and image=224. At image=32 the last feature map is 1 x 1. There
+    the two heads are two models: with "compact", `fc6` takes 512 numbers instead of 25,088, and
+    VGG-19 at 100 classes has 39,316,644 parameters; with "torchvision" it has 139,979,940.
 
     Args:
-        depth: 11, 13, 16 or 19 layers with weights.
-        batch_norm: normalise after every convolution (torchvision's `_bn`; the convolutions keep
-            their biases).
+        variant: the depth, with or without batch norm.
         classes: outputs per sample. Output: (batch, classes).
         image: pixels a side, 224 or 32. Input: (batch, channels, image, image).
         channels: of the input.
@@ -67,9 +93,13 @@ def vgg(
         width: channels of the first block. The other blocks have 2, 4, 8 and 8 times as many, `fc6`
             and `fc7` 64 times, so that width=8 is a VGG with an eighth of the paper's channels
             everywhere, for machines without a GPU.
+        head: "compact" flattens the last feature map. "torchvision" first brings it to 7 x 7 by
+            adaptive average pooling, `classifier.avgpool`, as torchvision's VGG does, so that one
+            more layer precedes `classifier.flatten` and the parameters do not depend on `image`.
 
     Raises:
-        SettingError: image is neither 224 nor 32, dropout not in [0, 1), or a count below 1.
+        SettingError: image is neither 224 nor 32, dropout not in [0, 1), a count below 1, or the
+            head is unknown.
 
     Source: Simonyan and Zisserman 2015, "Very deep convolutional networks for large-scale image
     recognition", table 1. Initial weights as in torchvision: He normal for convolutions, N(0,
@@ -77,14 +107,19 @@ def vgg(
     its first value for long: at 32 pixels, batch 16 and SGD with momentum 0.9, VGG-11 for about 40
     steps at lr=0.02, VGG-19 for about 90 at lr=0.03.
     """
-    name = f"vgg{depth}" + "_bn" * batch_norm
+    name = variant.name
     check_counts(name, classes=classes, channels=channels, width=width)
     check_image(name, image)
     check_dropout(name, dropout)
-    side = image // 2 ** len(WIDTHS)
+    if head not in HEADS:
+        raise SettingError(f"{name} takes head of {' or '.join(map(repr, HEADS))}, not {head!r}")
+    side = POOLED_SIDE if head == "torchvision" else image // 2 ** len(WIDTHS)
     widths = [width * times for times in WIDTHS]
-    features = _features(BLOCKS[depth], widths, channels, batch_norm)
-    classifier: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
+    features = _features(BLOCKS[variant.depth], widths, channels, variant.batch_norm)
+    classifier: OrderedDict[str, nn.Module] = OrderedDict()
+    if head == "torchvision":
+        classifier["avgpool"] = nn.AdaptiveAvgPool2d((POOLED_SIDE, POOLED_SIDE))
+    classifier["flatten"] = nn.Flatten()
     std = 0.01 * math.sqrt(WIDTH / width)
     inputs = widths[-1] * side * side
     for index in (6, 7):
@@ -114,10 +149,11 @@ def _features(
 
 for _depth, _counts in PARAMETERS.items():
     for _batch_norm, _count in zip((False, True), _counts, strict=True):
+        _variant = Variant(_depth, _batch_norm)
         register(
-            f"vgg{_depth}" + "_bn" * _batch_norm,
+            _variant.name,
             parameters=_count,
             input="float (batch, channels, image, image)",
             output="float (batch, classes)",
             source="Simonyan and Zisserman 2015, table 1",
-        )(partial(vgg, _depth, _batch_norm))
+        )(partial(vgg, _variant))

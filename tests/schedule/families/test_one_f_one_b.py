@@ -175,6 +175,6 @@ def test_a_warm_up_of_another_length_is_refused():
     ):
         schedule("1f1b", 3, 4, warm_up=(3, 2))
     with pytest.raises(
-        ScheduleError, match="1f1b does not take warm_up: object of type 'int' has no len"
+        ScheduleError, match="1f1b cannot use warm_up=3: object of type 'int' has no len"
     ):
         schedule("1f1b", 3, 4, warm_up=3)

@@ -7,6 +7,7 @@ from tests.schedule.families.stream_laws import check_stream, gaps, seconds_per_
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
+from penstock.verify.verify import verify
 
 
 @pytest.mark.parametrize("stages", range(1, 9))
@@ -41,6 +42,39 @@ def test_smaller_batches_are_refused_with_the_reason():
         r"take more of them, or pipedream",
     ):
         schedule("2bw", 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "replicas", "message"),
+    [
+        (5, 6, (1, 1, 1, 1, 2), "stage 4 has 2 ranks, which leaves 3 of 6 for one .* Take 10 or"),
+        (3, 6, (3, 2, 1), "stage 0 has 3 ranks, which leaves 2 of 6 for one .* Take 12 or more"),
+    ],
+)
+def test_ranks_with_too_few_micro_batches_are_refused_where_the_schedule_is_made(
+    stages, micro_batches, replicas, message
+):
+    """It used to be made, and refused by `verify`; the number that the message gives is taken."""
+    with pytest.raises(ScheduleError, match=message) as caught:
+        schedule("2bw", stages, micro_batches, replicas=replicas)
+    enough = int(str(caught.value).partition("Take ")[2].split()[0])
+    verify(schedule("2bw", stages, enough, replicas=replicas))
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 2, 1), (1, 3, 2)])
+def test_uneven_ranks_are_sound_as_soon_as_they_are_taken(replicas):
+    """The least number that is taken passes `verify`, and no smaller one is taken."""
+    stages = len(replicas)
+    taken = []
+    for micro_batches in range(1, 4 * stages * max(replicas)):
+        try:
+            two_bw = schedule("2bw", stages, micro_batches, replicas=replicas)
+        except ScheduleError:
+            continue
+        verify(two_bw)
+        taken.append(micro_batches)
+    assert taken
+    assert min(taken) // max(replicas) >= stages
 
 
 def test_it_is_found_by_its_long_name():

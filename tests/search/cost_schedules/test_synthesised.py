@@ -42,7 +42,9 @@ def test_the_schedule_tells_its_makespan_bound_and_gap():
 
 def test_options_it_does_not_know_are_refused():
     """A misspelt setting must not be ignored."""
-    with pytest.raises(ScheduleError, match="does not take memory"):
+    with pytest.raises(
+        ScheduleError, match="synthesised does not take memory: it takes memory_limit, placement"
+    ):
         schedule("synthesised", costs=COSTS, micro_batches=6, memory=3)
 
 

@@ -5,7 +5,7 @@ handmade schedules beaten.
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.schedule.families.split_laws import check_gradients, check_split, longest_span
 
@@ -118,6 +118,7 @@ times = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)).filte
 )
 
 
+@example(6, 13, (9, 8, 8))
 @given(st.integers(1, 8), st.integers(1, 24), times)
 @settings(deadline=None, max_examples=60)
 def test_in_the_same_memory_no_handmade_schedule_has_a_shorter_span(p, m, fiw):
@@ -158,14 +159,14 @@ def test_for_equal_times_1p_is_zb_h1_and_2p_has_no_bubble(p):
 
 
 def test_without_a_limit_it_takes_what_memory_it_can_use():
-    """Slow links need more than 2p micro-batches in flight to be hidden."""
+    """Slow links need more than p micro-batches in flight to be hidden."""
     slow = costs_of(1, 1, 1, c=3)
     free, tight = (
         simulate_schedule(schedule("zb-auto", 4, 40, costs=slow, memory_limit=limit), slow)
-        for limit in (None, 8)
+        for limit in (None, 4)
     )
     assert free.span_bubble_ratio < tight.span_bubble_ratio
-    assert max(free.peak_in_flight) > 8 == max(tight.peak_in_flight)
+    assert max(free.peak_in_flight) > 4 == max(tight.peak_in_flight)
 
 
 def test_costs_that_differ_by_micro_batch_are_measured_each():
@@ -216,7 +217,7 @@ def test_the_smallest_memory_is_one_micro_batch_at_a_time():
         ({"memory_limit": "2 GiB"}, "memory_limit of stage 0 is '2 GiB'"),
         ({"kept_for_weight_grad": 1.5}, r"kept_for_weight_grad is 1\.5: .* from 0 to 1"),
         ({"kept_for_weight_grad": True}, "kept_for_weight_grad is True"),
-        ({"memory": 2}, "zb-auto does not take memory: .*unexpected keyword argument"),
+        ({"memory": 2}, "zb-auto does not take memory: it takes memory_limit, kept_for"),
     ],
 )
 def test_limits_and_fractions_that_mean_nothing_are_refused(options, message):

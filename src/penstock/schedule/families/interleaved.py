@@ -48,7 +48,7 @@ def interleaved(
         ScheduleError: a number is out of range.
     """
     ranks = ranks_for("interleaved", stages, "chunks", chunks)
-    group_size = _group_size(ranks, micro_batches, group)
+    group_size = group_size_for("interleaved", ranks, micro_batches, group)
     return Schedule(tuple(map(with_updates, in_groups(ranks, chunks, micro_batches, group_size))))
 
 
@@ -63,12 +63,7 @@ def in_groups(ranks: int, chunks: int, micro_batches: int, group_size: int) -> l
     """
     stages = ranks * chunks
     placement = ring(stages, ranks)
-    order = [
-        (chunk, m)
-        for first in range(0, micro_batches, group_size)
-        for chunk in range(chunks)
-        for m in range(first, min(first + group_size, micro_batches))
-    ]
+    order = visiting_order(chunks, micro_batches, group_size)
 
     def program(rank: int) -> list[Op]:
         """Return the program of a rank."""
@@ -84,15 +79,39 @@ def in_groups(ranks: int, chunks: int, micro_batches: int, group_size: int) -> l
     return list(map(program, range(ranks)))
 
 
-def _group_size(ranks: int, micro_batches: int, group: int | None) -> int:
+def visiting_order(chunks: int, micro_batches: int, group_size: int) -> list[tuple[int, int]]:
+    """Return the order of a rank's forwards: pairs of the index of a stage on the rank and a
+    micro-batch. A group passes all stages of the rank before the next group begins.
+
+    >>> visiting_order(chunks=2, micro_batches=4, group_size=2)
+    [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+    """
+    return [
+        (chunk, m)
+        for first in range(0, micro_batches, group_size)
+        for chunk in range(chunks)
+        for m in range(first, min(first + group_size, micro_batches))
+    ]
+
+
+def group_size_for(name: str, ranks: int, micro_batches: int, group: int | None) -> int:
     """Return the number of micro-batches in a group, checked, or the minimum if `group` is None.
 
     With fewer than `ranks` in a group the ranks deadlock, or wait for a micro-batch that does not
     exist.
+
+    Args:
+        name: the schedule, for messages.
+        ranks: number of ranks.
+        micro_batches: number of micro-batches.
+        group: the requested number.
+
+    Raises:
+        ScheduleError: a group would have fewer than `ranks` micro-batches.
     """
     if micro_batches < ranks:
         raise ScheduleError(
-            f"interleaved on {ranks} ranks takes {ranks} or more micro-batches, not {micro_batches}"
+            f"{name} on {ranks} ranks takes {ranks} or more micro-batches, not {micro_batches}"
         )
 
     def is_valid(size: int) -> bool:
@@ -106,7 +125,7 @@ def _group_size(ranks: int, micro_batches: int, group: int | None) -> int:
         return next(valid_sizes)
     if isinstance(group, bool) or not isinstance(group, int) or not is_valid(group):
         raise ScheduleError(
-            f"interleaved on {ranks} ranks cannot run {micro_batches} micro-batches in groups of "
+            f"{name} on {ranks} ranks cannot run {micro_batches} micro-batches in groups of "
             f"{group!r}: every group, the last too, needs {ranks} or more; "
             f"groups of {', '.join(map(str, valid_sizes))} do"
         )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import lcm
+
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import register
 from penstock.schedule.families.pipedream import enough_batches, streamed
 from penstock.schedule.op import Schedule
+from penstock.schedule.replicas import round_robin
 from penstock.schedule.streams import Stream
 
 
@@ -18,7 +22,12 @@ from penstock.schedule.streams import Stream
     weights="double-buffer",
     source="Narayanan et al. 2021, PipeDream-2BW (arXiv 2006.09503), section 3.1",
 )
-def two_bw(stages: int, micro_batches: int, batches: int | None = None) -> Schedule:
+def two_bw(
+    stages: int,
+    micro_batches: int,
+    batches: int | None = None,
+    replicas: Sequence[int] | None = None,
+) -> Schedule:
     """Run `pipedream` with at least as many micro-batches per batch as there are stages.
 
     So a forward misses at most one update, and two versions of the weights are enough: all of batch
@@ -40,9 +49,12 @@ def two_bw(stages: int, micro_batches: int, batches: int | None = None) -> Sched
             order, in which the first stage has its backward before the next forward, one less would
             still be sound.
         batches: number of batches in the programs; by default enough to show how they repeat.
+        replicas: number of ranks of each stage, which take its micro-batches in turn; one by
+            default. Every rank needs `stages` micro-batches of each batch.
 
     Raises:
-        ScheduleError: a batch has fewer micro-batches; `batches` is below 1.
+        ScheduleError: a rank has fewer micro-batches of a batch; `batches` is below 1; a stage has
+            a number of ranks that does not divide the micro-batches.
     """
     if micro_batches < stages:
         minimum = " (in this order one less would still do, but no fewer)" if stages > 1 else ""
@@ -51,6 +63,31 @@ def two_bw(stages: int, micro_batches: int, batches: int | None = None) -> Sched
             f"{stages} or more micro-batches per batch{minimum}, not with {micro_batches}: take "
             "more of them, or pipedream, which keeps as many versions as it needs"
         )
+    if replicas is not None:
+        _check_replicas(stages, micro_batches, replicas)
     if batches is None:
         batches = enough_batches(stages, micro_batches)
-    return streamed("2bw", micro_batches, range(stages, 0, -1), Stream(batches, "double-buffer"))
+    stream = Stream(batches, "double-buffer")
+    schedule = streamed("2bw", micro_batches, range(stages, 0, -1), stream)
+    return schedule if replicas is None else round_robin(schedule, replicas)
+
+
+def _check_replicas(stages: int, micro_batches: int, replicas: Sequence[int]) -> None:
+    """Check that every rank has enough micro-batches of a batch for two weight versions.
+
+    Raises:
+        ScheduleError: one has too few; the message says how many would be enough.
+    """
+    most = max(replicas)
+    share = micro_batches // most
+    if share >= stages:
+        return
+    divisor = lcm(*replicas)
+    enough = divisor * -(-stages * most // divisor)
+    raise ScheduleError(
+        f"2bw in {stages} stages keeps two versions of the weights, which is enough with {stages} "
+        f"or more micro-batches per batch on every rank: stage {replicas.index(most)} has {most} "
+        f"ranks, which leaves {share} of {micro_batches} for one of them. Take {enough} or more "
+        "micro-batches, or fewer ranks for that stage, or pipedream, which keeps as many versions "
+        "as it needs"
+    )

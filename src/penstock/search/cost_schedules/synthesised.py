@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from penstock.schedule.op import Schedule
+from penstock.schedule.options import option_error
 from penstock.search.schedules import register
 from penstock.simulate.costs import Costs
 from penstock.synthesis.synthesise import Settings, synthesise
@@ -48,11 +51,12 @@ def synthesised(costs: Costs, micro_batches: int, **settings: object) -> Schedul
             split: whether backwards may be split into I and W.
             exact: prove the optimum by OR-Tools' CP-SAT in the rest of the budget. If that does not
                 suffice, the best program and CP-SAT's bound are returned, and `proved` is False.
-            budget_s: seconds after which the search ends; 5 by default. It ends earlier when the
-                lower bound is reached. The first search on a machine compiles its loops for some
-                seconds, and has at least a quarter of its budget after that.
-            max_rounds: rounds after which it ends too. Where rounds end it, the same seed gives the
-                same schedule.
+            budget_s: budget of the search; 5 by default. The number of rounds follows from it, 20
+                for every second, so that the same seed gives the same schedule on a busy machine.
+                As a limit in seconds it is a hard stop: `options` then carry `cut_short`. The
+                seconds in which the search compiles its loops, once on a machine, do not count. It
+                ends earlier when the lower bound is reached.
+            max_rounds: rounds after which it ends, in place of those that follow from the budget.
             seed: seed of the random numbers.
 
     Raises:
@@ -62,4 +66,9 @@ def synthesised(costs: Costs, micro_batches: int, **settings: object) -> Schedul
             bytes.
         MissingExtra: exact=True without OR-Tools (pip install 'penstock[search]').
     """
-    return synthesise(costs, micro_batches, Settings(**settings)).schedule  # type: ignore[arg-type]  # checked by Settings
+    try:
+        search_settings = Settings(**settings)  # type: ignore[arg-type]  # checked by Settings
+    except TypeError as error:
+        valid_names = [field.name for field in fields(Settings)]
+        raise option_error("synthesised", settings, valid_names, error) from error
+    return synthesise(costs, micro_batches, search_settings).schedule

@@ -1,14 +1,18 @@
 """The default planner: pipelines on all shapes of the cluster with all requested schedules, cut
 exactly and simulated in full.
 
-The search has these steps, in this order. Each has a limit on simulated ops and on time:
+The search has these steps, in this order. Each has a limit on simulated ops, which follows from the
+budget; the clock is a hard stop for all:
 
     1. all shapes and numbers of micro-batches with one schedule
     2. the proposals of the other planners
     3. stages with different numbers of replicas
-    4. all other configurations that can win, most promising first
-    5. schedules that are built from the costs of the best candidates
-    6. local search on the cuts of the best candidates
+    4. all other configurations that can win, most promising first, each with the cut that balances
+       its stages or ranks
+    5. local search on the cuts of all candidates near the best, and their cuts with all schedules
+    6. every configuration with every cut that can win
+    7. schedules that are built from the costs of the best candidates
+    8. local search on the cuts of the best candidates
 
 Most configurations are never simulated: one whose lower bound exceeds the best time cannot win.
 """
@@ -23,8 +27,13 @@ from itertools import product
 from penstock.errors import PenstockError
 from penstock.partition.uniform import partition_uniform
 from penstock.plan.plan import Plan
+from penstock.search.best_pipeline import best_pipeline, pipeline_note
 from penstock.search.build_plan import ROWS, build_plan
 from penstock.search.catalogue import PLANNERS, register
+from penstock.search.cut_search.explore_cuts import explore_cuts
+from penstock.search.cut_search.refine_cut import refine_cut
+from penstock.search.cut_search.share_cuts import share_cuts
+from penstock.search.cut_search.uneven_replication import uneven, uneven_configurations
 from penstock.search.cuts import Balance
 from penstock.search.evaluate import refine_recompute
 from penstock.search.instantiate import (
@@ -37,18 +46,19 @@ from penstock.search.instantiate import (
 )
 from penstock.search.plan_search import PlanSearch, fastest_of_kinds
 from penstock.search.proposal import Proposal
-from penstock.search.propose_cost_schedules import cost_schedules
-from penstock.search.refine_cut import refine_cut
+from penstock.search.propose_cost_schedules import cost_schedules, is_plain
 from penstock.search.request import PlanRequest
 from penstock.search.search_space import Configuration, SearchSpace
 from penstock.search.shapes import Shape, shapes
 from penstock.search.suggestions import suggestions
-from penstock.search.uneven_replication import uneven
+from penstock.synthesis.deadline import Deadline
 
 NAME = "auto"
 
-#: Maximum number of ops simulated in the usual budget: with one schedule, and with all others.
-SCAN, SEARCH = 400_000, 1_300_000
+#: Maximum number of ops simulated in the usual budget: with one schedule, with all others, and in
+#: the search over cuts. All of it takes 1 to 5 of the 10 seconds on one core (GPT of 24 blocks on 8
+#: devices; VGG-16 on 2 and 4), which leaves a busy machine twice the time.
+SCAN, SEARCH, CUTS = 400_000, 2_000_000, 4_000_000
 
 #: The search stops to look at a schedule with its number of stages and replicas once this number of
 #: its configurations came to nothing, or if its best is this many times slower than the best of
@@ -67,47 +77,71 @@ INFEASIBLE_ROWS = 4
     source="Penstock: enumeration with lower bounds, exact cuts, full simulation, local search",
 )
 def auto(request: PlanRequest) -> Plan:
-    """Return the fastest plan that fits; of those within 0.1 % of it a synchronous one, then the
-    one with the least memory (to about 2 %), then the one with the fewest micro-batches. It is
-    never slower than what any other planner proposes for the same request, if the budget suffices
-    to run them all.
+    """Return the fastest plan that fits; of equally fast ones a synchronous one, then the one with
+    the least memory (to about 2 %), then the one with the fewest micro-batches. It is never slower
+    than what any other planner proposes for the same request, nor than what results if one of the
+    schedules is named, if the budget suffices: else the plan says that the search was cut short.
 
     Every configuration is cut exactly for its devices and links at its micro-batch size. If that
     does not fit, it is cut within the limits of memory. If nothing fits at all, all configurations
-    are tried again with cuts that balance memory alone.
+    are tried again with cuts that balance memory alone. Then every configuration is tried with
+    every cut that may be faster, where these are few; else with those that a local search reaches.
 
     Raises:
         PlanError: nothing fits, and the message says what the nearest candidates need; or no
             schedule takes these numbers.
     """
+    request = replace(request, deadline=request.deadline or Deadline(request.budget_s))
     search = PlanSearch(request)
     space = SearchSpace(request, shapes(request))
     slowdown = _scan(search, space)
     # If the scan finds nothing that fits, the search finds it sooner than the other planners do.
     others_first = bool(search.feasible)
     others_s = _evaluate_other_planners(search) if others_first else math.inf
-    search.allow(SEARCH, 0.75)
+    search.allow(SEARCH)
     _evaluate_all(search, uneven(request))
-    search.allow(SEARCH, 0.9)
+    search.allow(SEARCH)
     _search(search, space, slowdown, "time")
     if not search.feasible:
         _search(search, space, {}, "memory")
     if not others_first:
         others_s = _evaluate_other_planners(search)
+    search.allow(CUTS)
+    share_cuts(search)
+    search.allow(CUTS)
+    explore_cuts(search, [*space.configurations, *uneven_configurations(request)])
     search.allow(SEARCH / 4)
-    _evaluate_all(search, cost_schedules(request, fastest_of_kinds(search.feasible, POLISHED)))
+    # The fastest kinds may all have several stages per rank, which no cost schedule has.
+    for candidate in _fastest_plain(search):
+        refine_cut(search, candidate)
+    _evaluate_all(search, cost_schedules(request, _fastest_plain(search)))
+    search.allow(SEARCH / 4)
     for candidate in fastest_of_kinds(search.feasible, POLISHED):
         refine_cut(search, candidate)
     for candidate in fastest_of_kinds(search.feasible, POLISHED):
         search.feasible.append(refine_recompute(candidate))
     if not search.feasible:
         _reject_each_schedule(search, space)
-        raise infeasible_error(request, search.infeasible, list(search.rejected))
+        raise infeasible_error(request, search.infeasible, list(search.rejected), search.note)
     _simulate_skipped_kinds(search, space)
     chosen = best(search.feasible, others_s)
     bounds = [configuration.bound_s for configuration in space.configurations]
     bound = min([*bounds, space.least_s, chosen.step_s])
-    return build_plan(request, chosen, _table(search, chosen), bound, suggestions(request, chosen))
+    table = _table(search, chosen)
+    late = search.deadline.is_over()
+    changes = [] if late else suggestions(request, chosen)
+    plan = build_plan(request, chosen, table, bound, changes)
+    pipeline = best_pipeline(search, space, chosen)
+    if pipeline is not None:
+        note = pipeline_note(chosen, pipeline)
+        plan = replace(plan, pipeline=pipeline.candidate, pipeline_note=note)
+    return replace(plan, search_note=search.note)
+
+
+def _fastest_plain(search: PlanSearch) -> list[Evaluated]:
+    """Return the fastest candidates of different kinds with one stage per rank and no replicas."""
+    plain = [candidate for candidate in search.feasible if is_plain(candidate)]
+    return fastest_of_kinds(plain, POLISHED)
 
 
 def _scan(search: PlanSearch, space: SearchSpace) -> dict[tuple[Shape, int], float]:
@@ -116,7 +150,7 @@ def _scan(search: PlanSearch, space: SearchSpace) -> dict[tuple[Shape, int], flo
     Returns the ratio of their simulated to their estimated time, by shape and number of
     micro-batches: it corrects the estimates of the other schedules.
     """
-    search.allow(SCAN, 0.4)
+    search.allow(SCAN)
     slowdown: dict[tuple[Shape, int], float] = {}
     for configuration in space.configurations:
         if search.is_over:
@@ -192,7 +226,7 @@ def _evaluate_other_planners(search: PlanSearch) -> float:
         requests.append(replace(search.request, asynchronous=False))
     fastest = math.inf
     for request, entry in product(requests, PLANNERS.entries().values()):
-        if entry.name == NAME or search.remaining_s() <= 0:
+        if entry.name == NAME or search.is_over:
             continue
         try:
             plan = entry.make(request)
@@ -257,7 +291,7 @@ def _simulate_skipped_kinds(search: PlanSearch, space: SearchSpace) -> None:
         if kind not in evaluated:
             skipped.setdefault(kind, configuration)
     for configuration in list(skipped.values())[: max(0, ROWS - len(evaluated))]:
-        if search.remaining_s() > 0:
+        if not search.deadline.is_over():
             search.evaluate_configuration(configuration, force=configuration.shape.pipelines == 1)
 
 

@@ -29,6 +29,8 @@ class Dataset:
     Task `translate`: inputs (n, 2, tokens) int64, the source, and the target's tokens so far before
     each token; targets (n, tokens) int64.
 
+    Task `regress`: inputs (n, ...), targets (n, ...) float32.
+
     `classes` is the size of the vocabulary if there are tokens. `description` is one line on the
     contents, the source and the size of the data.
     """
@@ -39,7 +41,7 @@ class Dataset:
     test_inputs: torch.Tensor = field(repr=False)
     test_targets: torch.Tensor = field(repr=False)
     classes: int
-    task: Literal["classify", "next_token", "translate"]
+    task: Literal["classify", "next_token", "translate", "regress"]
     description: str
 
 

@@ -1,0 +1,96 @@
+"""Hosts on one machine: network namespaces that are joined by a switch, over links of a given rate.
+
+Needs root, and `ip` and `tc` of iproute2. Every host has an interface `eth0` whose traffic is limited
+in both directions by a token bucket (tbf).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from types import TracebackType
+from typing import Self
+
+
+def _run(*words: str) -> None:
+    """Run a command, and raise an error with its message if it fails."""
+    subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+class Hosts:
+    """Network namespaces `hosts[i]` with the addresses 10.77.0.1, 10.77.0.2, …
+
+    Args:
+        count: number of hosts.
+        mbit: rate of each host's link, in Mbit/s and in each direction.
+    """
+
+    def __init__(self, count: int, mbit: int) -> None:
+        self._prefix = f"penstock-{os.getpid()}"
+        self._switch = f"{self._prefix}-switch"
+        self._mbit = mbit
+        self.names = [f"{self._prefix}-{index}" for index in range(count)]
+        self.addresses = [f"10.77.0.{index + 1}" for index in range(count)]
+
+    def __enter__(self) -> Self:
+        try:
+            self._make()
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def _make(self) -> None:
+        """Create the namespaces, the switch and the links."""
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "bridge0", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "bridge0", "up")
+        for index, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            port = f"port{index}"
+            _run("ip", "netns", "add", name)
+            pair = ("type", "veth", "peer", "name", port, "netns", self._switch)
+            _run("ip", "-n", name, "link", "add", "eth0", *pair)
+            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "link", "set", "eth0", "up")
+            _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge0", "up")
+            self._limit(name, "eth0")
+            self._limit(self._switch, port)
+
+    def _limit(self, namespace: str, interface: str) -> None:
+        """Limit what an interface sends."""
+        rate = ("rate", f"{self._mbit}mbit", "burst", "256kb", "latency", "100ms")
+        words = ("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf")
+        _run(*words, *rate)
+
+    def remove(self) -> None:
+        """Remove all namespaces, and with them their interfaces."""
+        for name in (*self.names, self._switch):
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+    def start(
+        self, index: int, words: list[str], variables: dict[str, str], output: int
+    ) -> subprocess.Popen[str]:
+        """Start a program on a host.
+
+        Args:
+            index: of the host.
+            words: the program and its arguments.
+            variables: added to its environment.
+            output: file descriptor of its standard output and error.
+        """
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.names[index], *words],
+            env={**os.environ, **variables},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )

@@ -1,0 +1,111 @@
+"""A lock on the folder of a run, so that two runs do not write into it.
+
+The lock is held by an open file and ends with the process that has it, however that ends: a run
+that was killed can be resumed at once. Where the file system has no locks, nothing is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from penstock.errors import FileError
+
+#: Name of the file in a folder.
+_LOCK = ".lock"
+
+#: Characters of the file that a message shows.
+_MAX_OWNER = 200
+
+
+class FolderLock:
+    """The lock of one folder. It is released by `release`, at the end of a `with` block, and when
+    the object or its process ends.
+
+    Args:
+        folder: the folder, which exists.
+
+    Raises:
+        FileError: another run has the lock.
+    """
+
+    _descriptor: int | None = None
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _LOCK
+        self._descriptor = _locked(self._path)
+        if self._descriptor is not None:
+            owner = json.dumps(f"process {os.getpid()} on {socket.gethostname()}")
+            with suppress(OSError):  # a full disk
+                os.ftruncate(self._descriptor, 0)
+                os.pwrite(self._descriptor, owner.encode(), 0)
+
+    def release(self) -> None:
+        """Let other runs use the folder."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            # Removed while it is locked: a run that has opened it meanwhile notices, see `_locked`.
+            with suppress(OSError):
+                self._path.unlink()
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def _locked(path: Path) -> int | None:
+    """Lock a file that is made if necessary.
+
+    Returns:
+        Its descriptor; None if it cannot be made, or the file system has no locks.
+
+    Raises:
+        FileError: another run has the lock.
+    """
+    while True:
+        try:
+            # Not inherited by other programs: the lock would outlive this process.
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError:  # the first file that is written into the folder reports it
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return None
+            raise FileError(
+                f"another run{_owner(path)} writes into {path.parent}: wait for its end or stop "
+                "it, or choose another folder"
+            ) from error
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        os.close(descriptor)  # a run that has just ended has removed the file
+
+
+def _owner(path: Path) -> str:
+    """Return who has a lock, from its file; nothing if the file is not whole."""
+    with suppress(OSError, ValueError):
+        owner = json.loads(path.read_text()[:_MAX_OWNER])
+        if isinstance(owner, str):
+            return f" ({ascii(owner)[1:-1]})"
+    return ""

@@ -1,0 +1,100 @@
+"""Measure the links inside hosts and between them, in seconds and not in minutes on slow ones."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from penstock.cluster.device import Link
+from penstock.measure.messages import Times, Wires, time_messages
+from penstock.transport.collectives import broadcast
+
+#: Bytes of the messages that are timed, and the seconds of one after which no longer ones follow:
+#: what is left to learn of a link that takes this long for a message is its bandwidth, which the
+#: last two sizes show.
+_SIZES: Final = (64, 2**14, 2**17, 2**20, 2**22, 2**24)
+_LONG_S: Final = 0.1
+
+_REPEATS: Final = 3
+
+#: Most hosts of which every pair is measured; with more, neighbours.
+_ALL_PAIRS: Final = 4
+#: Most pairs of each sort.
+_MOST_PAIRS: Final = 8
+
+
+def measure_host_links(hosts: Sequence[str]) -> tuple[Link | None, Link | None]:
+    """Return the link between two ranks of a host, and that between two hosts.
+
+    Messages are in the memory of the hosts. Every rank calls it and gets the same; pairs of ranks
+    take turns. Each link is that of the median bandwidth of the pairs.
+
+    Args:
+        hosts: the host of every rank.
+
+    Returns:
+        None for a link that joins no ranks.
+
+    Raises:
+        RunError: a message was received corrupted.
+    """
+    ranks_of_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks_of_host.setdefault(host, []).append(rank)
+    inside = [(ranks[0], ranks[1]) for ranks in ranks_of_host.values() if len(ranks) > 1]
+    first_ranks = [ranks[0] for ranks in ranks_of_host.values()]
+    every_pair = len(first_ranks) <= _ALL_PAIRS
+    between = list(combinations(first_ranks, 2) if every_pair else pairwise(first_ranks))
+    wires = Wires(dist.new_group(backend="gloo"), torch.device("cpu"))
+    return _median_link(inside, wires), _median_link(between, wires)
+
+
+def _median_link(pairs: Sequence[tuple[int, int]], wires: Wires) -> Link | None:
+    """Return the link of the median bandwidth of some pairs of ranks."""
+    links = [_measure_pair(pair, wires) for pair in pairs[:_MOST_PAIRS]]
+    if not links:
+        return None
+    middle = statistics.median_low(link.bandwidth_bytes_per_s for link in links)
+    return next(link for link in links if link.bandwidth_bytes_per_s == middle)
+
+
+def _measure_pair(pair: tuple[int, int], wires: Wires) -> Link:
+    """Return the link between two ranks; all ranks call it and get the same."""
+    times = Times((), ())
+    if dist.get_rank() in pair:
+        times = _time_pair(sum(pair) - dist.get_rank(), wires)
+    wires.barrier()
+    times = broadcast(times, Times, pair[0])
+    return link_of(times)
+
+
+def link_of(times: Times) -> Link:
+    """Return the link of some times: the latency of the shortest message, and the bandwidth at which
+    the longest one takes longer than the one before.
+
+    A fit to all sizes would be wrong by a factor: networks often let some 100 kB pass at once, and
+    then no more than their rate (a token bucket).
+    """
+    size, seconds = times.sizes[-1], times.fresh_s[-1]
+    more_bytes, more_s = size - times.sizes[-2], seconds - times.fresh_s[-2]
+    bandwidth = more_bytes / more_s if more_s > 0 else size / seconds
+    return Link(times.fresh_s[0], bandwidth, "measured")
+
+
+def _time_pair(peer: int, wires: Wires) -> Times:
+    """Time messages to a rank, longer and longer ones, until one takes long."""
+    sizes: list[int] = []
+    seconds: list[float] = []
+    for size in _SIZES:
+        times = time_messages(peer, wires, _REPEATS, (size,), fresh_only=True)
+        sizes.append(size)
+        # A longer message takes no less time; a disturbance would make it seem so.
+        seconds.append(max(times.fresh_s[0], *seconds[-1:], 0.0))
+        if seconds[-1] > _LONG_S:
+            break
+    return Times(tuple(sizes), tuple(seconds))

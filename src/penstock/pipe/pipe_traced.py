@@ -1,0 +1,105 @@
+"""A traced model as the layers of a `Pipe`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import SettingError
+from penstock.tracing.capture import Form
+from penstock.tracing.sequential import runs_otherwise
+from penstock.tracing.traced_chain import TracedChain, chain
+from penstock.tracing.variants import Variants
+from penstock.transport.payload import Payload
+
+
+def layers_to_divide(
+    module: nn.Module | TracedChain, example: Any
+) -> tuple[nn.Sequential, TracedChain | None]:
+    """Return the layers of a model, and its chain if it is a traced one.
+
+    Args:
+        module: an nn.Sequential, a chain, or any other module.
+        example: inputs to trace on; None if there are none.
+
+    Raises:
+        TypeError: the module is no nn.Sequential, and there is no example.
+        ChainError: it cannot be traced.
+    """
+    traced = module if isinstance(module, TracedChain) else None
+    is_layers = isinstance(module, nn.Sequential) and not runs_otherwise(module)
+    if isinstance(module, nn.Module) and example is not None and not is_layers:
+        traced = chain(module, example)
+    if traced is not None:
+        return _as_sequential(traced), None if traced.variants is None else traced
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"module must be nn.Sequential to be partitioned, not {type(module).__name__}; any "
+            "other nn.Module needs an example of its inputs: ps.Pipe(model, balance, example=x), "
+            "or ps.Pipe(ps.chain(model, x), balance)"
+        )
+    return module, None
+
+
+def _as_sequential(traced: TracedChain) -> nn.Sequential:
+    """Return the layers of a chain, under their numbers unless the model has them as children."""
+    root = traced.roots[0] if len(traced.roots) == 1 else None
+    if isinstance(root, nn.Sequential) and list(root) == list(traced.modules):
+        return root
+    named = OrderedDict((str(index), module) for index, module in enumerate(traced.modules))
+    layers = nn.Sequential(named)
+    if root is not None:
+        layers.training = root.training
+    return layers
+
+
+def prepare_graphs(variants: Variants, micro_batches: Sequence[Payload], *, training: bool) -> bool:
+    """Trace the graphs that some micro-batches need, before any partition runs.
+
+    Args:
+        variants: the model's graphs.
+        micro_batches: the inputs.
+        training: whether the layers are in training mode.
+
+    Returns:
+        Whether the model has changed since the last call, so that it has other graphs.
+
+    Raises:
+        ChainError: the model has changed in a way that its layers do not follow, or it cannot be
+            traced for inputs of this form.
+    """
+    changed = not variants.is_current(training) and variants.refresh(training)
+    drawing = variants.drawing
+    for micro_batch in micro_batches:
+        form = Form.of(micro_batch.value())
+        if not variants.has(form, training):
+            variants.find(form, training)
+    return changed or variants.drawing != drawing
+
+
+def check_traced_inputs(value: Payload) -> None:
+    """Reject inputs that require gradients: layers of all partitions may read them.
+
+    Raises:
+        SettingError: an input requires a gradient.
+    """
+    if any(value.wants_grad):
+        raise SettingError(
+            "an input requires a gradient, and a Pipe of a traced model computes gradients of its "
+            "parameters only: detach() the input, or make the Pipe of an nn.Sequential"
+        )
+
+
+def model_names(pipe_state: dict[str, Tensor]) -> dict[str, list[str]]:
+    """Return, by the name of a tensor in a traced model, its names in the state of its `Pipe`.
+
+    >>> model_names({"partitions.0.1.head.weight": Tensor()})
+    {'head.weight': ['partitions.0.1.head.weight']}
+    """
+    names: dict[str, list[str]] = {}
+    for key in pipe_state:
+        names.setdefault(key.split(".", 3)[3], []).append(key)
+    return names

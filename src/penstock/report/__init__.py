@@ -1,0 +1,1 @@
+"""Reports: tables, figures, curves and timelines as one HTML file, as Markdown and as CSV."""

@@ -1,0 +1,158 @@
+"""Sections of a run's report that compare the prediction with the measurement."""
+
+from __future__ import annotations
+
+from penstock.draw.facts import busy_shares
+from penstock.event import Timeline
+from penstock.report.cells import without_empty_columns
+from penstock.report.document import Column, Section, Table, Text, TimelineFigure, Value
+from penstock.report.outcome import Outcome
+from penstock.report.run_folder import METRICS, OUTCOME, TIMELINE, RunFolder
+
+#: Above this difference, the report says where to look for the cause.
+_LARGE_DIFFERENCE = 0.1
+
+
+def prediction_section(run: RunFolder) -> Section:
+    """Return predicted and measured time, idle share and memory."""
+    outcome = run.outcome
+    if outcome is None:
+        return Section("Prediction", (Text("The run has not ended: nothing is compared yet."),))
+    blocks: list[Table | Text] = [_time_table(outcome)]
+    advice = _advice(outcome)
+    if advice:
+        blocks.append(Text(advice))
+    blocks.append(_rank_table(run, outcome))
+    if not outcome.synchronous:
+        blocks.append(_version_table(outcome))
+    return Section("Predicted and measured", tuple(blocks))
+
+
+def _time_table(outcome: Outcome) -> Table:
+    """Return the time of a step as predicted, as measured, and of plain training."""
+    name = "step, median of the last epoch" if outcome.synchronous else "batch, steady state"
+    rows: list[tuple[Value, ...]] = [
+        (
+            name,
+            outcome.predicted_step_s,
+            outcome.measured_step_s,
+            _change(outcome.predicted_step_s, outcome.measured_step_s),
+            outcome.predicted_bubble_ratio,
+            outcome.measured_bubble_ratio,
+        )
+    ]
+    if outcome.one_thread_step_s is not None:
+        rows.append(("step of plain training", None, outcome.one_thread_step_s, None, None, None))
+    columns = (
+        Column("time"),
+        Column("predicted", "seconds"),
+        Column("measured", "seconds"),
+        Column("difference", "percent", 1),
+        Column("predicted idle share", "percent", 1, about="bubble ratio: idle time of all ranks"),
+        Column("measured idle share", "percent", 1, about="likewise, of the timeline shown below"),
+    )
+    return Table("time", "Time", columns, tuple(rows), source=(OUTCOME, METRICS))
+
+
+def _change(before: float, after: float) -> float | None:
+    """Return the relative change, None if there is none."""
+    return after / before - 1 if before else None
+
+
+def _advice(outcome: Outcome) -> str:
+    """Return the usual causes of a large difference; empty for a small one."""
+    change = _change(outcome.predicted_step_s, outcome.measured_step_s)
+    if change is None or abs(change) <= _LARGE_DIFFERENCE:
+        return ""
+    if change > 0:
+        return (
+            "The run was slower than predicted. The usual causes: other programs used the machine "
+            "during the training, more ranks than cores, or layers whose time varies. The timelines "
+            "show whether all ops are longer, or single ranks wait."
+        )
+    return (
+        "The run was faster than predicted: the machine was busier, or colder in its caches, when "
+        "the model was profiled than when it was trained."
+    )
+
+
+def _rank_table(run: RunFolder, outcome: Outcome) -> Table:
+    """Return busy share and memory of every rank."""
+    ranks = len(outcome.predicted_peak_memory)
+    predicted_busy = _busy(run.predicted, ranks)
+    measured_busy = _busy(run.measured, ranks)
+    process = outcome.measured_peak_rss
+    if len(process) != ranks:
+        process = ()
+    rows: list[tuple[Value, ...]] = []
+    for rank, predicted in enumerate(outcome.predicted_peak_memory):
+        peaks = outcome.measured_peak_memory
+        measured = None if peaks is None or rank >= len(peaks) else peaks[rank]
+        rows.append(
+            (
+                rank,
+                predicted_busy[rank],
+                measured_busy[rank],
+                predicted,
+                measured,
+                None if measured is None else _change(predicted, measured),
+                process[rank] if process else None,
+            )
+        )
+    columns = (
+        Column("rank", "number"),
+        Column("predicted busy", "percent", 1, about="share of the timeline in which it works"),
+        Column("measured busy", "percent", 1, about="likewise, in the timeline of the median step"),
+        Column("predicted memory", "bytes", about="weights, gradients, optimizer, activations"),
+        Column("measured memory", "bytes", about="the same tensors, counted in the run"),
+        Column("difference", "percent", 1, about="of the memory"),
+        Column("whole process", "bytes", about="peak resident memory, with Python and libraries"),
+    )
+    return without_empty_columns(Table("ranks", "Ranks", columns, tuple(rows), source=(OUTCOME,)))
+
+
+def _busy(timeline: Timeline | None, ranks: int) -> list[float | None]:
+    """Return the busy share of each rank, None where it is unknown."""
+    if timeline is None or timeline.ranks != ranks:
+        return [None] * ranks
+    return list(busy_shares(timeline))
+
+
+def _version_table(outcome: Outcome) -> Table:
+    """Return the weight versions that each stage stored."""
+    measured = outcome.measured_weight_versions
+    rows: list[tuple[Value, ...]] = []
+    for stage, versions in enumerate(outcome.predicted_weight_versions):
+        rows.append((stage, versions, measured[stage] if stage < len(measured) else None))
+    columns = (
+        Column("stage", "number"),
+        Column("predicted versions", "number"),
+        Column("measured versions", "number"),
+    )
+    return Table("weight-versions", "Weight versions", columns, tuple(rows), source=(OUTCOME,))
+
+
+def timeline_section(run: RunFolder) -> Section | None:
+    """Return the predicted timeline above the measured one; None if neither is known."""
+    timelines = tuple(panel for panel in (run.predicted, run.measured) if panel is not None)
+    if not timelines:
+        return None
+    caption = "One lane per rank, one box per op, on a common time scale."
+    title = "Predicted step"
+    if run.measured is not None:
+        step = "the median step" if run.plan.synchronous else "the last batches"
+        title = f"Predicted step, and {step} as measured"
+    if run.predicted is None:
+        title = "Measured step"
+        caption += " The folder has no cluster.yaml, from which the prediction would be drawn."
+    figure = TimelineFigure("timelines", title, timelines, caption)
+    blocks: tuple[TimelineFigure | Text, ...] = (figure,)
+    if run.measured is not None and run.plan.synchronous:
+        blocks = (
+            *blocks,
+            Text(
+                "The measured timeline is that of the recorded step of the last epoch whose length "
+                f"is the median; its file is {TIMELINE}."
+            ),
+        )
+    return Section("Timeline", blocks)

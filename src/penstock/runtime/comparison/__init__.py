@@ -1,0 +1,1 @@
+"""A pipeline held against plain training on one device."""

@@ -1,0 +1,202 @@
+"""Notice ranks that become slower, or that are slower than planned, while a run goes on.
+
+Every rank adds up the time in which it computes, without its waits, and publishes the median of some
+steps in the store; rank 0 compares. A thread talks to the store, so that no step waits for it, and
+no device is waited for: ops that it has not finished yet are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from torch._C._distributed_c10d import Store
+
+from penstock.ranks.clock import Clock, Mark
+from penstock.ranks.run_config import RunConfig
+from penstock.ranks.settings_exchange import SettingsExchange
+from penstock.runtime.interpreter import Interpreter
+from penstock.schedule.op import Kind, Op
+
+_LOG = logging.getLogger("penstock")
+
+#: Steps of which the median is published. Fewer would show every disturbance by another program.
+WINDOW = 20
+
+#: Ratio of a rank's time to its smallest so far, above which it has become slower.
+_SLOWER_THAN_BEFORE = 1.3
+#: Ratio of a rank's time to the planned one, over that of the rank with the smallest ratio, above
+#: which it is slower than planned. Plans predict the time of a rank within about 10 %.
+_SLOWER_THAN_PLANNED = 1.5
+#: Differences in seconds that are noise, whatever the ratio.
+_NOISE_S = 1e-3
+#: Windows after which a rank that stays slow is named again.
+_REPEAT_AFTER = 10
+
+_COMPUTING = (Kind.F, Kind.B, Kind.I, Kind.W)
+
+_Marks = Mapping[Op, tuple[Mark, Mark]]
+
+
+@dataclass
+class SlowRanks:
+    """Compares the computing times of all ranks with earlier ones and with the plan.
+
+    Attributes:
+        planned_s: by rank, the planned seconds per step, 0 if they are not known.
+        hosts: by rank, the name of its host.
+    """
+
+    planned_s: Sequence[float]
+    hosts: Sequence[str]
+    _least_s: dict[int, float] = field(default_factory=dict)
+    _named: tuple[tuple[int, str], ...] = ()
+    _windows_since: int = 0
+
+    def compare(self, seconds: Mapping[int, float]) -> str | None:
+        """Return a line that names the slow ranks; None if there are none, or no others than before.
+
+        Args:
+            seconds: by rank, the computing time per step; ranks that do not compute are left out.
+        """
+        slow = {**self._slower_than_planned(seconds), **self._slower_than_before(seconds)}
+        for rank, rank_s in seconds.items():
+            self._least_s[rank] = min(rank_s, self._least_s.get(rank, rank_s))
+        named = tuple((rank, reason) for rank, (reason, _) in sorted(slow.items()))
+        self._windows_since += 1
+        if named == self._named and (not named or self._windows_since < _REPEAT_AFTER):
+            return None
+        self._named, self._windows_since = named, 0
+        if not named:
+            return "no rank is slow any more"
+        parts = [
+            f"rank {rank} ({self.hosts[rank]}) computes {ratio:.1f} times as long as {reason}, "
+            f"{seconds[rank] * 1e3:.4g} ms a step"
+            for rank, (reason, ratio) in sorted(slow.items())
+        ]
+        return "slow: " + "; ".join(parts)
+
+    def _slower_than_before(self, seconds: Mapping[int, float]) -> dict[int, tuple[str, float]]:
+        """Return reason and ratio of the ranks that have been faster."""
+        slow = {}
+        for rank, rank_s in seconds.items():
+            least_s = self._least_s.get(rank, 0.0)
+            noise = rank_s - least_s < _NOISE_S
+            if least_s and not noise and rank_s > _SLOWER_THAN_BEFORE * least_s:
+                slow[rank] = "before", rank_s / least_s
+        return slow
+
+    def _slower_than_planned(self, seconds: Mapping[int, float]) -> dict[int, tuple[str, float]]:
+        """Return reason and ratio of the ranks that are slower than planned, relative to the others.
+
+        Relative, since a profile that is wrong by the same factor everywhere does not make a plan
+        worse.
+        """
+        ratios = {
+            rank: rank_s / self.planned_s[rank]
+            for rank, rank_s in seconds.items()
+            if self.planned_s[rank]
+        }
+        least = min(ratios.values(), default=0.0)
+        return {
+            rank: ("planned, relative to the other ranks", ratio / least)
+            for rank, ratio in ratios.items()
+            if least
+            and ratio > _SLOWER_THAN_PLANNED * least
+            and (ratio - least) * self.planned_s[rank] > _NOISE_S
+        }
+
+
+class BusyTimes:
+    """Publishes the computing times of this rank; on rank 0, logs which ranks are slow.
+
+    Args:
+        exchange: of the pipeline, whose store is used.
+        setting: what is run.
+        window: number of steps of which the median is published.
+    """
+
+    def __init__(
+        self,
+        exchange: SettingsExchange,
+        setting: RunConfig,
+        window: int = WINDOW,
+    ) -> None:
+        self._store, self._rank, self._size = exchange.store, exchange.rank, exchange.size
+        self._slow_ranks = SlowRanks(planned_seconds(setting), exchange.hosts)
+        self._window = window
+        self._steps: list[float] = []
+        # The marks of the last step, which a device may not have reached yet.
+        self._pending: _Marks | None = None
+        self._medians: SimpleQueue[float] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, exchange: SettingsExchange | None, setting: RunConfig) -> BusyTimes | None:
+        """Return the times of a pipeline; None if all ranks are threads of this process."""
+        return None if exchange is None else cls(exchange, setting)
+
+    def step(self, interpreters: Mapping[int, Interpreter]) -> None:
+        """Count a step that this rank has run. Called before the next one begins."""
+        interpreter = interpreters[self._rank]
+        if not interpreter.stages:
+            return
+        if self._pending is not None:
+            seconds = busy_seconds(interpreter.clock, self._pending)
+            if seconds is not None:
+                self._steps.append(seconds)
+        self._pending = dict(interpreter.marks)
+        if len(self._steps) >= self._window:
+            self._medians.put(statistics.median(self._steps))
+            self._steps.clear()
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._publish, name="penstock-busy", daemon=True
+                )
+                self._thread.start()
+
+    def _publish(self) -> None:
+        """Publish medians as they come; on rank 0, compare those of all ranks. Ends with the store."""
+        while True:
+            median_s = self._medians.get()
+            try:
+                self._store.set(f"busy/{self._rank}", json.dumps(median_s))
+                if self._rank == 0:
+                    self._compare(self._store)
+            except RuntimeError:
+                return
+
+    def _compare(self, store: Store) -> None:
+        """Log which ranks are slow, by the times that have been published so far."""
+        seconds = {}
+        for rank in range(self._size):
+            key = f"busy/{rank}"
+            if store.check([key]):
+                seconds[rank] = float(json.loads(store.get(key)))
+        line = self._slow_ranks.compare(seconds)
+        if line is not None:
+            _LOG.warning("%s", line)
+
+
+def busy_seconds(clock: Clock, marks: _Marks) -> float | None:
+    """Return the seconds of the computing ops of a step; None if the device has not finished it."""
+    total_s = 0.0
+    for op, (start, end) in marks.items():
+        if op.kind in _COMPUTING:
+            seconds = clock.elapsed(start, end)
+            if seconds is None:
+                return None
+            total_s += seconds
+    return total_s
+
+
+def planned_seconds(setting: RunConfig) -> list[float]:
+    """Return by rank the seconds per step in which it computes according to the plan; 0 if that is
+    not known.
+    """
+    return [setting.planned_busy_s.get(program, 0.0) for program in setting.schedule.programs]

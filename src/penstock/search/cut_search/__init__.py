@@ -1,0 +1,1 @@
+"""Search over cuts: lower bounds, local search, and stages with replicas."""

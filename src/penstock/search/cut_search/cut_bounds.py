@@ -1,0 +1,241 @@
+"""Lower bounds in seconds per step of one schedule, for many cuts at once.
+
+The bound of `search_space.schedule_bound_s` is a maximum of sums of stage seconds, so for a given
+schedule it is linear in them: one matrix per schedule, one row of seconds per cut, and a product.
+In contrast to that bound, updates, gradient syncs and the transfers along the ramps count too:
+
+    forward of the stages before  |  its ops up to its  |  backward of the stages before
+    that of its first op          |  last backward      |  that of its last backward, then U
+
+A cut whose bound exceeds the best time cannot win, whatever must be recomputed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+
+from penstock.profile.device_profiles import scale_profile
+from penstock.profile.profile import Profile
+from penstock.schedule.arrays import Array
+from penstock.schedule.op import BACKWARD_STARTS, Kind, Op, Schedule
+from penstock.schedule.period import period_of
+from penstock.search.request import PlanRequest
+from penstock.search.shapes import Shape
+from penstock.simulate.plan_costs import all_reduce_seconds
+from penstock.simulate.stage_seconds import PHASES
+
+#: Columns of the matrix, in blocks of one entry per stage. "least backward" is the smaller of a
+#: backward and an input gradient, and "transfer" that of the boundary after the stage.
+COLUMNS = ("F", "B", "I", "W", "U", "least backward", "transfer")
+
+#: Bounds are reduced by this share, since sums of the same seconds in another order differ by their
+#: rounding.
+ROUNDING = 1e-9
+
+
+def all_cuts(layers: int, stages: int) -> Array:
+    """Return all cuts of `layers` layers into `stages` stages, one row of stage ends per cut, shape
+    (cuts, stages + 1), the first column being 0.
+
+    >>> all_cuts(3, 2).tolist()
+    [[0, 1, 3], [0, 2, 3]]
+    """
+    inner = list(combinations(range(1, layers), stages - 1))
+    ends = np.zeros((len(inner), stages + 1), np.int64)
+    ends[:, 1:-1] = np.array(inner, np.int64).reshape(len(inner), stages - 1)
+    ends[:, -1] = layers
+    return ends
+
+
+def lengths_of(ends: Array) -> tuple[int, ...]:
+    """Return the lengths of the stages of one row of `all_cuts`."""
+    return tuple(np.diff(ends).tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class CutBounds:
+    """Bounds of one schedule on one shape of the cluster.
+
+    Attributes:
+        request: the request; its cluster is the whole one.
+        shape: the pipelines and their devices.
+        schedule: the schedule of one pipeline.
+        samples: samples of the mean micro-batch.
+    """
+
+    request: PlanRequest
+    shape: Shape
+    schedule: Schedule
+    samples: float
+
+    def seconds(self, ends: Array) -> Array:
+        """Return the bound of every cut, shape (cuts); cuts as `all_cuts` returns them."""
+        stages = self.schedule.stages
+        values = np.zeros((len(ends), len(COLUMNS), stages))
+        for column, phase in enumerate(range(len(PHASES))):
+            values[:, column] = self._phase_seconds(phase, ends)
+        # The first stage's I does nothing, and its W all that a B does (see `stage_seconds`).
+        values[:, 2, 0], values[:, 3, 0] = 0.0, values[:, 1, 0]
+        values[:, 4] = self._update_seconds(ends)
+        values[:, 5] = np.minimum(values[:, 1], values[:, 2])
+        values[:, 6, :-1] = self._transfer_seconds(ends)
+        flat = values.reshape(len(ends), len(COLUMNS) * stages)
+        bounds: Array = (flat @ self.matrix.T).max(axis=1, initial=0.0) * (1 - ROUNDING)
+        return bounds
+
+    @cached_property
+    def matrix(self) -> Array:
+        """How often each entry counts in each sum, shape (sums, columns x stages)."""
+        schedule = self.schedule
+        rows = []
+        if schedule.stream is not None:
+            period = period_of(schedule)
+            for loop in period.loops:
+                rows.append(_row(schedule, loop) / period.batches)
+            return np.array(rows)
+        for program in schedule.programs:
+            rows += _rank_rows(schedule, program)
+        return np.array(rows).reshape(len(rows), len(COLUMNS) * schedule.stages)
+
+    @cached_property
+    def _kinds_of_stage(self) -> list[list[int]]:
+        """Per stage, one of the cluster's devices of each kind that holds it."""
+        kinds = []
+        for ranks in self.schedule.ranks_of_stage:
+            device_of: dict[int, int] = {}
+            for rank in ranks:
+                device = self._device(rank)
+                device_of.setdefault(id(self.request.profile_of(device)), device)
+            kinds.append(list(device_of.values()))
+        return kinds
+
+    def _device(self, rank: int) -> int:
+        """Return the cluster's device of a rank of the schedule."""
+        devices = self.shape.devices
+        return devices[rank] if rank < len(devices) else rank
+
+    def _profile(self, device: int) -> Profile:
+        """Return the profile of a device while all pipelines are busy."""
+        profile, cluster = self.request.profile_of(device), self.request.cluster
+        return scale_profile(profile, cluster.slowdown(device, self._busy))
+
+    @cached_property
+    def _busy(self) -> frozenset[int]:
+        """The devices that are busy at the same time."""
+        count = self.shape.pipelines * self.schedule.ranks
+        return frozenset(self.shape.devices[:count] or range(count))
+
+    def _phase_seconds(self, phase: int, ends: Array) -> Array:
+        """Return the seconds of one phase of every stage, on the fastest of its devices."""
+        seconds = np.zeros((len(ends), self.schedule.stages))
+        sums: dict[int, Array] = {}
+        for stage, devices in enumerate(self._kinds_of_stage):
+            options = []
+            for device in devices:
+                if device not in sums:
+                    layer_seconds = self._profile(device).seconds(PHASES[phase], self.samples)
+                    sums[device] = np.concatenate([[0.0], np.cumsum(layer_seconds)])
+                options.append(sums[device][ends[:, stage + 1]] - sums[device][ends[:, stage]])
+            seconds[:, stage] = np.min(options, axis=0)
+        return seconds
+
+    def _update_seconds(self, ends: Array) -> Array:
+        """Return the seconds of the update of every stage, with the sync of its gradients."""
+        layer_bytes = [layer.parameter_bytes for layer in self.request.profile]
+        sums = np.concatenate([[0], np.cumsum(layer_bytes)])
+        stage_bytes = sums[ends[:, 1:]] - sums[ends[:, :-1]]
+        seconds = np.zeros(stage_bytes.shape)
+        for stage, devices in enumerate(self._kinds_of_stage):
+            profiles = [self._profile(device) for device in devices]
+            fixed = min(profile.update_fixed_s for profile in profiles)
+            per_byte = min(profile.update_s_per_byte for profile in profiles)
+            sizes, place = np.unique(stage_bytes[:, stage], return_inverse=True)
+            replicas = self._replicas(stage)
+            of_size = []
+            for size in sizes.tolist():
+                update_s = fixed + size * per_byte if size else 0.0
+                of_size.append(update_s + all_reduce_seconds(replicas, size, self.request.cluster))
+            seconds[:, stage] = np.array(of_size)[place]
+        return seconds
+
+    def _replicas(self, stage: int) -> list[int]:
+        """Return the devices that sync the gradients of a stage; none where that is not simple."""
+        ranks = self.schedule.ranks_of_stage[stage]
+        stream = self.schedule.stream
+        if stream is not None and stream.waves is not None:
+            return []
+        if self.shape.pipelines == 1:
+            return [self._device(rank) for rank in ranks]
+        if len(ranks) > 1:
+            return []
+        # Pipelines follow each other, also where a stream has fewer ranks than its shape.
+        needed = self.shape.pipelines * self.schedule.ranks
+        return [*self.shape.devices[ranks[0] : needed : self.schedule.ranks]]
+
+    def _transfer_seconds(self, ends: Array) -> Array:
+        """Return the seconds of a message over every boundary, shape (cuts, stages - 1); 0 where
+        micro-batches are sliced, or some of them do not cross ranks.
+        """
+        schedule, cluster = self.schedule, self.request.cluster
+        seconds = np.zeros((len(ends), schedule.stages - 1))
+        if schedule.slicing is not None:
+            return seconds
+        output_bytes = [layer.output_bytes_per_sample for layer in self.request.profile]
+        for stage in range(schedule.stages - 1):
+            pairs = {
+                (schedule.placement[stage, m], schedule.placement[stage + 1, m])
+                for m in range(schedule.slices)
+            }
+            if any(source == target for source, target in pairs):
+                continue
+            devices = [(self._device(source), self._device(target)) for source, target in pairs]
+            after_layer = []
+            for size in output_bytes:
+                message_bytes = self.samples * size
+                times = [cluster.transfer_seconds(message_bytes, *pair) for pair in devices]
+                after_layer.append(min(times))
+            seconds[:, stage] = np.array(after_layer)[ends[:, stage + 1] - 1]
+        return seconds
+
+
+def _rank_rows(schedule: Schedule, program: Sequence[Op]) -> list[Array]:
+    """Return the sums that one rank of a synchronous schedule gives: with its drain, and without."""
+    work = [op for op in program if op.kind.value in COLUMNS]
+    backward_places = [place for place, op in enumerate(work) if op.kind in BACKWARD_STARTS]
+    if not backward_places:
+        return []
+    first, last_place = work[0], backward_places[-1]
+    last = work[last_place]
+    fill = np.zeros((len(COLUMNS), schedule.stages))
+    fill[0, : first.stage] = _share(schedule, first)
+    fill[6, : first.stage] = 1
+    drain = np.zeros((len(COLUMNS), schedule.stages))
+    drain[5, : last.stage] = _share(schedule, last)
+    drain[6, : last.stage] = 1
+    if last.stage > 0:
+        drain[4, 0] = 1
+    whole = _row(schedule, work) + fill.ravel()
+    return [whole, _row(schedule, work[: last_place + 1]) + (fill + drain).ravel()]
+
+
+def _row(schedule: Schedule, ops: Sequence[Op]) -> Array:
+    """Return how often each entry counts in the sum of these ops."""
+    counts: dict[tuple[int, int], float] = defaultdict(float)
+    for op in ops:
+        if op.kind.value in COLUMNS:
+            counts[COLUMNS.index(op.kind.value), op.stage] += _share(schedule, op)
+    row = np.zeros((len(COLUMNS), schedule.stages))
+    for (column, stage), count in counts.items():
+        row[column, stage] = count
+    return row.ravel()
+
+
+def _share(schedule: Schedule, op: Op) -> float:
+    """Return the share of its micro-batch that an op works on; 1 for updates."""
+    return 1.0 if op.kind is Kind.U else schedule.shares[op.micro_batch]

@@ -1,0 +1,214 @@
+"""Propose pipelines whose stages have different numbers of replicas: expensive stages many, stages
+with many weights one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from math import lcm
+
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.partition.replicated import replicated_table
+from penstock.plan.plan import Option
+from penstock.schedule.catalogue import schedule
+from penstock.search.cut_search.cut_bounds import ROUNDING, all_cuts
+from penstock.search.proposal import Proposal
+from penstock.search.request import PlanRequest
+from penstock.search.search_space import Configuration
+from penstock.search.shapes import Shape
+from penstock.simulate.plan_costs import all_reduce_seconds
+from penstock.simulate.stage_seconds import PHASES
+
+#: Clusters of more ranks are not considered: the table of the seconds of all stages grows with the
+#: number of ranks.
+MOST_RANKS = 128
+
+#: Up to this number of ranks all must be used. Of more ranks some may be left over if the slowest
+#: stage is no slower.
+FEW = 16
+
+#: Up to this number of ranks every schedule is proposed with replicas, on more only two.
+ALL_SCHEDULES = 8
+
+#: Up to this number of ranks every number of replicas of every stage is tried with every cut.
+MOST_ENUMERATED = 4
+
+#: Numbers of stages that are tried besides the one with the fastest slowest stage: fewer stages
+#: fill and drain faster.
+STAGES = (2, 3, 4)
+
+#: A cut with replicas: per stage, its number of layers and its number of ranks.
+ReplicatedCut = tuple[tuple[int, int], ...]
+
+
+def uneven(request: PlanRequest) -> Iterator[Proposal]:
+    """Yield, for some numbers of micro-batches and of stages, the cut and the replicas whose
+    slowest stage is fastest.
+
+    The time of a stage on k ranks per micro-batch is the largest of: a k-th of its seconds, its
+    share of its input's transfer, and its share of the gradient sync among k ranks. Nothing is
+    proposed for devices of different kinds or more than 128.
+    """
+    schedules = _synchronous_schedules(request)
+    # A stream continues from batch to batch, so that the micro-batches of each batch must divide
+    # evenly among the replicas of every stage.
+    streams = any(facts.name == "pipedream" for facts in request.families())
+    if not _applies(request) or not (schedules or streams):
+        return
+    for micro_batches in _micro_batch_counts(request):
+        for cut in _cuts(request, micro_batches):
+            replicas = tuple(count for _, count in cut)
+            if len(set(replicas)) == 1:
+                # Equal numbers of replicas are whole pipelines, which the search space covers.
+                continue
+            lengths = tuple(length for length, _ in cut)
+            for name in schedules:
+                yield Proposal(lengths, name, micro_batches, (("replicas", replicas),))
+            even = lcm(*replicas) * max(1, round(micro_batches / lcm(*replicas)))
+            if streams and even <= request.batch and request.micro_batches in (None, even):
+                yield Proposal(lengths, "pipedream", even, (("replicas", replicas),))
+
+
+def uneven_configurations(request: PlanRequest) -> list[Configuration]:
+    """Return, on few ranks, all configurations whose stages have different numbers of replicas, so
+    that each can be tried with every cut; none on more ranks.
+    """
+    ranks = request.cluster.ranks
+    if not _applies(request) or ranks > MOST_ENUMERATED:
+        return []
+    names = _synchronous_schedules(request)
+    configurations = []
+    for replicas in _uneven_counts(request):
+        shape = Shape(1, sum(replicas), tuple(range(sum(replicas))))
+        for micro_batches in _micro_batch_counts(request):
+            if max(replicas) > micro_batches:
+                continue
+            bound_s = _bound_s(request, replicas, micro_batches)
+            options: tuple[tuple[str, Option], ...] = (("replicas", replicas),)
+            for name in names:
+                configuration = Configuration(
+                    shape, name, len(replicas), micro_batches, options, bound_s, bound_s
+                )
+                configurations.append(configuration)
+    return configurations
+
+
+def _uneven_counts(request: PlanRequest) -> Iterator[tuple[int, ...]]:
+    """Yield all numbers of replicas per stage that are not all equal, on all ranks or fewer."""
+    ranks, layers = request.cluster.ranks, len(request.profile)
+    for stages in range(2, min(ranks, layers) + 1):
+        if request.stages not in (None, stages):
+            continue
+        for replicas in product(range(1, request.copies_allowed + 1), repeat=stages):
+            if sum(replicas) <= ranks and len(set(replicas)) > 1:
+                yield replicas
+
+
+def _bound_s(request: PlanRequest, replicas: tuple[int, ...], micro_batches: int) -> float:
+    """Return a lower bound in seconds per step over all cuts: the work of the slowest stage, shared
+    by its ranks.
+    """
+    samples = request.batch / micro_batches
+    f, b, i, w = (np.array(request.profile.seconds(phase, samples)) for phase in PHASES)
+    sums = np.concatenate([[0.0], np.cumsum(f + np.minimum(b, i + w))])
+    ends = all_cuts(len(request.profile), len(replicas))
+    stage_s = (sums[ends[:, 1:]] - sums[ends[:, :-1]]) / np.array(replicas)
+    slowdown = request.cluster.slowdown(0, range(sum(replicas)))
+    least: float = stage_s.max(axis=1).min()
+    return micro_batches * least * slowdown * (1 - ROUNDING)
+
+
+def _applies(request: PlanRequest) -> bool:
+    """Return whether the request allows replicas and leaves the cut free, and the cluster has more
+    than two and not too many devices, all of one kind.
+    """
+    ranks = request.cluster.ranks
+    if request.copies_allowed == 1 or request.by != "bottleneck" or not 2 < ranks <= MOST_RANKS:
+        return False
+    return len({id(request.profile_of(rank)) for rank in range(ranks)}) == 1
+
+
+def _synchronous_schedules(request: PlanRequest) -> list[str]:
+    """Return all synchronous schedules with one stage per rank on few ranks; on more 1F1B and ZB-H1
+    as far as they are allowed, else another such schedule, if any.
+    """
+    names = [
+        facts.name
+        for facts in request.families()
+        if facts.synchronous and facts.stages_per_rank == "1" and _takes_uneven_replicas(facts.name)
+    ]
+    leading: list[str] = [name for name in ("1f1b", "zb-h1") if name in names] or names[:1]
+    if request.cluster.ranks > ALL_SCHEDULES:
+        return leading
+    return [*leading, *(name for name in names if name not in leading)]
+
+
+@cache
+def _takes_uneven_replicas(name: str) -> bool:
+    """Return whether a schedule can have stages with different numbers of ranks."""
+    try:
+        schedule(name, 4, 8, replicas=(2, 1, 1, 1))
+    except ScheduleError:
+        return False
+    return True
+
+
+def _cuts(request: PlanRequest, micro_batches: int) -> list[ReplicatedCut]:
+    """Return the best cut for each number of stages to try, without duplicates."""
+    ranks, layers = request.cluster.ranks, len(request.profile)
+    table = _stage_seconds_table(request, micro_batches)
+    most = min(request.copies_allowed, micro_batches)
+    table[:, :, most + 1 :] = np.inf
+    stage_counts: list[int | None] = [request.stages]
+    if request.stages is None:
+        stage_counts += [stages for stages in STAGES if stages <= min(layers, ranks)]
+    use_all = most >= ranks and ranks <= FEW
+    unique: dict[ReplicatedCut, None] = {}
+    for stages in stage_counts:
+        cut = replicated_table(table, None, stages=stages, exactly=use_all)
+        if cut is not None:
+            unique[tuple(cut)] = None
+    return list(unique)
+
+
+def _micro_batch_counts(request: PlanRequest) -> list[int]:
+    """Return the numbers of micro-batches to try: small multiples of the number of ranks."""
+    if request.micro_batches is not None:
+        return [request.micro_batches]
+    ranks = request.cluster.ranks
+    return [multiple * ranks for multiple in (1, 2, 4, 8) if multiple * ranks <= request.batch]
+
+
+def _stage_seconds_table(request: PlanRequest, micro_batches: int) -> np.ndarray:
+    """Return the seconds per micro-batch of a stage of layers a … b - 1 on k ranks, shape
+    (layers + 1, layers + 1, ranks + 1), indexed [a, b, k].
+    """
+    profile, cluster, ranks = request.profile, request.cluster, request.cluster.ranks
+    micro_batch, layers = request.batch / micro_batches, len(profile)
+    work = np.concatenate([[0.0], np.cumsum(profile.step_seconds(micro_batch))])
+    parameter_bytes = np.concatenate(
+        [[0.0], np.cumsum([layer.parameter_bytes for layer in profile])]
+    )
+    replicas = np.arange(1, ranks + 1)
+    input_s = [0.0] + [
+        cluster.transfer_seconds(micro_batch * layer.output_bytes_per_sample, 0, ranks - 1)
+        for layer in profile
+    ]
+    # The seconds of a gradient sync are linear in the bytes: two sizes determine them.
+    unit = 1e6
+    fixed = np.array([all_reduce_seconds(range(count), 0.0, cluster) for count in replicas])
+    slope = (
+        np.array([all_reduce_seconds(range(count), unit, cluster) for count in replicas]) - fixed
+    )
+    seconds = (work[None, :] - work[:, None])[:, :, None] / replicas
+    stage_bytes = np.maximum(parameter_bytes[None, :] - parameter_bytes[:, None], 0.0)
+    sync_s = (fixed + stage_bytes[:, :, None] / unit * slope) / micro_batches
+    table = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
+    table[:, :, 1:] = np.maximum(
+        np.maximum(seconds, sync_s), np.array(input_s)[:, None, None] / replicas
+    )
+    return table

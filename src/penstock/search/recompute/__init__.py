@@ -1,0 +1,1 @@
+"""Choose the layers to recompute so that a pipeline fits in memory."""

@@ -1,0 +1,275 @@
+"""Selective recompute: the layers to recompute so that a placed schedule fits, in the least time.
+
+The stages of one rank, with all ranks that hold replicas of them, are an independent problem. A
+stage that is alone on its rank is solved exactly (`min_time_recompute`). Where a rank has several,
+the problem is solved for its fullest moment; if another moment is then too full, for both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from penstock.plan.segments import Selection
+from penstock.schedule.arrays import Array
+from penstock.schedule.recompute import Recompute
+from penstock.search.instantiate import PlacedSchedule
+from penstock.search.recompute.memory_profile import MemoryProfile, memory_profiles
+from penstock.search.recompute.min_time_recompute import (
+    COARSE,
+    Layers,
+    Precision,
+    min_time_recompute,
+)
+from penstock.simulate.memory_curves import weight_bytes_of_ranks
+from penstock.simulate.selective_recompute import LayerBytes
+from penstock.simulate.simulate import tables_of
+from penstock.simulate.stage_seconds import PHASES, largest_part, parts_of
+
+#: Maximum number of moments of a rank that are taken into account.
+ROUNDS = 4
+
+#: Per stage of a rank at one moment: micro-batches in flight, those between I and W, those in a B.
+Moment = tuple[Array, Array, Array]
+
+
+class Infeasible(Exception):  # an answer, not a failure
+    """No selection frees enough memory within the cutoff."""
+
+
+def select_recompute(
+    placed: PlacedSchedule, precision: Precision = COARSE, cutoff_s: float = math.inf
+) -> PlacedSchedule | None:
+    """Return a placed schedule with the layers that must be recomputed, and their costs.
+
+    If nothing fits, the selection is the one that comes nearest. None if two ranks share some of
+    their stages but not all.
+
+    Raises:
+        Infeasible: with any selection that fits, a step takes more than `cutoff_s` seconds.
+    """
+    groups = _groups(placed)
+    if groups is None:
+        return None
+    if cutoff_s < math.inf and any(group.least_s() > cutoff_s for group in groups):
+        raise Infeasible
+    segments: list[tuple[int, int]] = []
+    for group in groups:
+        segments += group.segments(precision)
+    firsts = [part.start for part in parts_of(placed.proposal.lengths)]
+    return placed.with_selective_recompute(Selection.of_segments(segments, firsts))
+
+
+@dataclass
+class _Group:
+    """Stages, and the ranks that each hold all of them.
+
+    Attributes:
+        placed: the placed schedule.
+        stages: the stages.
+        profiles: the memory profile of each rank.
+        free_bytes: per rank, its memory without its weights.
+    """
+
+    placed: PlacedSchedule
+    stages: tuple[int, ...]
+    profiles: list[MemoryProfile]
+    free_bytes: list[float]
+
+    @property
+    def rank(self) -> int:
+        """The first rank that holds these stages."""
+        return self.placed.schedule.ranks_of_stage[self.stages[0]][0]
+
+    @cached_property
+    def parts(self) -> list[slice]:
+        """The layers of each of the stages."""
+        return [parts_of(self.placed.proposal.lengths)[stage] for stage in self.stages]
+
+    @property
+    def micro_batch(self) -> float:
+        """Samples in the mean micro-batch, whose seconds count."""
+        return self.placed.request.batch / self.placed.proposal.micro_batches
+
+    @cached_property
+    def samples(self) -> float:
+        """Samples in the largest micro-batch, whose bytes count."""
+        return largest_part(self.micro_batch, self.placed.schedule.micro_batches)
+
+    @cached_property
+    def sizes(self) -> LayerBytes:
+        """Bytes of the model's layers per sample."""
+        return LayerBytes.of(self.placed.request.profile)
+
+    @cached_property
+    def full(self) -> Array:
+        """Per stage, bytes that a micro-batch saves if nothing is recomputed."""
+        return self.samples * np.array(
+            [self.sizes.whole(part.start, part.stop) for part in self.parts]
+        )
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Seconds of the forward of every layer of the model."""
+        profile = self.placed.request.profile_of(self.rank)
+        return profile.seconds("forward", self.micro_batch)
+
+    def least_s(self) -> float:
+        """Return a lower bound in seconds of any step in which these stages fit.
+
+        It consists of their ops, and of the recompute that frees the bytes in excess at the fullest
+        moment, at the rate of the layer that frees most bytes per second.
+        """
+        schedule = self.placed.schedule
+        if schedule.stream is not None:
+            return 0.0
+        excess, (in_flight, *_) = self._fullest(self.full)
+        if excess <= 0:
+            return 0.0
+        best_rate = 0.0
+        for part, count in zip(self.parts, in_flight.tolist(), strict=True):
+            for layer in range(part.start, part.stop):
+                best_rate = max(best_rate, self._bytes_freed_per_s(layer, count))
+        profile = self.placed.request.profile_of(self.rank)
+        f, b, i, w = (np.array(profile.seconds(phase, self.micro_batch)) for phase in PHASES)
+        layer_s = f + np.minimum(b, i + w)
+        work_s = float(sum(layer_s[part].sum() for part in self.parts))
+        recompute_s = excess / best_rate if best_rate else np.inf
+        return schedule.micro_batches / len(self.profiles) * (recompute_s + work_s)
+
+    def _bytes_freed_per_s(self, layer: int, micro_batches: float) -> float:
+        """Return an upper bound of the bytes that recomputing a layer frees, per second of its
+        forward, with `micro_batches` in flight.
+        """
+        freed = micro_batches * self.samples * (self.sizes.saved[layer] + self.sizes.entry[layer])
+        if self.seconds[layer]:
+            return freed / self.seconds[layer]
+        return np.inf if freed else 0.0
+
+    def segments(self, precision: Precision) -> list[tuple[int, int]]:
+        """Return the segments to recompute; none where everything fits."""
+        parts, samples, sizes, full = self.parts, self.samples, self.sizes, self.full
+        if self._most_exceeded(full, full, np.zeros(len(parts))) is None:
+            return []
+        _, moment = self._fullest(full)
+        for _ in range(ROUNDS):
+            segments, fits = self._min_time_segments(moment, precision)
+            selection = Selection.of_segments(segments, [part.start for part in parts])
+            stage_bytes = [sizes.stage_bytes(part.start, part.stop, selection) for part in parts]
+            saved = samples * np.array([saved for saved, _ in stage_bytes])
+            recomputed = samples * np.array([recomputed for _, recomputed in stage_bytes])
+            exceeded = self._most_exceeded(saved, full, recomputed)
+            if exceeded is None or not fits or len(parts) == 1:
+                break
+            # The elementwise maximum covers both moments.
+            moment = (
+                np.maximum(moment[0], exceeded[0]),
+                np.maximum(moment[1], exceeded[1]),
+                np.maximum(moment[2], exceeded[2]),
+            )
+        return segments
+
+    def _min_time_segments(
+        self, moment: Moment, precision: Precision
+    ) -> tuple[list[tuple[int, int]], bool]:
+        """Return the segments that take the least time to recompute so that `moment` fits, and
+        whether it then does. A single stage takes all its moments into account.
+        """
+        parts, samples, sizes, full = self.parts, self.samples, self.sizes, self.full
+        places = [layer for part in parts for layer in range(part.start, part.stop)]
+        in_flight, split, recomputed = moment
+        counts = np.ones(1) if len(parts) == 1 else in_flight - split
+        part_lengths = [part.stop - part.start for part in parts]
+        weight = np.repeat(samples * counts, part_lengths)
+        firsts = np.cumsum([0, *part_lengths])[:-1]
+
+        def all_in_flight(row: Sequence[float]) -> list[float]:
+            """Return bytes per layer of all micro-batches in flight, from bytes per sample."""
+            scaled: list[float] = (weight * [row[layer] for layer in places]).tolist()
+            return scaled
+
+        def segment_bytes(first: int, end: int) -> float:
+            """Return the bytes of a recomputed segment of one micro-batch."""
+            return samples * sizes.recomputed_bytes(places[first], places[end - 1] + 1)
+
+        def room(bounds: Array) -> Array:
+            """Return the bytes that may be saved under each bound on recomputed segments."""
+            if len(parts) == 1:
+                return self._room_of_one_stage(bounds, full)
+            free: Array = min(self.free_bytes) - split @ full - recomputed.max(initial=0.0) * bounds
+            return free
+
+        layers = Layers(
+            seconds=[self.seconds[layer] for layer in places],
+            saved=all_in_flight(sizes.saved),
+            entry=all_in_flight(sizes.entry),
+            inputs=all_in_flight(sizes.inputs),
+            recompute_bytes=segment_bytes,
+            firsts=frozenset(firsts.tolist()),
+        )
+        segments, fits = min_time_recompute(layers, room, precision)
+        return [(places[first], places[end - 1] + 1) for first, end in segments], fits
+
+    def _room_of_one_stage(self, bounds: Array, full: Array) -> Array:
+        """Return the bytes that the single stage may save per micro-batch, for bounds on recomputed
+        segments: the least of all moments.
+        """
+        least = np.full(len(bounds), np.inf)
+        for profile, free in zip(self.profiles, self.free_bytes, strict=True):
+            remaining = free - profile.split * full - profile.recomputed * bounds[None, :]
+            count = profile.in_flight - profile.split
+            # Where no micro-batch would save anything, the moment either fits or never will.
+            room = np.where(
+                count > 0,
+                remaining / np.where(count > 0, count, 1.0),
+                np.where(remaining >= 0, np.inf, -np.inf),
+            )
+            least = np.minimum(least, room.min(axis=0, initial=np.inf))
+        return least
+
+    def _fullest(self, full: Array) -> tuple[float, Moment]:
+        """Return the bytes in excess at the fullest moment of all ranks if nothing is recomputed
+        (negative if everything fits), and that moment.
+        """
+        worst, moment = -np.inf, None
+        for profile, free in zip(self.profiles, self.free_bytes, strict=True):
+            total = profile.in_flight @ full
+            row = int(np.argmax(total))
+            if moment is None or total[row] - free > worst:
+                worst, moment = float(total[row]) - free, _moment(profile, row)
+        assert moment is not None
+        return worst, moment
+
+    def _most_exceeded(self, saved: Array, full: Array, recomputed: Array) -> Moment | None:
+        """Return the moment at which a rank exceeds its memory most; None if all fit."""
+        worst, moment = 0.0, None
+        for profile, free in zip(self.profiles, self.free_bytes, strict=True):
+            total = profile.bytes(saved, full, recomputed)
+            row = int(np.argmax(total))
+            if total[row] - free > worst:
+                worst, moment = total[row] - free, _moment(profile, row)
+        return moment
+
+
+def _moment(profile: MemoryProfile, row: int) -> Moment:
+    """Return the counts of one moment of a memory profile."""
+    return profile.in_flight[row], profile.split[row], profile.recomputed[row]
+
+
+def _groups(placed: PlacedSchedule) -> list[_Group] | None:
+    """Group the ranks by their stages; None if two ranks share some stages but not all."""
+    schedule = placed.schedule
+    weights = weight_bytes_of_ranks(tables_of(schedule, placed.costs, Recompute.NEVER)).sum(axis=1)
+    groups: dict[tuple[int, ...], _Group] = {}
+    for rank, profile in enumerate(memory_profiles(schedule)):
+        if profile.stages:
+            group = groups.setdefault(profile.stages, _Group(placed, profile.stages, [], []))
+            group.profiles.append(profile)
+            group.free_bytes.append(placed.request.memory_bytes(rank) - float(weights[rank]) - 1.0)
+    if sum(map(len, groups)) != schedule.stages:
+        return None
+    return list(groups.values())

@@ -1,0 +1,1 @@
+"""The study of convergence: which weight rules lose accuracy, and when?"""

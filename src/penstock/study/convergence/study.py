@@ -1,0 +1,142 @@
+"""A whole study: cases run or found in the notebook, throughputs, tables, figures, one folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.draw.output import write
+from penstock.errors import RunError
+from penstock.measure.profiler import machine_facts
+from penstock.profile.profile import Profile
+from penstock.study.convergence.experiment import Case, Experiment, Group
+from penstock.study.convergence.figure import draw_figures
+from penstock.study.convergence.records import RecordFile
+from penstock.study.convergence.report import page
+from penstock.study.convergence.results import Results
+from penstock.study.convergence.runner import Failed, Report, run_cases
+from penstock.study.convergence.stage_cut import cut_into_stages
+from penstock.study.convergence.tasks import study_task
+from penstock.study.convergence.throughput import fastest_flush, measure, profile_of, throughput
+from penstock.tracing.traced_chain import chain
+from penstock.training.task import make_task
+
+#: Prints a message about the progress.
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Study:
+    """An experiment and the folder of its results.
+
+    Attributes:
+        experiment: what to run.
+        folder: for the records, the profiles and the results.
+        jobs: number of cases to run in parallel.
+        measured: whether batches are also timed in real processes.
+    """
+
+    experiment: Experiment
+    folder: Path
+    jobs: int
+    measured: bool = True
+
+    def run(self, start_cases: Callable[[int], Report], say: Say) -> Results:
+        """Run the cases that have no record yet, and write `study.json`, `study.md` and the
+        figures.
+
+        Args:
+            start_cases: called with the number of cases to run; returns the function to call with
+                the result of each.
+            say: called with other messages.
+
+        Raises:
+            PenstockError: the experiment is impossible, the folder cannot be written, or a process
+                was killed.
+        """
+        cases, refused = self.experiment.cases()
+        record_file = RecordFile(self.folder)
+        profiles = self._profiles(say)
+        lengths = self._lengths()
+        case_of_group = {case.group: case for case in cases}
+        flush_of_group = {
+            group: fastest_flush(case, profiles[case.task], lengths[case.task, case.stages])
+            for group, case in case_of_group.items()
+        }
+        case_of_group |= {case.group: case for case in flush_of_group.values()}
+        pending = sum(case.key not in record_file.records for case in cases)
+        if pending < len(cases):
+            recorded = len(cases) - pending
+            say(f"{recorded} of {len(cases)} cases are in {record_file.path} already")
+        failed = run_cases(cases, record_file, self.jobs, start_cases(pending))
+        failed_timings = self._measure(case_of_group, record_file, say) if self.measured else []
+        throughputs = {}
+        for group, case in case_of_group.items():
+            case_lengths = lengths[case.task, case.stages]
+            measured_s = record_file.measured.get(group)
+            throughputs[group] = throughput(case, profiles[case.task], case_lengths, measured_s)
+        records = record_file.of(cases)
+        results = Results(
+            self.experiment,
+            tuple(records),
+            throughputs,
+            {group: case.group for group, case in flush_of_group.items()},
+            tuple(refused),
+            tuple((str(failure.case), failure.reason) for failure in [*failed, *failed_timings]),
+            {**machine_facts(torch.device("cpu")), "threads": "1", "torch": torch.__version__},
+            len(cases) - len(records) - len(failed),
+        )
+        if records:
+            self._write(results)
+        return results
+
+    def _profiles(self, say: Say) -> dict[str, Profile]:
+        """Load or measure the profile of each task's model."""
+        profiles = {}
+        for task in self.experiment.tasks:
+            path = self.folder / f"{task}-profile.json"
+            if not path.exists():
+                say(f"measuring the layers of {task} …")
+            profiles[task] = profile_of(task, path)
+        return profiles
+
+    def _measure(
+        self, case_of_group: Mapping[Group, Case], record_file: RecordFile, say: Say
+    ) -> list[Failed]:
+        """Time batches of the cases that have no more ranks than the host has cores, one case after
+        the other, and return those that failed.
+        """
+        cores = len(os.sched_getaffinity(0))
+        failed = []
+        for group, case in case_of_group.items():
+            if group in record_file.measured or not 1 < case.programs.ranks <= cores:
+                continue
+            say(
+                f"timing {case.task} {case.rule} S={case.stages} M={case.micro_batches} "
+                f"{case.optimizer} in {case.programs.ranks} processes …"
+            )
+            try:
+                record_file.add(measure(case))
+            except RunError as error:
+                failed.append(Failed(case, " ".join(str(error).split())))
+        return failed
+
+    def _lengths(self) -> dict[tuple[str, int], list[int]]:
+        """Cut the models, and return the layers per stage by task and depth."""
+        lengths = {}
+        for name in self.experiment.tasks:
+            task = make_task(study_task(name).settings)
+            traced = chain(task.model)
+            for stages in self.experiment.depths:
+                lengths[name, stages] = cut_into_stages(traced, task.data.train_inputs, stages)
+        return lengths
+
+    def _write(self, results: Results) -> None:
+        """Write the figures, the results as JSON, and the report."""
+        figure_names = draw_figures(results, self.folder)
+        write(self.folder / "study.json", results.as_json())
+        write(self.folder / "study.md", page(results, figure_names))

@@ -1,0 +1,1 @@
+"""Python state that a forward reads: recorded while tracing, watched afterwards."""

@@ -1,0 +1,324 @@
+"""Detection of changes of a model's Python state since its graphs were traced.
+
+Watched are the attributes that the forward has read, of modules and of their classes; plain values
+and functions among the globals of their files; and of all modules the sets of submodules,
+parameters, buffers and hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from penstock.tracing.faults import is_users
+from penstock.tracing.python_state.attribute_reads import MISSING, TORCHS, is_users_class
+from penstock.tracing.python_state.python_values import (
+    array_bytes,
+    containers,
+    described,
+    is_array,
+    is_mutable,
+    saved,
+    summary,
+    version_of,
+)
+
+#: Attributes of modules that are compared as dicts.
+_MEMBER_DICTS = ("_parameters", "_buffers", "_modules")
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_COMPARED_SEPARATELY = TORCHS | {"_compiled_call_impl"}
+_KINDS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A difference from the traced state.
+
+    Attributes:
+        text: description.
+        traceable: whether tracing again takes account of it.
+    """
+
+    text: str
+    traceable: bool
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A variable in the namespace of a module, a class or a file.
+
+    Attributes:
+        where: description of the variable.
+        names: the namespace.
+        key: its name.
+        value: its value when it was read.
+        summary: digest of the value.
+    """
+
+    where: str
+    names: Any
+    key: str
+    value: Any
+    summary: Any
+
+
+class Watch:
+    """Watches the state of one model from now on.
+
+    Args:
+        model: the user's model.
+        reads: by path, the attributes that the forward reads.
+        modes: whether the training modes of the modules matter, as in training; not in evaluation.
+        ignored: by path, attributes that the forward sets itself before it reads them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reads: Mapping[str, Collection[str]],
+        *,
+        modes: bool,
+        ignored: Mapping[str, Collection[str]],
+    ) -> None:
+        self._model = model
+        self._shared = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._summaries: dict[int, tuple[Any, Any]] = {}
+        self._parts = list(model.named_modules(remove_duplicate=False))
+        skipped = _COMPARED_SEPARATELY if modes else _COMPARED_SEPARATELY | {"training"}
+        self._values = list(self._read(reads, skipped, ignored))
+        self._build_lists()
+
+    def renew(self) -> None:
+        """Compare with the present objects from now on, after `changes` has found no difference."""
+        for number, variable in enumerate(self._values):
+            now = variable.names.get(variable.key, MISSING)
+            self._values[number] = _Value(
+                variable.where, variable.names, variable.key, now, variable.summary
+            )
+        self._build_lists()
+
+    def _build_lists(self) -> None:
+        """Build the flat lists that `unchanged` compares."""
+        self._items = [(variable.names, variable.key, variable.value) for variable in self._values]
+        self._contents: list[tuple[Any, Any]] = []
+        self._versions: list[tuple[Tensor, int]] = []
+        self._arrays: list[tuple[Any, bytes]] = []
+        visited: set[int] = set()
+        for variable in self._values:
+            for container in containers(variable.value, visited):
+                self._add(container)
+        self._ids: list[tuple[dict[str, Any], list[int], str]] = []
+        self._hooks: list[tuple[Any, list[Any], str, str]] = []
+        self._empty: list[Any] = []
+        for path, part in self._parts:
+            self._watch_structure(path, part)
+        self._hooks += [(hooks, list(hooks), "", "") for hooks in _global_hooks()]
+
+    def _watch_structure(self, path: str, part: nn.Module) -> None:
+        for where in _MEMBER_DICTS:
+            members = vars(part)[where]
+            if members:
+                self._ids.append((members, [*map(id, members.values())], where))
+            else:
+                self._empty.append(members)
+        for where in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS):
+            hooks = vars(part)[where]
+            if hooks:
+                self._hooks.append((hooks, list(hooks), where, path))
+            else:
+                self._empty.append(hooks)
+
+    def _add(self, container: Any) -> None:
+        if isinstance(container, Tensor):
+            if id(container) not in self._shared:
+                self._versions.append((container, version_of(container)))
+        elif is_array(container):
+            self._arrays.append((container, array_bytes(container)))
+        else:
+            self._contents.append((container, saved(container)))
+
+    def unchanged(self) -> bool:
+        """Return whether all objects are the same with the same contents.
+
+        Fast. False also if a variable was assigned an equal value.
+        """
+        for names, key, value in self._items:
+            if names.get(key, MISSING) is not value:
+                return False
+        if any(self._empty):
+            return False
+        for members, ids, _ in self._ids:
+            if [*map(id, members.values())] != ids:
+                return False
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                return False
+        return self._contents_unchanged() and all(
+            list(hooks) == keys for hooks, keys, _, _ in self._hooks
+        )
+
+    def _contents_unchanged(self) -> bool:
+        try:
+            for live, copied in self._contents:
+                if live != copied:
+                    return False
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):  # comparing tensors gives no single truth value
+            return False
+        return all(array_bytes(array) == content for array, content in self._arrays)
+
+    def changes(self) -> list[Change]:
+        """Return the changes; none if all assigned values are equal to the previous ones."""
+        changes = [*self._structure()]
+        self._summaries.clear()
+        for variable in self._values:
+            value = variable.names.get(variable.key, MISSING)
+            if self._summary(value) != variable.summary:
+                changes.append(Change(_change_text(variable, value), traceable=True))
+        return changes
+
+    def _structure(self) -> Iterator[Change]:
+        before = {id(names): ids for names, ids, _ in self._ids}
+        for path, part in self._parts:
+            for kind in _MEMBER_DICTS:
+                names = vars(part)[kind]
+                ids = before.get(id(names), [])
+                if [*map(id, names.values())] != ids:
+                    replaced = [key for key, value in names.items() if id(value) not in ids]
+                    listed = ", ".join(f"`{key}`" for key in replaced) or "one fewer"
+                    yield Change(
+                        f"the {_KINDS[kind]}s of {path or 'the model'} are others ({listed})",
+                        traceable=False,
+                    )
+        yield from self._hook_changes()
+
+    def _hook_changes(self) -> Iterator[Change]:
+        keys = {id(hooks): names for hooks, names, _, _ in self._hooks}
+        for path, part in self._parts:
+            for kind in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS):
+                hooks = vars(part)[kind]
+                if list(hooks) != keys.get(id(hooks), []):
+                    direction = "backward" if kind in _BACKWARD_HOOKS else "forward"
+                    yield Change(
+                        f"the {direction} hooks of {path or 'the model'} are others",
+                        direction == "forward",
+                    )
+        for hooks, names, kind, _ in self._hooks:
+            if not kind and list(hooks) != names:
+                yield Change("hooks of all modules (register_module_forward_hook) are others", True)
+
+    def _read(
+        self,
+        reads: Mapping[str, Collection[str]],
+        skipped: Collection[str],
+        ignored: Mapping[str, Collection[str]],
+    ) -> Iterator[_Value]:
+        """Yield the variables that are compared."""
+        visited: set[tuple[int, str]] = set()
+        for path, part in self._parts:
+            for key in sorted(set(reads.get(path, ())) - set(ignored.get(path, ()))):
+                if key not in skipped and not key.startswith("__"):
+                    where = f"`{key}` of {path or 'the model'}"
+                    yield from self._of_module(part, key, where, visited)
+
+    def _of_module(
+        self, part: nn.Module, key: str, where: str, visited: set[tuple[int, str]]
+    ) -> Iterator[_Value]:
+        names = vars(part)
+        if key in names:
+            yield self._value(where, names, key)
+            return
+        owner = next((kind for kind in type(part).__mro__ if key in vars(kind)), None)
+        if owner is None or owner is nn.Module:
+            return
+        # Watched although it does not exist: it would take the place of the class's attribute.
+        yield self._value(where, names, key)
+        if is_users_class(owner):
+            yield from self._of_class(owner, key, visited)
+
+    def _of_class(self, kind: type, key: str, visited: set[tuple[int, str]]) -> Iterator[_Value]:
+        if (id(kind), key) in visited:
+            return
+        visited.add((id(kind), key))
+        yield self._value(f"`{kind.__qualname__}.{key}`", vars(kind), key)
+        value = vars(kind)[key]
+        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        if isinstance(function, FunctionType):
+            yield from self._of_function(function, visited)
+            for base in kind.__mro__[1:]:
+                if key in vars(base) and is_users_class(base) and base is not nn.Module:
+                    yield from self._of_class(base, key, visited)
+
+    def _of_function(
+        self, function: FunctionType, visited: set[tuple[int, str]]
+    ) -> Iterator[_Value]:
+        """Yield the globals that a user's function reads: plain values and functions."""
+        function = getattr(function, "__wrapped__", function)
+        if not isinstance(function, FunctionType) or not is_users(function.__code__.co_filename):
+            return
+        names = function.__globals__
+        for key in _names(function.__code__):
+            if (id(names), key) in visited or key not in names:
+                continue
+            visited.add((id(names), key))
+            value = names[key]
+            if isinstance(value, FunctionType):
+                yield self._value(f"the function `{key}`", names, key)
+                yield from self._of_function(value, visited)
+            elif _is_plain(value):
+                yield self._value(f"the global `{key}` of {names.get('__name__')}", names, key)
+
+    def _value(self, where: str, names: Any, key: str) -> _Value:
+        value = names.get(key, MISSING)
+        return _Value(where, names, key, value, self._summary(value))
+
+    def _summary(self, value: Any) -> Any:
+        """Return a digest of a value, computed once for an object that many modules share."""
+        entry = self._summaries.get(id(value))
+        if entry is None or entry[0] is not value:
+            entry = self._summaries[id(value)] = (value, summary(value, self._shared))
+        return entry[1]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a global is data: numbers, strings, containers of these, and tensors."""
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return (
+        not is_mutable(value)
+        and not callable(value)
+        and isinstance(value, (bool, int, float, complex, str, type(None)))
+    )
+
+
+def _global_hooks() -> list[Any]:
+    return [
+        torch_module._global_forward_hooks,
+        torch_module._global_forward_pre_hooks,
+    ]
+
+
+def _change_text(variable: _Value, value: Any) -> str:
+    if variable.value is value:
+        return f"{variable.where} has changed in place"
+    return f"{variable.where} was {described(variable.value)} and is {described(value)}"

@@ -1,0 +1,347 @@
+"""A training run whose ranks a launcher has started, on one host or several: torchrun or srun.
+
+All ranks measure, rank 0 plans, and what it has decided is everybody's: configuration, plan and
+errors are broadcast as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from penstock.checkpoint.folder_lock import FolderLock
+from penstock.cluster.cluster import LOOPBACK, Cluster, Device
+from penstock.cluster.device import Kind
+from penstock.cluster.local import available_cores, available_memory_bytes
+from penstock.errors import PenstockError, SettingError
+from penstock.event import Event, Timeline
+from penstock.measure.device_kinds import name_by_kind
+from penstock.measure.host_links import measure_host_links
+from penstock.plan.plan import Plan
+from penstock.profile.profile import Profile
+from penstock.store import to_json
+from penstock.tracing.traced_chain import TracedChain
+from penstock.training.checks import check_settings
+from penstock.training.config import TrainConfig, validate_settings
+from penstock.training.data.batches import count_batches
+from penstock.training.job import Prepared, make_folder, plan_run
+from penstock.training.measurement import Say, find_devices
+from penstock.training.rank import RankResult, profile_rank, train_on
+from penstock.training.resume import check_checkpoint, remove_staging
+from penstock.training.run_checkpoints import checkpoint_folders
+from penstock.training.task import make_task
+from penstock.transport.collectives import all_gather, broadcast
+from penstock.transport.device_discovery import assign_device
+from penstock.transport.hosts import Host, host_names, this_host
+from penstock.transport.process_group import join
+
+#: Most hosts that the name of a cluster lists.
+_NAMED_HOSTS = 4
+
+
+class FailedOnFirst(PenstockError):
+    """Rank 0 has failed, and reports the error itself."""
+
+
+def on_first(job: Callable[[], str]) -> str:
+    """Return the text of `job`, which runs on rank 0 alone, on every rank.
+
+    Raises:
+        PenstockError: on rank 0, the error of the job.
+        FailedOnFirst: on the other ranks, if it has failed.
+    """
+    if dist.get_rank() != 0:
+        answer = broadcast({}, dict[str, str], 0)
+        if "error" in answer:
+            raise FailedOnFirst(answer["error"])
+        return answer["text"]
+    try:
+        text = job()
+    except PenstockError as error:
+        broadcast({"error": str(error)}, dict[str, str], 0)
+        raise
+    broadcast({"text": text}, dict[str, str], 0)
+    return text
+
+
+def share_config(load: Callable[[], TrainConfig]) -> TrainConfig:
+    """Return rank 0's configuration, which it loads, on every rank. Connects the ranks.
+
+    Raises:
+        PenstockError: see `on_first`; or the settings do not go with a launcher.
+    """
+    join()
+
+    def checked() -> str:
+        """Load and check the configuration."""
+        config = load()
+        size = dist.get_world_size()
+        if config.ranks not in (None, size):
+            raise SettingError(
+                f"ranks is {config.ranks}, and the launcher has started {size} processes: leave "
+                "ranks out, and start as many processes as devices"
+            )
+        if config.max_restarts:
+            raise SettingError(
+                "max_restarts restarts ranks that penstock train has started itself: under a "
+                "launcher, use its own, torchrun --max-restarts"
+            )
+        return json.dumps(asdict(_resumed(config)))
+
+    return validate_settings(json.loads(on_first(checked)), "the settings of rank 0")
+
+
+def _resumed(config: TrainConfig) -> TrainConfig:
+    """Return the configuration of an attempt after torchrun has restarted the ranks.
+
+    It continues from the checkpoints of the attempt before, if that has left any.
+    """
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not restarted or config.out is None or not checkpoint_folders(Path(config.out)):
+        return config
+    return replace(config, resume=True)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The hosts of all ranks, and the device of this one.
+
+    Attributes:
+        hosts: by rank, the name of its host.
+        device: of this rank.
+    """
+
+    hosts: Sequence[str]
+    device: torch.device
+
+    @property
+    def host_ranks(self) -> list[int]:
+        """The ranks of this host."""
+        host_of_rank = self.hosts[dist.get_rank()]
+        return [rank for rank, host in enumerate(self.hosts) if host == host_of_rank]
+
+    @classmethod
+    def find(cls, config: TrainConfig) -> _Place:
+        """Return the place of this rank; every rank calls it.
+
+        Raises:
+            SettingError: the requested devices are not there.
+        """
+        hosts = host_names(all_gather(this_host(), Host))
+        request = None if config.device == "auto" else config.device
+        return cls(hosts, torch.device(assign_device(request).device))
+
+
+@dataclass(frozen=True)
+class HostRun:
+    """A run that is ready to train, as one rank sees it.
+
+    Attributes:
+        config, folder, plan: of the run, the same on every rank.
+        device: of this rank.
+        prepared: the same and more, on rank 0.
+    """
+
+    config: TrainConfig
+    folder: Path
+    plan: Plan
+    device: torch.device
+    prepared: Prepared | None
+
+
+def prepare_on_hosts(config: TrainConfig, say: Say) -> HostRun:
+    """Measure model and links on all ranks, and plan on rank 0.
+
+    Args:
+        config: of the run, the same on every rank.
+        say: receives progress messages, on rank 0.
+
+    Raises:
+        PenstockError: on rank 0, why the run cannot be prepared.
+        FailedOnFirst: on the other ranks, if rank 0 has raised.
+    """
+    place = _Place.find(config)
+    config = replace(config, device="cuda" if place.device.type == "cuda" else "cpu")
+    first = dist.get_rank() == 0
+    task = make_task(config)
+    traced = task.chain
+    per_epoch = count_batches(len(task.data.train_inputs), config.batch)
+    on_first(lambda: _check(config, traced, per_epoch))
+    if first:
+        hosts = len(set(place.hosts))
+        say(
+            f"{config.model}: {len(traced)} layers, {traced.parameter_count:,} parameters · "
+            f"{task.data.description}"
+        )
+        say(
+            f"measuring {len(traced)} layers and the links of {len(place.hosts)} ranks on {hosts} "
+            f"host{'s' * (hosts > 1)} …"
+        )
+    profiles = _profiles_of_hosts(config, place)
+    cluster, by_kind = _cluster(place, profiles)
+    if first:
+        say(str(cluster))
+    prepared: Prepared | None = None
+
+    def plan_here() -> str:
+        """Plan, and make the run's folder."""
+        nonlocal prepared
+        single = next(iter(by_kind.values()))
+        devices = find_devices(config.device)
+        by_device = by_kind if len(by_kind) > 1 else single
+        with ExitStack() as locks:
+            if config.out is not None:
+                locks.enter_context(FolderLock(make_folder(config)))
+            prepared = plan_run(config, traced, by_device, cluster, devices, locks)
+        return json.dumps({"plan": to_json(prepared.plan), "folder": str(prepared.folder)})
+
+    answer = json.loads(on_first(plan_here))
+    plan = Plan.parse(answer["plan"], "the plan of rank 0")
+    return HostRun(config, Path(answer["folder"]), plan, place.device, prepared)
+
+
+def _check(config: TrainConfig, traced: TracedChain, per_epoch: int) -> str:
+    """Refuse settings that planning or training would refuse later. Returns an empty text."""
+    check_settings(config, len(traced))
+    if config.resume:
+        check_checkpoint(config, traced.fingerprint, per_epoch)
+    if config.out is not None:
+        make_folder(config)  # before the measurement, so that an error appears at once
+    return ""
+
+
+def _profiles_of_hosts(config: TrainConfig, place: _Place) -> dict[str, Profile]:
+    """Return the profile of every host; the ranks of a host measure at once, and all hosts do.
+
+    Of more ranks than cores, one per core measures, see `job`. Cards do not slow each other down:
+    the first rank of a host measures alone.
+    """
+    hosts = list(dict.fromkeys(place.hosts))
+    cores = available_cores()
+    host_ranks = place.host_ranks
+    most = 1 if place.device.type == "cuda" else cores
+    counts = all_gather(min(most, len(host_ranks)), int)
+    groups = {}
+    for host in hosts:
+        ranks = [rank for rank, name in enumerate(place.hosts) if name == host]
+        ranks = ranks[: counts[ranks[0]]]
+        groups[host] = dist.new_group(ranks, backend="gloo")
+    group = groups[place.hosts[dist.get_rank()]]
+    text = ""
+    if dist.get_rank() in host_ranks[: counts[host_ranks[0]]]:
+        threads = max(1, cores // len(host_ranks))
+        together = group if counts[host_ranks[0]] > 1 else False
+        profile = profile_rank(config, threads, together, place.device)
+        text = to_json(profile) if dist.get_rank() == host_ranks[0] else ""
+    texts = all_gather(text, str)
+    profiles = {}
+    for host in hosts:
+        first = place.hosts.index(host)
+        profiles[host] = Profile.parse(texts[first], f"the profile of {host}")
+    return profiles
+
+
+def _cluster(place: _Place, profiles: dict[str, Profile]) -> tuple[Cluster, dict[str, Profile]]:
+    """Return the cluster of all ranks, and the profile of every kind of device.
+
+    Hosts are of one kind if the model takes about equally long on them.
+    """
+    hosts = list(profiles)
+    inside, between = measure_host_links(place.hosts)
+    free_bytes = _free_bytes(place)
+    memory = all_gather(free_bytes - free_bytes % 2**20, int)
+    kind: Kind = "gpu" if place.device.type == "cuda" else "cpu"
+    devices, speeds = [], []
+    for host in hosts:
+        profile = profiles[host]
+        devices.append(Device(profile.device, 1, kind))
+        speeds.append(1 / sum(profile.step_seconds(profile.batch)))
+    kinds = [device.name for device in name_by_kind(devices, speeds)]
+    by_kind: dict[str, Profile] = {}
+    for host, name in zip(hosts, kinds, strict=True):
+        by_kind.setdefault(name, profiles[host])
+    ranks_devices = [
+        Device(kinds[hosts.index(host)], memory[rank], kind)
+        for rank, host in enumerate(place.hosts)
+    ]
+    cluster = Cluster(
+        ", ".join(hosts) if len(hosts) <= _NAMED_HOSTS else f"{len(hosts)} hosts",
+        tuple(ranks_devices),
+        1,
+        inside or between or LOOPBACK,
+        between or inside or LOOPBACK,
+        tuple(hosts.index(host) for host in place.hosts),
+        source=f"measured by penstock train on {socket.gethostname()}",
+        hosts=tuple(hosts) if len(hosts) > 1 else (),
+    )
+    return cluster, by_kind
+
+
+def _free_bytes(place: _Place) -> int:
+    """Return the memory that this rank may use: its card's, or its part of the host's."""
+    if place.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(place.device)[0])
+    return available_memory_bytes() // len(place.host_ranks)
+
+
+def train_on_hosts(run: HostRun, quiet: bool) -> list[RankResult]:
+    """Train on all ranks.
+
+    Args:
+        run: of `prepare_on_hosts`.
+        quiet: show no progress bar.
+
+    Returns:
+        The results of the ranks of the plan, in the plan's order; their timelines have its ranks.
+
+    Raises:
+        RunError: a rank failed.
+    """
+    try:
+        result = train_on(run.config, run.plan, run.folder, quiet, run.device, "processes")
+    finally:
+        if dist.get_rank() == 0:
+            remove_staging(run.folder)
+    # Within one job a rank is the device of its number.
+    ranks = run.plan.devices or tuple(range(run.plan.ranks))
+    if result.timeline is not None:
+        result.timeline = timeline_of_ranks(result.timeline, ranks)
+        result.busy = [result.busy[rank] for rank in ranks]
+    peaks = all_gather((result.peak_rss_bytes, result.peak_allocated_bytes or 0), tuple[int, int])
+    results = []
+    for rank in ranks:
+        peak_rss, allocated = peaks[rank]
+        results.append(
+            replace(result, peak_rss_bytes=peak_rss, peak_allocated_bytes=allocated or None)
+        )
+    return results
+
+
+def timeline_of_ranks(timeline: Timeline, ranks: Sequence[int]) -> Timeline:
+    """Return a timeline with some of its ranks, renumbered in their order.
+
+    Args:
+        timeline: measured.
+        ranks: of the timeline; all others are idle.
+    """
+    number = {rank: index for index, rank in enumerate(ranks)}
+    events: list[Event] = []
+    for event in timeline.events:
+        target = None if event.to_rank is None else number[event.to_rank]
+        events.append(event._replace(rank=number[event.rank], to_rank=target))
+    peaks, memory = timeline.peak_memory, timeline.measured_memory
+    return replace(
+        timeline,
+        events=tuple(events),
+        ranks=len(ranks),
+        peak_memory=None if peaks is None else tuple(peaks[rank] for rank in ranks),
+        measured_memory=None if memory is None else tuple(memory[rank] for rank in ranks),
+    )

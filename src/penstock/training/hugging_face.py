@@ -1,0 +1,142 @@
+"""Models of the transformers library from a config file on this machine. Nothing is downloaded, and
+no code that comes with a model is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from penstock.errors import FileError, MissingExtra, SettingError
+from penstock.files.read import read_json
+from penstock.files.text import shorten
+from penstock.training.data.batches import Dataset
+from penstock.training.scores import scores_of
+
+#: By task, the class of transformers that makes the model.
+_AUTO_CLASSES = {
+    "next_token": "AutoModelForCausalLM",
+    "classify": "AutoModelForImageClassification",
+}
+#: Weights in a folder of Hugging Face.
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def make_model(path: str, data: Dataset, options: Mapping[str, Any]) -> nn.Module:
+    """Make a model of the transformers library.
+
+    Args:
+        path: a config.json, whose model gets random weights; or a folder that holds one and
+            possibly weights in safetensors, which are then loaded.
+        data: that the model learns from.
+        options: attributes of the configuration to change.
+
+    Raises:
+        FileError: the file cannot be read, or is no configuration.
+        MissingExtra: transformers is not installed.
+        SettingError: an option is unknown, or no model of this kind can learn from the data.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra("transformers", "models", "--model hf:…") from error
+    if data.task not in _AUTO_CLASSES:
+        raise SettingError(
+            f"--model hf:{path} learns to classify images or to predict the next token, and data "
+            f"{data.name} is for neither; write a factory, --model package.module:factory"
+        )
+    place = Path(path).expanduser()
+    config_file = place / "config.json" if place.is_dir() else place
+    config = _configuration(config_file, options)
+    _fit_to_data(config, config_file, data)
+    auto_class = getattr(transformers, _AUTO_CLASSES[data.task])
+    has_weights = place.is_dir() and any((place / name).exists() for name in _WEIGHTS)
+    try:
+        if has_weights:
+            model: nn.Module = auto_class.from_pretrained(
+                place,
+                config=config,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+            )
+        else:
+            model = auto_class.from_config(config, trust_remote_code=False)
+    except (ValueError, OSError, ImportError) as error:
+        raise SettingError(
+            f"--model hf:{path}: transformers cannot make this model: {shorten(str(error), 300)}"
+        ) from error
+    return model.float()
+
+
+def _configuration(file: Path, options: Mapping[str, Any]) -> Any:
+    """Read a config.json, with some attributes changed."""
+    from transformers import CONFIG_MAPPING
+
+    values = read_json(file, object, kind="configuration")
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if not isinstance(values, dict) or not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise FileError(
+            f"{file} is no configuration of a model that transformers knows: its model_type is "
+            f"{shorten(repr(kind))}"
+        )
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(values)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise FileError(f"{file} is no configuration of {kind}: {shorten(str(error))}") from error
+    for name in options:
+        if not hasattr(config, name):
+            names = ", ".join(sorted(config.to_dict()))
+            raise SettingError(f"{file} has no option {name!r}; it has {names}")
+    if options:
+        try:
+            config = CONFIG_MAPPING[kind].from_dict({**config.to_dict(), **options})
+        except (TypeError, ValueError) as error:
+            raise SettingError(f"--model-option: {shorten(str(error))}") from error
+    # Training does not use the cache of keys and values, which would cross the stages.
+    config.use_cache = False
+    return config
+
+
+def _fit_to_data(config: Any, file: Path, data: Dataset) -> None:
+    """Set the number of classes; refuse a vocabulary or a length that is too small for the data."""
+    if data.task == "classify":
+        config.num_labels = data.classes
+        return
+    vocabulary = getattr(config, "vocab_size", data.classes)
+    if vocabulary < data.classes:
+        raise SettingError(
+            f"{file} has a vocabulary of {vocabulary} tokens, and data {data.name} has "
+            f"{data.classes}: set --model-option vocab_size={data.classes} or more"
+        )
+    tokens = data.train_inputs.shape[-1]
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < tokens:
+        raise SettingError(
+            f"{file} has {positions} positions, and the sequences of data {data.name} have "
+            f"{tokens} tokens: set --tokens {positions} or less"
+        )
+
+
+def token_loss(output: Any, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy over all tokens, in nats: a scalar.
+
+    Args:
+        output: of the model; `logits` are (batch, tokens, vocabulary).
+        targets: int64 (batch, tokens), the token that follows each token of the input.
+    """
+    return cross_entropy(scores_of(output).flatten(0, 1), targets.flatten())
+
+
+def class_loss(output: Any, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy over all samples, in nats: a scalar.
+
+    Args:
+        output: of the model; `logits` are (batch, classes).
+        targets: int64 (batch,).
+    """
+    return cross_entropy(scores_of(output), targets)

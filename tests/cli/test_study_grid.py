@@ -1,0 +1,88 @@
+"""`penstock study NAME|FILE`: the words, the list, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+def test_without_a_name_the_studies_are_listed(penstock):
+    """Each with its question."""
+    ran = penstock("study")
+    assert ran.status == 0
+    names = {line.split()[0] for line in ran.out.splitlines()}
+    assert {"convergence", "paper", "libraries", "smoke"} <= names
+    assert set(json.loads(penstock("study", "--json").out)) == names
+
+
+def test_the_cells_of_a_study_are_listed_without_running_any(penstock, tmp_path):
+    """To choose `--only` by."""
+    ran = penstock("study", "paper", "--list", "--only", "deepspeed", "--repetitions", 1)
+    assert ran.status == 0
+    assert len(ran.out.splitlines()) == 8
+    rows = json.loads(penstock("study", "paper", "--list", "--json", "--repetitions", 1).out)
+    assert {"system", "stages", "balance"} <= set(rows[0])
+    words = ("--tasks", "digits", "--rules", "stash", "--depths", 2, "--seeds", 1)
+    ran = penstock("study", "convergence", "--list", *words)
+    assert [line.split()[1] for line in ran.out.splitlines()] == ["flush", "stash"]
+
+
+GRID = "system: torch\nschedule: 1f1b\nmodel: mlp\ndata: random\nbatch: 8\nsteps: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("speed",), "no study called 'speed'"),
+        (("converg",), "Did you mean 'convergence'?"),
+        (("papr",), "Did you mean 'paper'?"),
+        (("no-such.yaml",), "no-such.yaml"),
+        (("paper", "--scale", "huge"), "--scale huge: must be small or full"),
+        (("paper", "--repetitions", "0"), "--repetitions 0: must be at least 1"),
+        (("paper", "--limit-s", "0"), "--limit-s 0: must be above 0"),
+        (("paper", "--limit-s", "nan"), "--limit-s nan: must be above 0"),
+        (("paper", "--jobs", "0"), "--jobs 0: must be at least 1"),
+        (("paper", "--only", "nothing"), "--only nothing: no cell contains it"),
+        (("paper", "--rules", "stash"), "--rules is a flag of the study convergence only"),
+        (("paper", "--quick"), "--quick is a flag of the study convergence only"),
+        (("convergence", "--scale", "full"), "the study convergence has no --scale"),
+        (("convergence", "--environment", "a=b"), "the study convergence has no --environment"),
+        (("convergence", "--retry"), "the study convergence has no --retry"),
+        (("convergence", "--realtime"), "the study convergence has no --realtime"),
+        (("paper", "--realtime"), "the systems of paper do not take turns"),
+        (("paper", "more"), "unexpected 'more'"),
+        (("paper", "--environment", "deepspeed"), "write NAME=PATH"),
+        (("paper", "--environment", "depspeed=/tmp"), "Did you mean 'deepspeed'?"),
+        (("paper", "--environment", "deepspeed=/no/such"), "there is no folder"),
+        (("install", "megatron"), "'megatron' cannot be installed; there are: deepspeed"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_runs(penstock, tmp_path, words, message):
+    """Exit status 2, one message, no folder."""
+    ran = penstock("study", *words, "--out", tmp_path / "new")
+    assert ran.status == 2
+    assert message in ran.err
+    assert "Traceback" not in ran.err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_wrong_grid_is_refused_before_anything_runs(penstock, tmp_path):
+    """Its file and the place in it are named."""
+    path = tmp_path / "grid.yaml"
+    path.write_text(GRID.replace("steps", "stepz"))
+    ran = penstock("study", path, "--out", tmp_path / "new")
+    assert ran.status == 2
+    assert "grid.yaml" in ran.err
+    assert "stepz" in ran.err
+    path.write_text(GRID)
+    assert penstock("study", path, "--list").out.strip() == "torch 1f1b mlp S=1 M=1 bottleneck"
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(penstock, tmp_path):
+    """Before the first cell, not after it."""
+    (tmp_path / "file").write_text("")
+    ran = penstock("study", "smoke", "--out", tmp_path / "file")
+    assert ran.status == 2
+    assert "cannot store records in" in ran.err

@@ -1,0 +1,44 @@
+"""Links inside hosts and between them."""
+
+from __future__ import annotations
+
+import pytest
+
+import penstock as ps
+from penstock.measure.host_links import link_of, measure_host_links
+from penstock.measure.messages import Times
+
+
+def test_what_a_network_lets_pass_at_once_is_not_its_bandwidth():
+    """A token bucket of 256 kB at 12.5 MB/s: short messages arrive as on a fast link."""
+    sizes = (64, 2**14, 2**17, 2**20, 2**22)
+    seconds = tuple(1e-4 + size / 1e9 + max(0, size - 256e3) / 12.5e6 for size in sizes)
+    link = link_of(Times(sizes, seconds))
+    assert link.bandwidth_bytes_per_s == pytest.approx(12.5e6, rel=0.02)
+    assert link.latency_s == pytest.approx(1e-4, rel=0.01)
+
+
+def test_times_that_do_not_grow_still_give_a_bandwidth():
+    """A disturbance of the shorter message hides the difference."""
+    assert link_of(Times((64, 2**20), (2e-3, 2e-3))).bandwidth_bytes_per_s == 2**20 / 2e-3
+
+
+def _links():
+    """Measure as two ranks of one host and as one rank on each of two hosts."""
+    from penstock.measure import host_links
+    from penstock.transport.process_group import join
+
+    join()
+    host_links._SIZES = (64, 2**14, 2**17)  # type: ignore[misc]
+    return measure_host_links(["a", "a"]), measure_host_links(["a", "b"])
+
+
+def test_links_are_those_inside_a_host_or_between_hosts():
+    """Every rank gets the same."""
+    first, second = ps.launch(_links, 2, threads=1)
+    assert first == second
+    (inside, no_network), (no_inside, network) = first
+    assert no_network is None
+    assert no_inside is None
+    assert inside.bandwidth_bytes_per_s > 0
+    assert network.latency_s > 0

@@ -1,0 +1,92 @@
+"""The lock of the random generators: exclusive, re-entrant, and open to device threads only while
+its owner waits for them.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from penstock.modules.generator_lock import GeneratorLock
+
+#: Seconds within which a thread that may go on has gone on.
+PATIENCE_S = 30.0
+
+
+class Visitor(threading.Thread):
+    """A thread that holds the lock once."""
+
+    def __init__(self, lock, *, passes):
+        super().__init__(daemon=True)
+        self.lock, self.passes = lock, passes
+        self.inside, self.leave = threading.Event(), threading.Event()
+        self.start()
+
+    def run(self):
+        """Hold it until told to leave."""
+        with self.lock.held(passes=self.passes):
+            self.inside.set()
+            self.leave.wait(PATIENCE_S)
+
+    def end(self):
+        """Let it go, and wait for its end."""
+        self.leave.set()
+        self.join(PATIENCE_S)
+        assert not self.is_alive()
+
+
+def test_a_thread_may_hold_it_again():
+    """A layer that draws may call another one."""
+    lock = GeneratorLock()
+    with lock.held(), lock.held():
+        pass
+    Visitor(lock, passes=False).end()
+
+
+@pytest.mark.parametrize("passes", [False, True])
+def test_threads_wait_for_the_owner(passes):
+    """A device thread, too: the owner may be a forward, which draws meanwhile."""
+    lock = GeneratorLock()
+    with lock.held():
+        visitor = Visitor(lock, passes=passes)
+        assert not visitor.inside.wait(0.05)
+    assert visitor.inside.wait(PATIENCE_S)
+    visitor.end()
+
+
+def test_device_threads_pass_while_the_owner_waits_for_them():
+    """Else both would wait for each other; other threads stay outside."""
+    lock = GeneratorLock()
+    with lock.held():
+        early = Visitor(lock, passes=True)
+        with lock.opened():
+            assert early.inside.wait(PATIENCE_S)
+            late, other = Visitor(lock, passes=True), Visitor(lock, passes=False)
+            assert late.inside.wait(PATIENCE_S)
+            assert not other.inside.wait(0.05)
+            early.end()
+            late.end()
+    assert other.inside.wait(PATIENCE_S)
+    other.end()
+
+
+def test_the_owner_does_not_go_on_while_a_device_thread_passes():
+    """Its seeds would be lost when that thread restores the states."""
+    lock, closed = GeneratorLock(), threading.Event()
+
+    def own(visitors):
+        """Open the lock, and close it while a thread passes."""
+        with lock.held():
+            with lock.opened():
+                visitors.append(Visitor(lock, passes=True))
+                assert visitors[0].inside.wait(PATIENCE_S)
+            closed.set()
+
+    visitors = []
+    owner = threading.Thread(target=own, args=(visitors,), daemon=True)
+    owner.start()
+    assert not closed.wait(0.05)
+    visitors[0].end()
+    assert closed.wait(PATIENCE_S)
+    owner.join(PATIENCE_S)

@@ -1,0 +1,181 @@
+"""A `Pipe` of a traced model: calls, gradients, random numbers and names are those of the model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import penstock as ps
+from penstock.errors import ChainError, SettingError
+
+X = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(8) % 3
+
+
+class Residual(nn.Module):
+    """A model with a skip, a scale that is an input, a tied weight and dropout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 6)
+        self.body = nn.Linear(6, 6)
+        self.again = nn.Linear(6, 6)
+        self.again.weight = self.body.weight
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x, scale=None):
+        """Return the scores."""
+        scale = torch.ones(len(x), 1) if scale is None else scale
+        value = torch.relu(self.stem(x))
+        value = value + self.dropout(torch.tanh(self.body(value)))
+        value = self.again(value) * scale
+        return {"scores": self.head(value), "skip": x}
+
+
+def make_model(dropout: float = 0.0) -> Residual:
+    """Return the model, the same at every call."""
+    torch.manual_seed(0)
+    return Residual(dropout)
+
+
+def make_pipe(model=None, balance=(2, 2), **options) -> ps.Pipe:
+    """Return a Pipe of the model on CPU threads."""
+    options = {"chunks": 4, "devices": ["cpu"] * len(balance), **options}
+    return ps.Pipe(ps.chain(model or make_model(), X), balance, **options)
+
+
+def gradients(model, call):
+    """Return the loss of a call, and the gradients of a model by name."""
+    loss = functional.cross_entropy(call(model)["scores"], Y)
+    loss.backward()
+    return loss.detach(), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("balance", [(4,), (1, 3), (2, 2), (1, 1, 1, 1)])
+def test_gradients_are_those_of_the_plain_model(balance, checkpoint):
+    """Under every cut and every checkpoint mode; they are in the model's own parameters."""
+    expected_loss, expected = gradients(make_model(), lambda model: model(X))
+    model = make_model()
+    pipe = make_pipe(model, balance, checkpoint=checkpoint)
+    loss = functional.cross_entropy(pipe(X)["scores"], Y)
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), expected_loss)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, expected[name])
+
+
+def test_outputs_have_the_class_of_the_model_for_other_numbers_of_samples():
+    """The last batch of an epoch is smaller."""
+    pipe, plain = make_pipe(), make_model()
+    for samples in (8, 5, 2):
+        output = pipe(X[:samples])
+        assert list(output) == ["scores", "skip"]
+        torch.testing.assert_close(output, plain(X[:samples]))
+
+
+def test_inputs_may_be_given_by_keyword():
+    """As Trainer and others call models; each form of inputs is traced once."""
+    pipe, plain = make_pipe(), make_model()
+    scale = torch.rand(8, 1)
+    torch.testing.assert_close(pipe(x=X, scale=scale), plain(x=X, scale=scale))
+    with pytest.raises(SettingError, match="scale: inputs by keyword are for a Pipe of a traced"):
+        pipe(X, scale=scale)
+    sequential = ps.Pipe(nn.Sequential(nn.Linear(5, 3)), [1], devices=["cpu"])
+    with pytest.raises(SettingError, match="x: inputs by keyword are for"):
+        sequential(x=X)
+
+
+def test_a_module_with_an_example_is_traced():
+    """`ps.Pipe(model, …, example=x)` is `ps.Pipe(ps.chain(model, x), …)`."""
+    pipe = ps.Pipe(make_model(), [2, 2], devices=["cpu"] * 2, example=X)
+    torch.testing.assert_close(pipe(X), make_model()(X))
+    with pytest.raises(TypeError, match=r"not Residual; any other nn\.Module needs an example"):
+        ps.Pipe(make_model(), [2, 2])
+
+
+def test_a_chain_of_a_sequential_is_that_sequential():
+    """It keeps its names; nested layers get numbers."""
+    layers = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+    pipe = ps.Pipe(ps.chain(layers), [1, 2], devices=["cpu"] * 2)
+    assert sorted(pipe.sequential_state_dict()) == sorted(layers.state_dict())
+    nested = nn.Sequential(nn.Sequential(nn.Linear(5, 4), nn.ReLU()), nn.Linear(4, 3))
+    flat = ps.Pipe(ps.chain(nested), [1, 2], devices=["cpu"] * 2)
+    torch.testing.assert_close(flat(X), nested(X))
+
+
+def test_states_have_the_names_of_the_model_and_load_under_any_balance():
+    """Also both names of the tied weight."""
+    plain = make_model()
+    pipe = make_pipe(balance=(1, 3))
+    assert sorted(pipe.sequential_state_dict()) == sorted(plain.state_dict())
+    with torch.no_grad():
+        for weight in plain.parameters():
+            weight.add_(1)
+    pipe.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(pipe(X), plain(X))
+    other = make_pipe(balance=(3, 1))
+    other.load_state_dict(pipe.state_dict())
+    torch.testing.assert_close(other(X), plain(X))
+
+
+def test_random_numbers_depend_on_neither_the_cut_nor_the_recompute():
+    """Dropout masks of a layer and a micro-batch are the same in every pipe of one seed."""
+    results = []
+    for balance, checkpoint in (((4,), "never"), ((2, 2), "always"), ((1, 1, 2), "except_last")):
+        model = make_model(0.5)
+        pipe = make_pipe(model, balance, checkpoint=checkpoint)
+        torch.manual_seed(3)
+        functional.cross_entropy(pipe(X)["scores"], Y).backward()
+        results.append([weight.grad for weight in model.parameters()])
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(results[0], results[2])
+    calm = make_pipe(make_model(0.5)).eval()
+    torch.testing.assert_close(calm(X), make_model(0.5).eval()(X))
+
+
+def test_a_schedule_with_the_loss_inside_has_the_same_gradients():
+    """1F1B needs it."""
+
+    def loss_of(output, target):
+        return functional.cross_entropy(output["scores"], target)
+
+    expected_loss, expected = gradients(make_model(), lambda model: model(X))
+    model = make_model()
+    # The tied weight is used by the second and the third layer.
+    pipe = make_pipe(model, (1, 3), schedule="1f1b", loss=loss_of)
+    loss = pipe(X, Y)
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), expected_loss)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, expected[name])
+
+
+def test_a_model_that_changes_is_traced_anew():
+    """A graph of the model as it was would train something else."""
+    model = make_model(0.5)
+    pipe = make_pipe(model)
+    pipe(X)
+    model.dropout.p = 0.0
+    expected = copy.deepcopy(model)
+    torch.testing.assert_close(pipe(X), expected(X))
+    model.head = nn.Linear(6, 3)
+    with pytest.raises(ChainError, match="is not the model that was traced"):
+        pipe(X)
+
+
+def test_gradients_of_inputs_are_refused():
+    """Layers of several partitions read the inputs."""
+    with pytest.raises(SettingError, match=r"detach\(\) the input"):
+        make_pipe()(X.clone().requires_grad_())
+
+
+def test_libraries_see_where_the_partitions_are():
+    """Trainer and Accelerate leave a model with a device map in its place."""
+    assert make_pipe().hf_device_map == {"partitions.0": "cpu", "partitions.1": "cpu"}
+    assert ps.Pipe.accepts_loss_kwargs is False

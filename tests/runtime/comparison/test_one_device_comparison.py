@@ -1,0 +1,277 @@
+"""The self-check: what it compares, that it changes nothing, and how it prints."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.conformance.models import CASES, lengths_of, made
+from tests.conformance.reference import differences, gradients, layers_of
+from tests.runtime.jobs import sgd
+from torch import nn
+
+import penstock as ps
+from penstock.modules.side_loss import side_loss
+from penstock.runtime.comparison.one_device_comparison import Comparison
+from penstock.stage.stage import Stage
+
+
+def pipeline(name="mlp", stages=3, **options):
+    """Return the pipeline of the case, its model and its data."""
+    case = CASES[name]
+    model, x, y = made(case)
+    options.setdefault("micro_batches", 4)
+    balance = lengths_of(len(layers_of(model)), stages)
+    return (
+        ps.Pipeline(model, loss=case.loss, balance=balance, executor="threads", **options),
+        model,
+        x,
+        y,
+    )
+
+
+def test_outputs_are_those_of_the_training_forward():
+    """The outputs are those that the loss was computed from, with dropout and batch norm in
+    training mode.
+    """
+    pipe, _, x, y = pipeline("vgg")
+    comparison = pipe.compare_with_one_device(x, y)
+    assert comparison.outputs == {"output": 0.0}
+    assert comparison.scale["output output"] > 0
+
+
+def test_a_wrong_output_is_found_though_the_loss_may_be_right(monkeypatch):
+    """A loss is one number, and two errors can cancel in it."""
+    pipe, _, x, y = pipeline()
+    right = Stage.forward
+
+    def wrong(self, batch, micro_batch, arrived):
+        output = right(self, batch, micro_batch, arrived)
+        if self.loss is not None and micro_batch == 3:
+            batch.outputs[micro_batch][0, 0] += 0.5
+        return output
+
+    monkeypatch.setattr(Stage, "forward", wrong)
+    comparison = pipe.compare_with_one_device(x, y)
+    assert comparison.worst == ("output", pytest.approx(0.5))
+    assert comparison.loss <= 1e-6
+
+
+def test_gradients_buffers_random_state_scaler_and_norm_are_left_as_they_were():
+    """The check may be called in the middle of a run, and while gradients are being accumulated."""
+    options = {
+        "optimizer": sgd,
+        "accumulate": 2,
+        "clip_grad_norm": 1.0,
+        "scaler": {"growth_interval": 1},
+    }
+    pipe, model, x, y = pipeline("resnet", **options)
+    other, undisturbed, _, _ = pipeline("resnet", **options)
+    for number in range(5):
+        pipe.train_batch(x, y)
+        other.train_batch(x, y)
+        before = torch.get_rng_state(), pipe.loss_scale, pipe.grad_norm, pipe.skipped, pipe.step
+        assert pipe.compare_with_one_device(x + number, y).relative < 1e-5
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert (pipe.loss_scale, pipe.grad_norm, pipe.skipped, pipe.step) == before[1:]
+        assert differences(gradients(model), gradients(undisturbed)) == []
+        assert differences(dict(model.state_dict()), dict(undisturbed.state_dict())) == []
+
+
+class Penalised(nn.Linear):
+    """A layer with a side loss, as in a mixture of experts."""
+
+    def forward(self, x):
+        """Run the layer."""
+        out = super().forward(x)
+        side_loss(out.square().mean() * 0.1)
+        return out
+
+
+def test_side_losses_of_inner_stages_count_on_both_sides():
+    """The one device collects them as the stages do."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Penalised(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    pipe = ps.Pipeline(
+        model, loss=nn.MSELoss(), balance=[1, 1, 2], micro_batches=3, executor="threads"
+    )
+    x = torch.randn(9, 6)
+    assert pipe.compare_with_one_device(x, x).relative < 1e-5
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_the_one_device_has_the_same_mixed_precision(autocast):
+    """Otherwise the check would only see the rounding."""
+    pipe, _, x, y = pipeline("gpt", autocast=autocast)
+    assert pipe.compare_with_one_device(x, y).relative < 1e-3
+
+
+def test_a_comparison_prints_the_worst_of_each_kind_first():
+    """The text says whether, where and by how much the results differ."""
+    gradients = {f"layer{n}.weight": n * 1e-9 for n in range(12)}
+    scale = dict.fromkeys(gradients, 1.0) | {
+        "loss": 2.0,
+        "buffer norm.running_mean": 0.5,
+        "output output": 4.0,
+    }
+    comparison = Comparison(gradients, {"norm.running_mean": 0.25}, 1e-7, scale, {"output": 0.0})
+    assert comparison.relative == 0.5
+    assert str(comparison).splitlines() == [
+        (
+            "pipeline against one device: 12 gradients, 1 buffer, 1 output and the loss; "
+            "largest relative difference 0.5"
+        ),
+        "  loss      loss               differs by 1.00e-07 (relative 5.0e-08)",
+        "  output    output             differs by 0.00e+00 (relative 0.0e+00)",
+        *[
+            f"  gradient  layer{n}.weight{' ' * (6 - (n > 9))}differs by "
+            f"{n * 1e-9:.2e} (relative {n * 1e-9:.1e})"
+            for n in range(11, 3, -1)
+        ],
+        "  buffer    norm.running_mean  differs by 2.50e-01 (relative 5.0e-01)",
+        "  and 4 more, which differ no more than the last line of their kind",
+    ]
+    assert str(Comparison()) == "nothing was compared here: rank 0 has the comparison"
+
+
+def test_negligible_values_are_compared_relative_to_others_of_their_kind():
+    """Gradients of biases before a softmax are rounding errors, which any other order of sums
+    changes by 100 %.
+    """
+    comparison = Comparison(
+        {"a": 1e-9, "b": 0.0}, {}, 0.0, {"a": 1e-9, "b": 1.0, "loss": 1.0}, {"output": 0.0}
+    )
+    assert comparison.relative == pytest.approx(1e-6)
+
+
+def test_nan_on_one_side_alone_is_an_infinite_difference():
+    """Comparisons with NaN are false, so the result must not depend on one."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain, self.batches = nn.Parameter(torch.ones(2)), 0
+
+        def forward(self, x):
+            self.batches += 1
+            return x * self.gain if self.batches > 2 else x * self.gain * float("nan")
+
+    pipe = ps.Pipeline(
+        [nn.Linear(2, 2), Odd()],
+        loss=lambda out, _: out.mean(),
+        balance=[1, 1],
+        micro_batches=2,
+        executor="threads",
+    )
+    assert math.isinf(pipe.compare_with_one_device(torch.ones(4, 2), torch.ones(4, 2)).relative)
+
+
+def test_equal_infinities_and_nan_are_no_difference():
+    """Masked scores are minus infinity on both sides."""
+
+    class Masked(nn.Module):
+        def forward(self, x):
+            return x.masked_fill(torch.ones_like(x).triu(1).bool(), float("-inf"))
+
+    model = [nn.Linear(3, 3), Masked()]
+    pipe = ps.Pipeline(
+        model,
+        loss=lambda out, _: out[:, 0].mean(),
+        balance=[1, 1],
+        micro_batches=1,
+        executor="threads",
+    )
+    assert pipe.compare_with_one_device(torch.randn(3, 3), torch.ones(3, 3)).relative < 1e-6
+
+
+class Centred(nn.Module):
+    """A layer whose output for a sample depends on the other samples."""
+
+    def forward(self, x):
+        """Subtract the mean over the samples."""
+        return x - x.mean(0)
+
+
+def of(*layers, **options):
+    """Compare a pipeline over the given layers with one device, on a batch for them."""
+    torch.manual_seed(0)
+    options.setdefault("loss", nn.MSELoss())
+    pipe = ps.Pipeline(
+        [nn.Linear(6, 6), *layers, nn.Linear(6, 3)],
+        balance=[2, len(layers)],
+        micro_batches=3,
+        executor="threads",
+        **options,
+    )
+    return pipe.compare_with_one_device(torch.randn(7, 6), torch.randn(7, 3))
+
+
+def test_the_undivided_batch_is_compared_too():
+    """An error in the division into micro-batches would be the same on one device with micro-
+    batches.
+    """
+    comparison = of(nn.Tanh())
+    assert comparison.relative < 1e-5
+    assert comparison.whole.agrees
+    assert set(comparison.whole.gradients) == set(comparison.gradients)
+    assert (
+        "with the undivided batch: largest relative difference" in str(comparison).splitlines()[-1]
+    )
+
+
+def test_a_model_that_mixes_samples_differs_from_the_undivided_batch_alone():
+    """No known cause explains the difference, and the text says what may."""
+    comparison = of(Centred())
+    assert comparison.relative < 1e-4
+    assert not comparison.whole.agrees
+    assert comparison.whole.causes == ()
+    assert "either a layer mixes samples, or the loss" in str(comparison)
+
+
+@pytest.mark.parametrize(
+    ("layer", "cause"),
+    [(nn.BatchNorm1d(6), "batch normalisation"), (nn.Dropout(0.5), "draw random numbers")],
+)
+def test_known_causes_of_differences_are_named(layer, cause):
+    """Batch normalisation and dropout depend on the micro-batch."""
+    comparison = of(layer)
+    assert comparison.relative < 1e-4
+    assert not comparison.whole.agrees
+    assert cause in " ".join(comparison.whole.causes)
+    assert cause in str(comparison)
+
+
+def test_a_wrong_loss_weight_differs_from_the_undivided_batch():
+    """The comparison with micro-batches cannot see it, since both sides use the weight."""
+    comparison = of(nn.Tanh(), loss_weight=lambda target: 1.0 + float(target[0, 0] > 0))
+    assert comparison.relative < 1e-5
+    assert not comparison.whole.agrees
+    assert "see loss_weight=" in str(comparison)
+
+
+def test_hooks_on_weights_run_on_the_one_device_too():
+    """The copied model had lost them once, and a correct pipeline was reported to be 97 % off."""
+    layer = nn.Linear(6, 6)
+    layer.weight.register_hook(lambda grad: grad * 0.03)
+    comparison = of(layer)
+    assert comparison.relative < 1e-5
+    assert comparison.whole.agrees
+    layer.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    comparison = of(layer)
+    assert comparison.relative < 1e-5
+    assert "hooks on weights" in " ".join(comparison.whole.causes)
+
+
+def test_a_model_too_large_for_the_device_is_refused_with_advice(monkeypatch):
+    """The comparison needs the whole model on one device, which may be why there is a pipeline."""
+    pipe, _, x, y = pipeline()
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB.")
+
+    monkeypatch.setattr("penstock.runtime.comparison.one_device.reference_model", full)
+    with pytest.raises(
+        ps.PenstockError, match=r"needs the whole model.*on cpu.*20 GiB.*smaller batch"
+    ):
+        pipe.compare_with_one_device(x, y)

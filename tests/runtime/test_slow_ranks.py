@@ -1,0 +1,135 @@
+"""Ranks that become slower, or are slower than planned, are named."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.ranks.clock import EventClock, HostClock
+from penstock.runtime.slow_ranks import SlowRanks, busy_seconds
+from penstock.schedule.op import Op
+
+HOSTS = ["a", "b"]
+
+
+def test_a_rank_that_becomes_slower_is_named_once_and_again_after_a_while():
+    """With its host and the ratio to its own best time; a line says when it is over."""
+    slow_ranks = SlowRanks([0.0, 0.0], HOSTS)
+    usual, slow = {0: 0.010, 1: 0.020}, {0: 0.011, 1: 0.050}
+    assert slow_ranks.compare(usual) is None
+    assert slow_ranks.compare(usual) is None
+    line = "slow: rank 1 (b) computes 2.5 times as long as before, 50 ms a step"
+    lines = [slow_ranks.compare(slow) for _ in range(12)]
+    assert lines == [line, *[None] * 9, line, None]
+    assert slow_ranks.compare(usual) == "no rank is slow any more"
+
+
+@pytest.mark.parametrize("factor", [1.0, 7.0])
+def test_a_rank_that_is_slower_than_planned_is_named_from_the_start(factor):
+    """A plan that is wrong by one factor everywhere is as good as a right one."""
+    slow_ranks = SlowRanks([0.010, 0.020], HOSTS)
+    assert slow_ranks.compare({0: 0.011 * factor, 1: 0.019 * factor}) is None
+    line = SlowRanks([0.010, 0.020], HOSTS).compare({0: 0.010 * factor, 1: 0.040 * factor})
+    assert line is not None
+    assert "rank 1 (b) computes 2.0 times as long as planned, relative to the other ranks" in line
+
+
+def test_ranks_that_have_not_published_yet_are_not_compared():
+    """The comparison waits for nobody."""
+    slow_ranks = SlowRanks([0.010, 0.020], HOSTS)
+    assert slow_ranks.compare({}) is None
+    assert slow_ranks.compare({1: 0.5}) is None
+
+
+class Event:
+    """An event of a device, which has reached it or has not."""
+
+    def __init__(self, at_ms, reached):
+        self.at_ms, self.reached = at_ms, reached
+
+    def query(self):
+        """Return whether the device has reached the event."""
+        return self.reached
+
+    def synchronize(self):
+        """Fail: nothing may wait for the device."""
+        raise AssertionError
+
+    def elapsed_time(self, end):
+        """Return milliseconds."""
+        return end.at_ms - self.at_ms
+
+
+@pytest.mark.parametrize(("reached", "seconds"), [(True, 0.003), (False, None)])
+def test_a_device_is_not_waited_for(reached, seconds):
+    """A step that the device has not finished is left out."""
+    events = iter([Event(0.0, True), Event(5.0, True), Event(8.0, reached)])
+    clock = EventClock(lambda: next(events))
+    marks = {Op.parse("0F0"): (clock.mark(), clock.mark())}
+    assert busy_seconds(clock, marks) == pytest.approx(seconds)
+
+
+def test_no_event_is_queried_while_ops_are_captured():
+    """A query would end the capture, also one of an event from before it."""
+    capturing = [False]
+    clock = EventClock(lambda: Event(0.0, reached=True), captures=lambda: capturing[0])
+    start, end = clock.mark(), clock.mark()
+    assert clock.elapsed(start, end) == 0.0
+    capturing[0] = True
+    assert clock.elapsed(start, end) is None
+
+
+def test_updates_and_waits_do_not_count():
+    """An update waits for the other replicas, so it is long on the fast ranks."""
+    marks = {Op.parse("0F0"): (1.0, 1.5), Op.parse("0B0"): (2.0, 3.0), Op.parse("0U1"): (3.0, 9.0)}
+    assert busy_seconds(HostClock(), marks) == pytest.approx(1.5)
+
+
+class Repeated(nn.Module):
+    """A layer that does its work `times` times."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.times = nn.Linear(64, 64), 1
+
+    def forward(self, x):
+        """Compute, several times."""
+        for _ in range(self.times):
+            y = self.linear(x)
+        return y
+
+
+def _lines():
+    """Train with a rank that does 200 times its work after a while; return what was logged."""
+    import torch.distributed as dist
+
+    lines: list[str] = []
+    logger = logging.getLogger("penstock")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    torch.manual_seed(0)
+    layers = [Repeated(), Repeated()]
+    pipe = ps.Pipeline(
+        layers, loss=nn.functional.mse_loss, balance=[1, 1], micro_batches=2, deadline_s=60
+    )
+    pipe._busy_times._window = 4
+    x = torch.randn(8, 64)
+    for step in range(60):
+        if step == 12 and dist.get_rank() == 1:
+            layers[1].times = 200
+        pipe.train_batch(x, x)
+    pipe._world.barrier()
+    # Medians are published by a thread; each comparison sees at least the one before it.
+    return [line for line in lines if "slow" in line]
+
+
+def test_a_rank_that_slows_down_in_a_run_is_named():
+    """Rank 0 logs it; the other ranks log nothing."""
+    first, second = ps.launch(_lines, 2, threads=1)
+    assert any("rank 1" in line and "times as long as before" in line for line in first)
+    assert second == []

@@ -1,0 +1,74 @@
+"""A pipeline in the loops of other libraries: few changed lines, and the losses of plain training."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+LOOPS = Path(__file__).parents[1] / "examples" / "loops"
+
+#: By loop, the package that it needs beside transformers.
+PACKAGES = {"trainer": "accelerate", "accelerate": "accelerate", "fabric": "lightning_fabric"}
+
+#: Largest difference of a loss: micro-batches are summed in another order than the whole batch.
+TOLERANCE = 2e-5
+
+
+def code_of(path: Path) -> list[str]:
+    """The lines of a program without its docstring and without blank lines."""
+    text = path.read_text(encoding="utf-8")
+    docstring = ast.parse(text).body[0]
+    lines = text.splitlines()[docstring.end_lineno :]
+    return [line for line in lines if line.strip()]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a program in this process, which has loaded the libraries, and return what it prints."""
+    monkeypatch.syspath_prepend(str(LOOPS))
+
+    def run_path(name: str) -> str:
+        state = sys.modules.get("accelerate.state")
+        if state is not None:
+            state.AcceleratorState._reset_state(reset_partial_state=True)
+        runpy.run_path(str(LOOPS / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    yield run_path
+    sys.modules.pop("text_model", None)
+
+
+@pytest.mark.parametrize("loop", PACKAGES)
+def test_at_most_ten_lines_of_the_loop_change(loop):
+    """Counted by diff, imports included."""
+    plain, piped = (code_of(LOOPS / f"{loop}_{kind}.py") for kind in ("plain", "pipe"))
+    changed = [line for line in difflib.ndiff(plain, piped) if line.startswith("+ ")]
+    assert 2 <= len(changed) <= 10, changed
+
+
+@pytest.mark.parametrize("loop", PACKAGES)
+def test_the_losses_are_those_of_the_plain_loop(loop, run):
+    """Every step of an epoch: forward, gradients, clipping and update."""
+    pytest.importorskip("transformers")
+    pytest.importorskip(PACKAGES[loop])
+    plain, piped = (
+        [float(word) for word in re.findall(r"(?<![\w.'])\d+\.\d{6}", run(f"{loop}_{kind}"))]
+        for kind in ("plain", "pipe")
+    )
+    assert len(plain) == len(piped) == 4
+    assert plain[-1] < plain[0] - 0.5, "it learns"
+    assert max(abs(a - b) for a, b in zip(plain, piped, strict=True)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("path", sorted(LOOPS.glob("*.py")), ids=lambda path: path.name)
+def test_every_loop_says_what_it_shows_tells_and_takes(path):
+    """As the other examples do."""
+    said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    for word in ("Shows:", "Story:", "Takes:"):
+        assert re.search(rf"^{word} \S", said, re.MULTILINE), word

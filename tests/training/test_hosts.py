@@ -1,0 +1,103 @@
+"""`penstock train` as one of the ranks that a launcher has started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.checkpoint.checkpoint_index import INDEX
+from penstock.errors import PenstockError, SettingError
+from penstock.event import Event, Timeline
+from penstock.schedule.op import Op
+from penstock.training.config import TrainConfig
+from penstock.training.hosts import _resumed, timeline_of_ranks
+from penstock.training.run_checkpoints import SINGLE_CHECKPOINT
+
+
+def test_a_timeline_of_the_ranks_of_a_plan_has_no_idle_ranks():
+    """It is compared with the prediction, which has the ranks of the plan."""
+    rows = [Event(2, Op.parse("0F0"), 0.0, 1.0), Event(0, Op.parse("1F0"), 1.0, 2.0)]
+    timeline = Timeline.of(rows, 3, 2, (10, 0, 30), "measured")
+    renumbered = timeline_of_ranks(timeline, (2, 0))
+    assert [(event.rank, str(event.op)) for event in renumbered.events] == [(0, "0F0"), (1, "1F0")]
+    assert renumbered.peak_memory == (30, 10)
+    assert renumbered.bubble_ratio == pytest.approx(0.5)
+
+
+def test_ranks_that_torchrun_has_restarted_continue(tmp_path, monkeypatch):
+    """From the checkpoints of the attempt before, if there are any; a first attempt does not."""
+    config = TrainConfig(out=str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not _resumed(config).resume
+    (tmp_path / SINGLE_CHECKPOINT).mkdir()
+    (tmp_path / SINGLE_CHECKPOINT / INDEX).write_text("{}")
+    assert _resumed(config).resume
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not _resumed(config).resume
+
+
+def _train(folder, changes):
+    """Prepare and train as one rank; return what this rank has seen."""
+    import torch.distributed as dist
+
+    from penstock.training import hosts
+
+    lines: list[str] = []
+
+    def load():
+        """Load the settings on rank 0 alone, as only its disk has the file."""
+        assert dist.get_rank() == 0
+        return TrainConfig(**changes, out=str(folder))
+
+    try:
+        run = hosts.prepare_on_hosts(hosts.share_config(load), lines.append)
+        results = hosts.train_on_hosts(run, quiet=True)
+    except PenstockError as error:
+        return type(error).__name__, str(error)
+    timeline = results[0].timeline
+    return run.plan, results[0].loss, None if timeline is None else timeline.ranks, len(lines)
+
+
+SETTINGS = {
+    "model": "mlp",
+    "data": "digits",
+    "epochs": 1,
+    "limit_steps": 2,
+    "stages": 2,
+    "baseline_steps": 0,
+    "profile_repeats": 1,
+    "self_check": False,
+}
+
+
+def test_all_ranks_run_the_plan_of_rank_0(tmp_path):
+    """Only rank 0 reads the settings, prints and writes; the loss is the same on all ranks."""
+    folder = tmp_path / "run"
+    first, second = ps.launch(_train, 2, folder, SETTINGS, threads=1)
+    assert first[0] == second[0]
+    assert first[0].stages == 2
+    assert first[1] == second[1]
+    assert first[2] == second[2] == 2
+    assert (first[3] > 0, second[3]) == (True, 0)
+    assert {"plan.json", "profile.json", "cluster.yaml", "config.yaml"} <= {
+        path.name for path in Path(folder).iterdir()
+    }
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps if "loss" in row] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 3}, "ranks is 3, and the launcher has started 2 processes"),
+        ({"max_restarts": 1}, "under a launcher, use its own, torchrun --max-restarts"),
+    ],
+)
+def test_settings_that_a_launcher_decides_are_refused(tmp_path, changes, message):
+    """Rank 0 says why, and the other ranks end with it."""
+    results = ps.launch(_train, 2, tmp_path / "run", {**SETTINGS, **changes}, threads=1)
+    assert [name for name, _ in results] == [SettingError.__name__, "FailedOnFirst"]
+    assert all(message in text for _, text in results)
