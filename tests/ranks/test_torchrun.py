@@ -37,6 +37,12 @@ import torch
 from torch import nn
 import penstock as ps
 
+
+def write_line(*words):
+    # torchrun starts Python with -u: print writes word by word, and the ranks share the output.
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+
+
 folder = Path(sys.argv[1])
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.manual_seed(0)
@@ -49,14 +55,14 @@ pipe = ps.Pipeline(
     micro_batches=2,
 )
 with ps.Checkpoints(folder / "checkpoints", every=2) as checkpoints:
-    print("resumed", rank, checkpoints.resume(pipe), flush=True)
+    write_line("resumed", rank, checkpoints.resume(pipe))
     while pipe.step < 8:
         generator = torch.Generator().manual_seed(pipe.step)
         loss = pipe.train_batch(
             torch.randn(4, 8, generator=generator), torch.randn(4, 8, generator=generator)
         )
         if rank == 0:
-            print("loss", pipe.step, loss.item().hex(), flush=True)
+            write_line("loss", pipe.step, loss.item().hex())
         if pipe.step == 5 and rank == 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         checkpoints.step(pipe)
