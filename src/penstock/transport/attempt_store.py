@@ -24,6 +24,14 @@ TIMEOUT_S = 300.0
 _PAUSE_S = 0.02
 
 
+def launcher_listens() -> bool:
+    """Return whether the launcher has the store at MASTER_PORT, so that rank 0 is a client too.
+
+    torch reads the same variable (torch/distributed/rendezvous.py).
+    """
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def attempt_store(rank: int, size: int, timeout_s: float = TIMEOUT_S) -> Store:
     """Return a store that only the ranks of this attempt use.
 
@@ -36,7 +44,7 @@ def attempt_store(rank: int, size: int, timeout_s: float = TIMEOUT_S) -> Store:
         RunError: a rank does not appear.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent = launcher_listens()
     store = TCPStore(
         address,
         port,

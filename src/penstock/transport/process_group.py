@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from penstock.errors import PenstockError, RunError
 from penstock.transport.addresses import bind_address, interface_of
-from penstock.transport.attempt_store import TIMEOUT_S, attempt_store
+from penstock.transport.attempt_store import TIMEOUT_S, attempt_store, launcher_listens
 from penstock.transport.heartbeats import Heartbeats, wait_for_keys
 from penstock.transport.host_memory import disable_memory_trimming
 from penstock.transport.slurm import adopt_srun, started_by_srun
@@ -170,7 +170,7 @@ def _store(rank: int, size: int, timeout_s: float) -> Store:
         return attempt_store(rank, size, timeout_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
-    if rank != 0:
+    if rank != 0 or launcher_listens():
         return TCPStore(address, port, size, is_master=False, timeout=timeout)
     # torch would listen on all interfaces, whatever the address.
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
