@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.peers.catalogue import Step, register
 from penstock.peers.job import Job, join
+from penstock.transport.host_memory import disable_memory_trimming
 
 _PAGE_BYTES = 4096
 #: Polls before the processor is offered to other processes.
@@ -44,6 +45,8 @@ class Line(Protocol):
 
 def gpipe(job: Job, before: Line | None, after: Line | None) -> Step:
     """Return a step of GPipe: all forwards, all backwards, one update."""
+    # What a floor is compared with keeps freed memory too.
+    disable_memory_trimming()
     part = job.stage(job.spec.rank)
     optimizer = job.optimizer(part.parameters())
     count = job.setup.micro_batches
