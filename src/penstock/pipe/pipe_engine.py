@@ -182,7 +182,8 @@ class Engine:
                 return job
 
             jobs = [partition_job(partition) for partition in range(len(half_step.partitions))]
-            self._threads.run(jobs, execution.stop)
+            in_turn = any(stage.randomness.exclusive for stage in self.stages)
+            self._threads.run(jobs, execution.stop, in_turn=in_turn)
         else:
             with autocast.restored():
                 execution.run_all()

@@ -283,18 +283,25 @@ class PartitionRandomness:
         """Enclose a backward: reserve the generators for it if layers draw in it."""
         return self._observed_backward(device) if self._may_draw else nullcontext()
 
+    @property
+    def exclusive(self) -> bool:
+        """Whether layers of the present run hold the generators to be observed."""
+        return self.observing and any(
+            self.of_layer(layer).user_code for layer in self._module.children()
+        )
+
     @contextmanager
     def _observed_backward(self, device: torch.device) -> Iterator[None]:
         layers = [self.of_layer(layer) for layer in self._module.children()]
-        observing = self.observing and any(layer.user_code for layer in layers)
+        exclusive = self.exclusive
         random_in_rerun = any(layer.random_in_rerun for layer in layers)
-        if not (observing or self._backward_draws or random_in_rerun):
+        if not (exclusive or self._backward_draws or random_in_rerun):
             yield
             return
         detector = RandomOpDetector()
         with (
             drawing(device),
-            detector if observing else nullcontext(),
+            detector if exclusive else nullcontext(),
             running_backward(device),
         ):
             yield

@@ -66,12 +66,20 @@ class PartitionThreads:
     def __init__(self) -> None:
         self._queues: list[_JobQueue] = []
 
-    def run(self, jobs: Sequence[Job], stop: Callable[[BaseException], None]) -> None:
+    def run(
+        self,
+        jobs: Sequence[Job],
+        stop: Callable[[BaseException], None],
+        *,
+        in_turn: bool = False,
+    ) -> None:
         """Run all jobs concurrently, each in its own thread, and wait for them.
 
         Args:
             jobs: functions that do not raise.
             stop: called if the wait is interrupted, such as by Ctrl-C; it must make the jobs end.
+            in_turn: whether the jobs mostly compute one after the other, because they hold the same
+                lock: each then has all threads of the caller inside its ops, not a share of them.
         """
         while len(self._queues) < len(jobs):
             queue = _JobQueue()
@@ -85,7 +93,7 @@ class PartitionThreads:
             self._queues.append(queue)
         done = SimpleQueue[bool]()
         inference, caller_threads = torch.is_inference_mode_enabled(), torch.get_num_threads()
-        intra_op_threads = max(1, caller_threads // len(jobs))
+        intra_op_threads = caller_threads if in_turn else max(1, caller_threads // len(jobs))
         for queue, job in zip(self._queues, jobs, strict=False):
             queue.put(_with_settings(job, done, intra_op_threads, inference=inference))
         changed = False
