@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.time_limits import HANG_S
 
 SCRIPT = """
 import os, signal, torch
@@ -59,7 +60,7 @@ def test_a_stopped_rank_is_named_also_if_it_hosts_the_store():
         for rank in range(2)
     )
     try:
-        _, errors = other.communicate(timeout=120)
+        _, errors = other.communicate(timeout=HANG_S)
         assert other.returncode == 1
         name = f"rank 0 on host {socket.gethostname()} (127.0.0.1, pid {stopped.pid})"
         assert f"{name} has been stopped by a signal (SIGSTOP)" in errors

@@ -11,6 +11,7 @@ import torch
 from tests.conformance.models import CASES, made
 from tests.conformance.reference import differences, gradients
 from tests.runtime.failing import Trap
+from tests.time_limits import HANG_S
 from torch import nn
 from torch.nn import functional
 
@@ -52,7 +53,7 @@ def end(pipe, trap, others):
     trap.release.set()
     pipe.close()
     for thread in set(rank_threads()) - others:
-        thread.join(30)
+        thread.join(HANG_S)
 
 
 def left_in(pipe):
@@ -279,7 +280,7 @@ def test_a_pipeline_that_is_dropped_ends_its_threads_and_frees_its_stages():
     del pipe
     gc.collect()
     for thread in ours:
-        thread.join(10)
+        thread.join(HANG_S)
     assert not any(thread.is_alive() for thread in ours)
     assert stage() is None
 
@@ -293,7 +294,7 @@ def test_a_closed_pipeline_runs_again_when_it_is_asked_to():
     assert len(ours) == 3
     pipe.close()
     for thread in ours:
-        thread.join(10)
+        thread.join(HANG_S)
     assert not any(thread.is_alive() for thread in ours)
     assert torch.equal(pipe.eval_batch(X, Y), loss)
     pipe.close()
