@@ -29,18 +29,23 @@ def test_a_lock_ends_with_its_process(tmp_path):
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        lock = FolderLock(tmp_path)
-        os.write(writer, b"locked")
-        signal.pause()
-        lock.release()
-    assert os.read(reader, 6) == b"locked"
-    with pytest.raises(FileError, match=f"process {pid} on"):
-        FolderLock(tmp_path)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    FolderLock(tmp_path).release()
-    os.close(reader)
+        try:
+            lock = FolderLock(tmp_path)
+            os.write(writer, b"locked")
+            signal.pause()
+            lock.release()
+        finally:
+            os._exit(1)  # whatever happens, this copy of pytest ends here
     os.close(writer)
+    try:
+        assert os.read(reader, 6) == b"locked"
+        with pytest.raises(FileError, match=f"process {pid} on"):
+            FolderLock(tmp_path)
+    finally:
+        os.close(reader)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    FolderLock(tmp_path).release()
 
 
 def test_a_released_lock_leaves_no_file(tmp_path):

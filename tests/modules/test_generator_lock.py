@@ -5,6 +5,7 @@ its owner waits for them.
 from __future__ import annotations
 
 import threading
+from queue import SimpleQueue
 
 import pytest
 from tests.time_limits import HANG_S
@@ -73,18 +74,20 @@ def test_the_owner_does_not_go_on_while_a_device_thread_passes():
     """Its seeds would be lost when that thread restores the states."""
     lock, closed = GeneratorLock(), threading.Event()
 
-    def own(visitors):
+    def open_and_close(visitors):
         """Open the lock, and close it while a thread passes."""
         with lock.held():
             with lock.opened():
-                visitors.append(Visitor(lock, passes=True))
-                assert visitors[0].inside.wait(HANG_S)
+                visitor = Visitor(lock, passes=True)
+                assert visitor.inside.wait(HANG_S)
+                visitors.put(visitor)
             closed.set()
 
-    visitors = []
-    owner = threading.Thread(target=own, args=(visitors,), daemon=True)
+    visitors = SimpleQueue()
+    owner = threading.Thread(target=open_and_close, args=(visitors,), daemon=True)
     owner.start()
+    visitor = visitors.get(timeout=HANG_S)
     assert not closed.wait(0.05)
-    visitors[0].end()
+    visitor.end()
     assert closed.wait(HANG_S)
     owner.join(HANG_S)
