@@ -30,6 +30,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from penstock.errors import RunError
+from penstock.standard_error import write_line
 from penstock.transport.addresses import bind_address, close_connections, store_address
 
 #: Seconds without a heartbeat after which a rank is lost. With one more period, and with
@@ -216,7 +217,7 @@ class Heartbeats:
         self._release_store()
         if self._acknowledged.wait(_EXCEPTION_S) or self._closed:
             return
-        print(f"error: rank {self._rank}: {reason}", file=sys.stderr, flush=True)
+        write_line(f"error: rank {self._rank}: {reason}")
         if not self._acknowledged.wait(_LAST_RESORT_S) and not self._closed:
             os._exit(1)
 
