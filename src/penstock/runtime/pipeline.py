@@ -439,6 +439,8 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
     def close(self) -> None:
         """Close links and end threads. Raises RunError if a deferred check has failed."""
         self._release_guard()
+        if self._busy_times is not None:
+            self._busy_times.close()
         self._world.close()
         for stage in self._assembly.stages:
             stage.read_checks()

@@ -133,7 +133,8 @@ class BusyTimes:
         self._steps: list[float] = []
         # The marks of the last step, which a device may not have reached yet.
         self._pending: _Marks | None = None
-        self._medians: SimpleQueue[float] = SimpleQueue()
+        # None ends the thread.
+        self._medians: SimpleQueue[float | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -152,24 +153,35 @@ class BusyTimes:
                 self._steps.append(seconds)
         self._pending = dict(interpreter.marks)
         if len(self._steps) >= self._window:
-            self._medians.put(statistics.median(self._steps))
+            self._enqueue(statistics.median(self._steps))
             self._steps.clear()
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._publish, name="penstock-busy", daemon=True
-                )
-                self._thread.start()
 
-    def _publish(self) -> None:
-        """Publish medians as they come; on rank 0, compare those of all ranks. Ends with the store."""
-        while True:
-            median_s = self._medians.get()
+    def close(self) -> None:
+        """End the thread; a later step starts another one."""
+        if self._thread is not None:
+            self._medians.put(None)
+            self._thread = None
+
+    def _enqueue(self, median_s: float) -> None:
+        """Have the thread publish a median."""
+        self._medians.put(median_s)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="penstock-busy", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        """Publish medians as they come, until `close` or the end of the store."""
+        while (median_s := self._medians.get()) is not None:
             try:
-                self._store.set(f"busy/{self._rank}", json.dumps(median_s))
-                if self._rank == 0:
-                    self._compare(self._store)
+                self._publish(median_s)
             except RuntimeError:
                 return
+
+    def _publish(self, median_s: float) -> None:
+        """Publish a median; on rank 0, compare those of all ranks."""
+        self._store.set(f"busy/{self._rank}", json.dumps(median_s))
+        if self._rank == 0:
+            self._compare(self._store)
 
     def _compare(self, store: Store) -> None:
         """Log which ranks are slow, by the times that have been published so far."""
