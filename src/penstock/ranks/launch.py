@@ -21,9 +21,10 @@ import cloudpickle
 from penstock.errors import RankDied, RunError, SettingError
 from penstock.ranks.foreign_text import foreign_text
 from penstock.ranks.forked_ranks import RankProcess, search_path, start_rank
-from penstock.ranks.stopped_ranks import LOOK_S, StoppedRanks
+from penstock.ranks.stopped_ranks import StoppedRanks
 from penstock.ranks.termination import passing_sigterm_on
 from penstock.transport.addresses import loopback_interface
+from penstock.transport.stopped_processes import LOOK_S
 from penstock.transport.unix_store import VARIABLE, StoreServer
 
 #: Seconds for which other ranks may go on after one has failed, to report what they saw.

@@ -10,7 +10,8 @@ Every heartbeat is one UDP datagram to every other rank: an authentication code 
 and JSON. Heartbeats without that code, and those that were sent before, are ignored.
 
 Standard input has lines of JSON from the rank: the settings, then the addresses of the peers, then
-"closed" or "failed". Standard output has lines of JSON to the rank: the port, and then the peers that are lost.
+"closed" or "failed". Standard output has lines of JSON to the rank: the port, or why there is none,
+and then the peers that are lost.
 """
 
 from __future__ import annotations
@@ -124,15 +125,15 @@ class Pulse:
 
         A peer of which no heartbeat has ever arrived does not count: a firewall may drop them.
         """
-        found_lost = []
+        lost = []
         for rank, peer in self.peers.items():
             age_s = now_s - peer.alive_s
             overdue = age_s >= self.limit_s or peer.state in ("dead", "failed")
             if peer.reported or peer.sequence < 0 or peer.state == "closed" or not overdue:
                 continue
             peer.reported = True
-            found_lost.append({"rank": rank, "age_s": round(age_s, 1), "state": peer.state})
-        return found_lost
+            lost.append({"rank": rank, "age_s": round(age_s, 1), "state": peer.state})
+        return lost
 
     def unheard(self) -> list[int]:
         """Return the peers of which no heartbeat has arrived."""
@@ -264,7 +265,11 @@ def main() -> None:
     address = (settings["bind"], 0)
     family = socket.AF_INET6 if ":" in settings["bind"] else socket.AF_INET
     endpoint = socket.socket(family, socket.SOCK_DGRAM)
-    endpoint.bind(address)
+    try:
+        endpoint.bind(address)
+    except OSError as error:
+        _report({"error": error.strerror})
+        return
     _report({"port": endpoint.getsockname()[1]})
     pulse = Pulse(settings["rank"], bytes.fromhex(settings["secret"]), settings["limit_s"])
     _Loop(pulse, settings["pid"], endpoint).run()
