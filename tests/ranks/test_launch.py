@@ -13,14 +13,16 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
+import cloudpickle
 import psutil
 import pytest
 from tests.runtime.jobs import trapped, trapped_copy
 from tests.time_limits import HANG_S
 
 from penstock.errors import RankDied, SettingError
-from penstock.ranks.launch import RankFailed, launch
+from penstock.ranks.launch import RankFailed, _Child, launch
 
 
 @pytest.fixture(autouse=True)
@@ -262,6 +264,17 @@ def test_the_error_of_a_rank_without_descriptors_is_told():
     """Its result file is opened before the job begins."""
     with pytest.raises(RankFailed, match=r"^rank 0: ValueError: a planted failure"):
         launch(without_descriptors, 1)
+
+
+def test_a_result_is_read_once(tmp_path):
+    """The launcher looks at it twice a second while other ranks run, and it may be large."""
+    child = _Child(0, SimpleNamespace(poll=lambda: 0), tmp_path / "result")
+    assert child.failed
+    child.result.write_bytes(cloudpickle.dumps({"value": 1}))
+    assert not child.failed
+    child.result.unlink()
+    assert not child.failed
+    assert child.record() == {"value": 1}
 
 
 def killed_at_its_end():

@@ -57,12 +57,14 @@ class _Child:
         process: its process.
         result: the file that the process writes at its end.
         stopped: why the launcher has ended it, if it was stopped by a signal.
+        content: of the result file, once it has been read; it may be large.
     """
 
     rank: int
     process: RankProcess
     result: Path
     stopped: str | None = None
+    content: dict[str, Any] | None = None
 
     def describe_end(self) -> str:
         """Return how the process has ended."""
@@ -70,7 +72,9 @@ class _Child:
 
     def record(self) -> dict[str, Any] | None:
         """Return the content of the result file, a value or an error; None if there is no file."""
-        return cloudpickle.loads(self.result.read_bytes()) if self.result.exists() else None
+        if self.content is None and self.result.exists():
+            self.content = cloudpickle.loads(self.result.read_bytes())
+        return self.content
 
     @property
     def failed(self) -> bool:
