@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from penstock.transport import unix_store
 from penstock.transport.unix_store import VARIABLE, StoreServer, UnixStore, launch_store
 
 
@@ -64,6 +65,23 @@ def test_a_server_that_has_ended_is_an_error_of_the_network(server):
     server.close()
     with pytest.raises(dist.DistNetworkError, match="launcher"):
         store.get("key")
+
+
+def test_an_interrupted_request_ends_the_connection(server, monkeypatch):
+    """Its answer would be taken for that of the next request."""
+    store = UnixStore(server.path)
+    store.set("key", "value")
+
+    def interrupt(connection):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unix_store, "_receive", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.check(["missing"])
+    with pytest.raises(dist.DistNetworkError, match="launcher"):
+        store.check(["key"])
+    assert UnixStore(server.path).check(["key"])
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\0\0\0\2[]", b'\0\0\0\6["no"]', b"x"])

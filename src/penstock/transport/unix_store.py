@@ -126,6 +126,10 @@ class UnixStore(Store):
                 answer = _receive(self._socket)
         except OSError as error:
             raise dist.DistNetworkError(f"Connection to the launcher lost: {error}") from error
+        except BaseException:
+            # Interrupted, such as by a signal handler: the next request would read this answer.
+            self._socket.close()
+            raise
         if answer is None:
             raise dist.DistNetworkError("Connection to the launcher lost: it has ended")
         return answer[0]
