@@ -90,6 +90,16 @@ def test_a_foreign_lock_file_is_shown_without_control_characters(tmp_path, conte
     os.close(descriptor)
 
 
+def test_a_lock_file_that_is_a_pipe_is_not_waited_for(tmp_path):
+    """Nothing may ever be written to it."""
+    os.mkfifo(tmp_path / ".lock")
+    descriptor = os.open(tmp_path / ".lock", os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(FileError, match="another run writes"):
+        FolderLock(tmp_path)
+    os.close(descriptor)
+
+
 def test_a_folder_that_does_not_exist_is_left_to_the_first_file(tmp_path):
     """Its message says what cannot be written."""
     FolderLock(tmp_path / "missing").release()
