@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from tests.time_limits import HANG_S
 from torch._C._distributed_c10d import PrefixStore
 
 from penstock.transport import unix_store
@@ -65,6 +67,24 @@ def test_a_server_that_has_ended_is_an_error_of_the_network(server):
     server.close()
     with pytest.raises(dist.DistNetworkError, match="launcher"):
         store.get("key")
+
+
+def test_a_server_without_descriptors_accepts_again_when_it_has_some(tmp_path, monkeypatch):
+    """Ranks that connect later would wait forever."""
+    accept = socket.socket.accept
+    errors = [OSError(errno.EMFILE, "Too many open files")]
+
+    def accept_or_fail(listener):
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_or_fail)
+    with StoreServer(tmp_path / "store") as server:
+        client = UnixStore(server.path)
+        client._socket.settimeout(HANG_S)
+        client.set("key", "value")
+    assert errors == []
 
 
 def test_an_interrupted_request_ends_the_connection(server, monkeypatch):

@@ -146,6 +146,7 @@ class StoreServer:
         self.path = path
         self._values: dict[str, str] = {}
         self._lock = threading.Lock()
+        self._closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with _short_path(path) as address:
             self._listener.bind(address)
@@ -189,6 +190,7 @@ class StoreServer:
 
     def close(self) -> None:
         """End all connections."""
+        self._closed = True
         for connection in [self._listener, *self._connections]:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -206,7 +208,10 @@ class StoreServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
+                if self._closed:
+                    return
+                time.sleep(_LONGEST_PAUSE_S)  # such as a launcher that has no descriptors left
+                continue
             self._connections.append(connection)
             threading.Thread(
                 target=self._serve, args=(connection,), name="penstock-store", daemon=True
