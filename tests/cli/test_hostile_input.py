@@ -75,7 +75,7 @@ def test_what_stands_in_the_place_of_a_file_is_refused(penstock, tmp_path, place
         ("pipe", "it is a pipe, and no process writes to it"),
         ("empty", "empty"),
         ("folder", "holds no run to continue: there is no config.yaml"),
-        ("run", "holds no checkpoint to continue from"),
+        ("run", "holds no whole checkpoint to continue from"),
         ("sparse", "NUL bytes"),
         ("/dev/zero", "NUL bytes"),
         ("missing", "missing"),

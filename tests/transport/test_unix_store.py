@@ -92,8 +92,12 @@ def test_an_interrupted_request_ends_the_connection(server, monkeypatch):
     store = UnixStore(server.path)
     store.set("key", "value")
 
+    receive = unix_store._receive
+
     def interrupt(connection):
-        raise KeyboardInterrupt
+        if connection is store._socket:
+            raise KeyboardInterrupt
+        return receive(connection)
 
     with monkeypatch.context() as patch:
         patch.setattr(unix_store, "_receive", interrupt)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 
 from penstock.ranks.forked_ranks import RankProcess
-from penstock.transport.heartbeat_process import process_state
+from penstock.transport.heartbeat_process import State, process_state
 from penstock.transport.stopped_processes import LIMIT_S, StopLooks
 
 
@@ -34,7 +34,7 @@ class StoppedRanks:
         if not self._looks.due():
             return reasons
         for rank, process in enumerate(self._processes):
-            stopped = process.poll() is None and process_state(process.pid) == "stopped"
+            stopped = process.poll() is None and process_state(process.pid) is State.STOPPED
             if self._looks.overdue(rank, stopped=stopped):
                 reasons[rank] = (
                     f"on host {socket.gethostname()} was stopped by a signal (SIGSTOP) for "

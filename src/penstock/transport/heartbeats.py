@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import Store
 from penstock.errors import RunError
 from penstock.standard_error import write_line
 from penstock.transport.addresses import BIND, bind_address, close_connections, store_address
+from penstock.transport.heartbeat_process import State
 from penstock.transport.stopped_processes import LIMIT_S, StoppedSiblings
 
 #: Environment variable with the secret of the heartbeats, the same on all ranks. Without it rank 0
@@ -144,7 +145,7 @@ class Heartbeats:
         self._closed = True
         atexit.unregister(self._leave)
         with contextlib.suppress(OSError, ValueError):
-            self._write("failed" if failed else "closed")
+            self._write(State.FAILED if failed else State.CLOSED)
             assert self._process.stdin is not None
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -197,7 +198,7 @@ class Heartbeats:
         text = "; ".join(lines)
         this_host = self._ranks[self._rank].host
         remote = {rank for rank, entry in self._ranks.items() if entry.host != this_host}
-        silent = {int(entry["rank"]) for entry in lost if entry["state"] == "running"}
+        silent = {int(entry["rank"]) for entry in lost if entry["state"] == State.RUNNING}
         if len(remote) > 1 and silent == remote:
             text += f"; all other hosts are missing, so {this_host} may have lost its network"
         if self.checkpoint_step is not None:
@@ -272,11 +273,11 @@ class Heartbeats:
 def _loss_text(entry: Mapping[str, Any]) -> str:
     """Describe how a rank was lost."""
     age = f"{entry['age_s']:.1f} s"
-    if entry["state"] == "dead":
+    if entry["state"] == State.DEAD:
         return " has ended without a message"
-    if entry["state"] == "failed":
+    if entry["state"] == State.FAILED:
         return " could not connect to the other ranks; its own message says why"
-    if entry["state"] == "stopped":
+    if entry["state"] == State.STOPPED:
         return f" has been stopped by a signal (SIGSTOP); its last heartbeat is {age} old"
     return f" is missing; its last heartbeat is {age} old"
 

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from penstock.errors import RunError
-from penstock.transport.heartbeat_process import process_state
+from penstock.transport.heartbeat_process import State, process_state
 
 #: Seconds between two looks at the processes.
 LOOK_S = 0.5
@@ -93,7 +93,7 @@ def stopped_ranks(launcher: int) -> dict[int, int]:
     pids: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
-        if process_state(pid) != "stopped":
+        if process_state(pid) is not State.STOPPED:
             continue
         try:
             parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[1]
