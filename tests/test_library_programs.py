@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.time_limits import HANG_S
 
 FOLDER = Path(__file__).parents[1] / "examples" / "libraries"
 COUNTER = runpy.run_path(str(FOLDER / "count_lines.py"))
@@ -55,7 +56,7 @@ def run_program(file: str, processes: int = 0) -> tuple[float, float]:
         env=variables,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_S,
         check=False,
     )
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.time_limits import HANG_S
 
 ROOT = Path(__file__).parents[1]
 PROFILE = str(ROOT / "docs" / "funnel.profile.json")
@@ -109,7 +110,7 @@ def outcome(tmp_path_factory) -> tuple[dict[str, list], dict[str, str]]:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

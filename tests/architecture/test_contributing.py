@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.time_limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -71,7 +72,7 @@ def run(copy: Path, *command: str, cwd: Path) -> str:
         env={**os.environ, "PYTHONPATH": str(copy / "src")},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         check=False,
     )
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"

@@ -19,6 +19,7 @@ ORDER = [
     "deprecation",
     "units",
     "text_table",
+    "standard_error",
     "registry",
     "files",
     "store",

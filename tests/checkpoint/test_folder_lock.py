@@ -29,18 +29,23 @@ def test_a_lock_ends_with_its_process(tmp_path):
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        lock = FolderLock(tmp_path)
-        os.write(writer, b"locked")
-        signal.pause()
-        lock.release()
-    assert os.read(reader, 6) == b"locked"
-    with pytest.raises(FileError, match=f"process {pid} on"):
-        FolderLock(tmp_path)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    FolderLock(tmp_path).release()
-    os.close(reader)
+        try:
+            lock = FolderLock(tmp_path)
+            os.write(writer, b"locked")
+            signal.pause()
+            lock.release()
+        finally:
+            os._exit(1)  # whatever happens, this copy of pytest ends here
     os.close(writer)
+    try:
+        assert os.read(reader, 6) == b"locked"
+        with pytest.raises(FileError, match=f"process {pid} on"):
+            FolderLock(tmp_path)
+    finally:
+        os.close(reader)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    FolderLock(tmp_path).release()
 
 
 def test_a_released_lock_leaves_no_file(tmp_path):
@@ -82,6 +87,16 @@ def test_a_foreign_lock_file_is_shown_without_control_characters(tmp_path, conte
         FolderLock(tmp_path)
     assert "\x1b" not in str(caught.value)
     assert len(str(caught.value)) < 600
+    os.close(descriptor)
+
+
+def test_a_lock_file_that_is_a_pipe_is_not_waited_for(tmp_path):
+    """Nothing may ever be written to it."""
+    os.mkfifo(tmp_path / ".lock")
+    descriptor = os.open(tmp_path / ".lock", os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(FileError, match="another run writes"):
+        FolderLock(tmp_path)
     os.close(descriptor)
 
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from tests.checkpoint.test_checkpoint import batch, differences, pipeline, trained
+from tests.time_limits import HANG_S
 
 import penstock as ps
 from penstock.checkpoint import checkpoint_files
@@ -20,7 +21,7 @@ def gate(monkeypatch):
     save_file = checkpoint_files.save_file
 
     def wait_and_save(*args, **options):
-        assert event.wait(60)
+        assert event.wait(HANG_S)
         save_file(*args, **options)
 
     monkeypatch.setattr(checkpoint_files, "save_file", wait_and_save)

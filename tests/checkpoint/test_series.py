@@ -56,12 +56,20 @@ def turn_a_bit(folder):
     file.write_bytes(content)
 
 
+def replace_by_pipe(folder):
+    """Put a pipe, to which nothing writes, in the place of a file."""
+    file = next(folder.glob("*stage-0001*"))
+    file.unlink()
+    os.mkfifo(file)
+
+
 DAMAGES = {
     "no index": lambda folder: (folder / "checkpoint.json").unlink(),
     "half an index": lambda folder: os.truncate(folder / "checkpoint.json", 200),
     "no file": lambda folder: next(folder.glob("*stage-0001*")).unlink(),
     "cut off": cut_off,
     "a bit": turn_a_bit,
+    "a pipe": replace_by_pipe,
     "empty": lambda folder: [file.unlink() for file in folder.iterdir()],
 }
 

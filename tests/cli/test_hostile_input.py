@@ -69,6 +69,49 @@ def test_what_stands_in_the_place_of_a_file_is_refused(penstock, tmp_path, place
         assert ran.err.startswith("error: ")
 
 
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("pipe", "it is a pipe, and no process writes to it"),
+        ("empty", "empty"),
+        ("folder", "holds no run to continue: there is no config.yaml"),
+        ("run", "holds no whole checkpoint to continue from"),
+        ("sparse", "NUL bytes"),
+        ("/dev/zero", "NUL bytes"),
+        ("missing", "missing"),
+        ("long" * 100, "File name too long"),
+    ],
+)
+def test_what_stands_in_the_place_of_a_run_is_not_resumed(penstock, tmp_path, place, message):
+    """The argument of --resume is a folder, or a file of settings."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").touch()
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(2**40)
+    ran = penstock("train", "--resume", tmp_path / place)
+    assert ran.status == 2, ran
+    assert len(ran.err.splitlines()) == 1
+    assert ran.err.startswith("error: ")
+    assert message in ran.err
+    assert ran.out == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("train",), ("plan",), ("report",), ("show",), ("resize", "2"), ("export-weights", "x")],
+)
+def test_a_name_that_is_too_long_is_no_traceback(penstock, words):
+    """Such as a text that was passed in place of a file."""
+    command, *rest = words
+    ran = penstock(command, "long" * 100, *rest)
+    assert ran.status == 2, ran
+    assert len(ran.err.splitlines()) == 1
+    assert "File name too long" in ran.err
+
+
 @pytest.mark.parametrize("kind", ["profile", "configuration", "schedule"])
 def test_a_file_of_a_gigabyte_takes_little_memory(tmp_path, kind):
     """It is refused before it is read, and before torch is loaded: 200 MiB are enough."""

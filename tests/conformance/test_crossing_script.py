@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.time_limits import HANG_S
 
 SCRIPT = Path(__file__).with_name("crossing_script.py")
-SOON_S = 180.0
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -27,7 +27,7 @@ def test_classes_of_a_script_cross_between_processes(start, expected):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=SOON_S,
+        timeout=HANG_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.time_limits import HANG_S
 
 from penstock.ranks import fork_server
 
@@ -39,7 +40,9 @@ pytestmark = pytest.mark.skipif(
 
 def status_of(code):
     """The exit status of a process: 1 if its fork cannot use CUDA."""
-    return subprocess.run([sys.executable, "-c", code + FORK], timeout=120, check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-c", code + FORK], timeout=HANG_S, check=False
+    ).returncode
 
 
 @pytest.mark.parametrize("name", BEFORE)

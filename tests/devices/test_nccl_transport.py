@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from tests.time_limits import HANG_S
 
 from penstock.errors import RunError
 from penstock.schedule.lower import Link, Message
@@ -180,7 +181,7 @@ def test_an_abort_of_one_communicator_does_not_wait_for_that_of_another():
     """NCCL's abort may stand until another communicator is aborted as well."""
     import threading
 
-    barrier = threading.Barrier(3, timeout=30)
+    barrier = threading.Barrier(3, timeout=HANG_S)
     ended = []
 
     def abort():

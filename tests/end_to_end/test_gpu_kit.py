@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.time_limits import HANG_S
 
 import penstock as ps
 
@@ -346,7 +347,7 @@ def measure(section):
     os.close(reader)
     assert readable
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=HANG_S)
     results = json.loads((tmp_path / "results.json").read_text())
     parts = {part["name"]: part for part in results["sections"]}
     assert process.returncode == 130
@@ -428,6 +429,6 @@ def test_the_parent_does_not_start_cuda():
         "import run, torch; assert not torch.cuda.is_initialized()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.time_limits import HANG_S
 
 from penstock.cli.main import status
 from penstock.plan.plan import Plan
@@ -212,8 +213,8 @@ def test_killing_a_rank_ends_the_run_and_names_the_rank(tmp_path, profile):
     process, ranks = _started(tmp_path, profile)
     victim = next(rank for rank in ranks if rank.environ().get("RANK") == "1")
     victim.send_signal(signal.SIGKILL)
-    _, errors = process.communicate(timeout=20)
-    gone, alive = psutil.wait_procs(ranks, timeout=10)
+    _, errors = process.communicate(timeout=HANG_S)
+    gone, alive = psutil.wait_procs(ranks, timeout=HANG_S)
     assert not alive
     assert len(gone) == 2
     assert process.returncode == 1
@@ -225,8 +226,8 @@ def test_control_c_stops_all_ranks_and_keeps_the_checkpoint(tmp_path, profile):
     """The training so far must not be lost."""
     process, ranks = _started(tmp_path, profile)
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert not psutil.wait_procs(ranks, timeout=10)[1]
+    _, errors = process.communicate(timeout=HANG_S)
+    assert not psutil.wait_procs(ranks, timeout=HANG_S)[1]
     assert process.returncode == 130
     assert errors.rstrip().endswith("stopped")
     assert newest_checkpoint(tmp_path / "run").step >= 12

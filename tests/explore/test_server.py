@@ -9,6 +9,7 @@ import sys
 import urllib.request
 
 import pytest
+from tests.time_limits import HANG_S
 
 from penstock.cli.main import status
 from penstock.errors import RunError, SettingError
@@ -54,10 +55,10 @@ def test_the_command_serves_until_ctrl_c():
     try:
         address = server.stdout.readline().strip()
         assert address.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(address, timeout=30) as answer:
+        with urllib.request.urlopen(address, timeout=HANG_S) as answer:
             assert b"<title>Explore a pipeline</title>" in answer.read()
         server.send_signal(signal.SIGINT)
-        _, errors = server.communicate(timeout=30)
+        _, errors = server.communicate(timeout=HANG_S)
     finally:
         server.kill()
         server.wait()

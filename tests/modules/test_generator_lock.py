@@ -5,13 +5,12 @@ its owner waits for them.
 from __future__ import annotations
 
 import threading
+from queue import SimpleQueue
 
 import pytest
+from tests.time_limits import HANG_S
 
 from penstock.modules.generator_lock import GeneratorLock
-
-#: Seconds within which a thread that may go on has gone on.
-PATIENCE_S = 30.0
 
 
 class Visitor(threading.Thread):
@@ -27,12 +26,12 @@ class Visitor(threading.Thread):
         """Hold it until told to leave."""
         with self.lock.held(passes=self.passes):
             self.inside.set()
-            self.leave.wait(PATIENCE_S)
+            self.leave.wait(HANG_S)
 
     def end(self):
         """Let it go, and wait for its end."""
         self.leave.set()
-        self.join(PATIENCE_S)
+        self.join(HANG_S)
         assert not self.is_alive()
 
 
@@ -51,7 +50,7 @@ def test_threads_wait_for_the_owner(passes):
     with lock.held():
         visitor = Visitor(lock, passes=passes)
         assert not visitor.inside.wait(0.05)
-    assert visitor.inside.wait(PATIENCE_S)
+    assert visitor.inside.wait(HANG_S)
     visitor.end()
 
 
@@ -61,13 +60,13 @@ def test_device_threads_pass_while_the_owner_waits_for_them():
     with lock.held():
         early = Visitor(lock, passes=True)
         with lock.opened():
-            assert early.inside.wait(PATIENCE_S)
+            assert early.inside.wait(HANG_S)
             late, other = Visitor(lock, passes=True), Visitor(lock, passes=False)
-            assert late.inside.wait(PATIENCE_S)
+            assert late.inside.wait(HANG_S)
             assert not other.inside.wait(0.05)
             early.end()
             late.end()
-    assert other.inside.wait(PATIENCE_S)
+    assert other.inside.wait(HANG_S)
     other.end()
 
 
@@ -75,18 +74,20 @@ def test_the_owner_does_not_go_on_while_a_device_thread_passes():
     """Its seeds would be lost when that thread restores the states."""
     lock, closed = GeneratorLock(), threading.Event()
 
-    def own(visitors):
+    def open_and_close(visitors):
         """Open the lock, and close it while a thread passes."""
         with lock.held():
             with lock.opened():
-                visitors.append(Visitor(lock, passes=True))
-                assert visitors[0].inside.wait(PATIENCE_S)
+                visitor = Visitor(lock, passes=True)
+                assert visitor.inside.wait(HANG_S)
+                visitors.put(visitor)
             closed.set()
 
-    visitors = []
-    owner = threading.Thread(target=own, args=(visitors,), daemon=True)
+    visitors = SimpleQueue()
+    owner = threading.Thread(target=open_and_close, args=(visitors,), daemon=True)
     owner.start()
+    visitor = visitors.get(timeout=HANG_S)
     assert not closed.wait(0.05)
-    visitors[0].end()
-    assert closed.wait(PATIENCE_S)
-    owner.join(PATIENCE_S)
+    visitor.end()
+    assert closed.wait(HANG_S)
+    owner.join(HANG_S)

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from tests.time_limits import HANG_S
 from torch import nn
 
 from penstock.schedule.streams import Waves
@@ -27,7 +28,7 @@ class Exchange:
 
     def receive_wave(self, wave):
         others = [
-            self.queues[self.mine][other].get(timeout=20)
+            self.queues[self.mine][other].get(timeout=HANG_S)
             for other in range(self.copies)
             if other != self.mine
         ]

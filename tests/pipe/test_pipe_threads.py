@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from tests.time_limits import HANG_S
 from torch import nn
 from torch.nn import functional
 
@@ -148,7 +149,7 @@ def test_partitions_before_one_that_failed_stop_soon():
 
         def forward(self, x):
             if turns:
-                failed.wait(10)
+                failed.wait(HANG_S)
             turns.append(len(x))
             return x
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
 import psutil
 import pytest
+from tests.time_limits import HANG_S
 
 from penstock.errors import RankDied
 from penstock.ranks import forked_ranks
-from penstock.ranks.forked_ranks import ForkServer
+from penstock.ranks.forked_ranks import ForkServer, _Server
 from penstock.ranks.launch import launch
-
-SOON_S = 120
 
 
 @pytest.fixture
@@ -113,6 +113,22 @@ def test_a_server_that_is_killed_takes_its_ranks_with_it_and_is_replaced(server)
     assert launch(os.getppid, 1)[0] != os.getpid()
 
 
+def test_a_request_that_is_interrupted_ends_the_server(monkeypatch, tmp_path):
+    """Its answer, a process, would be taken for that of the next request."""
+    server = object.__new__(_Server)
+    server._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def interrupt(*details):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "recv_fds", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            server.fork(tmp_path / "request")
+    assert server.fork(tmp_path / "request") is None, "and so it is replaced"
+    other_end.close()
+
+
 BAD_FORK = """
 from pathlib import Path
 
@@ -145,7 +161,7 @@ def test_a_rank_that_cannot_use_cuda_after_the_fork_starts_as_a_new_program(tmp_
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=SOON_S,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -154,8 +170,6 @@ def test_a_rank_that_cannot_use_cuda_after_the_fork_starts_as_a_new_program(tmp_
 
 def test_an_idle_server_ends(monkeypatch):
     """Without a request or a rank for a time."""
-    import socket
-
     from penstock.ranks import fork_server
 
     monkeypatch.setattr(fork_server, "_IDLE_S", 0.01)

@@ -13,27 +13,23 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from types import SimpleNamespace
 
+import cloudpickle
 import psutil
 import pytest
 from tests.runtime.jobs import trapped, trapped_copy
+from tests.time_limits import HANG_S
 
 from penstock.errors import RankDied, SettingError
-from penstock.ranks.launch import RankFailed, launch
-
-#: Far more than stopping takes on a busy machine, and far less than the deadline of 300 s that a
-#: rank would wait in vain.
-SOON_S = 60
+from penstock.ranks.launch import RankFailed, _Child, launch
 
 
 @pytest.fixture(autouse=True)
 def nobody_stays() -> None:
-    """No rank outlives its launch, and none takes as long as a deadline to be stopped."""
-    started = time.monotonic()
+    """No rank outlives its launch."""
     yield
     assert [child for child in psutil.Process().children(recursive=True) if is_rank(child)] == []
-    assert time.monotonic() - started < SOON_S
 
 
 def is_rank(process):
@@ -76,9 +72,11 @@ def test_a_stuck_op_is_told_by_who_waits_for_it_and_what_the_other_is_at():
     """Nothing fails when a layer hangs: only the deadline ends it, and only the board knows where
     everybody is.
     """
-    message = r"^rank 0 has waited \d s for 1B1, past its deadline\n  rank 1 is at 1F1 since \d s\n"
+    message = (
+        r"^rank 0 has waited \d+ s for 1B1, past its deadline\n  rank 1 is at 1F1 since \d+ s\n"
+    )
     with pytest.raises(RankFailed, match=message):
-        launch(trapped, 2, "hang", "F", 1, 3.0)
+        launch(trapped, 2, "hang", "F", 5, 3.0)
 
 
 def test_a_copy_that_is_killed_lets_go_of_the_one_that_waits_to_meet_it():
@@ -92,7 +90,7 @@ def test_a_copy_that_is_killed_lets_go_of_the_one_that_waits_to_meet_it():
 def test_a_stuck_copy_is_told_by_the_one_that_waits_to_meet_it():
     """Who waits for whom, and where."""
     message = (
-        r"^rank 0 has waited \d s for rank 1, past its deadline\n  rank 1 is at 0B2 since \d s\n"
+        r"^rank 0 has waited \d+ s for rank 1, past its deadline\n  rank 1 is at 0B2 since \d+ s\n"
     )
     with pytest.raises(RankFailed, match=message):
         launch(trapped_copy, 2, "hang", 3.0)
@@ -214,7 +212,7 @@ def read_lines(process, count):
     lines, part = [], b""
     descriptor = process.stdout.fileno()
     while len(lines) < count:
-        assert select.select([descriptor], [], [], SOON_S)[0], f"no more than {lines}"
+        assert select.select([descriptor], [], [], HANG_S)[0], f"no more than {lines}"
         read = os.read(descriptor, 4096)
         assert read, process.stderr.read().decode()
         *whole, part = (part + read).split(b"\n")
@@ -227,7 +225,7 @@ def test_a_script_without_a_guard_launches_a_lambda_and_runs_once(tmp_path):
     guard.
     """
     process = start_script(tmp_path)
-    out, err = process.communicate(timeout=SOON_S)
+    out, err = process.communicate(timeout=HANG_S)
     lines = out.decode().splitlines()
     assert process.returncode == 0, err.decode()
     assert lines.count("main") == 1
@@ -243,10 +241,10 @@ def test_when_the_launcher_ends_no_rank_stays(sent, tmp_path):
     ranks = [psutil.Process(int(line)) for line in read_lines(process, 3)[1:]]
     assert all(is_rank(rank) for rank in ranks)
     process.send_signal(sent)
-    _, alive = psutil.wait_procs([*ranks, psutil.Process(process.pid)], timeout=SOON_S)
+    _, alive = psutil.wait_procs([*ranks, psutil.Process(process.pid)], timeout=HANG_S)
     left = [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE]
     assert left == []
-    _, err = process.communicate(timeout=SOON_S)
+    _, err = process.communicate(timeout=HANG_S)
     if sent == signal.SIGINT:
         assert err.decode().rstrip().endswith("KeyboardInterrupt")
 
@@ -266,6 +264,17 @@ def test_the_error_of_a_rank_without_descriptors_is_told():
     """Its result file is opened before the job begins."""
     with pytest.raises(RankFailed, match=r"^rank 0: ValueError: a planted failure"):
         launch(without_descriptors, 1)
+
+
+def test_a_result_is_read_once(tmp_path):
+    """The launcher looks at it twice a second while other ranks run, and it may be large."""
+    child = _Child(0, SimpleNamespace(poll=lambda: 0), tmp_path / "result")
+    assert child.failed
+    child.result.write_bytes(cloudpickle.dumps({"value": 1}))
+    assert not child.failed
+    child.result.unlink()
+    assert not child.failed
+    assert child.record() == {"value": 1}
 
 
 def killed_at_its_end():

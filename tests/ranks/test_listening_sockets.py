@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from tests.runtime.jobs import tiny, tiny_batch
 
-import penstock as ps
 from penstock.ranks.launch import launch
 from penstock.transport.addresses import bind_address, interface_of, loopback_interface
 
@@ -36,16 +35,8 @@ def listening_addresses() -> list[str]:
 
 def run_and_list() -> list[str]:
     """Train a step, and list the addresses of this rank."""
-    torch.manual_seed(0)
-    pipe = ps.Pipeline(
-        [torch.nn.Linear(4, 4) for _ in range(2)],
-        loss=torch.nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        balance=[1, 1],
-        schedule="1f1b",
-        micro_batches=2,
-    )
-    pipe.train_batch(torch.ones(4, 4), torch.ones(4, 4))
+    pipe = tiny()
+    pipe.train_batch(*tiny_batch(0))
     return listening_addresses()
 
 

@@ -7,59 +7,62 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from tests.time_limits import HANG_S
 
 SCRIPT = """
-import os, signal, torch
-import penstock as ps
+import os, signal
+from tests.runtime.jobs import tiny, tiny_batch
 
-torch.manual_seed(0)
-pipe = ps.Pipeline(
-    [torch.nn.Linear(4, 4) for _ in range(2)],
-    loss=torch.nn.functional.mse_loss,
-    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    balance=[1, 1],
-    schedule="1f1b",
-    micro_batches=2,
-)
-x = torch.ones(4, 4)
-print(float(pipe.train_batch(x, x)), flush=True)
+pipe = tiny()
+pipe.train_batch(*tiny_batch(0))
 if os.environ["RANK"] == "0":
     os.kill(os.getpid(), signal.SIGSTOP)
 while True:
-    pipe.train_batch(x, x)
+    pipe.train_batch(*tiny_batch(0))
 """
 
 
+@pytest.fixture
+def reserved_port():
+    """A port that no other process is given, and on which a rank can listen.
+
+    It is bound until the end of the test. As this socket does not listen and both have SO_REUSEADDR,
+    the rank may bind it too.
+    """
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("127.0.0.1", 0))
+        yield reservation.getsockname()[1]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is in Linux's /proc")
-def test_a_stopped_rank_is_named_also_if_it_hosts_the_store():
+def test_a_stopped_rank_is_named_also_if_it_hosts_the_store(reserved_port):
     """The store cannot be asked then: the heartbeats of all ranks do not need it.
 
     Version 0.1 said nothing in 700 s.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
         **os.environ,
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(reserved_port),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
     }
     stopped, other = (
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT],
             env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     )
     try:
-        _, errors = other.communicate(timeout=120)
+        _, errors = other.communicate(timeout=HANG_S)
         assert other.returncode == 1
         name = f"rank 0 on host {socket.gethostname()} (127.0.0.1, pid {stopped.pid})"
         assert f"{name} has been stopped by a signal (SIGSTOP)" in errors

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 
 import pytest
+from tests.time_limits import HANG_S
 from torch.distributed import HashStore
 
 from penstock.errors import RunError, StageFailed
 from penstock.ranks.status_board import SharedBoard, describe, reason_of
 from penstock.ranks.store_status_board import StoreBoard
-
-SOON_S = 60
 
 
 @pytest.fixture
@@ -35,14 +34,14 @@ def test_the_first_reason_stays(boards):
     assert one.failure() is None
     other.fail("the first")
     one.fail("the second")
-    assert one.failure(SOON_S) == other.failure() == "the first"
+    assert one.failure(HANG_S) == other.failure() == "the first"
 
 
 def test_a_failure_is_reported_to_all_ranks_without_polling(boards):
     """A rank that computes, or waits inside a library, cannot poll."""
     (one, _), heard = boards
     one.fail("a reason")
-    assert all(event.wait(SOON_S) for event in heard)
+    assert all(event.wait(HANG_S) for event in heard)
 
 
 def test_statuses_of_other_ranks_have_their_age(boards):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import weakref
 
@@ -11,6 +12,7 @@ import torch
 from tests.conformance.models import CASES, made
 from tests.conformance.reference import differences, gradients
 from tests.runtime.failing import Trap
+from tests.time_limits import HANG_S
 from torch import nn
 from torch.nn import functional
 
@@ -52,7 +54,7 @@ def end(pipe, trap, others):
     trap.release.set()
     pipe.close()
     for thread in set(rank_threads()) - others:
-        thread.join(30)
+        thread.join(HANG_S)
 
 
 def left_in(pipe):
@@ -201,17 +203,15 @@ def test_a_rank_that_waits_too_long_says_for_what_and_what_the_others_are_at(mon
     monkeypatch.setattr("penstock.stage.stage_random.may_draw", lambda module: False)
     others = set(rank_threads())
     trap = Trap("hang", "F", at=1)
-    pipe = with_trap(1, trap, deadline_s=0.5, schedule="naive")
+    pipe = with_trap(1, trap, deadline_s=1.0, schedule="naive")
     with pytest.raises(
-        DeadlineExceeded, match=r"rank \d has waited \d s for \d[FB]\d, past its deadline"
+        DeadlineExceeded, match=r"rank \d has waited \d+ s for \d[FB]\d, past its deadline"
     ) as error:
         pipe.train_batch(X, Y)
-    assert "rank 1 is at 1F1 since 0 s" in str(error.value) or "rank 1 is at 1F1 since 1 s" in str(
-        error.value
-    )
+    assert re.search(r"rank 1 is at 1F1 since \d+ s", str(error.value))
     with pytest.raises(
         RunError,
-        match=r"cannot go on after a batch that failed: rank 1 is at 1F1 since \d s. Make a new Pipeline",
+        match=r"cannot go on after a batch that failed: rank 1 is at 1F1 since \d+ s. Make a new Pipeline",
     ):
         pipe.train_batch(X, Y)
     end(pipe, trap, others)
@@ -231,11 +231,11 @@ def test_layers_that_wait_for_each_others_random_numbers_are_let_go_too(monkeypa
         balance=[2, 1],
         micro_batches=4,
         schedule="gpipe",
-        deadline_s=0.5,
+        deadline_s=1.0,
         executor="threads",
     )
     with pytest.raises(
-        DeadlineExceeded, match=r"rank \d has waited 1 s for .*, past its deadline"
+        DeadlineExceeded, match=r"rank \d has waited \d+ s for .*, past its deadline"
     ) as error:
         pipe.train_batch(X, Y)
     assert "rank 1 is at 1F1" in str(error.value) or "an end to where it is at 1F1" in str(
@@ -279,7 +279,7 @@ def test_a_pipeline_that_is_dropped_ends_its_threads_and_frees_its_stages():
     del pipe
     gc.collect()
     for thread in ours:
-        thread.join(10)
+        thread.join(HANG_S)
     assert not any(thread.is_alive() for thread in ours)
     assert stage() is None
 
@@ -293,7 +293,7 @@ def test_a_closed_pipeline_runs_again_when_it_is_asked_to():
     assert len(ours) == 3
     pipe.close()
     for thread in ours:
-        thread.join(10)
+        thread.join(HANG_S)
     assert not any(thread.is_alive() for thread in ours)
     assert torch.equal(pipe.eval_batch(X, Y), loss)
     pipe.close()

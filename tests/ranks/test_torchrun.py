@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.runtime.jobs import everything
+from tests.time_limits import HANG_S
 from torch import nn
 from torch.nn import functional
 
@@ -70,8 +71,6 @@ with ps.Checkpoints(folder / "checkpoints", every=2) as checkpoints:
 pipe.close()
 """
 
-SOON_S = 120
-
 
 def torchrun(folder, source, *arguments, options=()):
     """The script on two ranks, on a free port."""
@@ -89,7 +88,7 @@ def torchrun(folder, source, *arguments, options=()):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=SOON_S,
+        timeout=HANG_S,
         check=False,
     )
 

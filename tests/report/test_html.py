@@ -10,6 +10,7 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
+from tests.time_limits import HANG_S
 
 from penstock.errors import FileError
 from penstock.report.document import Page, Report, Section, Table
@@ -210,7 +211,7 @@ def run_in_browser(page, tmp_path, width):
     ]
     environment = {**os.environ, "HOME": str(tmp_path)}
     ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=environment
+        command, capture_output=True, text=True, timeout=HANG_S, check=False, env=environment
     )
     found = re.search(r'<output id="probe">(.*?)</output>', ran.stdout, re.DOTALL)
     assert found is not None, ran.stderr[-2000:]
@@ -252,7 +253,7 @@ def test_the_policy_lets_the_scripts_of_the_page_run(page, tmp_path):
     ]
     environment = {**os.environ, "HOME": str(tmp_path)}
     ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=environment
+        command, capture_output=True, text=True, timeout=HANG_S, check=False, env=environment
     )
     assert '<figure class="timeline live"' in ran.stdout
     assert re.search(r'<th scope="col"[^>]*><button type="button">', ran.stdout)

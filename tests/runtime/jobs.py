@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tests.conformance.models import CASES, made
 from tests.runtime.failing import Trap
+from tests.time_limits import HANG_S
 from torch import nn
 from torch.nn import functional
 
@@ -159,42 +160,52 @@ def nested(programs: str, lengths: list[int], executor: str) -> dict[str, Any]:
     return {"losses": [*losses, shorter], "state": state}
 
 
-def trapped(what: str, kind: str = "F", at: int = 1, deadline_s: float = 300.0) -> Trap:
+def set_deadline(pipe: ps.Pipeline, deadline_s: float) -> None:
+    """Let the ranks wait for each other's messages for some seconds from now on.
+
+    Not from the start: on a busy machine a rank may start seconds after another one.
+    """
+    pipe._world._wire.deadline_s = pipe._world._near.deadline_s = deadline_s
+
+
+def trapped(what: str, kind: str = "F", at: int = 1, deadline_s: float = HANG_S) -> Trap:
     """Two ranks train; the layer at the beginning of rank 1 does `what` in the second of its
-    forwards or backwards.
+    forwards or backwards, or in the one after `at` others. The deadline holds from step 1 on.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Trap(what, kind, at), nn.Linear(16, 4))
-    pipe = ps.Pipeline(
-        model, loss=functional.cross_entropy, balance=[1, 2], micro_batches=4, deadline_s=deadline_s
-    )
-    for _ in range(3):
+    pipe = ps.Pipeline(model, loss=functional.cross_entropy, balance=[1, 2], micro_batches=4)
+    for step in range(3):
+        if step == 1:
+            set_deadline(pipe, deadline_s)
         pipe.train_batch(torch.randn(8, 16), torch.arange(8) % 4)
     return model[1]
 
 
-def trapped_copy(what: str, deadline_s: float = 300.0) -> None:
-    """Two copies of one stage train; the one on rank 1 does `what` in its second backward, when the
-    other has come to their U.
+def trapped_copy(what: str, deadline_s: float = HANG_S) -> None:
+    """Two copies of one stage train; the one on rank 1 does `what` in the second backward of step
+    1, when the other has come to their U. The deadline holds from step 1 on.
     """
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(16, 16),
-        Trap(what if os.environ["RANK"] == "1" else "pass", "B", 1),
+        Trap(what if os.environ["RANK"] == "1" else "pass", "B", 3),
         nn.Linear(16, 4),
     )
     pipe = ps.Pipeline(
         model,
         loss=functional.cross_entropy,
         balance=[3],
-        deadline_s=deadline_s,
         schedule=Schedule.parse("rank 0 | 0F0 0B0 0U1\nrank 1 | 0F1 0B1 0F2 0B2 0U1"),
     )
-    for _ in range(3):
+    for step in range(3):
+        if step == 1:
+            set_deadline(pipe, deadline_s)
         pipe.train_batch(torch.randn(9, 16), torch.arange(9) % 4)
 
 
-def _tiny(optimizer: Any = None, executor: str = "processes") -> ps.Pipeline:
+def tiny(optimizer: Any = None, executor: str = "processes") -> ps.Pipeline:
+    """Return a pipeline of two stages that starts quickly."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     return ps.Pipeline(
@@ -209,15 +220,16 @@ def _tiny(optimizer: Any = None, executor: str = "processes") -> ps.Pipeline:
     )
 
 
-def _tiny_batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+def tiny_batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a batch for `tiny`; other numbers give other values."""
     generator = torch.Generator().manual_seed(number)
     return torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)
 
 
 def saved_by_two_ranks(folder: Path) -> None:
     """A checkpoint of two stages."""
-    pipe = _tiny(executor="threads")
-    pipe.train_batch(*_tiny_batch(0))
+    pipe = tiny(executor="threads")
+    pipe.train_batch(*tiny_batch(0))
     pipe.save(folder)
 
 
@@ -234,7 +246,7 @@ def checkpoint_verdicts(folder: Path) -> dict[str, Any]:
     """
     import torch.distributed as dist
 
-    pipe = _tiny()
+    pipe = tiny()
     rank = dist.get_rank()
     verdicts: dict[str, Any] = {}
 
@@ -249,7 +261,7 @@ def checkpoint_verdicts(folder: Path) -> dict[str, Any]:
         return "taken"
 
     for step in (1, 2):
-        pipe.train_batch(*_tiny_batch(step))
+        pipe.train_batch(*tiny_batch(step))
         pipe.save(folder / f"step-{step}")
         pipe.save(folder / f"damaged-{step}")
     if rank == 1:
@@ -263,21 +275,21 @@ def checkpoint_verdicts(folder: Path) -> dict[str, Any]:
     same = [all(map(torch.equal, before, weights()))]
     verdicts["two steps"] = refused(lambda: pipe.load(folder / f"step-{2 - rank}"))
     same.append(all(map(torch.equal, before, weights())))
-    other = _tiny(zero)
+    other = tiny(zero)
     verdicts["zero"] = refused(lambda: other.save(folder / "zero"))
     same.append(all(map(torch.equal, before, weights())))
     verdicts["same before and after"] = same
     pipe.load(folder / "step-1")
-    verdicts["loss after"] = float(pipe.train_batch(*_tiny_batch(2)))
-    alone = _tiny(executor="threads") if rank == 0 else None
+    verdicts["loss after"] = float(pipe.train_batch(*tiny_batch(2)))
+    alone = tiny(executor="threads") if rank == 0 else None
     if alone is not None:
         alone.load(folder / "step-1")
-        verdicts["loss expected"] = float(alone.train_batch(*_tiny_batch(2)))
+        verdicts["loss expected"] = float(alone.train_batch(*tiny_batch(2)))
     own_disk = folder / f"disk-{rank}"
     pipe.save(own_disk)
     verdicts["own files"] = sorted(file.name[14:24] for file in own_disk.glob("step-*"))
     before = weights()
-    pipe.train_batch(*_tiny_batch(3))
+    pipe.train_batch(*tiny_batch(3))
     pipe.load(own_disk)
     verdicts["same after fetching"] = all(map(torch.equal, before, weights()))
     verdicts["fetched"] = sorted(file.name[14:24] for file in own_disk.glob("step-*"))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.time_limits import HANG_S
 from torch import nn
+from torch.distributed import HashStore
 
 import penstock as ps
 from penstock.ranks.clock import EventClock, HostClock
-from penstock.runtime.slow_ranks import SlowRanks, busy_seconds
+from penstock.runtime.slow_ranks import BusyTimes, SlowRanks, busy_seconds
 from penstock.schedule.op import Op
 
 HOSTS = ["a", "b"]
@@ -103,8 +107,23 @@ class Repeated(nn.Module):
         return y
 
 
+def test_the_thread_that_publishes_ends_when_the_pipeline_is_closed():
+    """A program may make many pipelines."""
+    exchange = SimpleNamespace(store=HashStore(), rank=1, size=2, hosts=HOSTS)
+    setting = SimpleNamespace(planned_busy_s={}, schedule=ps.schedule("1f1b", 2, 2))
+    times = BusyTimes(exchange, setting)
+    times._enqueue(0.5)
+    exchange.store.wait(["busy/1"], timedelta(seconds=HANG_S))
+    thread = times._thread
+    times.close()
+    thread.join(HANG_S)
+    assert not thread.is_alive()
+
+
 def _lines():
-    """Train with a rank that does 200 times its work after a while; return what was logged."""
+    """Train with a rank that does 200 times its work after a while; return what was logged, and
+    whether the pipeline has left a thread.
+    """
     import torch.distributed as dist
 
     lines: list[str] = []
@@ -117,19 +136,26 @@ def _lines():
     pipe = ps.Pipeline(
         layers, loss=nn.functional.mse_loss, balance=[1, 1], micro_batches=2, deadline_s=60
     )
-    pipe._busy_times._window = 4
+    busy_times = pipe._busy_times
+    busy_times._window = 4
+    # Without the thread, each comparison sees at least the window before it.
+    enqueue, busy_times._enqueue = busy_times._enqueue, busy_times._publish
     x = torch.randn(8, 64)
     for step in range(60):
         if step == 12 and dist.get_rank() == 1:
             layers[1].times = 200
         pipe.train_batch(x, x)
     pipe._world.barrier()
-    # Medians are published by a thread; each comparison sees at least the one before it.
-    return [line for line in lines if "slow" in line]
+    enqueue(0.0)
+    thread = busy_times._thread
+    pipe.close()
+    thread.join(HANG_S)
+    return [line for line in lines if "times as long" in line], thread.is_alive()
 
 
 def test_a_rank_that_slows_down_in_a_run_is_named():
     """Rank 0 logs it; the other ranks log nothing."""
-    first, second = ps.launch(_lines, 2, threads=1)
+    (first, *threads), (second, *more_threads) = ps.launch(_lines, 2, threads=1)
     assert any("rank 1" in line and "times as long as before" in line for line in first)
     assert second == []
+    assert not any(threads + more_threads)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.time_limits import HANG_S
 
 from penstock.shared_memory import availability
 from penstock.shared_memory.availability import SWITCH, unavailable_reason
@@ -71,4 +72,4 @@ end.close()
 
 def test_the_transport_is_imported_and_connects_where_linux_calls_do_not_exist():
     """A name that is looked up at import would break training on macOS and Windows."""
-    subprocess.run([sys.executable, "-c", OTHER_SYSTEM], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", OTHER_SYSTEM], check=True, timeout=HANG_S)

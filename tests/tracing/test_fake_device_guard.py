@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from tests.time_limits import HANG_S
 
 from penstock.tracing.fake_device_guard import keep_fake_device_guard
 
@@ -49,7 +50,7 @@ def test_a_backward_after_a_trace_does_not_end_the_process(in_thread):
     """
     script = TRACE_AND_TRAIN.format(in_thread=in_thread)
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "trained\n"

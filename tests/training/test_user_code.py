@@ -34,6 +34,13 @@ def test_a_module_in_the_current_folder_is_imported(monkeypatch, tmp_path):
     assert load_attribute(f"{name}:A.value", "--model") == 3
 
 
+def test_an_attribute_of_a_number_is_one_line(monkeypatch, tmp_path):
+    """A number has no attributes of its own to name."""
+    name = write_module("class A:\n    value = 3\n", monkeypatch, tmp_path)
+    with pytest.raises(SettingError, match=rf"{name} has no 'make'$"):
+        load_attribute(f"{name}:A.value.make", "--model")
+
+
 def test_a_missing_module_or_attribute_is_one_line(monkeypatch, tmp_path):
     """The usual typos."""
     name = write_module("def make():\n    return 1\n", monkeypatch, tmp_path)

@@ -8,8 +8,11 @@ import subprocess
 import sys
 
 import pytest
+from torch.distributed import HashStore
 
+from penstock.errors import RunError
 from penstock.transport.heartbeat_process import Peer, Pulse, process_state
+from penstock.transport.heartbeats import Heartbeats
 
 SECRET = b"secret"
 LIMIT_S = 5.0
@@ -91,6 +94,16 @@ def test_time_in_which_this_process_did_not_run_does_not_count():
     first.delayed(100.0)
     assert first.lost(104.0) == []
     assert first.lost(105.0) != []
+
+
+def test_an_address_of_another_host_is_refused_with_the_variable_that_sets_it(monkeypatch):
+    """The heartbeat process cannot listen there."""
+    monkeypatch.setenv("PENSTOCK_BIND", "192.0.2.1")
+    with pytest.raises(
+        RunError,
+        match=r"rank 0 cannot send heartbeats from 192\.0\.2\.1: Cannot assign.*PENSTOCK_BIND",
+    ):
+        Heartbeats(HashStore(), 0, 2, timeout_s=0.0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is in Linux's /proc")

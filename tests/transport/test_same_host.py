@@ -519,7 +519,7 @@ def test_a_closed_end_leaves_no_file_open():
         for end in ends:
             end.close()
         del ends, end
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208
 
 
 @settings(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from tests.time_limits import HANG_S
 from torch._C._distributed_c10d import PrefixStore
 
+from penstock.transport import unix_store
 from penstock.transport.unix_store import VARIABLE, StoreServer, UnixStore, launch_store
 
 
@@ -64,6 +67,45 @@ def test_a_server_that_has_ended_is_an_error_of_the_network(server):
     server.close()
     with pytest.raises(dist.DistNetworkError, match="launcher"):
         store.get("key")
+
+
+def test_a_server_without_descriptors_accepts_again_when_it_has_some(tmp_path, monkeypatch):
+    """Ranks that connect later would wait forever."""
+    accept = socket.socket.accept
+    errors = [OSError(errno.EMFILE, "Too many open files")]
+
+    def accept_or_fail(listener):
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_or_fail)
+    with StoreServer(tmp_path / "store") as server:
+        client = UnixStore(server.path)
+        client._socket.settimeout(HANG_S)
+        client.set("key", "value")
+    assert errors == []
+
+
+def test_an_interrupted_request_ends_the_connection(server, monkeypatch):
+    """Its answer would be taken for that of the next request."""
+    store = UnixStore(server.path)
+    store.set("key", "value")
+
+    receive = unix_store._receive
+
+    def interrupt(connection):
+        if connection is store._socket:
+            raise KeyboardInterrupt
+        return receive(connection)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unix_store, "_receive", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.check(["missing"])
+    with pytest.raises(dist.DistNetworkError, match="launcher"):
+        store.check(["key"])
+    assert UnixStore(server.path).check(["key"])
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\0\0\0\2[]", b'\0\0\0\6["no"]', b"x"])

@@ -7,13 +7,16 @@ because processors with SHA instructions hash 1.5 GB/s, about the bandwidth of a
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -156,7 +159,7 @@ def read_header(folder: Path, name: str, index: Checkpoint) -> Header:
         FileError: the file is missing, damaged, or of another checkpoint.
     """
     try:
-        with (folder / name).open("rb") as content:
+        with _open_file(folder / name) as content:
             raw = _header_bytes(content.read(8), content)
             size = content.seek(0, 2)
         header = _parse_header(raw)
@@ -178,6 +181,20 @@ def read_header(folder: Path, name: str, index: Checkpoint) -> Header:
         if hashlib.sha256(raw).hexdigest() != expected.header_sha256:
             raise _damage_error(folder, name, "the checksum of its header has changed")
     return header
+
+
+def _open_file(path: Path) -> BinaryIO:
+    """Open a file to read.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe or device: a pipe might be waited for forever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    content = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        content.close()
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return content
 
 
 def check_content(folder: Path, name: str, index: Checkpoint) -> None:

@@ -13,7 +13,6 @@ import os
 import socket
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from penstock.errors import FileError
@@ -21,7 +20,7 @@ from penstock.errors import FileError
 #: Name of the file in a folder.
 _LOCK = ".lock"
 
-#: Characters of the file that a message shows.
+#: Bytes of the file that are read for a message.
 _MAX_OWNER = 200
 
 
@@ -59,12 +58,7 @@ class FolderLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self.release()
 
     def __del__(self) -> None:
@@ -89,11 +83,12 @@ def _locked(path: Path) -> int | None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            owner = _owner(descriptor)
             os.close(descriptor)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 return None
             raise FileError(
-                f"another run{_owner(path)} writes into {path.parent}: wait for its end or stop "
+                f"another run{owner} writes into {path.parent}: wait for its end or stop "
                 "it, or choose another folder"
             ) from error
         with suppress(OSError):
@@ -102,10 +97,10 @@ def _locked(path: Path) -> int | None:
         os.close(descriptor)  # a run that has just ended has removed the file
 
 
-def _owner(path: Path) -> str:
+def _owner(descriptor: int) -> str:
     """Return who has a lock, from its file; nothing if the file is not whole."""
-    with suppress(OSError, ValueError):
-        owner = json.loads(path.read_text()[:_MAX_OWNER])
+    with suppress(OSError, ValueError):  # OSError: it is a pipe, say
+        owner = json.loads(os.pread(descriptor, _MAX_OWNER, 0))
         if isinstance(owner, str):
             return f" ({ascii(owner)[1:-1]})"
     return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 from collections.abc import Callable
 from typing import Annotated
 
@@ -28,6 +29,7 @@ from penstock.cli.study import study
 from penstock.cli.train import train
 from penstock.cli.verify import verify
 from penstock.errors import PenstockError, RunError, missing_torch
+from penstock.files.text import shorten
 
 app = typer.Typer(
     name="penstock",
@@ -66,6 +68,10 @@ def _main(
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
+#: What a name from outside may meet: it is too long, or the user may not go there.
+_NAME_ERRORS = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM)
+
+
 def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command so that it prints an error as one message and exits.
 
@@ -80,6 +86,10 @@ def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1 if isinstance(error, RunError) else 2) from error
         except OSError as error:
+            if error.errno in _NAME_ERRORS and error.filename:
+                name = shorten(os.fsdecode(error.filename))
+                typer.echo(f"error: cannot open {name}: {error.strerror}", err=True)
+                raise typer.Exit(2) from error
             if error.errno not in _DISK_ERRORS:
                 raise
             place = f" ({error.filename})" if error.filename else ""

@@ -16,6 +16,7 @@ import typer
 from penstock.cli import options
 from penstock.cli.train_flags import settings_of_flags, with_flags
 from penstock.errors import RunStopped, SettingError
+from penstock.standard_error import write_line
 from penstock.text_table import table
 from penstock.transport.slurm import started_by_srun
 from penstock.units import format_bytes, format_seconds
@@ -155,7 +156,7 @@ def _printer(json: bool) -> Say:
 
     def say(text: str) -> None:
         """Print a message."""
-        print(text, file=sys.stderr if json else sys.stdout, flush=True)
+        write_line(text, sys.stderr if json else sys.stdout)
 
     return say
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from penstock.standard_error import write_line
 
 _LOG = logging.getLogger("penstock")
 
@@ -72,4 +73,4 @@ def announced(message: str) -> Iterator[None]:
 
 def _say(message: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"penstock: {message}", file=sys.stderr, flush=True)
+        write_line(f"penstock: {message}")

@@ -30,6 +30,9 @@ _SUFFICIENT_S = 20e-6
 _MAX_READINGS = 64
 #: Tag of the messages: of the same kind as that of losses, which no message of a schedule has.
 _TAG = LOSS_TAG + 1
+#: What a rank sends to rank 0: a question that others follow, its last question, or that there are no
+#: more.
+_QUESTION, _LAST_QUESTION, _NO_MORE = 1.0, 2.0, 0.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class ClockOffsets:
             if best is None or reading.error_s < best.error_s:
                 best = reading
             if not last and best.error_s <= _SUFFICIENT_S:
-                self._send(0.0, 0)
+                self._send(_NO_MORE, 0)
                 break
         assert best is not None
         self.readings.append(best)
@@ -110,7 +113,7 @@ class ClockOffsets:
     def _round_trip(self, *, last: bool) -> Reading:
         """Ask rank 0 for its time; say whether this is the last question."""
         sent_s = host_time()
-        self._send(2.0 if last else 1.0, 0)
+        self._send(_LAST_QUESTION if last else _QUESTION, 0)
         there_s = self._receive(0)
         return Reading.of_round_trip(sent_s, there_s, host_time())
 
@@ -118,10 +121,10 @@ class ClockOffsets:
         """Answer the questions of a rank until it has no more."""
         while True:
             question = self._receive(peer)
-            if question == 0.0:
+            if question == _NO_MORE:
                 return
             self._send(host_time(), peer)
-            if question == 2.0:
+            if question == _LAST_QUESTION:
                 return
 
     def _send(self, value: float, peer: int) -> None:

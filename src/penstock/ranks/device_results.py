@@ -65,7 +65,7 @@ class DeviceLosses:
 
         Args:
             batch: the batch.
-                numbers_of: by rank that runs the last stage, its micro-batches.
+            numbers_of: by rank that runs the last stage, its micro-batches.
 
         Returns:
             A float32 scalar on the device of this rank, bitwise equal on every rank.

@@ -144,6 +144,10 @@ class _Server:
                 message, processes, _, _ = socket.recv_fds(self._control, 64, 1)
             except OSError:
                 message = b""
+            except BaseException:
+                # Interrupted, as by Ctrl-C: the next request would read this answer.
+                self._control.close()
+                raise
         return ForkedProcess(int(message), processes[0], reader) if message else None
 
     def close(self) -> None:

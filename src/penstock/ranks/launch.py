@@ -21,9 +21,10 @@ import cloudpickle
 from penstock.errors import RankDied, RunError, SettingError
 from penstock.ranks.foreign_text import foreign_text
 from penstock.ranks.forked_ranks import RankProcess, search_path, start_rank
-from penstock.ranks.stopped_ranks import LOOK_S, StoppedRanks
+from penstock.ranks.stopped_ranks import StoppedRanks
 from penstock.ranks.termination import passing_sigterm_on
 from penstock.transport.addresses import loopback_interface
+from penstock.transport.stopped_processes import LOOK_S
 from penstock.transport.unix_store import VARIABLE, StoreServer
 
 #: Seconds for which other ranks may go on after one has failed, to report what they saw.
@@ -56,12 +57,14 @@ class _Child:
         process: its process.
         result: the file that the process writes at its end.
         stopped: why the launcher has ended it, if it was stopped by a signal.
+        content: of the result file, once it has been read; it may be large.
     """
 
     rank: int
     process: RankProcess
     result: Path
     stopped: str | None = None
+    content: dict[str, Any] | None = None
 
     def describe_end(self) -> str:
         """Return how the process has ended."""
@@ -69,7 +72,9 @@ class _Child:
 
     def record(self) -> dict[str, Any] | None:
         """Return the content of the result file, a value or an error; None if there is no file."""
-        return cloudpickle.loads(self.result.read_bytes()) if self.result.exists() else None
+        if self.content is None and self.result.exists():
+            self.content = cloudpickle.loads(self.result.read_bytes())
+        return self.content
 
     @property
     def failed(self) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from penstock.standard_error import write_line
+
 #: Options of prctl(2), from Linux's prctl.h.
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
@@ -63,7 +65,7 @@ def main(job: Path, result: Path) -> int:
         with output:
             output.write(content)
     except OSError as error:  # such as a full disk of temporary files
-        print(record.get("error") or f"rank {rank}: its result: {error}", file=sys.stderr)
+        write_line(record.get("error") or f"rank {rank}: its result: {error}")
         return 1
     partial.rename(result)
     return int("error" in record)

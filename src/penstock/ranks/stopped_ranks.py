@@ -1,26 +1,17 @@
-"""Ranks of this host that a signal has stopped: the launcher ends them after some seconds.
-
-A rank that was stopped (SIGSTOP) makes all others wait, at whatever point the run is: while they
-start, measure, plan or train. Its process cannot say so, but the kernel can. A slow rank, one
-that compiles, computes or is swapped out, is in another state and is left alone.
-"""
+"""Ranks of this host that a signal has stopped: the launcher ends them after some seconds."""
 
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Sequence
 
 from penstock.ranks.forked_ranks import RankProcess
-from penstock.transport.heartbeat_process import process_state
-from penstock.transport.heartbeats import LIMIT_S
-
-#: Seconds between two looks at the ranks.
-LOOK_S = 0.5
+from penstock.transport.heartbeat_process import State, process_state
+from penstock.transport.stopped_processes import LIMIT_S, StopLooks
 
 
 class StoppedRanks:
-    """Counts for how long processes have been stopped.
+    """Ends ranks that have been stopped for too long.
 
     Args:
         processes: the ranks, in order.
@@ -28,11 +19,8 @@ class StoppedRanks:
     """
 
     def __init__(self, processes: Sequence[RankProcess], limit_s: float = LIMIT_S) -> None:
-        self._processes, self._limit_s = processes, limit_s
-        # Looks in a row that have found a rank stopped. Looks are counted, and not seconds: those
-        # for which this process was stopped as well (Ctrl-Z) must not count.
-        self._looks = [0] * len(processes)
-        self._next_s = 0.0
+        self._processes = processes
+        self._looks = StopLooks(limit_s)
 
     def end_overdue(self) -> dict[int, str]:
         """Look at the ranks, and kill those that have been stopped for too long.
@@ -43,19 +31,14 @@ class StoppedRanks:
             By rank that was killed, why.
         """
         reasons: dict[int, str] = {}
-        now_s = time.monotonic()
-        if now_s < self._next_s:
+        if not self._looks.due():
             return reasons
-        self._next_s = now_s + 0.9 * LOOK_S
         for rank, process in enumerate(self._processes):
-            if process.poll() is not None or process_state(process.pid) != "stopped":
-                self._looks[rank] = 0
-                continue
-            self._looks[rank] += 1
-            if self._looks[rank] * LOOK_S >= self._limit_s:
+            stopped = process.poll() is None and process_state(process.pid) is State.STOPPED
+            if self._looks.overdue(rank, stopped=stopped):
                 reasons[rank] = (
                     f"on host {socket.gethostname()} was stopped by a signal (SIGSTOP) for "
-                    f"{self._limit_s:.0f} s, and has been ended"
+                    f"{self._looks.limit_s:.0f} s, and has been ended"
                 )
                 process.kill()
         return reasons

@@ -164,7 +164,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         autocast_dtype = training_options.autocast_dtype
         self._preparation = Preparation(self._assembly, autocast_dtype, self._drain)
         self._preparation.begin()
-        self._busy_times = BusyTimes.of(meeting, self.setting)
+        self._busy_times = BusyTimes(meeting, self.setting)
 
     # -- training and evaluation
 
@@ -209,8 +209,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         self._player.play(batch, Mode.TRAIN, steps=steps, factor=1 / self._accumulate)
         self._accumulated = 0 if steps else accumulated + 1
         self._step += 1
-        if self._busy_times is not None:
-            self._busy_times.step(self._assembly.interpreters)
+        self._busy_times.step(self._assembly.interpreters)
         return self._player.mean_loss(batch)
 
     def update(self) -> None:
@@ -439,6 +438,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
     def close(self) -> None:
         """Close links and end threads. Raises RunError if a deferred check has failed."""
         self._release_guard()
+        self._busy_times.close()
         self._world.close()
         for stage in self._assembly.stages:
             stage.read_checks()

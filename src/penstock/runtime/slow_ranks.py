@@ -116,34 +116,34 @@ class BusyTimes:
     """Publishes the computing times of this rank; on rank 0, logs which ranks are slow.
 
     Args:
-        exchange: of the pipeline, whose store is used.
+        exchange: of the pipeline, whose store is used; None if all ranks are threads of this
+            process, which are not compared.
         setting: what is run.
         window: number of steps of which the median is published.
     """
 
     def __init__(
         self,
-        exchange: SettingsExchange,
+        exchange: SettingsExchange | None,
         setting: RunConfig,
         window: int = WINDOW,
     ) -> None:
-        self._store, self._rank, self._size = exchange.store, exchange.rank, exchange.size
-        self._slow_ranks = SlowRanks(planned_seconds(setting), exchange.hosts)
+        self._exchange = exchange
+        hosts = [] if exchange is None else exchange.hosts
+        self._slow_ranks = SlowRanks(planned_seconds(setting), hosts)
         self._window = window
         self._steps: list[float] = []
         # The marks of the last step, which a device may not have reached yet.
         self._pending: _Marks | None = None
-        self._medians: SimpleQueue[float] = SimpleQueue()
+        # None ends the thread.
+        self._medians: SimpleQueue[float | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-
-    @classmethod
-    def of(cls, exchange: SettingsExchange | None, setting: RunConfig) -> BusyTimes | None:
-        """Return the times of a pipeline; None if all ranks are threads of this process."""
-        return None if exchange is None else cls(exchange, setting)
 
     def step(self, interpreters: Mapping[int, Interpreter]) -> None:
         """Count a step that this rank has run. Called before the next one begins."""
-        interpreter = interpreters[self._rank]
+        if self._exchange is None:
+            return
+        interpreter = interpreters[self._exchange.rank]
         if not interpreter.stages:
             return
         if self._pending is not None:
@@ -152,29 +152,42 @@ class BusyTimes:
                 self._steps.append(seconds)
         self._pending = dict(interpreter.marks)
         if len(self._steps) >= self._window:
-            self._medians.put(statistics.median(self._steps))
+            self._enqueue(statistics.median(self._steps))
             self._steps.clear()
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._publish, name="penstock-busy", daemon=True
-                )
-                self._thread.start()
 
-    def _publish(self) -> None:
-        """Publish medians as they come; on rank 0, compare those of all ranks. Ends with the store."""
-        while True:
-            median_s = self._medians.get()
+    def close(self) -> None:
+        """End the thread; a later step starts another one."""
+        if self._thread is not None:
+            self._medians.put(None)
+            self._thread = None
+
+    def _enqueue(self, median_s: float) -> None:
+        """Have the thread publish a median."""
+        self._medians.put(median_s)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="penstock-busy", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        """Publish medians as they come, until `close` or the end of the store."""
+        while (median_s := self._medians.get()) is not None:
             try:
-                self._store.set(f"busy/{self._rank}", json.dumps(median_s))
-                if self._rank == 0:
-                    self._compare(self._store)
+                self._publish(median_s)
             except RuntimeError:
                 return
 
-    def _compare(self, store: Store) -> None:
+    def _publish(self, median_s: float) -> None:
+        """Publish a median; on rank 0, compare those of all ranks."""
+        assert self._exchange is not None
+        store, rank = self._exchange.store, self._exchange.rank
+        store.set(f"busy/{rank}", json.dumps(median_s))
+        if rank == 0:
+            self._compare(store, self._exchange.size)
+
+    def _compare(self, store: Store, size: int) -> None:
         """Log which ranks are slow, by the times that have been published so far."""
         seconds = {}
-        for rank in range(self._size):
+        for rank in range(size):
             key = f"busy/{rank}"
             if store.check([key]):
                 seconds[rank] = float(json.loads(store.get(key)))

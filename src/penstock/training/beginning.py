@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from penstock.checkpoint.weight_files import load_weights
 from penstock.errors import FileError
 from penstock.runtime.checkpoints import Checkpoints
 from penstock.runtime.pipeline import Pipeline
+from penstock.standard_error import write_line
 from penstock.training.config import TrainConfig
 from penstock.training.first_check import check_first_batch
 from penstock.training.resume import accept_run, set_options
@@ -29,7 +29,7 @@ def begin(pipe: Pipeline, task: Task, config: TrainConfig, *, quiet: bool) -> No
     if config.self_check:
         line = check_first_batch(pipe, task, config)
         if not quiet:
-            print(line, file=sys.stderr, flush=True)
+            write_line(line)
 
 
 def resume(

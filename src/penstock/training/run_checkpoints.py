@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from penstock.checkpoint.series import SavedStep, newest_whole, step_folders
 from penstock.errors import FileError
 from penstock.files.read import read_json
 from penstock.runtime.checkpoints import Checkpoints, SeriesContext
+from penstock.standard_error import write_line
 from penstock.store import write_json
 from penstock.training.config import TrainConfig
 
@@ -49,7 +49,7 @@ def run_checkpoints(
             stop_when=(folder / RESIZE).exists,
             on_saved=on_saved,
         ),
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        say=write_line,
     )
 
 

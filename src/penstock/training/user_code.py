@@ -57,7 +57,7 @@ def load_attribute(reference: str, setting: str) -> Any:
         except AttributeError:
             public = [
                 known
-                for known, member in vars(value).items()
+                for known, member in getattr(value, "__dict__", {}).items()
                 if callable(member) and getattr(member, "__module__", None) == module_name
             ]
             known_names = f"; it has {shorten(', '.join(public))}" if public else ""

@@ -17,6 +17,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from penstock.errors import RunError
+from penstock.transport.stopped_processes import StoppedSiblings
 
 #: Seconds for which ranks wait for each other; torchrun has started all of them already.
 TIMEOUT_S = 300.0
@@ -41,7 +42,7 @@ def attempt_store(rank: int, size: int, timeout_s: float = TIMEOUT_S) -> Store:
         timeout_s: seconds to wait for the other ranks.
 
     Raises:
-        RunError: a rank does not appear.
+        RunError: a rank does not appear, or has been stopped by a signal.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent = launcher_listens()
@@ -70,7 +71,7 @@ def separate_attempts(store: Store, rank: int, size: int, timeout_s: float = TIM
         timeout_s: seconds to wait for the other ranks.
 
     Raises:
-        RunError: a rank does not appear.
+        RunError: a rank does not appear, or has been stopped by a signal.
     """
     deadline_s = time.monotonic() + timeout_s
     if rank == 0:
@@ -80,7 +81,9 @@ def separate_attempts(store: Store, rank: int, size: int, timeout_s: float = TIM
         greeting = secrets.token_hex(8)
         store.set(f"greeting/{rank}", greeting)
         answer = f"answer/{greeting}"
+        stopped = StoppedSiblings()
         while not store.check([answer]):
+            stopped.check([0])
             _pause(deadline_s, "rank 0", timeout_s)
         number = int(store.get(answer))
         store.set(f"confirmed/{number}/{rank}", "")
@@ -92,6 +95,7 @@ def _answer(
 ) -> None:
     """Answer greetings until all ranks have confirmed the number of the attempt."""
     answered: dict[int, str] = {}
+    stopped = StoppedSiblings()
     while missing:
         for rank in sorted(missing):
             if store.check([f"confirmed/{number}/{rank}"]):
@@ -102,6 +106,7 @@ def _answer(
                     store.set(f"answer/{greeting}", str(number))
                     answered[rank] = greeting
         if missing:
+            stopped.check(missing)
             ranks = "rank" + "s" * (len(missing) > 1) + f" {sorted(missing)}"
             _pause(deadline_s, ranks, timeout_s)
 

@@ -10,7 +10,8 @@ Every heartbeat is one UDP datagram to every other rank: an authentication code 
 and JSON. Heartbeats without that code, and those that were sent before, are ignored.
 
 Standard input has lines of JSON from the rank: the settings, then the addresses of the peers, then
-"closed" or "failed". Standard output has lines of JSON to the rank: the port, and then the peers that are lost.
+"closed" or "failed". Standard output has lines of JSON to the rank: the port, or why there is none,
+and then the peers that are lost.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,16 @@ _FAREWELLS, _FAREWELL_PAUSE_S = 3, 0.05
 _MAX_BYTES = 2048
 
 
+class State(StrEnum):
+    """The state of a rank, as heartbeats have it."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"  #: by a signal
+    DEAD = "dead"
+    FAILED = "failed"  #: before all ranks had connected
+    CLOSED = "closed"
+
+
 @dataclass
 class Peer:
     """What is known of another rank.
@@ -51,20 +63,19 @@ class Peer:
         address: host and port of its heartbeat process.
         sequence: number of its newest heartbeat; -1 before the first.
         alive_s: when it was last known to run, on this process's monotonic clock.
-        state: "running", "stopped" by a signal, "dead", "failed" before all ranks
-            had met, or "closed" in good order.
+        state: the newest.
         reported: whether its loss has been reported.
     """
 
     address: tuple[str, int]
     sequence: int = -1
     alive_s: float = 0.0
-    state: str = "running"
+    state: State = State.RUNNING
     reported: bool = False
 
 
-def process_state(pid: int) -> str:
-    """Return "stopped" if a process has been stopped by a signal, otherwise "running".
+def process_state(pid: int) -> State:
+    """Return whether a process runs or has been stopped by a signal.
 
     Where there is no /proc the result is always "running". A process that a debugger has stopped
     counts as running: the state T of proc(5) is that of SIGSTOP and SIGTSTP alone.
@@ -72,10 +83,10 @@ def process_state(pid: int) -> str:
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return "running"
+        return State.RUNNING
     # The name of the program stands in parentheses, and may contain any character.
     fields = status[status.rfind(b")") + 2 :].split()
-    return "stopped" if fields[:1] == [b"T"] else "running"
+    return State.STOPPED if fields[:1] == [b"T"] else State.RUNNING
 
 
 class Pulse:
@@ -94,7 +105,7 @@ class Pulse:
         # Grows over restarts of the machine's clock as well: other runs have other secrets.
         self._sequence = 0
 
-    def encode(self, state: str) -> bytes:
+    def encode(self, state: State) -> bytes:
         """Return the next heartbeat."""
         self._sequence += 1
         content = json.dumps([self.rank, self._sequence, state]).encode()
@@ -110,8 +121,8 @@ class Pulse:
         peer = self.peers.get(rank)
         if peer is None or sequence <= peer.sequence:
             return
-        peer.sequence, peer.state = sequence, state
-        if state == "running":
+        peer.sequence, peer.state = sequence, State(state)
+        if peer.state is State.RUNNING:
             peer.alive_s = now_s
 
     def delayed(self, seconds: float) -> None:
@@ -124,15 +135,15 @@ class Pulse:
 
         A peer of which no heartbeat has ever arrived does not count: a firewall may drop them.
         """
-        found_lost = []
+        lost = []
         for rank, peer in self.peers.items():
             age_s = now_s - peer.alive_s
-            overdue = age_s >= self.limit_s or peer.state in ("dead", "failed")
-            if peer.reported or peer.sequence < 0 or peer.state == "closed" or not overdue:
+            overdue = age_s >= self.limit_s or peer.state in (State.DEAD, State.FAILED)
+            if peer.reported or peer.sequence < 0 or peer.state is State.CLOSED or not overdue:
                 continue
             peer.reported = True
-            found_lost.append({"rank": rank, "age_s": round(age_s, 1), "state": peer.state})
-        return found_lost
+            lost.append({"rank": rank, "age_s": round(age_s, 1), "state": peer.state})
+        return lost
 
     def unheard(self) -> list[int]:
         """Return the peers of which no heartbeat has arrived."""
@@ -152,7 +163,7 @@ class _Loop:
         parent: the rank's process.
         endpoint: the UDP socket.
         begun_s: when the addresses of the peers arrived; None before.
-        ended: state to say farewell with; empty while the rank runs.
+        ended: state to say farewell with; None while the rank runs.
         pending: text of standard input that is no whole line yet.
     """
 
@@ -160,7 +171,7 @@ class _Loop:
     parent: int
     endpoint: socket.socket
     begun_s: float | None = None
-    ended: str = ""
+    ended: State | None = None
     pending: bytes = b""
     warned: bool = field(default=False)
 
@@ -171,7 +182,7 @@ class _Loop:
         if parent_ended is not None:
             sources.append(parent_ended)
         next_s = time.monotonic()
-        while not self.ended:
+        while self.ended is None:
             waiting_s = time.monotonic()
             ready, _, _ = select.select(sources, [], [], max(0.0, next_s - waiting_s))
             now_s = time.monotonic()
@@ -183,7 +194,7 @@ class _Loop:
             if 0 in ready:
                 self._read_command(now_s)
             if parent_ended in ready or os.getppid() != self.parent:
-                self.ended = self.ended or "dead"
+                self.ended = self.ended or State.DEAD
             if now_s >= next_s:
                 self._beat(now_s)
                 next_s = now_s + PERIOD_S
@@ -204,7 +215,7 @@ class _Loop:
             if unheard := self.pulse.unheard():
                 _report({"unheard": unheard})
 
-    def _send(self, state: str) -> None:
+    def _send(self, state: State) -> None:
         """Send a heartbeat to every peer; a network that is down is found by the peers."""
         datagram = self.pulse.encode(state)
         for peer in self.pulse.peers.values():
@@ -226,13 +237,13 @@ class _Loop:
         """Read commands of the rank. Its end of the pipe may outlive it in a forked process."""
         content = os.read(0, 65536)
         if not content:
-            self.ended = "dead"
+            self.ended = State.DEAD
             return
         *lines, self.pending = (self.pending + content).split(b"\n")
         for line in lines:
             command = json.loads(line)
-            if command in ("closed", "failed"):
-                self.ended = command
+            if command in (State.CLOSED, State.FAILED):
+                self.ended = State(command)
                 return
             for rank, address in command["peers"].items():
                 self.pulse.peers[int(rank)] = Peer((address[0], int(address[1])), alive_s=now_s)
@@ -264,7 +275,11 @@ def main() -> None:
     address = (settings["bind"], 0)
     family = socket.AF_INET6 if ":" in settings["bind"] else socket.AF_INET
     endpoint = socket.socket(family, socket.SOCK_DGRAM)
-    endpoint.bind(address)
+    try:
+        endpoint.bind(address)
+    except OSError as error:
+        _report({"error": error.strerror})
+        return
     _report({"port": endpoint.getsockname()[1]})
     pulse = Pulse(settings["rank"], bytes.fromhex(settings["secret"]), settings["limit_s"])
     _Loop(pulse, settings["pid"], endpoint).run()

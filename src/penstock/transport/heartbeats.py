@@ -30,11 +30,10 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from penstock.errors import RunError
-from penstock.transport.addresses import bind_address, close_connections, store_address
-
-#: Seconds without a heartbeat after which a rank is lost. With one more period, and with
-#: `_EXCEPTION_S` for a rank that does not wait for messages, the message comes within 10 s.
-LIMIT_S = 5.0
+from penstock.standard_error import write_line
+from penstock.transport.addresses import BIND, bind_address, close_connections, store_address
+from penstock.transport.heartbeat_process import State
+from penstock.transport.stopped_processes import LIMIT_S, StoppedSiblings
 
 #: Environment variable with the secret of the heartbeats, the same on all ranks. Without it rank 0
 #: draws one and writes it to the store.
@@ -108,7 +107,7 @@ class Heartbeats:
         secret = _shared_secret(store, rank, deadline_s)
         address = bind_address()
         self._process = _start_process(rank, secret, address, limit_s)
-        port = int(self._read()["port"])
+        port = self._read_port(address)
         this_rank = RankAddress(socket.gethostname(), address, port, os.getpid())
         store.set(f"heartbeat/{rank}", json.dumps(list(this_rank.__dict__.values())))
         self._ranks = _addresses(store, size, deadline_s)
@@ -146,7 +145,7 @@ class Heartbeats:
         self._closed = True
         atexit.unregister(self._leave)
         with contextlib.suppress(OSError, ValueError):
-            self._write("failed" if failed else "closed")
+            self._write(State.FAILED if failed else State.CLOSED)
             assert self._process.stdin is not None
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -158,13 +157,13 @@ class Heartbeats:
         A host's own name may stand for its loopback address in its own tables (Debian's default).
         Such an address is that of the store's host, whose address the other hosts know.
         """
-        own_host = self._ranks[self._rank].host
+        this_host = self._ranks[self._rank].host
         peers = {}
         for rank, entry in self._ranks.items():
             if rank == self._rank:
                 continue
             address = entry.address
-            if address.startswith("127.") and entry.host != own_host:
+            if address.startswith("127.") and entry.host != this_host:
                 address = store_address()
             peers[rank] = (address, entry.port)
         return peers
@@ -197,11 +196,11 @@ class Heartbeats:
         if len(lost) > _RANKS_IN_MESSAGE:
             lines.append(f"{len(lost) - _RANKS_IN_MESSAGE} more ranks are missing")
         text = "; ".join(lines)
-        own_host = self._ranks[self._rank].host
-        remote = {rank for rank, entry in self._ranks.items() if entry.host != own_host}
-        silent = {int(entry["rank"]) for entry in lost if entry["state"] == "running"}
+        this_host = self._ranks[self._rank].host
+        remote = {rank for rank, entry in self._ranks.items() if entry.host != this_host}
+        silent = {int(entry["rank"]) for entry in lost if entry["state"] == State.RUNNING}
         if len(remote) > 1 and silent == remote:
-            text += f"; all other hosts are missing, so {own_host} may have lost its network"
+            text += f"; all other hosts are missing, so {this_host} may have lost its network"
         if self.checkpoint_step is not None:
             text += f"; the last whole checkpoint is of step {self.checkpoint_step}"
         return text
@@ -216,7 +215,7 @@ class Heartbeats:
         self._release_store()
         if self._acknowledged.wait(_EXCEPTION_S) or self._closed:
             return
-        print(f"error: rank {self._rank}: {reason}", file=sys.stderr, flush=True)
+        write_line(f"error: rank {self._rank}: {reason}")
         if not self._acknowledged.wait(_LAST_RESORT_S) and not self._closed:
             os._exit(1)
 
@@ -249,6 +248,21 @@ class Heartbeats:
         event: dict[str, Any] = json.loads(line) if line else {}
         return event
 
+    def _read_port(self, address: str) -> int:
+        """Return the port of the heartbeat process.
+
+        Raises:
+            RunError: it cannot listen at the address.
+        """
+        report = self._read()
+        if "port" not in report:
+            reason = report.get("error", "its process has ended")
+            raise RunError(
+                f"rank {self._rank} cannot send heartbeats from {address}: {reason}. {BIND} is the "
+                "address of one of this host's interfaces"
+            )
+        return int(report["port"])
+
     def _write(self, command: object) -> None:
         """Write a command to the heartbeat process."""
         assert self._process.stdin is not None
@@ -259,11 +273,11 @@ class Heartbeats:
 def _loss_text(entry: Mapping[str, Any]) -> str:
     """Describe how a rank was lost."""
     age = f"{entry['age_s']:.1f} s"
-    if entry["state"] == "dead":
+    if entry["state"] == State.DEAD:
         return " has ended without a message"
-    if entry["state"] == "failed":
+    if entry["state"] == State.FAILED:
         return " could not connect to the other ranks; its own message says why"
-    if entry["state"] == "stopped":
+    if entry["state"] == State.STOPPED:
         return f" has been stopped by a signal (SIGSTOP); its last heartbeat is {age} old"
     return f" is missing; its last heartbeat is {age} old"
 
@@ -295,27 +309,33 @@ def _shared_secret(store: Store, rank: int, deadline_s: float) -> str:
         return text.encode().hex()
     if rank == 0:
         store.set("heartbeat-secret", secrets.token_hex(32))
-    wait_for_keys(store, {0: "heartbeat-secret"}, deadline_s)
+    wait_for_keys(store, {0: "heartbeat-secret"}, deadline_s, StoppedSiblings())
     return store.get("heartbeat-secret").decode()
 
 
 def _addresses(store: Store, size: int, deadline_s: float) -> dict[int, RankAddress]:
     """Return the addresses of all ranks, waiting until all have published theirs."""
     keys = {rank: f"heartbeat/{rank}" for rank in range(size)}
-    wait_for_keys(store, keys, deadline_s)
+    wait_for_keys(store, keys, deadline_s, StoppedSiblings())
     return {rank: RankAddress(*json.loads(store.get(key))) for rank, key in keys.items()}
 
 
-def wait_for_keys(store: Store, keys: Mapping[int, str], deadline_s: float) -> None:
+def wait_for_keys(
+    store: Store,
+    keys: Mapping[int, str],
+    deadline_s: float,
+    stopped: StoppedSiblings | None = None,
+) -> None:
     """Wait until a store has the keys of all ranks.
 
     Args:
         store: the store.
         keys: a key of every rank.
         deadline_s: time on the monotonic clock at which waiting ends.
+        stopped: looks for ranks that were stopped; None if their launcher does.
 
     Raises:
-        RunError: ranks did not write their keys in time.
+        RunError: ranks did not write their keys in time, or have been stopped by a signal.
     """
     started_s = time.monotonic()
     missing = dict(keys)
@@ -332,4 +352,6 @@ def wait_for_keys(store: Store, keys: Mapping[int, str], deadline_s: float) -> N
                 "of their processes; deadline_s sets how long the others wait"
             )
         if missing:
+            if stopped is not None:
+                stopped.check(missing)
             time.sleep(_PAUSE_S)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from penstock.errors import PenstockError, RunError
+from penstock.standard_error import write_line
 from penstock.transport.addresses import bind_address, interface_of
 from penstock.transport.attempt_store import TIMEOUT_S, attempt_store, launcher_listens
 from penstock.transport.heartbeats import Heartbeats, wait_for_keys
@@ -229,8 +229,9 @@ def _limited(timeout_s: float, rank: int) -> Iterator[None]:
     def watch() -> None:
         """Wait for the end of the block."""
         if not done.wait(timeout_s + _GRACE_S):
-            text = f"error: rank {rank} could not meet the other ranks within {timeout_s:.0f} s"
-            print(text, file=sys.stderr, flush=True)
+            write_line(
+                f"error: rank {rank} could not meet the other ranks within {timeout_s:.0f} s"
+            )
             os._exit(1)
 
     threading.Thread(target=watch, name="penstock-join-limit", daemon=True).start()

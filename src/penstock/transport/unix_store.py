@@ -126,6 +126,10 @@ class UnixStore(Store):
                 answer = _receive(self._socket)
         except OSError as error:
             raise dist.DistNetworkError(f"Connection to the launcher lost: {error}") from error
+        except BaseException:
+            # Interrupted, such as by a signal handler: the next request would read this answer.
+            self._socket.close()
+            raise
         if answer is None:
             raise dist.DistNetworkError("Connection to the launcher lost: it has ended")
         return answer[0]
@@ -142,6 +146,7 @@ class StoreServer:
         self.path = path
         self._values: dict[str, str] = {}
         self._lock = threading.Lock()
+        self._closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with _short_path(path) as address:
             self._listener.bind(address)
@@ -185,6 +190,7 @@ class StoreServer:
 
     def close(self) -> None:
         """End all connections."""
+        self._closed = True
         for connection in [self._listener, *self._connections]:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -202,7 +208,10 @@ class StoreServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
+                if self._closed:
+                    return
+                time.sleep(_LONGEST_PAUSE_S)  # such as a launcher that has no descriptors left
+                continue
             self._connections.append(connection)
             threading.Thread(
                 target=self._serve, args=(connection,), name="penstock-store", daemon=True
