@@ -41,7 +41,8 @@ def train(
 ) -> None:
     """Train a model through a pipeline: profile, plan, draw and train it, and compare the measured
     time and memory with the prediction. Alone it uses this machine; started by torchrun or srun,
-    all of their ranks, on one host or several.
+    all of their ranks, on one host or several. A file of settings that names
+    package.module:function runs that code: train only with files that you trust.
 
     Example: penstock train --model vgg11_bn --data digits --stages 2 --schedule 1f1b
     --micro-batches 4 --epochs 3
