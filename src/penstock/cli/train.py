@@ -15,7 +15,7 @@ import typer
 
 from penstock.cli import options
 from penstock.cli.train_flags import settings_of_flags, with_flags
-from penstock.errors import RunStopped, SettingError
+from penstock.errors import FileError, RunStopped, SettingError
 from penstock.text_table import table
 from penstock.transport.slurm import started_by_srun
 from penstock.units import format_bytes, format_seconds
@@ -244,6 +244,10 @@ def _load_settings(config: Path | None, changes: dict[str, Any]) -> tuple[TrainC
     if not resume and config is not None and not is_folder:
         resume = read_settings(config).get("resume") is True
     if resume:
+        if config is not None and not config.exists():
+            raise FileError(
+                f"{config} does not exist: --resume needs the folder of a run, such as runs/NAME"
+            )
         # Imported here, since it loads torch: a mistake in a new run's file is reported before.
         from penstock.training.resume import resume_settings
 
