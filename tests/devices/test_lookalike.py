@@ -75,7 +75,6 @@ OTHERS = (
     "int8 boundary",
     "pipe",
     "pipe on two devices",
-    "traced pipe on lookalike:0 and lookalike:0",
     "traced pipe on cpu and lookalike:0",
     "traced pipe on lookalike:0 and cpu",
 )
