@@ -7,6 +7,7 @@ tests, no caches. The wheel is then installed without torch into an environment 
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -27,6 +28,7 @@ SDIST_FILES = {
     "README.md",
     "pyproject.toml",
     "setup.cfg",
+    "setup.py",
 }
 
 
@@ -40,12 +42,19 @@ def wheel_problems(path: Path) -> list[str]:
     """Return what is missing from the wheel, and what does not belong there."""
     with zipfile.ZipFile(path) as archive:
         names = set(archive.namelist())
+        metadata_name = next(name for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(metadata_name).decode()
     installed = {name for name in names if ".dist-info/" not in name}
     expected = {f"penstock/{name}" for name in package_files()}
     problems = [f"{path.name} lacks {name}" for name in sorted(expected - installed)]
     problems += [f"{path.name} has {name}" for name in sorted(installed - expected)]
     if not any(name.endswith("licenses/LICENSE") for name in names):
         problems.append(f"{path.name} has no licence")
+    # On a package index, such a link leads nowhere.
+    dead = re.findall(r"\]\((?![a-z]+://)([^)\s]+)\)", metadata)
+    problems += [f"the description in {path.name} links to {target}" for target in dead]
+    if "# Penstock" not in metadata:
+        problems.append(f"{path.name} has no description")
     return problems
 
 

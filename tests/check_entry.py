@@ -178,10 +178,12 @@ def _entry(name: str, kind: Kind, function: Callable[..., object]) -> Entry:
 def all_entries() -> list[Entry]:
     """Return all entries of all kinds."""
     import penstock as ps
+    from penstock.option import CommonOptions
     from penstock.partition.catalogue import PARTITIONERS
     from penstock.schedule.catalogue import FAMILIES
     from penstock.search.catalogue import PLANNERS
     from penstock.search.schedules import COST_SCHEDULES
+    from penstock.stage.training_options import TrainingOptions
     from penstock.weights.catalogue import WEIGHT_RULES
     from penstock.zoo.catalogue import MODELS
 
@@ -190,9 +192,11 @@ def all_entries() -> list[Entry]:
         kind = KINDS["schedule" if registry is COST_SCHEDULES else registry.kind]
         for name, entry in registry.entries().items():
             entries.append(_entry(name, kind, entry.make))
+    declaring = (TrainingOptions, CommonOptions)
     for name, parameter in inspect.signature(ps.Pipeline).parameters.items():
         if parameter.default is not parameter.empty:
-            entries.append(_entry(name, KINDS["option"], ps.Pipeline))
+            owner = next((cls for cls in declaring if name in vars(cls)["__annotations__"]), None)
+            entries.append(_entry(name, KINDS["option"], owner or ps.Pipeline))
     return entries
 
 
@@ -230,6 +234,8 @@ class EntryTests:
 def missing_parts(entry: Entry) -> Iterator[str]:
     """Yield what an entry still needs, as requests."""
     if entry.kind is KINDS["option"]:
+        if not entry.files():
+            yield f"write a test in tests/runtime that passes {entry.name}= to ps.Pipeline"
         return
     if not entry.own_tests.exists():
         yield f"write {entry.own_tests.relative_to(ROOT)}, a test file for this entry"

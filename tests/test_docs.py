@@ -243,12 +243,13 @@ def test_everything_that_is_found_by_name_stands_in_the_list_of_papers():
     """Whoever meets a name in a plan wants to know whose idea it is, and what holds it to that."""
     from penstock.partition.catalogue import PARTITIONERS
     from penstock.schedule.catalogue import FAMILIES
+    from penstock.search.catalogue import PLANNERS
     from penstock.search.schedules import COST_SCHEDULES
     from penstock.weights.catalogue import WEIGHT_RULES
     from penstock.zoo.catalogue import MODELS
 
     page = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
     told = set(re.findall(r"`([\w-]+)(?::[^`]*)?`", page))
-    kinds = FAMILIES, COST_SCHEDULES, PARTITIONERS, WEIGHT_RULES, MODELS
+    kinds = FAMILIES, COST_SCHEDULES, PARTITIONERS, WEIGHT_RULES, PLANNERS, MODELS
     names = {name.removesuffix("_bn") for kind in kinds for name in kind.entries()}
     assert names - told == set(), "add a row with these names in backticks to docs/papers.md"

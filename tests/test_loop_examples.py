@@ -20,6 +20,10 @@ PACKAGES = {"trainer": "accelerate", "accelerate": "accelerate", "fabric": "ligh
 TOLERANCE = 2e-5
 
 
+#: The page that shows the lines that change.
+MIGRATE = Path(__file__).parents[1] / "docs" / "migrate.md"
+
+
 def code_of(path: Path) -> list[str]:
     """The lines of a program without its docstring and without blank lines."""
     text = path.read_text(encoding="utf-8")
@@ -50,6 +54,17 @@ def test_at_most_ten_lines_of_the_loop_change(loop):
     plain, piped = (code_of(LOOPS / f"{loop}_{kind}.py") for kind in ("plain", "pipe"))
     changed = [line for line in difflib.ndiff(plain, piped) if line.startswith("+ ")]
     assert 2 <= len(changed) <= 10, changed
+
+
+@pytest.mark.parametrize("loop", PACKAGES)
+def test_the_page_on_moving_shows_the_lines_that_change(loop):
+    """All of them, as they stand in the programs."""
+    plain, piped = (code_of(LOOPS / f"{loop}_{kind}.py") for kind in ("plain", "pipe"))
+    changed = [line for line in difflib.unified_diff(plain, piped, n=0) if line[:2] != "@@"]
+    text = MIGRATE.read_text(encoding="utf-8").partition(f"/{loop}_pipe.py")[2]
+    block = re.search(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+    shown = [line for line in block.splitlines() if line.startswith(("+", "-"))]
+    assert shown == changed[2:]
 
 
 @pytest.mark.parametrize("loop", PACKAGES)

@@ -14,9 +14,13 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import penstock as ps
 
+
+def token_loss(outputs, labels, **count):
+    return ForCausalLMLoss(outputs.logits, labels, 128, **count)
+
+
 model = make_model()
 example = {"input_ids": Text()[0]["input_ids"].expand(2, -1)}
-token_loss = lambda out, labels, **count: ForCausalLMLoss(out.logits, labels, 128, **count)  # noqa: E731
 model = ps.Pipe(model, balance=[8, 8], chunks=4, devices=["cpu"] * 2, example=example)
 arguments = TrainingArguments(
     output_dir=tempfile.mkdtemp(),

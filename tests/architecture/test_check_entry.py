@@ -4,6 +4,7 @@ in test_contributing.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,6 +62,17 @@ def test_an_option_is_tested_where_it_is_mentioned():
     (entry,) = find(["clip_grad_norm"])
     assert entry.kind is KINDS["option"]
     assert "tests/runtime/test_optimizers.py" in entry.files()
+    assert entry.source.name == "option.py"
+
+
+def test_an_option_that_no_test_mentions_is_something_still_to_do():
+    """It would pass the check with no test at all."""
+    (entry,) = find(["clip_norm_type"])
+    assert entry.source.name == "training_options.py"
+    assert list(missing_parts(entry)) == []
+    name = f"{entry.name}_again"
+    (request,) = missing_parts(replace(entry, name=name))
+    assert request == f"write a test in tests/runtime that passes {name}= to ps.Pipeline"
 
 
 def test_a_missing_test_file_is_something_still_to_do(tmp_path):

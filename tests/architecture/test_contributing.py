@@ -20,22 +20,24 @@ GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: A line that tells where the block below it goes.
 PLACE = re.compile(r"^Write `((?:src/penstock|tests)/[\w/]+\.py)`:\s*\Z", re.MULTILINE)
-#: A line that announces a row of the list of papers.
-ROW = re.compile(r"^Add to `docs/papers\.md`:\s*\Z", re.MULTILINE)
+#: A line that announces a row of the list of papers, and the section whose table it belongs to.
+ROW = re.compile(r"^Add to `docs/papers\.md`, under \"([\w ]+)\":\s*\Z", re.MULTILINE)
 
 
-def blocks() -> tuple[dict[str, str], str, str, str]:
+def blocks() -> tuple[dict[str, str], str, str, dict[str, str]]:
     """The files by path, the code that uses them as one script, the output that the last block
-    shows, and the rows of the list of papers.
+    shows, and the rows of the list of papers by their section.
     """
     files: dict[str, str] = {}
-    script, shown, rows = [], "", ""
+    rows: dict[str, str] = {}
+    script, shown = [], ""
     for fence in FENCE.finditer(GUIDE):
         place = PLACE.search(GUIDE[: fence.start()])
+        section = ROW.search(GUIDE[: fence.start()])
         if place is not None:
             files[place[1]] = fence[2]
-        elif ROW.search(GUIDE[: fence.start()]):
-            rows += fence[2]
+        elif section is not None:
+            rows[section[1]] = fence[2]
         elif fence[1] == "python":
             script.append(fence[2])
         elif fence[1] == "text":
@@ -45,6 +47,16 @@ def blocks() -> tuple[dict[str, str], str, str, str]:
 
 FILES, SCRIPT, SHOWN, ROWS = blocks()
 SOURCES = [path for path in FILES if path.startswith("src/")]
+
+
+def with_rows(page: str) -> str:
+    """The list of papers with each row at the end of the table of its section."""
+    for section, row in ROWS.items():
+        start = page.index(f"## {section}\n")
+        table = re.compile(r"^(\|.*\n)+", re.MULTILINE).search(page, start)
+        assert table[0].splitlines()[0].count("|") == row.count("|"), (section, row)
+        page = page[: table.end()] + row + page[table.end() :]
+    return page
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +71,8 @@ def copy(tmp_path_factory) -> Path:
         shutil.copy(ROOT / name, folder)
     for path, text in FILES.items():
         (folder / path).write_text(text, encoding="utf-8")
-    with (folder / "docs" / "papers.md").open("a", encoding="utf-8") as papers:
-        papers.write(ROWS)
+    papers = folder / "docs" / "papers.md"
+    papers.write_text(with_rows(papers.read_text(encoding="utf-8")), encoding="utf-8")
     return folder
 
 
@@ -89,6 +101,7 @@ def test_the_guide_gives_one_file_for_each_kind_and_none_is_taken():
         "zoo",
     ]
     assert [path for path in FILES if (ROOT / path).exists()] == []
+    assert len(ROWS) == len(SOURCES)
 
 
 def test_what_the_guide_adds_works_with_no_other_change(copy, tmp_path):
@@ -133,7 +146,8 @@ def test_the_guide_lists_every_room_in_order():
     listed = re.search(r"^ORDER = \[(.*?)\]", source, re.MULTILINE | re.DOTALL)
     package = ROOT / "src" / "penstock"
     order = re.findall(r'"([a-z]\w*)"', listed[1])
-    table = re.findall(r"^\| (`.*?`) \|", GUIDE, re.MULTILINE)
+    rooms = GUIDE.partition("\n## The rooms\n")[2].partition("\n## ")[0]
+    table = re.findall(r"^\| (`.*?`) \|", rooms, re.MULTILINE)
     told = [room for row in table for room in re.findall(r"`(\w+)`", row)]
     assert told == [
         room for room in order if (package / room).is_dir() or (package / f"{room}.py").exists()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 
-from penstock.cli.doctor import machine_facts, table
+from penstock.cli.doctor import EXTRAS, machine_facts, table
 from penstock.measure.card_check import check_cards
 from penstock.transport.device_assignment import Card
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_doctor_finds_this_machine_sound_and_measures_its_link(penstock):
@@ -34,6 +38,15 @@ def test_doctor_fails_when_two_processes_cannot_talk(penstock, monkeypatch):
     ran = penstock("doctor")
     assert ran.status == 1
     assert "do not talk: rank 1 was killed" in ran.out
+
+
+def test_doctor_knows_every_extra_that_users_install():
+    """An extra that it forgets is not found to be missing."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = set(pyproject["project"]["optional-dependencies"])
+    for_developers = {"docs", "package", "dev"}
+    # torch is reported by itself, and `train` is a union of others.
+    assert set(EXTRAS.values()) == extras - for_developers - {"torch", "train"}
 
 
 class FakeDriver:

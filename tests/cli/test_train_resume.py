@@ -283,3 +283,13 @@ def test_a_run_of_a_card_goes_on_on_the_cpu_where_that_is_said(penstock, folder)
     assert outcome["measured_peak_allocated"] is None
     assert yaml.safe_load((folder / "config.yaml").read_text())["device"] == "cpu"
     assert yaml.safe_load((folder / "config-00000004.yaml").read_text())["device"] == "cuda"
+
+
+def test_a_run_that_does_not_exist_is_one_message(penstock, tmp_path):
+    """A typing error in the name of a run is not a file that cannot be read."""
+    ran = penstock("train", "--resume", tmp_path / "none")
+    assert ran.status == 2
+    assert ran.err == (
+        f"error: {tmp_path}/none does not exist: --resume needs the folder of a run, such as "
+        "runs/NAME\n"
+    )

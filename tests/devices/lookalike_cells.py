@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +126,15 @@ def tied_model() -> nn.Module:
     return model
 
 
+def seeded_residual() -> nn.Module:
+    """Return a model that has to be traced."""
+    torch.manual_seed(0)
+    return Residual()
+
+
 def traced_model() -> Any:
     """Return a traced model."""
-    torch.manual_seed(0)
-    return ps.chain(Residual(), (torch.randn(2, 8), torch.rand(2, 1)))
+    return ps.chain(seeded_residual(), (torch.randn(2, 8), torch.rand(2, 1)))
 
 
 def vectors() -> tuple[Any, Any]:
@@ -354,20 +359,30 @@ def play(name: str, cell: Cell) -> Row:
     return row
 
 
-def pipe_row() -> Row:
-    """Run a `ps.Pipe` with checkpoints and dropout on both devices."""
-    row = Row("pipe")
+def pipe_row(
+    name: str,
+    devices: Sequence[str],
+    make_model: Callable[[], nn.Module] = random_model,
+    balance: Sequence[int] = (4, 4),
+    make_batch: Callable[[], tuple[Any, Any]] = vectors,
+) -> Row:
+    """Run a `ps.Pipe` with checkpoints and dropout on the CPU and on other devices.
+
+    A model that is no nn.Sequential is traced; partitions on several devices begin and end there.
+    """
+    row = Row(name)
     results = []
-    for device in ("cpu", lookalike.DEVICE):
-        model = random_model().to(device)
+    for places in (("cpu",) * len(devices), devices):
+        x, y = make_batch()
         torch.manual_seed(5)
-        pipe = ps.Pipe(model, [4, 4], devices=[device, device], chunks=MICRO_BATCHES)
-        x, y = (tensor.to(device) for tensor in vectors())
+        options = {"devices": places, "chunks": MICRO_BATCHES, "example": x}
+        pipe = ps.Pipe(make_model(), balance, **options)
         lookalike.clear()
-        loss = functional.cross_entropy(pipe(x), y)
+        loss = functional.cross_entropy(pipe(x), y.to(places[-1]))
         loss.backward()
         row.threads = sorted(lookalike.THREADS)
-        row.losses.append([float(loss).hex()])
+        row.losses.append([loss.item().hex()])
+        row.facts["devices"] = [str(weight.device) for weight in pipe.parameters()]
         results.append({key: on_host(value.grad) for key, value in pipe.named_parameters()})
     expected, values = results
     row.differences = [key for key in expected if not torch.equal(expected[key], values[key])]
@@ -470,7 +485,14 @@ def main(words: list[str]) -> None:
     actions: dict[str, Callable[[], Row]] = {
         name: lambda name=name, cell=cell: play(name, cell) for name, cell in cells().items()
     }
-    actions["pipe"] = pipe_row
+    on_device, from_cpu = (lookalike.DEVICE,) * 2, ("cpu", lookalike.DEVICE)
+    actions["pipe"] = lambda: pipe_row("pipe", on_device)
+    actions["pipe on two devices"] = lambda: pipe_row("pipe on two devices", from_cpu)
+    for places in (from_cpu, from_cpu[::-1]):
+        name = f"traced pipe on {' and '.join(places)}"
+        actions[name] = lambda name=name, places=places: pipe_row(
+            name, places, seeded_residual, (2, 3), pairs
+        )
     for name in ("late: recomputed stage", "late: recomputed layer", "late: count"):
         actions[name] = lambda name=name: late_row(name)
     for recompute in ("never", "always"):

@@ -69,7 +69,15 @@ COMBINATIONS = (
     "wpipe",
     "pipemare",
 )
-OTHERS = ("traced, recompute never", "traced, recompute always", "int8 boundary", "pipe")
+OTHERS = (
+    "traced, recompute never",
+    "traced, recompute always",
+    "int8 boundary",
+    "pipe",
+    "pipe on two devices",
+    "traced pipe on cpu and lookalike:0",
+    "traced pipe on lookalike:0 and cpu",
+)
 
 #: What is read late.
 LATE = ("late: recomputed stage", "late: recomputed layer", "late: count")

@@ -7,8 +7,10 @@ import json
 import pytest
 
 from penstock.draw.draw import unit_timeline
+from penstock.draw.palette import FILLS, FILLS_ON_DARK
 from penstock.draw.viewer import viewer_data, viewer_frame, viewer_legend, viewer_script
 from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Kind
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
@@ -71,3 +73,11 @@ def test_the_frame_has_no_data_and_the_script_no_page():
     assert "<script" not in frame
     assert 'aria-label="a &lt;b&gt;"' in frame
     assert "function penstockViewer(figure, data)" in viewer_script()
+
+
+def test_the_legend_has_the_colours_of_the_boxes_on_a_dark_page_too(timeline):
+    """Updates are drawn lighter there, and the legend would show a colour that no box has."""
+    legend = viewer_legend([timeline])
+    colours = f"light-dark({FILLS[Kind.U][0]},{FILLS_ON_DARK[Kind.U]})"
+    assert legend.count("light-dark(") == legend.count(colours) == 1
+    assert all(len(set(FILLS[kind])) == 1 for kind in FILLS_ON_DARK), "one colour for both shades"

@@ -20,8 +20,15 @@ from penstock.errors import PenstockError
 if TYPE_CHECKING:
     from penstock.measure.card_check import CardsReport
 
-#: Optional packages, each with the extra that installs it.
-_EXTRAS = {"sklearn": "data", "tensorboard": "metrics"}
+#: A package of each extra but torch, with the extra that installs it (see pyproject.toml).
+EXTRAS = {
+    "sklearn": "data",
+    "tensorboard": "metrics",
+    "matplotlib": "draw",
+    "ortools": "search",
+    "starlette": "explore",
+    "transformers": "models",
+}
 
 
 def doctor(json: Json = False) -> None:
@@ -92,7 +99,7 @@ def _missing_extras() -> list[str]:
     """Return the optional packages that are not installed, with the command that installs each."""
     return [
         f"{package} (pip install 'penstock[{extra}]')"
-        for package, extra in _EXTRAS.items()
+        for package, extra in EXTRAS.items()
         if importlib.util.find_spec(package) is None
     ]
 

@@ -1,4 +1,4 @@
-"""`penstock draw`: draw the timeline of one schedule, or of several."""
+"""`penstock draw`: draw the timeline of a plan, a run, or one or several schedules."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options
+from penstock.cli.draw_files import refuse_to_replace_plan, timelines_of_file
 from penstock.cli.options import (
     Batches,
     Boundary,
@@ -22,8 +23,10 @@ from penstock.cli.options import (
     Stages,
     Weights,
 )
+from penstock.errors import SettingError
 
 if TYPE_CHECKING:
+    from penstock.event import Timeline
     from penstock.schedule.op import Schedule
     from penstock.simulate.costs import Costs
 
@@ -41,18 +44,43 @@ _COSTS_PER_STAGE = (
 Against = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="NAME",
         help="Draw another schedule below, for the same model on the same number of ranks: "
-        "with v stages per rank, each costs 1/v. Repeatable."
+        "with v stages per rank, each costs 1/v. Repeatable.",
     ),
 ]
 
 
 def draw(
-    out: Annotated[
+    source: Annotated[
         Path | None,
         typer.Argument(
-            help="Output file: .svg, .png, .html, .txt or .json (Perfetto); default: the terminal."
+            metavar="PLAN|RUN",
+            help="A plan (plan.json) or the folder of a run (runs/NAME) to draw. With the flags of "
+            "a schedule this is the output file.",
         ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="Output file: .svg, .png, .html, .txt or .json (Perfetto); default: the terminal.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Output file, in place of the argument.")
+    ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Draw a plan with the times that it predicts: the profile that it was made with. "
+            "Repeatable, one per kind of device.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="With --profile: the cluster of the plan; default: the one it names."),
     ] = None,
     schedule: ScheduleName = None,
     stages: Stages = None,
@@ -72,19 +100,18 @@ def draw(
     weight_bytes: Bytes = None,
     recompute: Recompute = "never",
 ) -> None:
-    """Draw the simulated timeline of a schedule with the given costs; with bytes, also the memory
-    of each rank.
+    """Draw a plan; a run, its measured timeline below the predicted one; or the simulated timeline
+    of a schedule with the given costs; with bytes, also the memory of each rank.
+
+    Example: penstock draw plan.json plan.svg --profile profile.json
+
+    Example: penstock draw runs/vgg11_bn-digits timelines.html
 
     Example: penstock draw --schedule 1f1b --stages 4 --micro-batches 8 --against zb-h1 out.html
     """
     from penstock.draw.draw import draw as draw_timelines
-    from penstock.search.schedule_figures import schedule_for_ranks
-    from penstock.simulate.simulate import simulate_schedule
-    from penstock.simulate.weight_versions import with_versions
-    from penstock.verify.verify import verify
-    from penstock.weights.compatibility import rule_of
 
-    flags = {
+    costs = {
         "forward": forward,
         "backward": backward,
         "input_grad": input_grad,
@@ -94,12 +121,101 @@ def draw(
         "activation_bytes": activation_bytes,
         "weight_bytes": weight_bytes,
     }
-    costs = options.parse_costs(flags, "duplex")
-    name = options.schedule_name_for_weights(schedule, csv, weights)
-    first = options.resolve_schedule(name, stages, micro_batches, csv, option, costs)
-    # --weights holds for the first schedule alone: the others have rules of their own.
+    names_schedule = schedule is not None or csv is not None or weights is not None
+    files = [path for path in (source, output, out) if path is not None]
+    if source is not None and not names_schedule:
+        schedule_flags = {
+            "stages": stages,
+            "micro_batches": micro_batches,
+            "against": against,
+            "option": option,
+            "batches": batches,
+            "recompute": recompute,
+            **costs,
+        }
+        _refuse_schedule_flags(source, schedule_flags)
+        target = _output(files[1:])
+        if target == source:
+            raise SettingError(f"{target} would be replaced by its drawing: name another output")
+        timelines = timelines_of_file(source, profile or [], cluster)
+    else:
+        if profile or cluster:
+            raise SettingError("--profile and --cluster belong to a plan: penstock draw plan.json")
+        if not names_schedule:
+            raise SettingError(
+                "name what to draw: penstock draw plan.json, penstock draw runs/NAME, or "
+                "penstock draw --schedule 1f1b --stages 4 --micro-batches 8"
+            )
+        target = _output(files)
+        if target is not None:
+            refuse_to_replace_plan(target)
+        parsed = options.parse_costs(costs, "duplex")
+        name = options.schedule_name_for_weights(schedule, csv, weights)
+        first = options.resolve_schedule(name, stages, micro_batches, csv, option, parsed)
+        timelines = _schedule_timelines(first, parsed, against or [], weights, batches, recompute)
+    if target is None:
+        print(draw_timelines(timelines, width=options.columns(), colour=options.colour()))
+        return
+    draw_timelines(timelines, target)
+    typer.echo(f"wrote {target}", err=True)
+
+
+def _refuse_schedule_flags(source: Path, flags: dict[str, Any]) -> None:
+    """Refuse flags of a schedule beside a plan or a run, which has its own.
+
+    Raises:
+        SettingError: one of them is set.
+    """
+    defaults = {"forward": "1", "recompute": "never"}
+    for name, value in flags.items():
+        if value and value != defaults.get(name):
+            raise SettingError(
+                f"--{name.replace('_', '-')} describes a schedule, and {source} has its own: leave "
+                "it out, or name a schedule by --schedule or --csv"
+            )
+
+
+def _output(words: list[Path]) -> Path | None:
+    """Return the output file; None for the terminal.
+
+    Raises:
+        SettingError: there are several.
+    """
+    if len(words) > 1:
+        raise SettingError(f"{len(words)} output files: {', '.join(map(str, words))}. Name one")
+    return words[0] if words else None
+
+
+def _schedule_timelines(
+    first: Schedule,
+    costs: Costs,
+    against: list[str],
+    weights: str | None,
+    batches: int | None,
+    recompute: str,
+) -> list[Timeline]:
+    """Return the simulated timelines of a schedule and of those to draw below it.
+
+    Args:
+        first: that the flags name.
+        costs: of its stages.
+        against: names of the others, for the same model on the same number of ranks.
+        weights: weight rule of the first; the others have rules of their own.
+        batches: of asynchronous schedules to show.
+        recompute: policy.
+
+    Raises:
+        ScheduleError: a schedule is unsound.
+        SettingError: `batches` is given, and no schedule is asynchronous.
+    """
+    from penstock.search.schedule_figures import schedule_for_ranks
+    from penstock.simulate.simulate import simulate_schedule
+    from penstock.simulate.weight_versions import with_versions
+    from penstock.verify.verify import verify
+    from penstock.weights.compatibility import rule_of
+
     schedules: list[tuple[Schedule, str | None]] = [(first, weights)]
-    for other_name in against or ():
+    for other_name in against:
         other = schedule_for_ranks(other_name, first.ranks, first.micro_batches)
         schedules.append((other, None))
     if not any(candidate.stream for candidate, _ in schedules):
@@ -113,11 +229,7 @@ def draw(
         stage_costs = with_versions(stage_costs, candidate, rule_of(candidate, rule_name))
         simulated = options.with_batches(candidate, batches) if candidate.stream else candidate
         timelines.append(simulate_schedule(simulated, stage_costs, recompute=recompute))
-    if out is None:
-        print(draw_timelines(timelines, width=options.columns(), colour=options.colour()))
-        return
-    draw_timelines(timelines, out)
-    typer.echo(f"wrote {out}", err=True)
+    return timelines
 
 
 def _costs_for_stages(costs: Costs, stages: int, other_stages: int) -> Costs:

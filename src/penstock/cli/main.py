@@ -110,13 +110,13 @@ def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 #: The commands, each with its line in the list of commands.
 _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
-    (train, "Train a model through a pipeline on this machine."),
+    (train, "Train a model through a pipeline, here or over hosts."),
     (resize, "Continue a run on another number of ranks."),
     (profile, "Measure the layers of a model, or a cluster."),
     (partition, "Cut a profiled model into stages."),
     (plan, "Search the fastest plan that fits into memory."),
     (simulate, "Simulate a schedule with given costs."),
-    (draw, "Draw the timeline of a schedule."),
+    (draw, "Draw a schedule, a plan or a run."),
     (verify, "Verify that a schedule is sound."),
     (schedules, "List the schedules, or compare them by simulation."),
     (list_names, "List planners, partitioners, models and other entries."),

@@ -73,6 +73,7 @@ ScheduleOption = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
+        metavar="NAME=VALUE",
         help="Option of the schedule, such as slices=4 or replicas=2; repeatable.",
     ),
 ]
@@ -88,6 +89,7 @@ WeightsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--weights-option",
+        metavar="NAME=VALUE",
         help="Numeric option of the weight rule, such as decay=0.2; repeatable.",
     ),
 ]

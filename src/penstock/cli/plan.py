@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options
-from penstock.cli.model_flags import (
-    Channels,
-    Data,
-    DataOption,
-    Image,
-    LossName,
-    Model,
-    ModelFlags,
-    ModelOption,
-    Tokens,
-)
+from penstock.cli.model_flags import ModelFlags, with_model_flags
 from penstock.cli.options import Json, MicroBatches, ScheduleName, Stages, Weights, WeightsOption
 from penstock.errors import SettingError
 from penstock.text_table import table
@@ -28,22 +18,18 @@ if TYPE_CHECKING:
     from penstock.search.compare import PlannerResult
 
 
+@with_model_flags()
 def plan(
     profile: Annotated[
         list[str] | None,
         typer.Argument(
+            metavar="PROFILE|MODEL",
             help="A profile from `penstock profile`; for a mixed cluster, one per kind of device. "
-            "Or a model, as for --model, which is profiled first."
+            "Or a model, as for --model, which is profiled first.",
         ),
     ] = None,
-    model: Model = None,
-    model_option: ModelOption = None,
-    data: Data = None,
-    data_option: DataOption = None,
-    loss: LossName = None,
-    image: Image = None,
-    channels: Channels = None,
-    tokens: Tokens = None,
+    *,
+    flags: ModelFlags,
     cluster: Annotated[
         str, typer.Option(help="local:N, a preset such as 4xV100-10GbE, or a YAML file.")
     ] = "local:2",
@@ -117,7 +103,6 @@ def plan(
         )
     PLANNERS.find(planner)
     target = describe(cluster)
-    flags = ModelFlags(model, model_option, data, data_option, loss, image, channels, tokens)
     costs, samples = load_or_make_profiles(profile or [], flags, cluster, batch)
     constraints: dict[str, Any] = {
         "schedules": None if schedule is None else [schedule],

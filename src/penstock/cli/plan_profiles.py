@@ -52,7 +52,7 @@ def load_or_make_profiles(
                 "name what to plan for: a profile, penstock plan profile.json; or a model, "
                 "penstock plan vgg11_bn"
             )
-        return _load_profiles([Path(source) for source in sources], batch)
+        return load_profiles([Path(source) for source in sources], batch)
     if "model" in settings and flags.model is not None and sources:
         raise SettingError(
             f"--model {flags.model} is profiled first, and {', '.join(sources)} would be its "
@@ -104,7 +104,7 @@ def _estimate_profiles(config: TrainConfig, target: Cluster) -> Profiles:
     return next(iter(profiles.values())) if len(profiles) == 1 else profiles
 
 
-def _load_profiles(paths: list[Path], batch: int | None) -> tuple[Profiles, int]:
+def load_profiles(paths: list[Path], batch: int | None) -> tuple[Profiles, int]:
     """Load one profile, or several by the name of their device.
 
     Returns:

@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli import options
-from penstock.cli.model_flags import (
-    Channels,
-    Data,
-    DataOption,
-    Image,
-    Model,
-    ModelFlags,
-    ModelOption,
-    Tokens,
-)
+from penstock.cli.model_flags import ModelFlags, with_model_flags
 from penstock.cli.options import Json
 from penstock.errors import SettingError
 
@@ -26,15 +17,11 @@ if TYPE_CHECKING:
     from penstock.training.config import TrainConfig
 
 
+@with_model_flags(omit=["loss"], default_model="vgg11_bn")
 def profile(
     context: typer.Context,
-    model: Model = "vgg11_bn",
-    model_option: ModelOption = None,
-    data: Data = None,
-    data_option: DataOption = None,
-    image: Image = None,
-    channels: Channels = None,
-    tokens: Tokens = None,
+    *,
+    flags: ModelFlags,
     batch: Annotated[int, typer.Option(help="Samples per batch.")] = 64,
     sizes: Annotated[
         str | None,
@@ -93,9 +80,6 @@ def profile(
     from penstock.training.user_settings import complete_settings
 
     sample_counts = None if sizes is None else _parse_sizes(sizes)
-    flags = ModelFlags(
-        model, model_option, data, data_option, image=image, channels=channels, tokens=tokens
-    )
     config = complete_settings({**flags.settings(), "batch": batch})
     if on is not None:
         if device is not None:
@@ -104,7 +88,7 @@ def profile(
             )
         from penstock.cli.profile_on import EstimateRequest, estimate_profile
 
-        request = EstimateRequest(config, data, on, dtype, calibrate, sample_counts)
+        request = EstimateRequest(config, flags.data, on, dtype, calibrate, sample_counts)
         result, how = estimate_profile(request), "estimated"
     elif dtype != "float32" or calibrate is not None:
         raise SettingError(

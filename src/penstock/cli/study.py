@@ -8,14 +8,12 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli import study_convergence, study_grid
 from penstock.cli.options import Json
 from penstock.errors import SettingError
 
 #: Word in place of a study's name: install other libraries.
 INSTALL = "install"
-#: The study with flags, records and reports of its own.
-CONVERGENCE = "convergence"
-_CONVERGENCE_PANEL = "Flags of the study convergence"
 
 
 def study(
@@ -27,7 +25,8 @@ def study(
         ),
     ] = None,
     peers: Annotated[
-        list[str] | None, typer.Argument(help="With `install`: libraries; default: all.")
+        list[str] | None,
+        typer.Argument(metavar="LIBRARY", help="With `install`: libraries; default: all."),
     ] = None,
     scale: Annotated[
         str, typer.Option(help="small: minutes on two cores; full: the paper's sizes.")
@@ -63,7 +62,9 @@ def study(
     ] = False,
     environment: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=PATH: folder that a library is installed in. Repeatable."),
+        typer.Option(
+            metavar="NAME=PATH", help="Folder that a library is installed in. Repeatable."
+        ),
     ] = None,
     list_cells: Annotated[
         bool, typer.Option("--list", help="List the cells of the study, or all studies.")
@@ -72,72 +73,64 @@ def study(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="digits (VGG-11), gpt (characters), or both; default: both.",
-            rich_help_panel=_CONVERGENCE_PANEL,
+            help="convergence: digits (VGG-11), gpt (characters), or both; default: both.",
         ),
     ] = None,
     rules: Annotated[
         str | None,
         typer.Option(
-            help="Weight rules, such as stash,none; default: all. flush always runs.",
-            rich_help_panel=_CONVERGENCE_PANEL,
+            help="convergence: weight rules, such as stash,none; default: all. flush always runs.",
         ),
     ] = None,
     depths: Annotated[
         str | None,
-        typer.Option(help="Numbers of stages; default: 2,4,8.", rich_help_panel=_CONVERGENCE_PANEL),
+        typer.Option(help="convergence: numbers of stages; default: 2,4,8."),
     ] = None,
     seeds: Annotated[
         int | None,
         typer.Option(
-            help="Runs per case, with seeds 0, 1, ...; default: 3.",
-            rich_help_panel=_CONVERGENCE_PANEL,
+            help="convergence: runs per case, with seeds 0, 1, ...; default: 3.",
         ),
     ] = None,
     epochs: Annotated[
         float | None,
         typer.Option(
-            help="Passes through the data, may be a fraction; default: the task's own.",
-            rich_help_panel=_CONVERGENCE_PANEL,
+            help="convergence: passes through the data, may be a fraction; default: the task's "
+            "own.",
         ),
     ] = None,
     optimizer: Annotated[
         str | None,
         typer.Option(
-            help="sgd, adam or adamw; a rule whose paper has no formula for it uses another; "
-            "default: sgd.",
-            rich_help_panel=_CONVERGENCE_PANEL,
+            help="convergence: sgd, adam or adamw; a rule whose paper has no formula for it uses "
+            "another; default: sgd.",
         ),
     ] = None,
     lr_scale: Annotated[
         float | None,
         typer.Option(
-            help="Factor applied to the task's learning rate; default: 1.",
-            rich_help_panel=_CONVERGENCE_PANEL,
+            help="convergence: factor applied to the task's learning rate; default: 1.",
         ),
     ] = None,
     micro_batches: Annotated[
         str | None,
         typer.Option(
-            help="least: the fewest that a rule supports, for the most stale gradients; "
-            "stages: one per stage. Default: least.",
-            rich_help_panel=_CONVERGENCE_PANEL,
+            help="convergence: least, the fewest that a rule supports, for the most stale "
+            "gradients; or stages, one per stage. Default: least.",
         ),
     ] = None,
     measure: Annotated[
         bool | None,
         typer.Option(
             "--measure/--no-measure",
-            help="Also time batches in real processes; default: unless --quick.",
-            rich_help_panel=_CONVERGENCE_PANEL,
+            help="convergence: also time batches in real processes; default: unless --quick.",
         ),
     ] = None,
     quick: Annotated[
         bool,
         typer.Option(
             "--quick",
-            help="Smoke test: a few batches of every case.",
-            rich_help_panel=_CONVERGENCE_PANEL,
+            help="convergence: smoke test, a few batches of every case.",
         ),
     ] = False,
 ) -> None:
@@ -148,8 +141,6 @@ def study(
     Examples: penstock study paper --scale small; penstock study install torchgpipe;
     penstock study convergence --tasks digits --rules stash,none --depths 2,8
     """
-    from penstock.cli import study_convergence, study_grid
-
     if jobs is not None and jobs < 1:
         raise SettingError(f"--jobs {jobs}: must be at least 1")
     own_flags = study_convergence.Flags(
@@ -167,8 +158,8 @@ def study(
         realtime,
         tuple(environment or ()),
     )
-    if name == CONVERGENCE:
-        flags.refuse_all(CONVERGENCE)
+    if name == study_convergence.NAME:
+        flags.refuse_all(study_convergence.NAME)
         if list_cells:
             study_convergence.print_cases(own_flags, json=json)
         else:

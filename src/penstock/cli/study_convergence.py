@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.study.convergence.experiment import Experiment
     from penstock.study.convergence.runner import Report
 
+#: The study that has flags, records and reports of its own.
 NAME = "convergence"
 #: Settings of --quick: a smoke test, too short to say anything about the rules.
 QUICK_BATCHES, QUICK_SEEDS, QUICK_DEPTHS = 12, 2, "2"

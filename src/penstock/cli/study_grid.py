@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 import typer
 
-from penstock.cli.study import CONVERGENCE
+from penstock.cli.study_convergence import NAME as CONVERGENCE
 from penstock.errors import SettingError, UnknownName
 from penstock.units import format_seconds
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.study.run_study import StudyRun
     from penstock.study.settings import Settings
 
-#: What a name is taken for that ends in one of these.
+#: Endings by which a name is taken for a file.
 _FILE_SUFFIXES = (".yaml", ".yml")
 _CONVERGENCE_ABOUT = "Which weight rules lose accuracy, and when? (own flags, see --help)"
 

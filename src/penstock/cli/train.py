@@ -15,7 +15,7 @@ import typer
 
 from penstock.cli import options
 from penstock.cli.train_flags import settings_of_flags, with_flags
-from penstock.errors import RunStopped, SettingError
+from penstock.errors import FileError, RunStopped, SettingError
 from penstock.standard_error import write_line
 from penstock.text_table import table
 from penstock.transport.slurm import started_by_srun
@@ -42,7 +42,8 @@ def train(
 ) -> None:
     """Train a model through a pipeline: profile, plan, draw and train it, and compare the measured
     time and memory with the prediction. Alone it uses this machine; started by torchrun or srun,
-    all of their ranks, on one host or several.
+    all of their ranks, on one host or several. A file of settings that names
+    package.module:function runs that code: train only with files that you trust.
 
     Example: penstock train --model vgg11_bn --data digits --stages 2 --schedule 1f1b
     --micro-batches 4 --epochs 3
@@ -244,6 +245,10 @@ def _load_settings(config: Path | None, changes: dict[str, Any]) -> tuple[TrainC
     if not resume and config is not None and not is_folder:
         resume = read_settings(config).get("resume") is True
     if resume:
+        if config is not None and not config.exists():
+            raise FileError(
+                f"{config} does not exist: --resume needs the folder of a run, such as runs/NAME"
+            )
         # Imported here, since it loads torch: a mistake in a new run's file is reported before.
         from penstock.training.resume import resume_settings
 

@@ -58,14 +58,15 @@ def _flag(name: str, text: str, default: Any) -> inspect.Parameter:
     """
     kinds, flag = _TYPES[name], name.replace("_", "-")
     kind: Any = str
+    metavar = None
     if bool in kinds:
         kind = bool
         flag = f"{flag}/--no-{flag}" if default else flag
     elif _is_mapping(name):
-        kind, flag = list[str], _singular(name)
+        kind, flag, metavar = list[str], _singular(name), "NAME=VALUE"
     elif len(kinds) == 1 and kinds[0] in (int, float):
         kind = kinds[0]
-    annotation = Annotated[kind | None, typer.Option(f"--{flag}", help=text)]
+    annotation = Annotated[kind | None, typer.Option(f"--{flag}", metavar=metavar, help=text)]
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword, default=None, annotation=annotation)
 

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli import options
-from penstock.cli.model_flags import (
-    Channels,
-    Data,
-    DataOption,
-    Image,
-    LossName,
-    ModelFlags,
-    ModelOption,
-    Tokens,
-    complete_models,
-)
+from penstock.cli.model_flags import ModelFlags, complete_models, with_model_flags
 from penstock.cli.options import (
     CsvFile,
     Json,
@@ -37,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.verify.verify import Report
 
 
+@with_model_flags(omit=["model"])
 def verify(
     schedule: ScheduleName = None,
     stages: Stages = None,
@@ -54,18 +45,13 @@ def verify(
         typer.Option(
             "--train",
             "--model",
-            help="Also run one batch of this model on ranks and on one device: a model of the zoo, "
+            help="Instead, run one batch of this model on ranks and on one device: a model of the zoo, "
             "package.module:factory, or hf:config.json.",
             autocompletion=complete_models,
         ),
     ] = None,
-    model_option: ModelOption = None,
-    data: Data = None,
-    data_option: DataOption = None,
-    loss: LossName = None,
-    image: Image = None,
-    channels: Channels = None,
-    tokens: Tokens = None,
+    *,
+    flags: ModelFlags,
     plan: Annotated[
         Path | None, typer.Option(help="With --train: a plan to run, instead of a schedule.")
     ] = None,
@@ -97,8 +83,7 @@ def verify(
 
     Example: penstock verify --model my_model:make_model --data my_data:load --plan plan.json
     """
-    flags = ModelFlags(train, model_option, data, data_option, loss, image, channels, tokens)
-    model_settings = flags.settings()
+    model_settings = replace(flags, model=train).settings()
     if train is None and model_settings:
         flag = next(iter(model_settings)).replace("_", "-").removesuffix("s")
         raise SettingError(f"--{flag} belongs to --model, which is missing")

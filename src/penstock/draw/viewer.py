@@ -135,8 +135,11 @@ def viewer_legend(panels: Sequence[Timeline], max_ops: int = MAX_VIEWER_OPS) -> 
     for kind in kinds_in(panels):
         first, second = FILLS[kind]
         gradient = f"linear-gradient(90deg,{first} 50%,{second} 50%)"
-        sign = _colour_sign(gradient if meanings else first)
-        entries.append((sign, f"{kind} {KIND_NAMES[kind]}"))
+        fill = gradient if meanings else first
+        if kind in FILLS_ON_DARK:
+            # Browsers without light-dark() ignore the second declaration.
+            fill = f"{first};background:light-dark({first},{FILLS_ON_DARK[kind]})"
+        entries.append((_colour_sign(fill), f"{kind} {KIND_NAMES[kind]}"))
     entries.append((_colour_sign("var(--lane)"), "idle"))
     if any(panel.memory for panel in panels):
         sign = _colour_sign("var(--held);border-bottom:1px solid var(--edge)")

@@ -22,6 +22,7 @@ from penstock.pipe.pipe_random import ForwardSeed, PartitionRandomness, SeededOp
 from penstock.pipe.pipe_value import Grads, detached, gradients_of, payloads_of
 from penstock.stage.boundary_checks import InPlaceChanges, check_same_requires_grad
 from penstock.stage.second_forward import FirstForward, SecondForwards
+from penstock.tracing.traced_layer import with_inputs_on
 from penstock.transport.payload import Payload
 
 
@@ -290,12 +291,13 @@ class PipeStage:
         skips: Waiting = {
             skip: value.value() for skip, value in zip(self.incoming, inputs[1:], strict=True)
         }
+        value = with_inputs_on(inputs[0].value(), self.device)
         with collecting_side_losses() as side_losses:
             if self._has_skips or run.observed or (recompute and run.may_have_drawn):
                 with self._reproducible(run, micro_batch, recompute), waiting_skips(skips):
-                    output = self.module(inputs[0].value())
+                    output = self.module(value)
             else:
-                output = self.module(inputs[0].value())
+                output = self.module(value)
         watch.check()
         return payloads_of([output, *(skips.pop(skip) for skip in self.outgoing)]), side_losses
 

@@ -101,6 +101,8 @@ def _difference(measured_s: float, predicted_s: float) -> str:
     change = measured_s / predicted_s - 1
     if abs(change) < 0.005:
         return "as predicted"
+    if change >= 1:
+        return f"{measured_s / predicted_s:.1f} times as long as predicted"
     return f"{abs(change):.0%} {'more' if change > 0 else 'less'} than predicted"
 
 

@@ -33,8 +33,17 @@ class StageInputs(Whole):
         tensors = form.tensors
         self.device = device or next((tensor.device for tensor in tensors), torch.device("cpu"))
         self._tensors = [tensor.to(self.device) for tensor in tensors]
-        self._variants, self._form = variants, form
+        self._variants, self._form, self._inputs = variants, form, inputs
         self._values: dict[bool, tuple[Variant, dict[fx.Node, Any]]] = {}
+        self._copies: dict[torch.device, StageInputs] = {}
+
+    def on(self, device: torch.device) -> StageInputs:
+        """Return the same inputs on another device; they are copied there once."""
+        if device == self.device:
+            return self
+        if device not in self._copies:
+            self._copies[device] = StageInputs(self._variants, self._inputs, device)
+        return self._copies[device]
 
     def variant(self, training: bool) -> Variant:
         """Return the graph for these inputs."""
@@ -200,6 +209,19 @@ class Entry(nn.Module):
             (tensor.device for tensor in crossed.values() if isinstance(tensor, Tensor)), None
         )
         return {**crossed, INPUTS: StageInputs(self._variants, inputs, device)}
+
+
+def with_inputs_on(value: Any, device: torch.device) -> Any:
+    """Return the value between two layers with the micro-batch's inputs on a device.
+
+    Where a value goes from one device to another in one process, its tensors have been moved, and
+    the inputs have not: they cross as a constant. Values of models that are not traced are returned
+    as they are.
+    """
+    inputs = value.get(INPUTS) if type(value) is dict else None
+    if not isinstance(inputs, StageInputs):
+        return value
+    return {**value, INPUTS: inputs.on(device)}
 
 
 def leave(output: Any) -> Any:

@@ -24,8 +24,8 @@ class TrainConfig(CommonOptions):
 
     model: str = option(
         "vgg11_bn",
-        "A model of the zoo (see `penstock list models`), package.module:factory, or "
-        "hf:config.json.",
+        "A model of the zoo (see `penstock list models`); package.module:factory, which is imported "
+        "and called; or hf:config.json.",
         fixed=True,
     )
     model_options: dict[str, Any] = option(

@@ -1,0 +1,28 @@
+"""The description of the package for an index, see setup.py."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+description = runpy.run_path(str(ROOT / "setup.py"))["description"]
+
+
+def test_links_to_files_become_their_text_and_others_stay():
+    """A package index has no files for them to lead to."""
+    page = "# A\n\n![picture](docs/a.svg)\n\nRead [`b`](docs/b.md#c),\n[c](d) and [web](https://e.f).\n"
+    assert description(page) == "# A\n\nRead `b`,\nc and [web](https://e.f).\n"
+
+
+def test_the_description_has_every_section_of_the_readme_and_no_dead_link():
+    """What a reader sees on an index before the first installation."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = description(readme)
+    for unchanged in (r"^#.*", r"^```.*?^```"):
+        pattern = re.compile(
+            unchanged, re.MULTILINE | re.DOTALL if "`" in unchanged else re.MULTILINE
+        )
+        assert pattern.findall(text) == pattern.findall(readme)
+    assert re.findall(r"\]\((?!https?://)", text) == []
