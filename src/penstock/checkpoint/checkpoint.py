@@ -159,19 +159,37 @@ class CheckpointWriter:
             if self.placed.home[stage.index] != rank:
                 continue
             version = versions.pop((stage.index, 0), None)
-            tensors, facts = _optimizer_state(stage, version)
-            model = self._model_state(stage)
-            parameters = fit.parameter_names(stage)
-            trained = {name: tensor for name, tensor in model.items() if name in parameters}
-            prefixed = {f"model/{name}": tensor for name, tensor in model.items()}
-            prefixed |= self._average_state(stage)
-            content = FileContent(prefixed | tensors, facts, trained | tensors)
-            contents[self.name(stage.index, 0)] = content
+            model = state.owned_tensors(self.placed, stage)
+            contents[self.name(stage.index, 0)] = self.content(stage, model, version)
         for (index, copy), version in versions.items():
             if copy:
                 tensors, facts = _optimizer_state(version.stage, version)
                 contents[self.name(index, copy)] = FileContent(tensors, facts, tensors)
         return contents
+
+    def content(
+        self, stage: Stage, model: Mapping[str, Tensor], version: VersionedStage | None = None
+    ) -> FileContent:
+        """Copy the state of a stage to host memory.
+
+        Args:
+            stage: the stage.
+            model: its parameters and buffers, by name.
+            version: the stage with its weight rule, in an asynchronous run.
+
+        Raises:
+            SettingError: an optimizer's state cannot be saved.
+        """
+        tensors, facts = _optimizer_state(stage, version)
+        saved = {
+            name: tensor.detach().to("cpu", copy=True).contiguous()
+            for name, tensor in model.items()
+        }
+        parameters = fit.parameter_names(stage)
+        trained = {name: tensor for name, tensor in saved.items() if name in parameters}
+        prefixed = {f"model/{name}": tensor for name, tensor in saved.items()}
+        prefixed |= self._average_state(stage)
+        return FileContent(prefixed | tensors, facts, trained | tensors)
 
     def write(self, contents: Mapping[str, FileContent]) -> dict[str, Any]:
         """Write the files of one rank, after all of their content has been checked.
@@ -188,16 +206,10 @@ class CheckpointWriter:
             SettingError: the state contains NaN, or a dtype that cannot be saved.
         """
         # All checks come before the first file: a refused save leaves nothing to clean up.
-        self._check_values(contents)
+        self.check_values(contents)
         files = {}
         for name, content in contents.items():
-            # Identity and step are in every file, so that files of two checkpoints cannot be mixed.
-            metadata = {
-                "optimizer": json.dumps(content.facts),
-                "identity": self.identity,
-                "step": str(self.progress.step),
-            }
-            written = write_file(self.folder / name, content.tensors, metadata)
+            written = write_file(self.folder / name, content.tensors, self.metadata(content))
             files[name] = list(asdict(written).values())
         keeps = any("weights/" in key for content in contents.values() for key in content.tensors)
         return {"files": files, "keeps": keeps}
@@ -208,7 +220,16 @@ class CheckpointWriter:
             for name in self.names:
                 (self.folder / name).unlink(missing_ok=True)
 
-    def _check_values(self, contents: Mapping[str, FileContent]) -> None:
+    def metadata(self, content: FileContent) -> dict[str, str]:
+        """Return the texts that a file has beside its tensors."""
+        # Identity and step are in every file, so that files of two checkpoints cannot be mixed.
+        return {
+            "optimizer": json.dumps(content.facts),
+            "identity": self.identity,
+            "step": str(self.progress.step),
+        }
+
+    def check_values(self, contents: Mapping[str, FileContent]) -> None:
         """Check that trained state has no NaN.
 
         Raises:
@@ -233,13 +254,6 @@ class CheckpointWriter:
             (version.stage.index, version.copy): version
             for version in self.versioned
             if version.rank == rank
-        }
-
-    def _model_state(self, stage: Stage) -> dict[str, Tensor]:
-        """Copy the parameters and buffers that a stage saves to the CPU."""
-        return {
-            name: tensor.detach().to("cpu", copy=True).contiguous()
-            for name, tensor in state.owned_tensors(self.placed, stage).items()
         }
 
     def _average_state(self, stage: Stage) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from penstock.checkpoint.checkpoint_index import INDEX, Checkpoint, FileSum
@@ -88,16 +88,10 @@ def write_file(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         SettingError: a tensor has a dtype that safetensors does not support.
     """
     partial = target.with_suffix(".partial")
-    storable, complex_names = dict(tensors), []
-    for name, tensor in tensors.items():
-        if tensor.dtype is torch.complex128:  # unknown to safetensors: saved as pairs of doubles
-            storable[name] = torch.view_as_real(tensor.resolve_conj())
-            complex_names.append(name)
-    if complex_names:
-        metadata = {**metadata, "complex128": json.dumps(complex_names)}
+    storable, texts = _storable(tensors, metadata)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        save_file(storable, partial, metadata=dict(metadata))
+        save_file(storable, partial, metadata=texts)
         # The name appears only when the content is on the disk: no reader sees a part of a file,
         # even after a loss of power. The folder is synchronised for the name itself.
         sync_file(partial)
@@ -105,7 +99,7 @@ def write_file(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         partial.rename(target)
         sync_folder(target.parent)
     except KeyError as error:
-        raise SettingError(f"a checkpoint cannot hold tensors of {error.args[0]}") from error
+        raise _dtype_error(error) from error
     except (OSError, SafetensorError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FileError(f"cannot write the checkpoint {target.parent}: {reason}") from error
@@ -113,6 +107,46 @@ def write_file(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         with suppress(OSError, ValueError):
             partial.unlink(missing_ok=True)
     return sums
+
+
+def write_in_memory(
+    target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> FileSum:
+    """Write a file in memory (memfd), by its path in /proc, in the form of `write_file`.
+
+    It is written in place, since nothing can be renamed there.
+
+    Raises:
+        OSError, ValueError: the file cannot be written.
+        SettingError: a tensor has a dtype that safetensors does not support.
+    """
+    storable, texts = _storable(tensors, metadata)
+    try:
+        content = save(storable, texts)
+    except KeyError as error:
+        raise _dtype_error(error) from error
+    target.write_bytes(content)
+    return file_sum(target)
+
+
+def _storable(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return tensors of dtypes that safetensors has, and the texts from which they are restored."""
+    storable, complex_names = dict(tensors), []
+    for name, tensor in tensors.items():
+        if tensor.dtype is torch.complex128:  # unknown to safetensors: saved as pairs of doubles
+            storable[name] = torch.view_as_real(tensor.resolve_conj())
+            complex_names.append(name)
+    texts = dict(metadata)
+    if complex_names:
+        texts["complex128"] = json.dumps(complex_names)
+    return storable, texts
+
+
+def _dtype_error(error: KeyError) -> SettingError:
+    """Return the error for a dtype that safetensors does not have."""
+    return SettingError(f"a checkpoint cannot hold tensors of {error.args[0]}")
 
 
 def remove_others(folder: Path, names: Collection[str]) -> None:

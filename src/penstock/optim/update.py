@@ -35,6 +35,9 @@ class Update:
         borrowed_candidates: likewise for `borrowed`.
         place: location for messages.
         clip_value: largest absolute value of a gradient at a step; None for no limit.
+        steps: number of steps that are complete, skipped ones included.
+        stepping: whether a step has begun and is not complete: parameters and optimizer state may
+            be of different steps.
     """
 
     parameters: list[nn.Parameter]
@@ -45,6 +48,8 @@ class Update:
     borrowed_candidates: Sequence[nn.Parameter] = ()
     place: str = "a stage"
     clip_value: float | None = None
+    steps: int = 0
+    stepping: bool = False
     _grads_used: bool = False
     _optimizers: list[Optimizer] = field(default_factory=list)
 
@@ -142,14 +147,19 @@ class Update:
     def skip(self) -> None:
         """Leave the weights unchanged, and let the next batch drop the gradients."""
         self._grads_used = self.factory is not None
+        self.steps += 1
 
     def step(self) -> None:
         """Create the next weight version."""
+        self.stepping = True
         if self.clip_value is not None:
             clip_values(self.parameters, self.clip_value)
         if self.optimizer is not None:
             self.optimizer.step()
         self._grads_used = self.factory is not None
+        # Last: after an exception above, the stage does not count as one of either step.
+        self.steps += 1
+        self.stepping = False
 
     def advance(self, optimizer: Optimizer | None = None) -> None:
         """Create the next weight version while micro-batches are in flight, and drop the gradients.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 
@@ -46,6 +46,16 @@ class RankFailed(RunError):
         self.rank, self.remote_traceback = rank, remote_traceback
         super().__init__(message)
         self.add_note(f"on rank {rank}:\n{remote_traceback}")
+
+
+class Recovery(Protocol):
+    """Collects from the ranks what another attempt needs, after one of them has failed."""
+
+    def begin(self, store: StoreServer) -> None:
+        """Called before the ranks start, with their store."""
+
+    def collect(self, store: StoreServer, processes: Sequence[RankProcess]) -> None:
+        """Called when a rank has failed. The others know why, and run or end."""
 
 
 @dataclass
@@ -100,6 +110,7 @@ def launch(
     *args: Any,
     threads: int | None = None,
     on_start: Callable[[Sequence[RankProcess]], None] | None = None,
+    recovery: Recovery | None = None,
 ) -> list[Any]:
     """Run `fn(*args)` in `ranks` processes that can make a `Pipeline` together, and wait for all.
 
@@ -115,6 +126,7 @@ def launch(
             by `ranks`.
         on_start: called with the processes of the ranks when all have been started, such as to
             pass on signals.
+        recovery: see `Recovery`.
 
     Returns:
         The results of `fn`, by rank.
@@ -147,6 +159,8 @@ def launch(
     ):
         job = Path(folder) / "job"
         job.write_bytes(pickled)
+        if recovery is not None:
+            recovery.begin(store)
         port = _free_port()
         children: list[_Child] = []
         try:
@@ -159,7 +173,7 @@ def launch(
             if on_start is not None:
                 on_start(processes)
             with passing_sigterm_on(processes):
-                _watch(children, store)
+                _watch(children, store, recovery)
             return [(child.record() or {})["value"] for child in children]
         finally:
             _stop(children)
@@ -198,7 +212,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _watch(children: list[_Child], store: StoreServer) -> None:
+def _watch(children: list[_Child], store: StoreServer, recovery: Recovery | None) -> None:
     """Wait until all ranks have ended.
 
     Raises:
@@ -217,6 +231,8 @@ def _watch(children: list[_Child], store: StoreServer) -> None:
                 children[rank].stopped = reason
     # Other ranks that wait for the failed one get its error at once; theirs may add information.
     _publish_failure(store, _reason(failed[0]))
+    if recovery is not None:
+        recovery.collect(store, [child.process for child in children])
     deadline = time.monotonic() + _GRACE_S
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):

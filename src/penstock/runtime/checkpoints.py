@@ -54,12 +54,15 @@ class SeriesContext:
             to it after a loss of power.
         stop_when: another reason to end the run, asked every half second on every rank.
         on_saved: called with the step and the folder of a checkpoint when it is complete.
+        memory: folder of a checkpoint in memory, from which `resume` may continue as well. It does
+            not count as saved.
     """
 
     earlier: Sequence[Path] = ()
     logs: Sequence[Path] = ()
     stop_when: Callable[[], bool] = bool  # bool() is False
     on_saved: Callable[[int, Path], None] | None = None
+    memory: Path | None = None
 
 
 class Checkpoints:
@@ -147,6 +150,11 @@ class Checkpoints:
             self._lock.release()
             self._lock = None
 
+    @property
+    def memory(self) -> Path | None:
+        """Folder of a checkpoint in memory, from which `resume` may continue."""
+        return self._context.memory
+
     # -- resuming
 
     def resume(self, pipe: Pipeline) -> int | None:
@@ -165,8 +173,8 @@ class Checkpoints:
                 is whole, or the newest whole one does not fit the pipeline.
         """
         errors: list[str] = []
-        folders = self._agreed_candidates(pipe._world, errors)
-        for folder in folders:
+        candidates = self._agreed_candidates(pipe._world, errors)
+        for saved_step, folder in candidates:
             try:
                 pipe.load(folder)
             except CheckpointDamaged as error:
@@ -174,8 +182,11 @@ class Checkpoints:
                 if 0 in pipe._world.local_ranks:
                     self._say(f"skipping the checkpoint {folder}: {error}")
                 continue
-            self._begun_step = self._seen_step = pipe.step
-            self._note_saved(pipe.step)
+            self._seen_step = pipe.step
+            on_disk = (step for step, other in candidates if other != self._context.memory)
+            self._begun_step = saved_step if folder != self._context.memory else next(on_disk, None)
+            if self._begun_step is not None:
+                self._note_saved(self._begun_step)
             if 0 in pipe._world.local_ranks:
                 set_aside(self.folder, pipe.step)
             return pipe.step
@@ -183,8 +194,8 @@ class Checkpoints:
             raise CheckpointDamaged(f"{self.folder} has no whole checkpoint: {errors[0]}")
         return None
 
-    def _agreed_candidates(self, world: World, errors: list[str]) -> list[Path]:
-        """Return the whole checkpoints that any rank sees, newest first.
+    def _agreed_candidates(self, world: World, errors: list[str]) -> list[tuple[int, Path]]:
+        """Return steps and folders of the whole checkpoints that any rank sees, newest first.
 
         Args:
             world: the ranks.
@@ -197,7 +208,10 @@ class Checkpoints:
             """Return step and folder of the whole checkpoints that this process sees."""
             if first == 0:
                 self._lock_folder()
-            candidates = [*step_folders(self.folder), *filter(Path.exists, self._context.earlier)]
+            others = [*self._context.earlier]
+            if self._context.memory is not None:
+                others.append(self._context.memory)
+            candidates = [*step_folders(self.folder), *filter(Path.exists, others)]
             whole = whole_checkpoints(candidates, lines.append)
             return [[saved.step, str(saved.folder)] for saved in whole]
 
@@ -212,7 +226,7 @@ class Checkpoints:
         errors.extend(lines)
         step_of_folder = {folder: step for row in rows for step, folder in row.value}
         return [
-            Path(folder)
+            (step_of_folder[folder], Path(folder))
             for folder in sorted(step_of_folder, key=lambda name: (-step_of_folder[name], name))
         ]
 

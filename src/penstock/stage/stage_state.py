@@ -170,12 +170,18 @@ def _copy(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool) -> Non
             target.copy_(source)
 
 
-def owned_tensors(placed: Placed, stage: Stage) -> dict[str, Tensor]:
+def owned_tensors(placed: Placed, stage: Stage, rank: int | None = None) -> dict[str, Tensor]:
     """Return those tensors of a stage that count in the model's state.
 
     Each tensor is under one name, and one that several stages use is in that of its home alone.
+
+    Args:
+        placed: the placement of the stages.
+        stage: the stage.
+        rank: the rank that holds it; by default its home.
     """
-    rank = placed.home[stage.index]
+    if rank is None:
+        rank = placed.home[stage.index]
     return {
         name: tensor
         for name, tensor in stage_tensors(stage).items()

@@ -11,6 +11,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.standard_error import write_line
 from penstock.training.config import TrainConfig
 from penstock.training.first_check import check_first_batch
+from penstock.training.recovery.live_recovery import release
 from penstock.training.resume import accept_run, set_options
 from penstock.training.task import Task
 
@@ -35,7 +36,7 @@ def begin(pipe: Pipeline, task: Task, config: TrainConfig, *, quiet: bool) -> No
 def resume(
     pipe: Pipeline, checkpoints: Checkpoints, config: TrainConfig, folder: Path, *, first: bool
 ) -> None:
-    """Load the newest whole checkpoint of a run that continues.
+    """Load the newest whole checkpoint of a run that continues, on disk or in memory.
 
     Args:
         pipe: to be trained.
@@ -52,3 +53,5 @@ def resume(
     set_options(pipe, config)
     if first:
         accept_run(folder, pipe.step)
+        if checkpoints.memory is not None:
+            release(checkpoints.memory)

@@ -112,7 +112,7 @@ class TrainConfig(CommonOptions):
     max_restarts: int = option(
         0,
         "Restart the ranks up to this many times after a failure, from the newest whole "
-        "checkpoint.",
+        "checkpoint, or from the copies of stages that other ranks have in memory.",
         minimum=0,
     )
     min_ranks: int | None = option(

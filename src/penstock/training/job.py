@@ -20,7 +20,7 @@ from penstock.plan.plan import Plan
 from penstock.profile.device_profiles import Profiles
 from penstock.profile.profile import Profile
 from penstock.ranks.forked_ranks import RankProcess
-from penstock.ranks.launch import launch
+from penstock.ranks.launch import Recovery, launch
 from penstock.report.outcome import Outcome
 from penstock.report.run_folder import CLUSTER, PLAN, PROFILE, TIMELINE, profile_of_kind
 from penstock.report.timeline_file import save_timeline
@@ -47,7 +47,8 @@ from penstock.weights.weight_uses import readings
 class Prepared:
     """A run that is ready to train: configuration, folder, measurements and plan.
 
-    `lock` keeps other runs out of the folder until it is released.
+    `lock` keeps other runs out of the folder until it is released. `recovery` collects what another
+    attempt needs when a rank has failed.
     """
 
     config: TrainConfig
@@ -58,6 +59,7 @@ class Prepared:
     predicted: Timeline
     devices: Devices
     lock: AbstractContextManager[object] = field(default_factory=nullcontext)
+    recovery: Recovery | None = None
 
 
 def prepare(config: TrainConfig, say: Say) -> Prepared:
@@ -209,6 +211,7 @@ def train_once(
             quiet,
             devices,
             on_start=on_start,
+            recovery=prepared.recovery,
         )
     finally:
         remove_staging(prepared.folder)

@@ -36,6 +36,7 @@ from penstock.training.evaluation import test
 from penstock.training.metrics import Metrics
 from penstock.training.optimizer import pipeline_options
 from penstock.training.progress import Progress
+from penstock.training.recovery.live_state import LiveState, conditions
 from penstock.training.resume import last_step
 from penstock.training.run_checkpoints import run_checkpoints
 from penstock.training.task import Task, make_task
@@ -164,7 +165,10 @@ def train_on(
     )
     first = executor == "threads" or dist.get_rank() == 0
     callbacks = load_callbacks(config.callbacks if first else None)
-    checkpoints = run_checkpoints(config, folder, callbacks.on_checkpoint)
+    recovery = conditions()
+    live = LiveState(pipe, offers=recovery.offers)
+    memory = None if recovery.source is None else Path(recovery.source)
+    checkpoints = run_checkpoints(config, folder, callbacks.on_checkpoint, memory)
     if config.resume:
         resume(pipe, checkpoints, config, folder, first=first)
     else:
@@ -180,6 +184,7 @@ def train_on(
         Metrics(folder, plan.predicted.step_s, pipe.step) if first else nullcontext() as metrics,
         Progress(end, not first or quiet) as progress,
         checkpoints if saves else nullcontext(),
+        live.offering(),
     ):
         training = _Training(
             config,
@@ -192,7 +197,10 @@ def train_on(
             plan.synchronous,
             checkpoints if saves else None,
             callbacks,
+            live,
         )
+        if pipe.step:
+            live.commit(pipe.step)
         while not training.done(end):
             training.epoch(per_epoch, end)
     result = training.result
@@ -239,6 +247,7 @@ class _Training:
     synchronous: bool
     checkpoints: Checkpoints | None
     callbacks: Callbacks
+    live: LiveState
 
     def done(self, last_step: int) -> bool:
         """Whether training is over."""
@@ -276,6 +285,8 @@ class _Training:
         result.test_loss, result.test_accuracy = test(self.pipe, self.task, self.config.batch)
         self.callbacks.on_evaluation(result.steps, result.test_loss, result.test_accuracy)
         self._write_epoch(number + 1)
+        if not self.done(last_step):
+            self.live.commit(result.steps)
         self._save_epoch(last=self.done(last_step))
         self.progress.epoch(number + 1, result.test_loss, result.test_accuracy)
 
@@ -300,8 +311,6 @@ class _Training:
     def _write_epoch(self, epoch: int) -> None:
         """Write the metrics of an epoch that has ended."""
         result = self.result
-        if self.metrics is None:
-            return
         facts: dict[str, object] = {"busy": [round(share, 4) for share in result.busy]}
         if result.timeline is not None and result.timeline.peak_memory is not None:
             facts["peak_memory"] = result.timeline.peak_memory
@@ -311,12 +320,13 @@ class _Training:
             facts["test_accuracy"] = result.test_accuracy
         if not self.synchronous:
             facts["weight_versions"] = result.weight_versions
-        self.metrics.write(
-            result.steps,
-            epoch=epoch,
-            test_loss=result.test_loss,
-            **facts,
-        )
+        self._write(epoch=epoch, test_loss=result.test_loss, **facts)
+
+    def _write(self, **values: object) -> None:
+        """Write a line of the metrics about the last step, on rank 0."""
+        if self.metrics is not None:
+            self.metrics.write(self.result.steps, **values)
+        self.live.note(self.result.steps, values)
 
     def _train_steps(
         self, batches: Iterator[tuple[Tensor, Tensor]], recorded_steps: set[int], end: int
@@ -340,6 +350,8 @@ class _Training:
                     recorded.append(timeline)
                 result.busy = busy_shares(result.timeline)
             self._finish_step(loss, len(x), seconds, show_busy=record)
+            if step < end:  # the epoch's last step is complete with the evaluation
+                self.live.commit(step)
             if self.checkpoints is not None and step < end and self.checkpoints.step(self.pipe):
                 result.stopped = True
                 break
@@ -415,16 +427,14 @@ class _Training:
                 f"rate below {self.config.lr:g} may help. Earlier checkpoints are kept"
             )
         result.step_times.append(seconds)
-        if self.metrics is not None:
-            norm = {} if self.pipe.grad_norm is None else {"grad_norm": self.pipe.grad_norm}
-            self.metrics.write(
-                result.steps,
-                loss=loss,
-                step_s=round(seconds, 6),
-                samples_per_s=round(samples / seconds, 2),
-                lr=self.config.lr,
-                **norm,
-            )
+        norm = {} if self.pipe.grad_norm is None else {"grad_norm": self.pipe.grad_norm}
+        self._write(
+            loss=loss,
+            step_s=round(seconds, 6),
+            samples_per_s=round(samples / seconds, 2),
+            lr=self.config.lr,
+            **norm,
+        )
         busy = result.busy if show_busy else None
         self.progress.step(result.steps, loss, samples / seconds, busy)
         self.callbacks.on_step(result.steps, loss, seconds)

@@ -1,7 +1,8 @@
 """Training that goes on by itself: after failures, with fewer or more ranks, and until a signal.
 
 Each attempt is a launch of all ranks. Between two attempts the run continues from its newest whole
-checkpoint, which knows no cut, so the next attempt may have another plan.
+checkpoint, which knows no cut, so the next attempt may have another plan. Where stages have copies
+on several ranks, the state of the ranks that are left takes the place of the checkpoint.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
 
+from penstock.checkpoint.series import newest_whole
 from penstock.errors import FileError, PenstockError, RankDied, RunError, RunStopped
 from penstock.ranks.forked_ranks import RankProcess
 from penstock.training.job import Prepared, replan, train_once, write_plan
 from penstock.training.measurement import Say
 from penstock.training.rank import RankResult
-from penstock.training.resume import drop_later_metrics
+from penstock.training.recovery.live_recovery import LiveRecovery
+from penstock.training.resume import complete_metrics, drop_later_metrics
 from penstock.training.run_checkpoints import checkpoint_folders, newest_checkpoint, take_request
 
 #: File in the run's folder with a line for every restart.
@@ -81,6 +84,7 @@ class _Attempts:
         say: receives progress messages.
         count: restarts so far.
         failure: message of the last failure, with the step of the checkpoint it left.
+        recovery: what the ranks of an attempt have left in memory.
     """
 
     first: Prepared
@@ -88,6 +92,15 @@ class _Attempts:
     say: Say
     count: int = 0
     failure: tuple[str, int] | None = field(default=None)
+    recovery: LiveRecovery = field(default_factory=LiveRecovery)
+
+    def attempt(self) -> Prepared:
+        """Return the next attempt. Its ranks hand over their state if it may be restarted."""
+        present = self.present
+        self.recovery.prepare(
+            present.plan, present.devices, wanted=self.count < self.first.config.max_restarts
+        )
+        return replace(present, recovery=self.recovery)
 
     def restart(self, error: RunError) -> None:
         """Prepare the next attempt after a failure.
@@ -100,7 +113,8 @@ class _Attempts:
             self._say_where_to_continue()
             raise error
         reason = str(error)
-        step = self._continue_from_checkpoint()
+        recovered = self._continue_from_memory()
+        step = self._continue_from_checkpoint() if recovered is None else recovered
         if self.failure == (reason, step):
             error.add_note("the run failed in the same way twice, and was not restarted again")
             raise error
@@ -111,11 +125,12 @@ class _Attempts:
             fewer = self._with_ranks(ranks - 1) if ranks > config.min_ranks else False
             if ranks > config.min_ranks and not fewer:
                 self.say(f"{ranks - 1} ranks cannot run this model: the lost rank is replaced")
+        source = "" if recovered is None else ", which the remaining ranks had in memory"
         self.say(
             f"{reason}\nrestart {self.count} of {config.max_restarts}: "
-            f"{self.present.plan.ranks} ranks continue from step {step}"
+            f"{self.present.plan.ranks} ranks continue from step {step}{source}"
         )
-        self._log(step, reason)
+        self._log(step, reason, "checkpoint" if recovered is None else "memory")
 
     def _say_where_to_continue(self) -> None:
         """Name the last whole checkpoint of a run that has failed, if there is one."""
@@ -138,6 +153,34 @@ class _Attempts:
             self.say(f"{ranks} ranks cannot run this model: the number stays as it is")
         self.say(f"{self.present.plan.ranks} ranks continue from step {step}")
         self._log(step, f"resize to {ranks} ranks")
+
+    def _continue_from_memory(self) -> int | None:
+        """Let the next attempt begin with the state that the remaining ranks have handed over.
+
+        Returns:
+            Its step; None if there is no such state, or a checkpoint is as new.
+        """
+        recovery, folder = self.recovery, self.present.folder
+        if recovery.problem:
+            self.say(
+                f"the state that the other ranks have in memory is not used: {recovery.problem}"
+            )
+        live = recovery.checkpoint
+        if live is None or not live.whole:
+            return None
+        saved = newest_whole(checkpoint_folders(folder))
+        if saved is not None and saved.step >= live.step:
+            recovery.close()
+            return None
+        try:
+            complete_metrics(folder, live.step, live.lines)
+        except OSError as error:
+            self.say(f"cannot write the metrics in {folder}: {error.strerror}")
+            recovery.close()
+            return None
+        config = replace(self.present.config, resume=True, out=str(folder))
+        self.present = replace(self.present, config=config)
+        return live.step
 
     def _continue_from_checkpoint(self) -> int:
         """Let the next attempt begin at the newest whole checkpoint, or anew if there is none.
@@ -177,9 +220,10 @@ class _Attempts:
         self.present = planned
         return True
 
-    def _log(self, step: int, reason: str) -> None:
+    def _log(self, step: int, reason: str, source: str = "checkpoint") -> None:
         """Write a line about the next attempt. A full disk does not keep it from starting."""
-        line = {"step": step, "ranks": self.present.plan.ranks, "reason": reason}
+        ranks = self.present.plan.ranks
+        line = {"step": step, "source": source, "ranks": ranks, "reason": reason}
         path = self.present.folder / LOG
         try:
             with path.open("a") as log:
@@ -209,10 +253,10 @@ def train_with_restarts(
         RunError: a rank failed, and there are no restarts left.
     """
     attempts = _Attempts(prepared, prepared, say)
-    with _passed_on() as signals:
+    with _passed_on() as signals, closing(attempts.recovery):
         while True:
             try:
-                results = train_once(attempts.present, quiet, signals.start)
+                results = train_once(attempts.attempt(), quiet, signals.start)
             except RunError as error:
                 if signals.ended:
                     raise

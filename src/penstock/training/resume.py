@@ -5,7 +5,7 @@ folder changes only once the new configuration has been accepted.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -239,6 +239,25 @@ def drop_later_metrics(folder: Path, step: int) -> None:
     partial.write_text("".join(lines))
     sync_file(partial)
     partial.replace(path)
+
+
+def complete_metrics(folder: Path, step: int, lines: Sequence[str]) -> None:
+    """Have the metrics of a run end with a step.
+
+    Args:
+        folder: of the run.
+        step: the step; lines of later ones are dropped.
+        lines: those of the step. Rank 0 may have been lost before it wrote them.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    drop_later_metrics(folder, step)
+    path = folder / "metrics.jsonl"
+    present = path.read_text().splitlines() if path.exists() else []
+    written = sum(json_value(line, str(path), finite=False)["step"] == step for line in present)
+    with path.open("a") as log:
+        log.writelines(f"{line}\n" for line in lines[written:])
 
 
 def remove_staging(folder: Path) -> None:

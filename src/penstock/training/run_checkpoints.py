@@ -30,7 +30,10 @@ class ResizeRequest:
 
 
 def run_checkpoints(
-    config: TrainConfig, folder: Path, on_saved: Callable[[int, Path], None] | None = None
+    config: TrainConfig,
+    folder: Path,
+    on_saved: Callable[[int, Path], None] | None = None,
+    memory: Path | None = None,
 ) -> Checkpoints:
     """Return the checkpoints of a run, for its ranks.
 
@@ -38,6 +41,7 @@ def run_checkpoints(
         config: of the run.
         folder: of the run.
         on_saved: called with the step and the folder of every checkpoint that is complete.
+        memory: folder of a checkpoint in memory, from which the run may continue as well.
     """
     return Checkpoints(
         folder / CHECKPOINTS,
@@ -48,6 +52,7 @@ def run_checkpoints(
             logs=[folder / "metrics.jsonl"],
             stop_when=(folder / RESIZE).exists,
             on_saved=on_saved,
+            memory=memory,
         ),
         say=write_line,
     )

@@ -155,7 +155,7 @@ class StoreServer:
         self._connections: list[socket.socket] = []
         self._handlers: dict[str, Callable[..., Any]] = {
             "set": self.set,
-            "get": self._values.get,
+            "get": self.get,
             "add": self._add,
             "compare_set": self.compare_set,
             "check": lambda keys: all(key in self._values for key in keys),
@@ -178,6 +178,10 @@ class StoreServer:
     def set(self, key: str, value: str) -> None:
         """Set a value, as text with one character for every byte."""
         self._values[key] = value
+
+    def get(self, key: str) -> str | None:
+        """Return a value as text with one character for every byte; None if there is none."""
+        return self._values.get(key)
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
         """Set a value if the present one is as expected, or if there and expected is none; return
