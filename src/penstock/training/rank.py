@@ -36,7 +36,7 @@ from penstock.training.evaluation import test
 from penstock.training.metrics import Metrics
 from penstock.training.optimizer import pipeline_options
 from penstock.training.progress import Progress
-from penstock.training.recovery.live_state import LiveState, conditions
+from penstock.training.recovery.live_state import LiveState
 from penstock.training.resume import last_step
 from penstock.training.run_checkpoints import run_checkpoints
 from penstock.training.task import Task, make_task
@@ -165,10 +165,8 @@ def train_on(
     )
     first = executor == "threads" or dist.get_rank() == 0
     callbacks = load_callbacks(config.callbacks if first else None)
-    recovery = conditions()
-    live = LiveState(pipe, offers=recovery.offers)
-    memory = None if recovery.source is None else Path(recovery.source)
-    checkpoints = run_checkpoints(config, folder, callbacks.on_checkpoint, memory)
+    live = LiveState(pipe)
+    checkpoints = run_checkpoints(config, folder, callbacks.on_checkpoint, live.source)
     if config.resume:
         resume(pipe, checkpoints, config, folder, first=first)
     else:
@@ -199,8 +197,7 @@ def train_on(
             callbacks,
             live,
         )
-        if pipe.step:
-            live.commit(pipe.step)
+        live.commit(pipe.step)
         while not training.done(end):
             training.epoch(per_epoch, end)
     result = training.result

@@ -54,7 +54,7 @@ _Place = tuple[dict[str, Tensor | None], str]
 _ANSWER_S = 8.0
 
 
-def conditions() -> Conditions:
+def _conditions() -> Conditions:
     """Return what the launcher has told this rank; ranks of torchrun offer nothing."""
     store = launch_store()
     if store is None or not store.check([CONDITIONS]):
@@ -67,13 +67,17 @@ class LiveState:
 
     Args:
         pipe: the pipeline.
-        offers: whether to offer the state after another rank's failure.
+
+    Attributes:
+        source: folder of the checkpoint in memory from which this attempt continues, if any.
     """
 
-    def __init__(self, pipe: Pipeline, *, offers: bool) -> None:
+    def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
-        store: Store | None = launch_store() if offers and _can_offer(pipe) else None
-        self._store = store
+        conditions = _conditions()
+        self.source = None if conditions.source is None else Path(conditions.source)
+        offers = conditions.offers and _can_offer(pipe)
+        self._store: Store | None = launch_store() if offers else None
         self._rank = pipe._world.local_ranks[0]
         self._step: int | None = None
         self._scaler: dict[str, float] | None = None
@@ -93,9 +97,10 @@ class LiveState:
     def commit(self, step: int) -> None:
         """Note that a step is complete on this rank, with its metrics and its evaluation.
 
-        A step whose gradients wait for the next update is none from which a run could continue.
+        A step whose gradients wait for the next update is none from which a run could continue; a
+        run at step 0 begins anew.
         """
-        if self._store is None or self._pipe._accumulated:
+        if self._store is None or self._pipe._accumulated or not step:
             return
         self._step = None  # an exception below leaves no step
         for stage in self._pipe._assembly.stages:
