@@ -172,9 +172,7 @@ def train_on(
     else:
         begin(pipe, task, config, quiet=quiet or not first)
     saves = config.checkpoint != "never"
-    if device.type == "cuda":
-        # The self-check allocates more than training does.
-        torch.cuda.reset_peak_memory_stats(device)
+    _reset_peak_allocated_bytes(device)
     per_epoch = count_batches(len(task.data.train_inputs), config.batch)
     end = last_step(config, per_epoch)
     started = time.monotonic()
@@ -208,6 +206,12 @@ def train_on(
     result.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pipe.close()
     return result
+
+
+def _reset_peak_allocated_bytes(device: torch.device) -> None:
+    """Count the peak of a card anew: the self-check allocates more than training does."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _peak_allocated_bytes(device: torch.device) -> int | None:
