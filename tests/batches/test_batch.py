@@ -193,6 +193,23 @@ def test_samples_are_counted_over_all_tensors():
     assert sample_count({"a": rows(5), "b": [torch.ones(5), "text", None]}, "x") == 5
 
 
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda x: x.mean(0, keepdim=True),
+        lambda x: x.transpose(0, 1),
+        lambda x: torch.ones(6, 3),
+    ],
+)
+def test_outputs_whose_first_dimension_is_not_the_samples_are_refused(output):
+    """The joined tensor would be none that the model returns; samples and tokens may be one."""
+    batch = make_batch(torch.rand(8, 6, 3), None, 2, step=0, training=False)
+    with pytest.raises(SettingError, match="for micro-batches of 4, 4, … samples: outputs of"):
+        batch.joined({number: output(x) for number, x in enumerate(batch.inputs)})
+    flat = batch.joined({number: x.flatten(0, 1) for number, x in enumerate(batch.inputs)})
+    assert len(flat) == 48
+
+
 def test_an_output_without_samples_cannot_be_joined():
     """Of several micro-batches' numbers none is the batch's: their mean, sum or maximum is the
     model's own business.

@@ -266,6 +266,21 @@ def test_a_loss_that_cannot_be_divided_is_refused_with_its_numbers(name, schedul
         train(pipe, 3)
 
 
+def test_a_loss_of_torch_that_broadcasts_its_samples_is_refused():
+    """Outputs (n, 1) and targets (n,) give n x n differences: of a micro-batch, other ones."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    pipe = ps.Pipeline(
+        net, loss=functional.mse_loss, balance=[1, 1], micro_batches=2, executor="threads"
+    )
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    with (
+        pytest.warns(UserWarning, match="broadcasting"),
+        pytest.raises(StageFailed, match=r"the loss of a batch is not made of .* both joined have"),
+    ):
+        pipe.train_batch(x, x.sum(1))
+    pipe.train_batch(x, x.sum(1, keepdim=True))
+
+
 def flooding(output, target, level=0.01):
     """Ishida et al., 2020: a mean below a level is pushed up to it. Here it is always above."""
     return (functional.cross_entropy(*rows(output, target.clamp(0))) - level).abs() + level

@@ -258,6 +258,17 @@ def test_it_takes_over_the_mode_of_the_model():
     assert not Pipe(make_model().eval(), [5], devices=1).training
 
 
+def test_layers_keep_the_modes_that_they_have():
+    """A batch norm that was frozen stays frozen, until `train` is called, as in the plain model."""
+    model = make_model()
+    model[3].eval()
+    pipe = Pipe(model, [2, 3], devices=2)
+    assert pipe.training
+    assert not model[3].training
+    pipe.train()
+    assert model[3].training
+
+
 def test_an_empty_pipe_returns_its_input_and_refuses_what_is_no_tensor():
     """As the peers do."""
     assert Pipe(nn.Sequential(), [])(torch.tensor(42)) == 42
@@ -296,9 +307,23 @@ class Returning(nn.Module):
             lambda x: x[0],
             (torch.rand(4), torch.rand(1)),
             ValueError,
-            r"these have \(4,\), \(1,\), which come to 1, 2 of at most 2",
+            r"must be the same number of samples in each; these have \(4,\), \(1,\)",
+        ),
+        (
+            lambda x: x[0],
+            (torch.rand(4), torch.rand(2)),
+            ValueError,
+            r"must be the same number of samples in each; these have \(4,\), \(2,\)",
         ),
         (lambda x: x.sum(), torch.rand(4), RuntimeError, "a tensor without dimensions"),
+        (lambda x: x.mean(0, True), torch.rand(4, 2), RuntimeError, r"shape \(1, 2\), \(1, 2\)"),
+        (
+            lambda x: x.transpose(0, 1),
+            torch.rand(4, 6, 3),
+            RuntimeError,
+            r"shape \(6, 2, 3\), \(6, 2, 3\), … for micro-batches of 2, 2, … samples",
+        ),
+        (lambda x: torch.ones(3, 2), torch.rand(4), RuntimeError, "must index the samples"),
         (lambda x: [x] * int(x[0]), torch.arange(1.0, 5.0), RuntimeError, "nested in another way"),
     ],
 )

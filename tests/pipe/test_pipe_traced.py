@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,3 +180,140 @@ def test_libraries_see_where_the_partitions_are():
     """Trainer and Accelerate leave a model with a device map in its place."""
     assert make_pipe().hf_device_map == {"partitions.0": "cpu", "partitions.1": "cpu"}
     assert ps.Pipe.accepts_loss_kwargs is False
+
+
+def test_parameters_and_modules_are_those_of_the_model():
+    """Libraries choose weights by name and by the type of their module, and load optimizers in the
+    order of the model."""
+    model = make_model()
+    pipe = make_pipe(model)
+    names = [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in pipe.named_parameters()] == names
+    assert all(
+        ours is theirs for ours, theirs in zip(pipe.parameters(), model.parameters(), strict=True)
+    )
+    assert list(pipe.modules())[1:] == list(model.modules())[1:]
+
+
+class Transformer(nn.Module):
+    """A layer norm, and a parameter of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(6))
+        self.stem = nn.Linear(5, 6)
+        self.first = nn.LayerNorm(6)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        """Return the scores."""
+        return self.head(self.drop(self.first(self.stem(x) + self.shift)))
+
+
+def make_transformer() -> Transformer:
+    """Return the model, the same at every call."""
+    torch.manual_seed(0)
+    return Transformer()
+
+
+def test_layer_norms_get_no_weight_decay_from_trainer():
+    """It looks for their type; by the names alone it would decay them."""
+    pytest.importorskip("transformers")
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    model = make_transformer()
+    expected = get_parameter_names(model, [nn.LayerNorm])
+    assert get_parameter_names(make_pipe(model, (2, 1)), [nn.LayerNorm]) == expected
+    assert "shift" in expected
+    assert not any("first" in name for name in expected)
+
+
+def test_the_state_has_the_names_of_the_model_and_every_parameter_once():
+    """Also a parameter of the model itself; it loads into the plain model and back."""
+    plain, pipe = make_transformer().eval(), make_pipe(make_transformer(), (1, 2)).eval()
+    assert sorted(pipe.state_dict()) == sorted(plain.state_dict())
+    doubled = {name: 2 * value for name, value in pipe.state_dict().items()}
+    plain.load_state_dict(doubled)
+    pipe.load_state_dict(doubled)
+    torch.testing.assert_close(pipe(X), plain(X))
+    with pytest.raises(SettingError, match="leave assign out"):
+        pipe.load_state_dict(doubled, assign=True)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        pipe.load_state_dict({"shift": doubled["shift"]})
+
+
+def test_modes_of_the_pipe_and_of_the_model_are_one():
+    """`from_pretrained` leaves a model in evaluation mode, and Trainer calls `train()`."""
+    model = make_transformer().eval()
+    pipe = make_pipe(model, (2, 1))
+    expected = make_transformer().eval()(X)
+    torch.testing.assert_close(pipe(X), expected)
+    pipe.train()
+    assert model.drop.training
+    assert not torch.equal(pipe(X), pipe(X))
+    model.eval()
+    torch.testing.assert_close(pipe(X), expected)
+    model.drop.train()
+    assert not torch.equal(pipe(X), pipe(X))
+    pipe.eval()
+    torch.testing.assert_close(pipe(X), expected)
+
+
+def test_settings_of_modules_of_the_pipe_are_those_of_the_model():
+    """As in `for module in pipe.modules()`, and by `apply`."""
+    plain, pipe = make_transformer(), make_pipe(make_transformer(), (2, 1))
+
+    def change(module):
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, nn.LayerNorm):
+            nn.init.constant_(module.weight, 0.5)
+
+    torch.testing.assert_close(pipe.apply(change)(X), plain.apply(change)(X))
+
+
+def test_a_copy_follows_its_own_modules():
+    """As of a model that is averaged, or trained from one start several times."""
+    pipe = make_pipe(make_transformer(), (2, 1))
+    copied = copy.deepcopy(pipe)
+    for module in copied.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    torch.testing.assert_close(copied(X), make_transformer().eval()(X))
+    copied(X).sum().backward()
+    assert all(weight.grad is not None for weight in copied.parameters())
+    assert all(weight.grad is None for weight in pipe.parameters())
+    assert not torch.equal(pipe(X), pipe(X))
+
+
+def test_trainer_counts_targets_as_for_the_model():
+    """A causal language model shifts its targets, and Trainer divides by their number."""
+    model = make_transformer()
+    pipe = make_pipe(model, (2, 1))
+    assert pipe.loss_type is None
+    model.loss_type = "ForCausalLM"
+    assert pipe.loss_type == "ForCausalLM"
+    model.config = SimpleNamespace(is_encoder_decoder=True)
+    assert pipe.loss_type is None
+
+
+class Normed(nn.Module):
+    """A batch norm in a traced model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        """Return the scores."""
+        return self.head(self.norm(self.stem(x)))
+
+
+def test_deferred_batch_norm_is_refused_for_a_traced_model():
+    """A graph calls no modules, so that nothing would be deferred."""
+    chain = ps.chain(Normed(), X)
+    with pytest.raises(SettingError, match=r"Normed is traced: .* statistics of norm at every"):
+        ps.Pipe(chain, [1, 2], devices=["cpu"] * 2, deferred_batch_norm=True)
+    with pytest.raises(SettingError, match="Normed is traced"):
+        ps.Pipeline(chain, loss=functional.cross_entropy, balance=[3], deferred_batch_norm=True)

@@ -9,7 +9,10 @@ import sys
 import pytest
 import torch
 from tests.runtime.preparing import Small, anneal, made, plain_losses
+from torch import nn
+from torch.nn import functional
 
+import penstock as ps
 from penstock.errors import ChainError
 from penstock.ranks.launch import launch
 from penstock.ranks.status_board import SharedBoard
@@ -69,3 +72,23 @@ def test_processes_trace_at_construction_and_go_by_the_users_model():
         assert result["known"]
         # The example's form at construction, then one sample, then the other temperature.
         assert result["inside"] == [False] * 3
+
+
+def test_a_layer_that_is_replaced_later_is_refused():
+    """The stages hold the layers that the model had; the new one would stay as it is."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 2)))
+    pipe = ps.Pipeline(
+        model,
+        loss=functional.mse_loss,
+        optimizer=torch.optim.Adam,
+        balance=[1, 2],
+        micro_batches=2,
+        executor="threads",
+    )
+    x, y = torch.ones(4, 3), torch.ones(4, 2)
+    pipe.train_batch(x, y)
+    head, model[1][1] = model[1][1], nn.Linear(3, 2)
+    with pytest.raises(ChainError, match="the layers of Sequential are others than when it was"):
+        pipe.train_batch(x, y)
+    model[1][1] = head
+    pipe.train_batch(x, y)

@@ -65,6 +65,17 @@ def test_a_factory_that_returns_no_module_is_refused(module):
         make_task(TrainConfig(model=f"{module}:load", data=f"{module}:load"))
 
 
+def test_a_model_in_evaluation_mode_is_refused(monkeypatch, tmp_path):
+    """A script would call train(), and here nobody can; without dropout the numbers are others."""
+    text = (
+        MODEL
+        + "\ndef trained(features, classes):\n    return nn.Linear(features, classes).eval()\n"
+    )
+    name = write_module(text, monkeypatch, tmp_path)
+    with pytest.raises(SettingError, match=r"trained returned a model in evaluation mode, .* call"):
+        make_task(TrainConfig(model=f"{name}:trained", data=f"{name}:load"))
+
+
 def test_a_list_of_modules_is_a_model(monkeypatch, tmp_path):
     """As for `ps.chain`."""
     text = MODEL + "\ndef layers(features, classes):\n    return [nn.Linear(features, classes)]\n"
@@ -150,6 +161,7 @@ class TestHuggingFace:
         network.save_pretrained(folder)
         loaded = self.make(f"hf:{folder}").network
         assert torch.equal(loaded.transformer.wte.weight, network.transformer.wte.weight)
+        assert all(part.training for part in loaded.modules()), "with dropout"
 
     @pytest.mark.parametrize(
         ("changes", "options", "tokens", "message"),

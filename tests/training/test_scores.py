@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from penstock.errors import SettingError
-from penstock.training.scores import accuracy, scores_of
+from penstock.training.evaluation import test as evaluate
+from penstock.training.scores import accuracy, scores_of, target_count
 
 SCORES = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
 
@@ -49,3 +51,23 @@ def test_numbers_have_no_accuracy():
     assert accuracy(torch.ones(4, 1), torch.ones(4, 1)) is None
     assert accuracy(torch.ones(4, 3), torch.ones(4)) is None
     assert accuracy(torch.ones(4, 3), torch.ones(4, 3, dtype=torch.int64)) is None
+
+
+def test_ignored_targets_do_not_count():
+    """Torch's losses leave out class -100, as of padding: it is no wrong prediction."""
+    assert accuracy(SCORES, torch.tensor([1, -100])) == 1.0
+    assert target_count(torch.tensor([[1, -100], [-100, 0]])) == 2
+    assert target_count(torch.full((2, 3), -100.0)) == 6
+
+
+def test_batches_of_an_evaluation_are_weighted_by_their_targets():
+    """The loss is that of the whole test set, also if some batches have only padding."""
+    targets = torch.tensor([0, -100, 1, 1, -100, -100])
+    scores = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
+    data = SimpleNamespace(test_inputs=scores, test_targets=targets)
+    pipe = SimpleNamespace(forward=lambda x: x)
+    loss, share = evaluate(pipe, SimpleNamespace(data=data, loss=cross_entropy), 2)
+    assert loss == pytest.approx(float(cross_entropy(scores, targets)))
+    assert share == pytest.approx(
+        float((scores.argmax(1) == targets)[targets >= 0].double().mean())
+    )

@@ -91,3 +91,31 @@ def test_samples_of_several_sizes_are_refused(monkeypatch):
 
     with pytest.raises(SettingError, match="its samples cannot be stacked"):
         load(Ragged(), monkeypatch)
+
+
+class Rows(torch.utils.data.Dataset):
+    """Twenty samples, by a function of the index."""
+
+    def __init__(self, row):
+        self.row = row
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return self.row(index)
+
+
+def test_samples_that_are_drawn_anew_are_refused(monkeypatch):
+    """They are stored, so that all epochs would have the same augmentation. NaN is no difference."""
+    with pytest.raises(SettingError, match="Rows returns other samples each time they are read"):
+        load(Rows(lambda index: (X[index] + torch.rand(2), CLASSES[index])), monkeypatch)
+    load(Rows(lambda index: (X[index] * float("nan"), CLASSES[index])), monkeypatch)
+
+
+def test_an_error_of_the_data_set_names_its_line(monkeypatch):
+    """The code is the user's."""
+    with pytest.raises(
+        SettingError, match=r"raised ZeroDivisionError.*\n.*test_user_data\.py, line"
+    ):
+        load(Rows(lambda index: 1 / 0), monkeypatch)

@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.batches.splitting import (
     cut,
     even_sizes,
+    fault_of_rows,
     join,
     sample_count,
     sizes_by_share,
@@ -151,7 +152,7 @@ class Batch:
             SettingError: an output has no samples dimension, or not the tokens of its slice.
         """
         if self.slicing is None or not self.cuts_tokens:
-            return join([outputs[number] for number in sorted(outputs)])
+            return self._joined_samples(outputs)
         for number, output in outputs.items():
             tokens = token_count(self.inputs[number], "the inputs of a slice")
             for leaf in tensors_of(output):
@@ -162,6 +163,21 @@ class Batch:
                         "dimension, which indexes the tokens"
                     )
         return join(_join_rows(outputs, self.rows()))
+
+    def _joined_samples(self, outputs: Mapping[int, Any]) -> Any:
+        """Concatenate the outputs of micro-batches along their first dimension; see `joined`."""
+        numbers = sorted(outputs)
+        values = [outputs[number] for number in numbers]
+        joined = join(values)
+        samples = [sample_count(self.inputs[number], "the inputs") for number in numbers]
+        for column in zip(*map(tensors_of, values), strict=True):
+            fault = fault_of_rows(column, samples)
+            if fault:
+                raise SettingError(
+                    f"the model {fault}: transpose or reduce the output where it is used, or use "
+                    "micro_batches=1"
+                )
+        return joined
 
 
 def _join_rows(values: Sequence[Any] | Mapping[int, Any], rows: list[list[int]]) -> list[Any]:

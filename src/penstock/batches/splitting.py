@@ -113,6 +113,34 @@ def join(values: list[Any], dim: int = 0) -> Any:
     return unflatten(structure, joined)
 
 
+def fault_of_rows(column: Sequence[Tensor], samples: Sequence[int]) -> str | None:
+    """Return why outputs of micro-batches cannot be joined along their first dimension, or None.
+
+    It must index the samples, or samples and tokens together. A mean of shape (1,), a weight, or
+    an output (tokens, samples, features) would be joined to something that the model does not
+    return for the whole batch.
+
+    Args:
+        column: a tensor of the output, with at least one dimension, by micro-batch.
+        samples: number of samples of each micro-batch.
+    """
+    if len(column) == 1:
+        return None
+    rows_per_sample = {len(tensor) / count for tensor, count in zip(column, samples, strict=True)}
+    has_samples_second = all(
+        tensor.dim() > 2 and len(tensor) != count == tensor.shape[1]
+        for tensor, count in zip(column, samples, strict=True)
+    )
+    if len(rows_per_sample) == 1 and rows_per_sample.pop().is_integer() and not has_samples_second:
+        return None
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in column[:2])
+    return (
+        f"returned tensors of shape {shapes}, … for micro-batches of "
+        f"{', '.join(map(str, samples[:2]))}, … samples: outputs of micro-batches are joined along "
+        "their first dimension, which must index the samples"
+    )
+
+
 def _check_joinable(flat: Sequence[tuple[list[Any], Structure]]) -> None:
     """Reject values that cannot be concatenated; see `join`.
 

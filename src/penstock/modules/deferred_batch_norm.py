@@ -198,6 +198,21 @@ def _plain(part: nn.Module) -> nn.Module:
     return layer
 
 
+def check_not_traced(model: nn.Module) -> None:
+    """Reject a traced model with batch norms that `convert` would defer: its graph calls no modules.
+
+    Raises:
+        SettingError: it has one.
+    """
+    for name, part in model.named_modules():
+        if isinstance(part, _BatchNorm) and part.track_running_stats:
+            raise SettingError(
+                f"deferred_batch_norm is for models of layers, and {type(model).__name__} is "
+                f"traced: the graph updates the running statistics of {name} at every micro-batch. "
+                "Leave deferred_batch_norm out, or pass an nn.Sequential"
+            )
+
+
 def begin(module: nn.Module, micro_batches: int) -> None:
     """Start a batch of `micro_batches` micro-batches in all deferred batch norms in `module`."""
     for part in deferring(module):

@@ -4,8 +4,9 @@ themselves.
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -26,13 +27,14 @@ from penstock.pipe.pipe_arguments import (
 )
 from penstock.pipe.pipe_batch import check_input, split_input
 from penstock.pipe.pipe_engine import Engine
+from penstock.pipe.pipe_module import PipeModule
 from penstock.pipe.pipe_run import run_forward
-from penstock.pipe.pipe_stage import Partition
 from penstock.pipe.pipe_traced import (
     check_traced_inputs,
+    follow_modes,
     layers_to_divide,
-    model_names,
     prepare_graphs,
+    take_names,
 )
 from penstock.pipe.scheduled_loss import scheduled_loss
 from penstock.pipe.scheduled_run import ModelParts, ScheduledRun, check_schedule
@@ -51,7 +53,7 @@ _RECOMPUTE_COUNTS: dict[str, Callable[[int], int]] = {
 }
 
 
-class Pipe(nn.Module):
+class Pipe(PipeModule):
     """An `nn.Sequential` partitioned over devices, or over CPU threads, in one process.
 
     The interface is that of torchgpipe's GPipe and FairScale's Pipe.
@@ -119,14 +121,11 @@ class Pipe(nn.Module):
     """
 
     balance: list[int]
-    devices: list[torch.device]
-    partitions: nn.ModuleList
     chunks: int
     checkpoint: str
     schedule: str | Schedule
     loss: Loss | None
     side_loss: Tensor
-    _traced: TracedChain | None
 
     #: For the Trainer of transformers: a Pipe takes no `num_items_in_batch` among its inputs.
     accepts_loss_kwargs = False
@@ -164,12 +163,15 @@ class Pipe(nn.Module):
         self.balance, self.devices = lengths, available[: len(lengths)]
         self.deferred_batch_norm = bool(deferred_batch_norm)
         if self.deferred_batch_norm:
+            if traced is not None:
+                deferred.check_not_traced(traced.roots[0])
             deferred.convert(module, self.chunks)
         self.partitions = nn.ModuleList(split_layers(module, lengths))
         check_shared(self.partitions, self.devices)
         for partition, device in zip(self.partitions, self.devices, strict=True):
             partition.to(device)
-        self.train(module.training)
+        # Not by `train`, which would change the modes of single layers, such as a frozen batch norm.
+        self.training = self.partitions.training = module.training
         self.schedule = schedule
         # In `__dict__`, because a loss that is a module is not a part of the model: not of its
         # parameters, its state_dict or its training mode.
@@ -181,6 +183,8 @@ class Pipe(nn.Module):
         self._scheduled: tuple[tuple[object, ...], ScheduledRun] | None = None
         self.side_loss = torch.zeros(())
         self._lock = threading.RLock()
+        if traced is not None:
+            take_names(self, traced.roots[0])
 
     def forward(self, input: Any = None, target: Any = None, **inputs: Any) -> Any:  # noqa: A002 - torch's own name
         """Return the output for a batch, or with targets its loss.
@@ -204,6 +208,8 @@ class Pipe(nn.Module):
             RuntimeError: the outputs of the micro-batches cannot be concatenated.
             Exception: any exception of a layer. The Pipe stays usable.
         """
+        if self._traced is not None:
+            follow_modes(self, self._traced)
         if inputs:
             if self._traced is None or input is not None:
                 raise SettingError(
@@ -330,92 +336,16 @@ class Pipe(nn.Module):
             )
         return _RECOMPUTE_COUNTS[self.checkpoint](micro_batches)
 
-    # -- the interface of the nn.Sequential that was partitioned
-
-    def __len__(self) -> int:
-        return sum(len(partition) for partition in self._sequentials())
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        for partition in self._sequentials():
-            yield from partition
-
-    def __getitem__(self, index: int) -> nn.Module:
-        return list(self)[index]
-
-    def _sequentials(self) -> Sequence[Partition]:
-        partitions: Sequence[Partition] = list(self.partitions)  # type: ignore[arg-type]
-        return partitions
-
-    @property
-    def hf_device_map(self) -> dict[str, str]:
-        """The device of each partition, by its name, as models of transformers have it.
-
-        Trainer and Accelerate do not move a model that has it.
-        """
-        names = [f"partitions.{index}" for index in range(len(self.devices))]
-        return dict(zip(names, map(str, self.devices), strict=True))
-
-    def sequential_state_dict(self) -> dict[str, Tensor]:
-        """Return the `state_dict` of the plain `nn.Sequential`, or of the model that was traced;
-        `load_state_dict` accepts it.
-        """
-        if self._traced is not None:
-            state = self.state_dict()
-            return {name: state[keys[0]] for name, keys in model_names(state).items()}
-        return {key.split(".", 2)[2]: value for key, value in self.state_dict().items()}
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept keys of this Pipe, of a Pipe with another balance, or of the plain model."""
-        if self._traced is not None:
-            for name, keys in model_names(self.state_dict()).items():
-                if f"{prefix}{name}" in state_dict:
-                    value = state_dict.pop(f"{prefix}{name}")
-                    state_dict.update(dict.fromkeys([f"{prefix}{key}" for key in keys], value))
-        prefix_of_layer = {
-            layer_name: f"{prefix}partitions.{index}.{layer_name}."
-            for index, partition in enumerate(self.partitions)
-            for layer_name in partition._modules
-        }
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            path = key.removeprefix(prefix).split(".")
-            if path[0] == "partitions" and len(path) > 2 and path[1].isdigit():
-                path = path[2:]
-            if path[0] in prefix_of_layer and len(path) > 1:
-                renamed_key = prefix_of_layer[path[0]] + ".".join(path[1:])
-                state_dict[renamed_key] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    # -- moving between devices, which a Pipe does not support
-
-    def cuda(self, device: Any = None) -> Self:
-        """Raise: every partition stays on its device.
-
-        Raises:
-            TypeError: always.
-        """
-        raise _move_error(device)
-
-    def cpu(self) -> Self:
-        """Raise: every partition stays on its device.
-
-        Raises:
-            TypeError: always.
-        """
-        raise _move_error("cpu")
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Change the dtype of the parameters; the devices stay.
-
-        Raises:
-            TypeError: an argument is a device, or a tensor, which implies one.
-        """
-        if kwargs.keys() & {"device", "tensor", "other"} or (
-            args and isinstance(args[0], (torch.device, str, int, Tensor))
-        ):
-            raise _move_error(kwargs.get("device", args[0] if args else None))
-        return super().to(*args, **kwargs)
-
     # -- copying and pickling, without the engine and the lock
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Return a copy with weights, modules and graphs of its own."""
+        duplicate = type(self).__new__(type(self))
+        memo[id(self)] = duplicate
+        if self._traced is not None and self._traced.variants is not None:
+            self._traced.variants.copy_with_model(memo)
+        duplicate.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -429,10 +359,3 @@ class Pipe(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._lock = threading.RLock()
-
-
-def _move_error(target: Any) -> TypeError:
-    return TypeError(
-        f"denied to move parameters and buffers to {target!r}, because a Pipe keeps every "
-        "partition on its own device: choose devices by the argument devices= of Pipe"
-    )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.batches.splitting import fault_of_rows
 from penstock.transport.payload import Payload
 from penstock.values.constants import same_constant
 from penstock.values.structure import Structure, Unflattenable, flatten
@@ -47,39 +48,30 @@ def split_input(value: Any, chunks: int) -> list[Payload]:
     Each tensor is split by `torch.chunk` along its first dimension.
 
     Raises:
-        ValueError: the tensors give different numbers of micro-batches, or there are no tensors.
+        ValueError: the tensors have different numbers of samples, or there are no tensors.
     """
     whole = Payload.of(value)
     columns = [torch.chunk(tensor.detach(), chunks) for tensor in whole.tensors]
-    counts = sorted({len(column) for column in columns})
-    if len(counts) != 1:
-        raise _unequal_counts(whole.tensors, counts, chunks)
+    if len({len(tensor) for tensor in whole.tensors}) != 1:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in whole.tensors) or "no tensors"
+        raise ValueError(
+            "the tensors of an input are cut into micro-batches along their first dimension, which "
+            f"must be the same number of samples in each; these have {shapes}"
+        )
     return [whole.with_tensors(pieces) for pieces in zip(*columns, strict=True)]
 
 
-def _unequal_counts(tensors: Sequence[Tensor], counts: Sequence[int], chunks: int) -> ValueError:
-    """Return the error for tensors that give different numbers of micro-batches.
+def concatenate_outputs(outputs: Sequence[Payload], samples: Sequence[int]) -> Payload:
+    """Concatenate the outputs of all micro-batches.
 
     Args:
-        tensors: the tensors of the input.
-        counts: the numbers of micro-batches, ascending.
-        chunks: the maximum number.
-    """
-    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensors"
-    return ValueError(
-        "the tensors of an input are cut along their first dimension, into the same number of "
-        f"micro-batches each; these have {shapes}, which come to "
-        f"{', '.join(map(str, counts)) or 0} of at most {chunks}"
-    )
-
-
-def concatenate_outputs(outputs: Sequence[Payload]) -> Payload:
-    """Concatenate the outputs of all micro-batches.
+        outputs: by micro-batch.
+        samples: number of samples of each micro-batch.
 
     Raises:
         TypeError: an item is neither a tensor nor None.
-        RuntimeError: the outputs of micro-batches differ in structure or in attributes, or a tensor
-            has no dimension to concatenate along.
+        RuntimeError: the outputs of micro-batches differ in structure or in attributes, or the
+            first dimension of a tensor does not index the samples.
     """
     first = outputs[0]
     if any(
@@ -100,15 +92,16 @@ def concatenate_outputs(outputs: Sequence[Payload]) -> Payload:
             )
     leaves: list[Any] = []
     for *column, is_item in zip(*(output.leaves for output in outputs), items, strict=True):
-        leaves.append(_concatenate_leaf(column, is_item=is_item))
+        leaves.append(_concatenate_leaf(column, samples, is_item=is_item))
     return replace(first, leaves=tuple(leaves))
 
 
-def _concatenate_leaf(column: Sequence[Any], *, is_item: bool) -> Any:
+def _concatenate_leaf(column: Sequence[Any], samples: Sequence[int], *, is_item: bool) -> Any:
     """Return one leaf of the whole output, given that leaf of every micro-batch.
 
     Args:
         column: the leaf, by micro-batch.
+        samples: number of samples of each micro-batch.
         is_item: whether it is an item of a container, not an attribute of an object.
     """
     if not all(isinstance(leaf, Tensor) for leaf in column):
@@ -121,6 +114,12 @@ def _concatenate_leaf(column: Sequence[Any], *, is_item: bool) -> Any:
         raise RuntimeError(
             "the last layer of a Pipe returned a tensor without dimensions: outputs of "
             "micro-batches are joined along their first one, so reduce after the Pipe, or use "
+            "chunks=1"
+        )
+    fault = fault_of_rows(column, samples)
+    if fault:
+        raise RuntimeError(
+            f"the last layer of a Pipe {fault}; so transpose or reduce after the Pipe, or use "
             "chunks=1"
         )
     return torch.cat([leaf.detach() for leaf in column])

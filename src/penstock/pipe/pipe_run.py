@@ -32,6 +32,7 @@ class Run:
 
     Attributes:
         micro_batch_count: number of micro-batches.
+        sample_counts: by micro-batch, its number of samples.
         partition_runs: by partition, its part in this forward.
         weights: all parameters that require gradients, each once.
         has_backward: whether a graph is recorded.
@@ -46,8 +47,9 @@ class Run:
         self._shapes: list[list[torch.Size]] = []
         for value in micro_batches:
             self._shapes.append([tensor.shape for tensor in value.tensors])
-        samples = [shapes[0][0] for shapes in self._shapes]
-        self._sample_shares = [count / sum(samples) for count in samples]
+        self.sample_counts = [shapes[0][0] for shapes in self._shapes]
+        samples = sum(self.sample_counts)
+        self._sample_shares = [count / samples for count in self.sample_counts]
         self._forward_seed = ForwardSeed()
         self.partition_runs = [stage.begin(self._forward_seed) for stage in engine.stages]
         weights = {id(weight): weight for run in self.partition_runs for weight in run.weights}
@@ -334,7 +336,7 @@ def run_forward(
     """
     run = Run(engine, micro_batches, recompute_count)
     outputs = run.forward()
-    output = concatenate_outputs(outputs)
+    output = concatenate_outputs(outputs, run.sample_counts)
     side_loss = run.side_loss()
     if run.has_backward:
         side_losses = [] if side_loss is None else [side_loss]

@@ -53,6 +53,8 @@ def _as_sequential(traced: TracedChain) -> nn.Sequential:
     layers = nn.Sequential(named)
     if root is not None:
         layers.training = root.training
+        if traced.variants is not None:
+            layers.train(root.training)
     return layers
 
 
@@ -93,13 +95,56 @@ def check_traced_inputs(value: Payload) -> None:
         )
 
 
-def model_names(pipe_state: dict[str, Tensor]) -> dict[str, list[str]]:
-    """Return, by the name of a tensor in a traced model, its names in the state of its `Pipe`.
+def follow_modes(pipe: nn.Module, traced: TracedChain) -> None:
+    """Give a `Pipe` and its partitions the mode of the model that was traced.
 
-    >>> model_names({"partitions.0.1.head.weight": Tensor()})
-    {'head.weight': ['partitions.0.1.head.weight']}
+    `train` and `eval` of the model itself then do what they do with the plain model. If any part is
+    in training mode, as a dropout that is used for sampling, all parts run in their own modes.
+    """
+    training = any(part.training for part in traced.roots[0].modules())
+    partitions = pipe.get_submodule("partitions")
+    if any(part.training != training for part in (pipe, *partitions.children())):
+        pipe.training = training
+        partitions.train(training)
+
+
+def loss_type_of(model: nn.Module | None) -> str | None:
+    """Return the name of the loss of a model of transformers, if it predicts the next token.
+
+    An encoder-decoder has none here: its targets are not shifted.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return None
+    return getattr(model, "loss_type", None)
+
+
+def take_names(pipe: nn.Module, model: nn.Module) -> None:
+    """Let the states of a `Pipe` have the names of the model that was traced.
+
+    Parameters and buffers of the model itself, which are in no submodule, become those of the Pipe.
+    """
+    attributes = vars(pipe)
+    for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+        attributes[name] = vars(model)[name]
+    pipe._register_state_dict_hook(_rename)  # type: ignore[no-untyped-call]
+
+
+def _rename(pipe: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Replace the names of the partitions in a state by those of the model."""
+    for name, keys in model_names(pipe.get_submodule("partitions")).items():
+        values = [state.pop(f"{prefix}{key}") for key in keys]
+        state[f"{prefix}{name}"] = values[0]
+
+
+def model_names(partitions: nn.Module) -> dict[str, list[str]]:
+    """Return, by the name of a tensor in a traced model, its names in the partitions of a `Pipe`.
+
+    >>> layers = nn.ModuleDict({"head": nn.Linear(1, 1, bias=False)})
+    >>> model_names(nn.ModuleList([nn.Sequential(layers)]))
+    {'head.weight': ['partitions.0.0.head.weight']}
     """
     names: dict[str, list[str]] = {}
-    for key in pipe_state:
-        names.setdefault(key.split(".", 3)[3], []).append(key)
+    for key in partitions.state_dict():
+        names.setdefault(key.split(".", 2)[2], []).append(f"partitions.{key}")
     return names

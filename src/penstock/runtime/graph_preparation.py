@@ -14,6 +14,7 @@ import torch
 from penstock.batches.batch import Batch
 from penstock.runtime.assembly import Assembly
 from penstock.tracing.capture import Form
+from penstock.tracing.sequential import ContainerWatch
 from penstock.tracing.variants import Variants
 
 #: Keys of prepared batches that are stored at most; then all are dropped, and looked up again.
@@ -34,6 +35,8 @@ class Preparation:
     ) -> None:
         self._assembly, self._autocast, self._settle = assembly, autocast, settle
         self._prepared: set[tuple[object, ...]] = set()
+        traced = assembly.traced
+        self._containers = ContainerWatch(traced.roots if traced.variants is None else ())
 
     def begin(self) -> None:
         """Trace the form of the example inputs, unless its graph was traced with the chain.
@@ -58,6 +61,7 @@ class Preparation:
             ChainError: the model has changed since it was traced, or cannot be traced for inputs of
                 this form.
         """
+        self._containers.check()
         variants = self._assembly.traced.variants
         if variants is None:
             return batch

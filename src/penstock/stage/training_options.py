@@ -15,7 +15,7 @@ import torch
 from penstock.errors import SettingError
 from penstock.losses.joint import check_joint
 from penstock.losses.stage_loss import LossOptions
-from penstock.modules.deferred_batch_norm import convert
+from penstock.modules.deferred_batch_norm import check_not_traced, convert
 from penstock.optim.groups import GroupsOf
 from penstock.option import CommonOptions, OnNonfinite, option, options_of
 from penstock.schedule.op import Schedule
@@ -233,9 +233,14 @@ class TrainingOptions(CommonOptions):
         Args:
             traced: the model.
             micro_batches: number of micro-batches of a batch.
+
+        Raises:
+            SettingError: the option is set, and batch norms of a traced model do not defer.
         """
         if not self.deferred_batch_norm:
             return traced
+        if traced.variants is not None:
+            check_not_traced(traced.roots[0])
         return replace(
             traced, modules=tuple(convert(module, micro_batches) for module in traced.modules)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import is_not
 
 from torch import Tensor, nn
 
@@ -75,3 +76,36 @@ def check_containers(
                 "saved. Let the layer that uses it have it; or let the model be traced, with all "
                 "that it has, by ps.chain(model, example)"
             )
+
+
+class ContainerWatch:
+    """Detects layers that have been replaced in the containers of a model, after it was divided.
+
+    Args:
+        roots: the model, or the modules of a list.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        containers: list[nn.Module] = []
+        pending = list(roots)
+        while pending:
+            module = pending.pop()
+            if not runs_otherwise(module):
+                containers.append(module)
+                pending += [child for child in module._modules.values() if child is not None]
+        self._layers = [(module, [*module._modules.values()]) for module in containers]
+
+    def check(self) -> None:
+        """Raise if a container has other layers. Takes about a microsecond per container.
+
+        Raises:
+            ChainError: it has; the layers that are there now would not be trained.
+        """
+        for container, layers in self._layers:
+            present = [*container._modules.values()]
+            if len(present) != len(layers) or any(map(is_not, present, layers)):
+                raise ChainError(
+                    f"the layers of {type(container).__name__} are others than when it was divided "
+                    "into stages, so that new ones would not be trained: make the Pipeline anew, "
+                    "after the change"
+                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -148,6 +149,18 @@ class Variants:
     def __deepcopy__(self, memo: dict[int, object]) -> Variants:
         """Return this object: copies of layers share the graphs."""
         return self
+
+    def copy_with_model(self, memo: dict[int, object]) -> Variants:
+        """Return a copy that follows the Python state of a copy of the model, without graphs.
+
+        Args:
+            memo: that of `copy.deepcopy`. Layers that are copied with it afterwards have the copy.
+        """
+        copied = Variants.__new__(Variants)
+        # The example is never changed.
+        memo |= {id(self): copied, id(self.example): self.example}
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without graphs: other processes capture them again when needed."""

@@ -70,7 +70,8 @@ def make_model(path: str, data: Dataset, options: Mapping[str, Any]) -> nn.Modul
         raise SettingError(
             f"--model hf:{path}: transformers cannot make this model: {shorten(str(error), 300)}"
         ) from error
-    return model.float()
+    # `from_pretrained` leaves the model in evaluation mode, without dropout.
+    return model.float().train()
 
 
 def _configuration(file: Path, options: Mapping[str, Any]) -> Any:

@@ -147,6 +147,12 @@ class UserModel:
                     f"--model {self.reference} returned a {type(network).__name__}, and must "
                     "return an nn.Module, or a list of modules that run one after another"
                 )
+        if not any(module.training for module in modules):
+            raise SettingError(
+                f"--model {self.reference} returned a model in evaluation mode, as from_pretrained "
+                "does, and would be trained without dropout: call model.train() in the factory, "
+                "and eval() on the parts that shall stay as they are"
+            )
         return MadeModel(network, data, _LOSSES[data.task])
 
 

@@ -10,6 +10,9 @@ from torch import float64 as torch_float64
 
 from penstock.errors import SettingError
 
+#: The class of targets that torch's losses leave out by default, such as padding.
+IGNORED = -100
+
 
 def scores_of(output: Any) -> Tensor:
     """Return the tensor of scores in a model's output: the output, its `logits`, or its first item.
@@ -42,7 +45,8 @@ def accuracy(output: Any, target: Tensor) -> float | None:
         target: integer classes.
 
     Returns:
-        None where the targets are no classes, or do not match the scores.
+        None where the targets are no classes, or do not match the scores; NaN if all targets are
+        ignored.
     """
     scores = scores_of(output)
     if target.is_floating_point() or scores.dim() != target.dim() + 1:
@@ -51,4 +55,10 @@ def accuracy(output: Any, target: Tensor) -> float | None:
     predicted = scores.argmax(classes)
     if predicted.shape != target.shape:
         return None
-    return float((predicted.to(target.device) == target).to(torch_float64).mean())
+    correct = (predicted.to(target.device) == target).to(torch_float64)
+    return float(correct[target != IGNORED].mean())
+
+
+def target_count(target: Tensor) -> int:
+    """Return the number of targets that losses and accuracies count."""
+    return target.numel() if target.is_floating_point() else int((target != IGNORED).sum())

@@ -11,10 +11,12 @@ from torch.utils.data import default_collate
 
 from penstock.errors import SettingError
 from penstock.training.data.batches import Dataset
-from penstock.training.user_code import call_factory, load_attribute
+from penstock.training.user_code import call_factory, load_attribute, user_error
 
 #: Share of the samples that is used for tests where the factory returns only one part.
 _TEST_SHARE = 0.1
+#: Number of samples that are read twice.
+_REREAD = 8
 _FORMS = (
     "a pair of tensors (inputs, targets), a torch Dataset of such pairs, or two of these to train "
     "and to test with"
@@ -100,7 +102,10 @@ def _pair(part: Any, reference: str) -> tuple[Tensor, Tensor] | None:
 
 def _stack(samples: Any, reference: str) -> tuple[Tensor, Tensor]:
     """Return the samples of a torch Dataset as two tensors."""
-    rows = [samples[index] for index in range(len(samples))]
+    try:
+        rows = [samples[index] for index in range(len(samples))]
+    except Exception as error:
+        raise user_error(error, reference, "--data") from error
     try:
         stacked = default_collate(rows)
     except (TypeError, RuntimeError, IndexError) as error:
@@ -111,8 +116,34 @@ def _stack(samples: Any, reference: str) -> tuple[Tensor, Tensor]:
             f"--data {reference}: its samples must be pairs of an input and a target, both tensors "
             "or numbers"
         )
+    _check_steady(samples, stacked, reference)
     inputs, targets = stacked
     return inputs, targets
+
+
+def _check_steady(samples: Any, stacked: Sequence[Tensor], reference: str) -> None:
+    """Refuse a torch Dataset that draws its samples at random, as with augmentation.
+
+    Its samples are stored, so that every epoch would have the same draws.
+
+    Args:
+        samples: the Dataset.
+        stacked: inputs and targets, as read once.
+        reference: its name, for messages.
+
+    Raises:
+        SettingError: reading the first samples again gives others.
+    """
+    count = min(len(samples), _REREAD)
+    again = default_collate([samples[index] for index in range(count)])
+    for first, second in zip(stacked, again, strict=True):
+        if not torch.equal(first[:count].nan_to_num(), second.nan_to_num()):
+            raise SettingError(
+                f"--data {reference}: {type(samples).__name__} returns other samples each time "
+                "they are read. Samples are read once and stored, so that every epoch would have "
+                "the same random numbers: draw them in the model, or write the loop with "
+                "ps.Pipeline"
+            )
 
 
 def _task(inputs: Tensor, targets: Tensor) -> Literal["classify", "next_token", "regress"]:

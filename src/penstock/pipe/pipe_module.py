@@ -1,0 +1,171 @@
+"""The interface that a `Pipe` has as an `nn.Module`: its modules, modes, names, state and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import SettingError
+from penstock.pipe.pipe_stage import Partition
+from penstock.pipe.pipe_traced import loss_type_of, model_names
+from penstock.tracing.traced_chain import TracedChain
+
+
+class PipeModule(nn.Module):
+    """The part of `Pipe` that other code expects of a module.
+
+    Attributes:
+        partitions: by device, its layers.
+        devices: by partition.
+    """
+
+    partitions: nn.ModuleList
+    devices: list[torch.device]
+    _traced: TracedChain | None
+
+    # -- the modules of a traced model, which are those that the user knows
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the children with their names: those of the model, if it is a traced one.
+
+        Parameters then have the names and the order that they have in the model, and modules the
+        types that libraries look for, such as the layer norms without weight decay. A dropout rate
+        that is set is that of the model. The layers of the partitions have the same parameters.
+        """
+        yield from super().named_children() if self._model is None else self._model.named_children()
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules with their names, see `named_children`."""
+        if self._model is None:
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+            return
+        yield prefix, self
+        for name, module in self._model.named_modules(memo, prefix, remove_duplicate):
+            if module is not self._model:
+                yield name, module
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the whole model."""
+        if self._model is None:
+            return super().train(mode)
+        self._model.train(mode)
+        self.training = mode
+        self.partitions.train(mode)
+        return self
+
+    @property
+    def _model(self) -> nn.Module | None:
+        """The model that was traced; None for an nn.Sequential."""
+        return None if self._traced is None else self._traced.roots[0]
+
+    @property
+    def loss_type(self) -> str | None:
+        """The name of the model's loss, as models of transformers have it.
+
+        By it, Trainer decides whether it counts the first label of every sequence.
+        """
+        return loss_type_of(self._model)
+
+    # -- the interface of the nn.Sequential that was partitioned
+
+    def __len__(self) -> int:
+        return sum(len(partition) for partition in self._sequentials())
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for partition in self._sequentials():
+            yield from partition
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return list(self)[index]
+
+    def _sequentials(self) -> Sequence[Partition]:
+        partitions: Sequence[Partition] = list(self.partitions)  # type: ignore[arg-type]
+        return partitions
+
+    @property
+    def hf_device_map(self) -> dict[str, str]:
+        """The device of each partition, by its name, as models of transformers have it.
+
+        Trainer and Accelerate do not move a model that has it.
+        """
+        names = [f"partitions.{index}" for index in range(len(self.devices))]
+        return dict(zip(names, map(str, self.devices), strict=True))
+
+    def sequential_state_dict(self) -> dict[str, Tensor]:
+        """Return the `state_dict` of the plain `nn.Sequential`, or of the model that was traced;
+        `load_state_dict` accepts it.
+        """
+        if self._traced is not None:
+            return dict(self.state_dict())
+        return {key.split(".", 2)[2]: value for key, value in self.state_dict().items()}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Accept keys of this Pipe, of a Pipe with another balance, or of the plain model."""
+        names = {} if self._traced is None else model_names(self.partitions)
+        if names and args[0].get("assign_to_params_buffers", False):
+            raise SettingError(
+                "load_state_dict(assign=True) would give the partitions other parameters than the "
+                "model that was traced: leave assign out, and the values are copied"
+            )
+        for name, keys in names.items():
+            if f"{prefix}{name}" in state_dict:
+                value = state_dict.pop(f"{prefix}{name}")
+                state_dict.update(dict.fromkeys([f"{prefix}{key}" for key in keys], value))
+        prefix_of_layer = {
+            layer_name: f"{prefix}partitions.{index}.{layer_name}."
+            for index, partition in enumerate(self.partitions)
+            for layer_name in partition._modules
+        }
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            path = key.removeprefix(prefix).split(".")
+            if path[0] == "partitions" and len(path) > 2 and path[1].isdigit():
+                path = path[2:]
+            if path[0] in prefix_of_layer and len(path) > 1:
+                renamed_key = prefix_of_layer[path[0]] + ".".join(path[1:])
+                state_dict[renamed_key] = state_dict.pop(key)
+        for name in names.keys() & {*self._parameters, *self._buffers}:
+            if f"{prefix}{names[name][0]}" in state_dict:
+                state_dict[f"{prefix}{name}"] = state_dict[f"{prefix}{names[name][0]}"]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # -- moving between devices, which a Pipe does not support
+
+    def cuda(self, device: Any = None) -> Self:
+        """Raise: every partition stays on its device.
+
+        Raises:
+            TypeError: always.
+        """
+        raise _move_error(device)
+
+    def cpu(self) -> Self:
+        """Raise: every partition stays on its device.
+
+        Raises:
+            TypeError: always.
+        """
+        raise _move_error("cpu")
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Change the dtype of the parameters; the devices stay.
+
+        Raises:
+            TypeError: an argument is a device, or a tensor, which implies one.
+        """
+        if kwargs.keys() & {"device", "tensor", "other"} or (
+            args and isinstance(args[0], (torch.device, str, int, Tensor))
+        ):
+            raise _move_error(kwargs.get("device", args[0] if args else None))
+        return super().to(*args, **kwargs)
+
+
+def _move_error(target: Any) -> TypeError:
+    return TypeError(
+        f"denied to move parameters and buffers to {target!r}, because a Pipe keeps every "
+        "partition on its own device: choose devices by the argument devices= of Pipe"
+    )
