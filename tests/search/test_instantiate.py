@@ -296,3 +296,16 @@ def test_ranks_that_share_cores_take_the_seconds_of_busy_ranks(profile_of):
     best = plan(profile, halves, 8, budget_s=19)
     assert best.predicted.step_s == simulate_plan(best, profile, halves).makespan
     assert best.predicted.step_s == pytest.approx(best.predicted.one_device_s / 2)
+
+
+def test_a_profile_of_two_busy_ranks_is_corrected_once(profile_of):
+    """Two of four ranks have a core each, as when they were measured: they take the seconds of the
+    profile. The request for these two used to correct it again, and took half of them.
+    """
+    measured = replace(profile_of([1.0] * 4), busy_ranks=2)
+    link = Link(0.0, 1e12)
+    shared_cores = Cluster("c", (Device("d", 10**12, together=2.0),) * 4, 4, link, link)
+    request = PlanRequest(measured, shared_cores, 8)
+    assert instantiate(request, Proposal((2, 2), "1f1b", 8)).costs.forward == (2.0,) * 2
+    best = plan(measured, shared_cores, 8, planner="gpipe", stages=2, micro_batches=8)
+    assert best.predicted.step_s == simulate_plan(best, measured, shared_cores).makespan

@@ -55,7 +55,6 @@ def _scale_all(profile: Profile, factor: float) -> Profile:
         update_s_per_byte=factor * profile.update_s_per_byte,
         update_fixed_s=factor * profile.update_fixed_s,
         accumulate_s_per_byte=factor * profile.accumulate_s_per_byte,
-        busy_ranks=1,
     )
 
 
@@ -93,12 +92,19 @@ def profiles_of(profiles: Profiles, cluster: Cluster) -> tuple[Profile, ...]:
 
 
 def _alone(profile: Profile, rank: int, cluster: Cluster) -> Profile:
-    """Return the profile of a rank that computes alone, from one measured on busy ranks."""
+    """Return the profile of a rank that computes alone, from one measured on busy ranks.
+
+    It says that one rank was busy, also where the others did not slow it down: those of a part of
+    the cluster are derived from it, and must not be corrected again.
+    """
     if profile.busy_ranks == 1:
         return profile
     node_ranks = cluster.ranks_of_node(cluster.node(rank))
     measured = cluster.slowdown(rank, node_ranks[: profile.busy_ranks])
-    return scale_profile(profile, 1 / measured)
+    scaled = scale_profile(profile, 1 / measured)
+    # One object per kind of device, as in `scale_profile`.
+    alone: Profile = scaled.__dict__.setdefault("_alone", replace(scaled, busy_ranks=1))
+    return alone
 
 
 def busy_profiles(
