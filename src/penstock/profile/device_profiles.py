@@ -86,9 +86,23 @@ def profiles_of(profiles: Profiles, cluster: Cluster) -> tuple[Profile, ...]:
             f"{', '.join(by_name) or 'nothing'}: measure the model on that device (ps.profile, or "
             f"penstock profile), and add the profile under the name {missing[0]!r}"
         )
-    return tuple(
-        _alone(by_name[device.name], rank, cluster) for rank, device in enumerate(cluster.devices)
-    )
+    alone_by_name: dict[str, Profile] = {}
+    for name, rank in _rank_on_largest_node(cluster).items():
+        alone_by_name[name] = _alone(by_name[name], rank, cluster)
+    return tuple(alone_by_name[device.name] for device in cluster.devices)
+
+
+def _rank_on_largest_node(cluster: Cluster) -> dict[str, int]:
+    """Return by kind of device its first rank on the node with the most ranks: a profile of busy
+    ranks is taken to be measured there.
+    """
+    rank_of: dict[str, int] = {}
+    most: dict[str, int] = {}
+    for rank, device in enumerate(cluster.devices):
+        count = len(cluster.ranks_of_node(cluster.node(rank)))
+        if count > most.get(device.name, 0):
+            rank_of[device.name], most[device.name] = rank, count
+    return rank_of
 
 
 def _alone(profile: Profile, rank: int, cluster: Cluster) -> Profile:

@@ -21,7 +21,7 @@ from itertools import combinations
 import numpy as np
 
 from penstock.profile.device_profiles import scale_profile
-from penstock.profile.profile import Phase, Profile
+from penstock.profile.profile import Profile
 from penstock.schedule.arrays import Array
 from penstock.schedule.op import BACKWARD_STARTS, Kind, Op, Schedule
 from penstock.schedule.period import period_of
@@ -30,18 +30,9 @@ from penstock.search.shapes import Shape
 from penstock.simulate.plan_costs import all_reduce_seconds
 from penstock.simulate.stage_seconds import PHASES
 
-#: Columns of the matrix, in blocks of one entry per stage: the kinds of ops in the order of `PHASES`,
-#: then updates, the smaller of a backward and an input gradient, and the transfer over the boundary
-#: after the stage.
-_FORWARD, _BACKWARD, _INPUT_GRAD, _WEIGHT_GRAD, _UPDATE, _LEAST_BACKWARD, _TRANSFER = range(7)
-_COLUMNS = 7
-_COLUMN_OF_KIND = {
-    Kind.F: _FORWARD,
-    Kind.B: _BACKWARD,
-    Kind.I: _INPUT_GRAD,
-    Kind.W: _WEIGHT_GRAD,
-    Kind.U: _UPDATE,
-}
+#: Columns of the matrix, in blocks of one entry per stage. "least backward" is the smaller of a
+#: backward and an input gradient, and "transfer" that of the boundary after the stage.
+COLUMNS = ("F", "B", "I", "W", "U", "least backward", "transfer")
 
 #: Bounds are reduced by this share, since sums of the same seconds in another order differ by their
 #: rounding.
@@ -86,16 +77,15 @@ class CutBounds:
     def seconds(self, ends: Array) -> Array:
         """Return the bound of every cut, shape (cuts); cuts as `all_cuts` returns them."""
         stages = self.schedule.stages
-        values = np.zeros((len(ends), _COLUMNS, stages))
-        for column, phase in enumerate(PHASES):
+        values = np.zeros((len(ends), len(COLUMNS), stages))
+        for column, phase in enumerate(range(len(PHASES))):
             values[:, column] = self._phase_seconds(phase, ends)
         # The first stage's I does nothing, and its W all that a B does (see `stage_seconds`).
-        values[:, _INPUT_GRAD, 0] = 0.0
-        values[:, _WEIGHT_GRAD, 0] = values[:, _BACKWARD, 0]
-        values[:, _UPDATE] = self._update_seconds(ends)
-        values[:, _LEAST_BACKWARD] = np.minimum(values[:, _BACKWARD], values[:, _INPUT_GRAD])
-        values[:, _TRANSFER, :-1] = self._transfer_seconds(ends)
-        flat = values.reshape(len(ends), _COLUMNS * stages)
+        values[:, 2, 0], values[:, 3, 0] = 0.0, values[:, 1, 0]
+        values[:, 4] = self._update_seconds(ends)
+        values[:, 5] = np.minimum(values[:, 1], values[:, 2])
+        values[:, 6, :-1] = self._transfer_seconds(ends)
+        flat = values.reshape(len(ends), len(COLUMNS) * stages)
         bounds: Array = (flat @ self.matrix.T).max(axis=1, initial=0.0) * (1 - ROUNDING)
         return bounds
 
@@ -111,17 +101,17 @@ class CutBounds:
             return np.array(rows)
         for program in schedule.programs:
             rows += _rank_rows(schedule, program)
-        return np.array(rows).reshape(len(rows), _COLUMNS * schedule.stages)
+        return np.array(rows).reshape(len(rows), len(COLUMNS) * schedule.stages)
 
     @cached_property
     def _kinds_of_stage(self) -> list[list[int]]:
-        """Per stage, one of the cluster's devices of each kind that holds it."""
+        """Per stage, one of the cluster's devices of each kind and slowdown that holds it."""
         kinds = []
         for ranks in self.schedule.ranks_of_stage:
             device_of: dict[int, int] = {}
             for rank in ranks:
                 device = self._device(rank)
-                device_of.setdefault(id(self.request.profile_of(device)), device)
+                device_of.setdefault(id(self._profile(device)), device)
             kinds.append(list(device_of.values()))
         return kinds
 
@@ -141,7 +131,7 @@ class CutBounds:
         count = self.shape.pipelines * self.schedule.ranks
         return frozenset(self.shape.devices[:count] or range(count))
 
-    def _phase_seconds(self, phase: Phase, ends: Array) -> Array:
+    def _phase_seconds(self, phase: int, ends: Array) -> Array:
         """Return the seconds of one phase of every stage, on the fastest of its devices."""
         seconds = np.zeros((len(ends), self.schedule.stages))
         sums: dict[int, Array] = {}
@@ -149,7 +139,7 @@ class CutBounds:
             options = []
             for device in devices:
                 if device not in sums:
-                    layer_seconds = self._profile(device).seconds(phase, self.samples)
+                    layer_seconds = self._profile(device).seconds(PHASES[phase], self.samples)
                     sums[device] = np.concatenate([[0.0], np.cumsum(layer_seconds)])
                 options.append(sums[device][ends[:, stage + 1]] - sums[device][ends[:, stage]])
             seconds[:, stage] = np.min(options, axis=0)
@@ -216,20 +206,20 @@ class CutBounds:
 
 def _rank_rows(schedule: Schedule, program: Sequence[Op]) -> list[Array]:
     """Return the sums that one rank of a synchronous schedule gives: with its drain, and without."""
-    work = [op for op in program if op.kind in _COLUMN_OF_KIND]
+    work = [op for op in program if op.kind.value in COLUMNS]
     backward_places = [place for place, op in enumerate(work) if op.kind in BACKWARD_STARTS]
     if not backward_places:
         return []
     first, last_place = work[0], backward_places[-1]
     last = work[last_place]
-    fill = np.zeros((_COLUMNS, schedule.stages))
-    fill[_FORWARD, : first.stage] = _share(schedule, first)
-    fill[_TRANSFER, : first.stage] = 1
-    drain = np.zeros((_COLUMNS, schedule.stages))
-    drain[_LEAST_BACKWARD, : last.stage] = _share(schedule, last)
-    drain[_TRANSFER, : last.stage] = 1
+    fill = np.zeros((len(COLUMNS), schedule.stages))
+    fill[0, : first.stage] = _share(schedule, first)
+    fill[6, : first.stage] = 1
+    drain = np.zeros((len(COLUMNS), schedule.stages))
+    drain[5, : last.stage] = _share(schedule, last)
+    drain[6, : last.stage] = 1
     if last.stage > 0:
-        drain[_UPDATE, 0] = 1
+        drain[4, 0] = 1
     whole = _row(schedule, work) + fill.ravel()
     return [whole, _row(schedule, work[: last_place + 1]) + (fill + drain).ravel()]
 
@@ -238,9 +228,9 @@ def _row(schedule: Schedule, ops: Sequence[Op]) -> Array:
     """Return how often each entry counts in the sum of these ops."""
     counts: dict[tuple[int, int], float] = defaultdict(float)
     for op in ops:
-        if op.kind in _COLUMN_OF_KIND:
-            counts[_COLUMN_OF_KIND[op.kind], op.stage] += _share(schedule, op)
-    row = np.zeros((_COLUMNS, schedule.stages))
+        if op.kind.value in COLUMNS:
+            counts[COLUMNS.index(op.kind.value), op.stage] += _share(schedule, op)
+    row = np.zeros((len(COLUMNS), schedule.stages))
     for (column, stage), count in counts.items():
         row[column, stage] = count
     return row.ravel()
