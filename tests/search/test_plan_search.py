@@ -45,16 +45,6 @@ def test_what_cannot_win_is_not_simulated_unless_forced(profile_of):
     assert hunt.evaluated == 2
 
 
-def test_work_ends_a_search_in_which_nothing_fits(profile_of):
-    """Four times the work of one in which something does; only the clock used to end it."""
-    search = PlanSearch(PlanRequest(profile_of([1.0] * 4), on(2, memory=1), 4, ("gpipe",)), 10)
-    search.work = 10 * UNFIT - 1
-    assert not search.is_over
-    search.work = 10 * UNFIT
-    assert search.is_over
-    assert search.stopped_by == "work"
-
-
 def test_of_several_pipelines_one_is_weighed_first_and_all_only_if_that_may_win(profile_of):
     """Of a hundred pipelines nearly all cost nothing."""
     request = PlanRequest(profile_of([1.0] * 4, fixed=0.2), on(4), 16, ("1f1b",))

@@ -85,7 +85,7 @@ class PlanSearch:
         self.stopped_by = ""
         self._unfit_deadline = Deadline(SEARCH_SHARE * max(request.budget_s, USUAL_BUDGET_S))
         self._most_work = most_work
-        self._most_work_unfit = UNFIT * most_work
+        self._most_work_unfit = math.inf
         self._local_requests: dict[tuple[tuple[int, ...], tuple[int, ...]], PlanRequest] = {}
         self._cuts: dict[object, tuple[int, ...] | None] = {}
 
