@@ -237,3 +237,10 @@ def test_ranks_of_other_nodes_do_not_slow_a_rank_down():
     two_nodes = Cluster("c", (device,) * 4, 2, link, link)
     assert two_nodes.slowdown(0, (0, 2, 3)) == 1.0
     assert two_nodes.slowdown(0, (0, 1)) == 1.5
+
+
+def test_a_rank_alone_takes_its_seconds_alone():
+    """Also where two together take three times as long, which is slower than one after the other."""
+    link = Link(0.0, 1e9)
+    pair = Cluster("c", (Device("d", 1, together=3.0),) * 2, 2, link, link)
+    assert [pair.slowdown(0, range(busy)) for busy in (0, 1, 2)] == [1.0, 1.0, 3.0]

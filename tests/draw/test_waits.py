@@ -15,9 +15,9 @@ from penstock.simulate.simulate import simulate_schedule
 NAMES = ["1f1b", "gpipe", "zb-h1", "interleaved", "chimera", "dualpipe", "terapipe", "pipedream"]
 
 
-def explained(timeline, made):
+def explained(timeline, pipeline):
     """Every wait with the event of its op and its rank, as (event, wait)."""
-    for rank, rank_waits in enumerate(waits(timeline, dependencies_of(made))):
+    for rank, rank_waits in enumerate(waits(timeline, dependencies_of(pipeline))):
         row = [event for event in timeline.compute if event.rank == rank]
         for position, wait in rank_waits.items():
             yield row, position, wait
@@ -28,11 +28,11 @@ def explained(timeline, made):
 def test_an_op_after_a_gap_starts_when_the_value_arrives(name, costs):
     """Independent reference: arrivals are among the transfers, by their rank and their moment."""
     stages = 8 if name == "interleaved" else 4
-    made = schedule(name, stages, 8)
-    timeline = simulate_schedule(made, costs)
+    pipeline = schedule(name, stages, 8)
+    timeline = simulate_schedule(pipeline, costs)
     arrivals = {(event.op, event.rank, event.to_rank): event.end for event in timeline.events}
     count = 0
-    for row, position, wait in explained(timeline, made):
+    for row, position, wait in explained(timeline, pipeline):
         event = row[position]
         assert event.start == pytest.approx(wait.arrival)
         if wait.rank != event.rank:
@@ -45,9 +45,9 @@ def test_an_op_after_a_gap_starts_when_the_value_arrives(name, costs):
 
 def test_every_gap_of_a_synchronous_pipeline_is_explained():
     """There is nothing else to wait for."""
-    made = schedule("1f1b", 4, 8)
-    timeline = simulate_schedule(made, Costs())
-    by_rank = waits(timeline, dependencies_of(made))
+    pipeline = schedule("1f1b", 4, 8)
+    timeline = simulate_schedule(pipeline, Costs())
+    by_rank = waits(timeline, dependencies_of(pipeline))
     for rank in range(4):
         row = [event for event in timeline.compute if event.rank == rank]
         ends = [0.0, *(event.end for event in row)]
@@ -58,10 +58,10 @@ def test_every_gap_of_a_synchronous_pipeline_is_explained():
 
 def test_dependencies_are_rebuilt_from_a_simulated_timeline():
     """A drawing has no schedule; a measured timeline has no reasons."""
-    made = schedule("terapipe", 3, 4)
-    timeline = simulate_schedule(made, Costs())
+    pipeline = schedule("terapipe", 3, 4)
+    timeline = simulate_schedule(pipeline, Costs())
     rebuilt = dependencies_of_timeline(timeline)
-    assert waits(timeline, rebuilt) == waits(timeline, dependencies_of(made))
+    assert waits(timeline, rebuilt) == waits(timeline, dependencies_of(pipeline))
     measured = Timeline(timeline.events, 3, 3, source="measured")
     assert dependencies_of_timeline(measured) is None
     part = Timeline(timeline.events[5:], 3, 3)

@@ -69,10 +69,10 @@ def test_figures_are_those_of_the_package(query, stages, options):
         bandwidth=1e6,
         latency=0.01,
     )
-    made = schedule(query.partition("&")[0].removeprefix("a="), stages, 8, **options)
-    expected = simulate_schedule(made, costs)
+    expected_schedule = schedule(query.partition("&")[0].removeprefix("a="), stages, 8, **options)
+    expected = simulate_schedule(expected_schedule, costs)
     timeline = panel.result.timeline
-    assert panel.result.whole.programs == made.programs
+    assert panel.result.whole.programs == expected_schedule.programs
     assert timeline.makespan == pytest.approx(expected.makespan, rel=1e-12)
     assert timeline.bubble_ratio == pytest.approx(expected.bubble_ratio, rel=1e-12)
     assert timeline.peak_in_flight == expected.peak_in_flight
@@ -84,9 +84,9 @@ def test_a_schedule_made_from_costs_gets_those_of_the_page():
     state = parse_state("ranks=4&micro_batches=8&a=zb-auto&forward=1,1,2,1")
     result = result_of(state, state.a)
     costs = Costs(forward=[1, 1, 2, 1])
-    made = schedule("zb-auto", 4, 8, costs=costs)
-    assert result.whole.programs == made.programs
-    assert result.timeline.makespan == simulate_schedule(made, costs).makespan
+    expected_schedule = schedule("zb-auto", 4, 8, costs=costs)
+    assert result.whole.programs == expected_schedule.programs
+    assert result.timeline.makespan == simulate_schedule(expected_schedule, costs).makespan
 
 
 def test_an_asynchronous_schedule_shows_its_first_batches():

@@ -146,3 +146,12 @@ def test_a_plan_beyond_the_page_is_refused(plan):
     content["schedule_options"] = [["replicas", 99]]
     with pytest.raises(FileError, match="cannot show"):
         state_of_files(State(), [("plan.json", json.dumps(content))])
+
+
+def test_links_of_another_number_of_ranks_are_left_out_with_a_plan(plan):
+    """They are one per boundary: three of four ranks used to stay, and nothing was drawn."""
+    state = parse_state("ranks=4&boundary_bytes=8&bandwidth=1GB,2GB,3GB&latency=1ms,2ms,3ms")
+    new_state = state_of_files(state, [("plan.json", to_json(plan))]).state
+    assert (new_state.bandwidth, new_state.latency) == (None, None)
+    assert new_state.boundary_bytes == (8.0,)
+    assert evaluate(new_state)[0].error == ""

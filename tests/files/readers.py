@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.study.grid_text import GRID
 
 from penstock.checkpoint.checkpoint_files import read_header, write_file
 from penstock.checkpoint.checkpoint_index import Checkpoint, read_index
@@ -49,19 +50,6 @@ nodes:
 between: 25GbE
 node_of: [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3]
 """
-GRID = """
-system: [torch, penstock]
-schedule: [1f1b, gpipe]
-stages: [2, 4]
-micro_batches: 4
-model: mlp
-model_options: {layers: 6}
-data: random
-batch: 32
-steps: 3
-exclude:
-  - {system: torch, schedule: gpipe}
-"""
 UNIFORM = """
 name: lab
 devices_per_node: 2
@@ -75,24 +63,24 @@ between: {latency: 30 us, bandwidth: 10 Gb/s, source: measured}
 
 def plan_of(name: str, **options: Any) -> Plan:
     """A plan of two stages."""
-    made = schedule(name, 2, 4, **options)
-    stream = made.stream
+    pipeline = schedule(name, 2, 4, **options)
+    stream = pipeline.stream
     candidate = Candidate(name, 2, 4, "never", (2, 1), 0.5, 2000, "compute of stage 1")
     return Plan(
         "abc",
         ("stem", "body", "head"),
         (2, 1),
-        made.name,
-        made.lines,
-        made.micro_batches,
+        pipeline.name,
+        pipeline.lines,
+        pipeline.micro_batches,
         16,
         "local:2",
         4,
         Prediction(0.5, 0.2, (1000, 2000), 32.0, 0.9),
-        made.options,
+        pipeline.options,
         synchronous=stream is None,
         stream=stream,
-        slicing=made.slicing,
+        slicing=pipeline.slicing,
         weights="flush" if stream is None else stream.weights,
         candidates=(candidate,),
         memory_limits=(10**9, 10**9),

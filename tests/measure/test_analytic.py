@@ -147,6 +147,13 @@ def test_what_cannot_be_had_is_refused_by_name(tmp_path):
         ps.analytic(network, example, "V100", dtype="bfloat16")
 
 
+@pytest.mark.parametrize("example", [torch.empty(0, 64), torch.tensor(1.0), "text"])
+def test_an_example_without_samples_is_refused(example):
+    """Before it is traced: its first two samples used to end in a ZeroDivisionError."""
+    with pytest.raises(SettingError, match="must be tensors with at least one sample"):
+        ps.analytic(model("mlp", device="meta"), example, "V100")
+
+
 def test_a_plan_is_made_from_an_analytic_profile_as_from_a_measured_one():
     """The purpose of an analytic profile: a plan for four V100 that are not present."""
     estimated = ps.analytic(

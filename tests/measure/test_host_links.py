@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import penstock as ps
+from penstock.measure import host_links
 from penstock.measure.host_links import link_of, measure_host_links
 from penstock.measure.messages import Times
 
@@ -23,9 +24,25 @@ def test_times_that_do_not_grow_still_give_a_bandwidth():
     assert link_of(Times((64, 2**20), (2e-3, 2e-3))).bandwidth_bytes_per_s == 2**20 / 2e-3
 
 
+def test_a_link_of_long_latency_has_its_bandwidth(monkeypatch):
+    """A message of 64 bytes that takes 0.15 s used to be the last one, and the measurement ended with
+    an IndexError.
+    """
+
+    def timed(peer, wires, repeats, sizes, **options):
+        (size,) = sizes
+        return Times(sizes, (0.15 + size / 12.5e6,))
+
+    monkeypatch.setattr(host_links, "time_messages", timed)
+    times = host_links._time_pair(1, None)
+    assert times.sizes == (64, 2**14, 2**17, 2**20, 2**22), "the last takes 0.34 s longer"
+    link = link_of(times)
+    assert link.latency_s == pytest.approx(0.15, rel=1e-3)
+    assert link.bandwidth_bytes_per_s == pytest.approx(12.5e6, rel=1e-6)
+
+
 def _links():
     """Measure as two ranks of one host and as one rank on each of two hosts."""
-    from penstock.measure import host_links
     from penstock.transport.process_group import join
 
     join()

@@ -22,8 +22,8 @@ def test_installed_libraries_are_found_and_assignments_take_precedence(folder):
     for name in ("torchgpipe", "elsewhere"):
         (folder / name).mkdir()
     assert environments.find_environments([]) == {"torchgpipe": folder / "torchgpipe"}
-    found = environments.find_environments([f"torchgpipe={folder / 'elsewhere'}"])
-    assert found == {"torchgpipe": folder / "elsewhere"}
+    folders = environments.find_environments([f"torchgpipe={folder / 'elsewhere'}"])
+    assert folders == {"torchgpipe": folder / "elsewhere"}
 
 
 @pytest.mark.parametrize("text", ["torchgpipe", "=x", "torchgpipe=", "torchgpipe=/no/such/folder"])

@@ -171,6 +171,27 @@ def test_a_profile_of_busy_ranks_is_that_of_ranks_alone_slowed_down():
             assert {profile.seconds("forward", 4)[0] for profile in scaled} == {5.0 * factor}
 
 
+def test_a_busy_profile_is_corrected_for_devices_of_other_kinds_too():
+    """A device of half the speed takes twice the seconds of the measured one alone; it used to take
+    twice those of the busy one.
+    """
+    fast = Device("V", 10**9, flops=(("float32", 10.0),), together=2.0)
+    slow = replace(fast, name="P", flops=(("float32", 5.0),))
+    on = Cluster("c", (fast, fast, slow, slow), 2, LINK, LINK)
+    busy = replace(scale_profile(PROFILE, 2.0), device="V", busy_ranks=2)
+    seconds = [profile.seconds("forward", 4)[0] for profile in profiles_of(busy, on)]
+    assert seconds == [5.0, 5.0, 10.0, 10.0]
+
+
+def test_a_profile_says_that_its_rank_computes_alone():
+    """Also where others did not slow it down: a part of the cluster must not correct it again."""
+    measured = replace(PROFILE, busy_ranks=2)
+    alone = profiles_of(measured, shared(4))
+    assert {profile.busy_ranks for profile in alone} == {1}
+    assert len({id(profile) for profile in alone}) == 1
+    assert alone[0] == PROFILE
+
+
 def test_equal_ranks_share_one_object_while_busy():
     """Searches recognise devices of one kind by their profile."""
     on = shared(4)

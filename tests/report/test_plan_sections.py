@@ -25,6 +25,22 @@ def test_the_reason_names_the_limit_and_the_next_candidate(planned):
     assert second.schedule in text
 
 
+def test_a_faster_candidate_that_does_not_fit_is_no_slower_one(planned):
+    """The table also has candidates that would be faster with more memory: with one that fits, the
+    reason used to say "takes -20.0% longer; what limits it is needs 2 GiB".
+    """
+    best = planned.candidates[0]
+    faster = replace(
+        best, schedule="gpipe", step_s=0.8 * best.step_s, why="needs 2.0 GiB, has 1.0 GiB on rank 0"
+    )
+    text = reasons(replace(planned, candidates=(best, faster)))[0]
+    assert text.endswith(" would take 20.0% less, but needs 2.0 GiB, has 1.0 GiB on rank 0.")
+    assert "No other candidate fits into memory: gpipe with " in text
+    slower = replace(faster, step_s=1.25 * best.step_s, why="compute of stage 1")
+    text = reasons(replace(planned, candidates=(best, slower)))[0]
+    assert text.endswith(", takes 25.0% longer; what limits it is compute of stage 1.")
+
+
 def test_a_plan_without_alternatives_says_so(planned):
     """A setting that leaves no choice is the reader's own."""
     only = replace(planned, candidates=planned.candidates[:1])

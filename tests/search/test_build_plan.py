@@ -1,5 +1,7 @@
 """What a plan tells besides what runs."""
 
+from dataclasses import replace
+
 import pytest
 from tests.search.random_requests import FAST, SLOW
 
@@ -8,6 +10,7 @@ from penstock.search.best_plan import best_plan, plan_proposal
 from penstock.search.build_plan import ROWS, data_parallel_s, one_device_s
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
+from penstock.simulate.plan_costs import simulate_plan
 
 LINK = Link(0.5, 1000.0)
 
@@ -115,3 +118,17 @@ def test_devices_are_told_where_they_are_not_simply_the_first(profile_of):
         found = plan_proposal(request, Proposal((2, 2), "1f1b", 4, devices=devices))
         assert found.devices == told
         found.check()
+
+
+def test_ranks_compute_as_long_as_the_simulation_says(profile_of):
+    """The first stage's I does nothing, and its W all that a B does: its rank used to be planned with
+    I and W of its layers, here 96 s instead of 48.
+    """
+    profile = profile_of([1.0, 2.0, 1.0])
+    first, *others = profile.layers
+    slow = replace(first.input_grad, median_s=tuple(4 * s for s in first.input_grad.median_s))
+    profile = replace(profile, layers=(replace(first, input_grad=slow), *others))
+    plan = plan_proposal(PlanRequest(profile, FOUR, 16), Proposal((1, 2), "zb-h1", 4))
+    busy_s = simulate_plan(plan, profile, FOUR).busy
+    assert plan.predicted.busy_s == pytest.approx(busy_s)
+    assert busy_s[0] == pytest.approx(16 * (1 + 2))

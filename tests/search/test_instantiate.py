@@ -10,6 +10,7 @@ from tests.search.random_requests import FAST, SLOW, clusters, cuts, links, prof
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PlanError, ScheduleError
 from penstock.schedule.recompute import Recompute
+from penstock.search.best_plan import plan_proposal
 from penstock.search.catalogue import plan
 from penstock.search.evaluate import evaluate
 from penstock.search.instantiate import (
@@ -296,3 +297,32 @@ def test_ranks_that_share_cores_take_the_seconds_of_busy_ranks(profile_of):
     best = plan(profile, halves, 8, budget_s=19)
     assert best.predicted.step_s == simulate_plan(best, profile, halves).makespan
     assert best.predicted.step_s == pytest.approx(best.predicted.one_device_s / 2)
+
+
+def test_a_profile_of_two_busy_ranks_is_corrected_once(profile_of):
+    """Two of four ranks have a core each, as when they were measured: they take the seconds of the
+    profile. The request for these two used to correct it again, and took half of them.
+    """
+    measured = replace(profile_of([1.0] * 4), busy_ranks=2)
+    link = Link(0.0, 1e12)
+    shared_cores = Cluster("c", (Device("d", 10**12, together=2.0),) * 4, 4, link, link)
+    request = PlanRequest(measured, shared_cores, 8)
+    assert instantiate(request, Proposal((2, 2), "1f1b", 8)).costs.forward == (2.0,) * 2
+    best = plan(measured, shared_cores, 8, planner="gpipe", stages=2, micro_batches=8)
+    assert best.predicted.step_s == simulate_plan(best, measured, shared_cores).makespan
+
+
+def test_ranks_of_nodes_with_other_numbers_of_busy_ranks_have_seconds_of_their_own(profile_of):
+    """Three ranks: two share a core, and one has its own. All used to have the seconds of the
+    slowest, so that the plan predicted more than its simulation.
+    """
+    profile = profile_of([1.0] * 4)
+    link = Link(0.0, 1e12)
+    devices = (Device("d", 10**12, together=2.0),) * 4
+    nodes = Cluster("c", devices, 2, link, link)
+    request = PlanRequest(profile, nodes, 8)
+    proposal = Proposal((1, 1, 2), "1f1b", 8)
+    placed = instantiate(request, proposal)
+    assert placed.costs.forward == (2.0, 2.0, 2.0)
+    shown = plan_proposal(request, proposal)
+    assert shown.predicted.step_s == simulate_plan(shown, profile, nodes).makespan

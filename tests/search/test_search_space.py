@@ -3,13 +3,14 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.search.random_requests import clusters, cuts, profiles, unlike
+from tests.search.random_requests import FAST, SLOW, clusters, cuts, profiles, unlike
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PlanError, ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import Schedule
 from penstock.search.cuts import cut
+from penstock.search.evaluate import evaluate
 from penstock.search.instantiate import instantiate
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
@@ -203,3 +204,17 @@ def test_the_leading_schedules_are_1f1b_and_pipedream_where_they_are_weighed(pro
     assert leading() == {"1f1b"}
     assert leading(asynchronous=True) == {"1f1b", "pipedream"}
     assert leading(schedules=("gpipe",)) == {"gpipe"}
+
+
+def test_no_plan_is_below_the_least_time_where_a_fast_rank_alone_is_fastest(profile_of):
+    """Two devices that slow each other down twofold: the bound used to assume both busy, and was 1.2
+    times the step of the fast one alone.
+    """
+    link = Link(0.0, 1e12)
+    kinds = (
+        Device("fast", 10**12, flops=FAST, together=2.0),
+        Device("slow", 10**12, flops=SLOW, together=2.0),
+    )
+    request = PlanRequest(profile_of([1.0, 1.0]), Cluster("c", kinds, 2, link, link), 4)
+    alone = evaluate(instantiate(request, Proposal((2,), "1f1b", 4)))[-1]
+    assert SearchSpace(request, shapes(request)).least_s <= alone.step_s

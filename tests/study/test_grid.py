@@ -6,33 +6,20 @@ import itertools
 import re
 
 import pytest
+from tests.study.grid_text import GRID
 
 from penstock.errors import PenstockError
 from penstock.study.grid import grid_entry
 from penstock.study.settings import Settings
 
-GRID = """
-title: A grid
-system: [torch, penstock]
-schedule: [1f1b, gpipe]
-stages: [2, 4]
-micro_batches: 4
-model: mlp
-model_options: {layers: 6}
-data: random
-batch: 32
-steps: 3
-repetitions: 2
-exclude:
-  - {system: torch, schedule: gpipe}
-"""
+REPEATED_GRID = f"title: A grid\nrepetitions: 2{GRID}"
 
 
 @pytest.fixture
 def file(tmp_path):
     """Write a grid, with lines replaced."""
 
-    def write(old="", new="", text=GRID):
+    def write(old="", new="", text=REPEATED_GRID):
         path = tmp_path / "grid.yaml"
         path.write_text(text.replace(old, new) if old else text + new)
         return path
@@ -49,8 +36,8 @@ def test_a_grid_is_the_product_of_its_values_without_what_is_excluded(file):
     ):
         if (name, schedule) != ("torch", "gpipe"):
             expected.append((name, schedule, stages, seed))
-    found = [(cell.system, cell.schedule, cell.stages, cell.repetition) for cell in cells]
-    assert sorted(found) == sorted(expected)
+    combinations = [(cell.system, cell.schedule, cell.stages, cell.repetition) for cell in cells]
+    assert sorted(combinations) == sorted(expected)
     assert {cell.study for cell in cells} == {"grid"}
     assert cells[0].model_options == (("layers", 6),)
 
@@ -85,9 +72,9 @@ def test_settings_of_the_command_line_take_precedence(file):
         ("batch: 32", "batch: &a 32", "anchors and aliases"),
         ("batch: 32", "batch: !!python/object/apply:os.system [ls]", "is not allowed"),
         ("model: mlp", "", "model"),
-        (GRID, "- a list", "is no study"),
-        (GRID, "\x00", "NUL"),
-        (GRID, "[" * 500, "is not YAML"),
+        (REPEATED_GRID, "- a list", "is no study"),
+        (REPEATED_GRID, "\x00", "NUL"),
+        (REPEATED_GRID, "[" * 500, "is not YAML"),
         ("batch: 32", "batch: 99999999999999999999999", "64 bits"),
     ],
 )

@@ -29,12 +29,12 @@ def test_every_cell_gets_a_record_that_says_what_happened(fake, light_hosts, tmp
     """
     entry = study_entry("fake-study")
     run = run_study(entry, Settings(), RunOptions(tmp_path), recorder)
-    found = {record.cell.schedule: (record.status, record.reason) for record in run.records}
-    assert found["works"] == ("ok", "")
-    assert found["refuses"] == ("refused", "SettingError: the fake refuses")
-    assert found["misses"][0] == "missing"
-    assert "no_such_package" in found["misses"][1]
-    assert found["fails"] == ("failed", "rank 0: ZeroDivisionError: the fake failed")
+    outcomes = {record.cell.schedule: (record.status, record.reason) for record in run.records}
+    assert outcomes["works"] == ("ok", "")
+    assert outcomes["refuses"] == ("refused", "SettingError: the fake refuses")
+    assert outcomes["misses"][0] == "missing"
+    assert "no_such_package" in outcomes["misses"][1]
+    assert outcomes["fails"] == ("failed", "rank 0: ZeroDivisionError: the fake failed")
     assert run.records[0].outcome.seconds == (1.0, 2.0, 9.0)
     assert not Path(f"/proc/{run.records[0].outcome.extra['pid']}").exists()
     logs = list((tmp_path / "logs").glob("*fails*.txt"))
@@ -122,19 +122,19 @@ def test_systems_that_raise_die_or_do_not_take_a_cell_have_rows_that_say_so(
     profile_of_two_layers(tmp_path, cells[0])
     settings = RunOptions(tmp_path, limit_s=60.0, environments={"deepspeed": empty})
     run_cells(entry, cells, records, settings, recorder)
-    found = [(record.status, record.reason) for record in records.of(cells)]
-    assert found[0] == ("ok", "")
+    outcomes = [(record.status, record.reason) for record in records.of(cells)]
+    assert outcomes[0] == ("ok", "")
     assert len(records.get(cells[0]).outcome.seconds) == 2
     assert len(records.get(cells[0]).outcome.losses) == 2
-    assert found[1] == ("failed", "rank 0: ValueError: the fake raised")
-    assert found[2] == ("failed", "a process died in train")
-    assert found[3][0] == "refused"
-    assert "no schedule 'unknown'; it has good" in found[3][1]
-    assert found[4][0] == "refused"
-    assert "no option 'speed'" in found[4][1]
-    assert found[5][0] == "refused"
-    assert "no 3 equal micro-batches" in found[5][1]
-    assert found[6] == ("missing", "not installed: no module deepspeed")
+    assert outcomes[1] == ("failed", "rank 0: ValueError: the fake raised")
+    assert outcomes[2] == ("failed", "a process died in train")
+    assert outcomes[3][0] == "refused"
+    assert "no schedule 'unknown'; it has good" in outcomes[3][1]
+    assert outcomes[4][0] == "refused"
+    assert "no option 'speed'" in outcomes[4][1]
+    assert outcomes[5][0] == "refused"
+    assert "no 3 equal micro-batches" in outcomes[5][1]
+    assert outcomes[6] == ("missing", "not installed: no module deepspeed")
 
 
 def is_running(pid: int) -> bool:

@@ -125,9 +125,9 @@ def run(name: str, flags: Flags, *, json: bool) -> None:
         RunError: no cell has a result.
     """
     from penstock.peers.environments import find_environments
+    from penstock.report.text import report_text
     from penstock.study.run_study import run_study
     from penstock.study.runner import NO_LIMIT_S, RunOptions
-    from penstock.study.text import report_text
 
     entry, settings = _entry(name, flags)
     if flags.limit_s is not None and not 0 < flags.limit_s < float("inf"):

@@ -248,7 +248,7 @@ class Cluster(NotebookText):
         `Device.together` says this for all ranks of the node. It is taken for a limit that they
         share, such as cores or the bandwidth of memory: fewer ranks slow each other down in
         proportion, and not at all below the limit. 4 ranks on 2 cores take twice as long, 3 ranks
-        1.5 times, and 2 as long as one.
+        1.5 times, and 2 as long as one. A rank that computes alone takes its seconds alone.
 
         Raises:
             ClusterError: it is not a rank of this cluster.
@@ -258,6 +258,8 @@ class Cluster(NotebookText):
             return 1.0
         node_ranks = self.ranks_of_node(self.node(rank))
         busy_ranks = len(set(busy) & set(node_ranks))
+        if busy_ranks <= 1:
+            return 1.0
         return max(1.0, together * busy_ranks / len(node_ranks))
 
     def transfer_seconds(self, count: float, a: int, b: int) -> float:

@@ -38,6 +38,7 @@ _STAGE_COSTS = (
     "activation_bytes",
     "weight_bytes",
 )
+_BOUNDARY_COSTS = ("boundary_bytes", "bandwidth", "latency")
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def _with_plan(state: State, plan: Plan) -> tuple[State, str]:
 def _fitting_costs(state: State, ranks: int) -> dict[str, Any]:
     """Return the costs to change because they were one per rank of another number of ranks."""
     changes: dict[str, Any] = {}
-    for name in (*_STAGE_COSTS, "boundary_bytes"):
+    for name in (*_STAGE_COSTS, *_BOUNDARY_COSTS):
         values = getattr(state, name)
         if values is not None and len(values) > 1 and ranks != state.ranks:
             changes[name] = (1.0,) if name == "forward" else None

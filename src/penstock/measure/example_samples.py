@@ -46,6 +46,8 @@ def example_to_trace(example: Any) -> Any:
     """Return the first two samples of an example, the first one twice if there is no other.
 
     A model that is traced on a single sample may have a graph for single samples only.
+
+    Raises:
+        SettingError: see `checked_tensors`.
     """
-    tensors = tensors_in(example)
-    return resized(example, 2, tensors[0].device) if tensors else example
+    return resized(example, 2, checked_tensors(example)[0].device)

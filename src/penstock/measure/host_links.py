@@ -14,9 +14,9 @@ from penstock.cluster.device import Link
 from penstock.measure.messages import Times, Wires, time_messages
 from penstock.transport.collectives import broadcast
 
-#: Bytes of the messages that are timed, and the seconds of one after which no longer ones follow:
-#: what is left to learn of a link that takes this long for a message is its bandwidth, which the
-#: last two sizes show.
+#: Bytes of the messages that are timed, and the seconds over the shortest one after which no longer
+#: ones follow: what is left to learn of a link that takes this much longer is its bandwidth, which
+#: the last two sizes show. The latency does not count: a link with a long one may be fast.
 _SIZES: Final = (64, 2**14, 2**17, 2**20, 2**22, 2**24)
 _LONG_S: Final = 0.1
 
@@ -87,7 +87,7 @@ def link_of(times: Times) -> Link:
 
 
 def _time_pair(peer: int, wires: Wires) -> Times:
-    """Time messages to a rank, longer and longer ones, until one takes long."""
+    """Time messages to a rank, longer and longer ones, until one takes much longer than the first."""
     sizes: list[int] = []
     seconds: list[float] = []
     for size in _SIZES:
@@ -95,6 +95,6 @@ def _time_pair(peer: int, wires: Wires) -> Times:
         sizes.append(size)
         # A longer message takes no less time; a disturbance would make it seem so.
         seconds.append(max(times.fresh_s[0], *seconds[-1:], 0.0))
-        if seconds[-1] > _LONG_S:
+        if seconds[-1] - seconds[0] > _LONG_S:
             break
     return Times(tuple(sizes), tuple(seconds))

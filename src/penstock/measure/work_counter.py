@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import SettingError
 from penstock.grad.saved_version import observing_saved_tensors
 from penstock.grad.split import input_grad, weight_grad
+from penstock.measure.example_samples import checked_tensors, tensors_in
 from penstock.measure.op_work import OpWork, op_work
 from penstock.measure.timed_passes import Loss, WithLoss, bytes_of, named_failure
 from penstock.profile.counts import LayerCounts, ModelCounts, Work
@@ -41,8 +42,7 @@ def count(
     """Count the work of every layer in each phase (operations, bytes and launches), and its bytes.
 
     All layers run on fake CPU tensors: no number is computed and no memory allocated, so that a
-        model
-    of any size is counted in seconds. Phases and bytes are those of `penstock.profile`, except for
+    model of any size is counted in seconds. Phases and bytes are those of `penstock.profile`, except for
     what recurrent layers save internally (see `op_work`). The model is left unchanged.
 
     Args:
@@ -57,7 +57,7 @@ def count(
         LayerFailed: a layer raised an error, for example because it reads values.
     """
     traced = model if isinstance(model, TracedChain) else chain(model)
-    tensors = _tensors_with_samples(example)
+    tensors = checked_tensors(example)
     batch = int(tensors[0].shape[0]) if batch is None else batch
     if batch < 1:
         raise SettingError(f"batch {batch} must be 1 or more")
@@ -109,23 +109,9 @@ def _count_size(
         if isinstance(module, WithLoss):
             output_bytes = module.output_bytes
         else:
-            output_bytes = bytes_of(_tensors(value))
+            output_bytes = bytes_of(tensors_in(value))
         layers.append((phases, output_bytes))
     return layers
-
-
-def _tensors_with_samples(example: Any) -> list[Tensor]:
-    """Return the tensors of an example.
-
-    Raises:
-        SettingError: there are none, or one has no samples.
-    """
-    tensors = _tensors(example)
-    if not tensors or any(tensor.dim() == 0 or tensor.shape[0] == 0 for tensor in tensors):
-        raise SettingError(
-            "the example must be tensors with at least one sample in their first dimension"
-        )
-    return tensors
 
 
 def _bytes_per_sample(tensors: Sequence[Tensor]) -> float:
@@ -209,11 +195,6 @@ def _fake_inputs(modules: Sequence[nn.Module], example: Any, size: int) -> Any:
     return _fake_samples(example, size)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Return all tensors of a nested value."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def _count_layer(module: nn.Module, value: Any, *, inner: bool) -> tuple[_Phases, Any]:
     """Return one layer's phases and its output; the first layer needs no input gradient.
 
@@ -224,11 +205,11 @@ def _count_layer(module: nn.Module, value: Any, *, inner: bool) -> tuple[_Phases
     """
     inputs, _ = _detached_inputs(value, needs_grad=inner)
     output, forward = _count_ops(lambda: module(inputs))
-    roots = [leaf for leaf in _tensors(output) if leaf.requires_grad]
+    roots = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
     grads: list[Tensor | None] = [torch.ones_like(root) for root in roots]
     _, backward = _count_ops(lambda: torch.autograd.backward(roots, grads) if roots else None)
     inputs, leaves = _detached_inputs(value, needs_grad=inner)
-    roots = [leaf for leaf in _tensors(module(inputs)) if leaf.requires_grad]
+    roots = [leaf for leaf in tensors_in(module(inputs)) if leaf.requires_grad]
     (_, pending), input_ops = _count_ops(lambda: input_grad(roots, grads, leaves))
     _, weight_ops = _count_ops(lambda: weight_grad(pending))
     for parameter in module.parameters():
@@ -341,7 +322,7 @@ def _activation_bytes(
                 inputs.append([])
                 continue
             layer = index
-            inputs.append(_tensors(value))
+            inputs.append(tensors_in(value))
             value = module(value)
     entries = []
     for index, tensors in enumerate(inputs):

@@ -55,7 +55,6 @@ def _scale_all(profile: Profile, factor: float) -> Profile:
         update_s_per_byte=factor * profile.update_s_per_byte,
         update_fixed_s=factor * profile.update_fixed_s,
         accumulate_s_per_byte=factor * profile.accumulate_s_per_byte,
-        busy_ranks=1,
     )
 
 
@@ -87,18 +86,39 @@ def profiles_of(profiles: Profiles, cluster: Cluster) -> tuple[Profile, ...]:
             f"{', '.join(by_name) or 'nothing'}: measure the model on that device (ps.profile, or "
             f"penstock profile), and add the profile under the name {missing[0]!r}"
         )
-    return tuple(
-        _alone(by_name[device.name], rank, cluster) for rank, device in enumerate(cluster.devices)
-    )
+    alone_by_name: dict[str, Profile] = {}
+    for name, rank in _rank_on_largest_node(cluster).items():
+        alone_by_name[name] = _alone(by_name[name], rank, cluster)
+    return tuple(alone_by_name[device.name] for device in cluster.devices)
+
+
+def _rank_on_largest_node(cluster: Cluster) -> dict[str, int]:
+    """Return by kind of device its first rank on the node with the most ranks: a profile of busy
+    ranks is taken to be measured there.
+    """
+    rank_of: dict[str, int] = {}
+    most: dict[str, int] = {}
+    for rank, device in enumerate(cluster.devices):
+        count = len(cluster.ranks_of_node(cluster.node(rank)))
+        if count > most.get(device.name, 0):
+            rank_of[device.name], most[device.name] = rank, count
+    return rank_of
 
 
 def _alone(profile: Profile, rank: int, cluster: Cluster) -> Profile:
-    """Return the profile of a rank that computes alone, from one measured on busy ranks."""
+    """Return the profile of a rank that computes alone, from one measured on busy ranks.
+
+    It says that one rank was busy, also where the others did not slow it down: those of a part of
+    the cluster are derived from it, and must not be corrected again.
+    """
     if profile.busy_ranks == 1:
         return profile
     node_ranks = cluster.ranks_of_node(cluster.node(rank))
     measured = cluster.slowdown(rank, node_ranks[: profile.busy_ranks])
-    return scale_profile(profile, 1 / measured)
+    scaled = scale_profile(profile, 1 / measured)
+    # One object per kind of device, as in `scale_profile`.
+    alone: Profile = scaled.__dict__.setdefault("_alone", replace(scaled, busy_ranks=1))
+    return alone
 
 
 def busy_profiles(

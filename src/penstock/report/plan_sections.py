@@ -134,10 +134,16 @@ def _reason(plan: Plan) -> str:
     difference = slowdown(second.step_s, best.step_s)
     if difference == "equal":
         return text + f"The next candidate, {second_name}, is as fast."
+    if second.step_s < best.step_s:
+        # A faster candidate is only in the table if it does not fit into memory.
+        return text + (
+            f"No other candidate fits into memory: {second_name} would take "
+            f"{difference.removeprefix('-')} less, but {second.why}."
+        )
     return text + (
-        f"The next candidate, {second_name}, takes {difference} longer; what limits it is "
-        f"{second.why}."
-    ).replace("+", "")
+        f"The next candidate, {second_name}, takes {difference.removeprefix('+')} longer; what "
+        f"limits it is {second.why}."
+    )
 
 
 def _bound_text(plan: Plan) -> str:

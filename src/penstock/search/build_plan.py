@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Final, cast
 
 import numpy as np
@@ -19,6 +18,7 @@ from penstock.search.request import PlanRequest
 from penstock.simulate.memory_curves import Changes
 from penstock.simulate.plan_costs import all_reduce_seconds
 from penstock.simulate.simulate import simulate_schedule, tables_of
+from penstock.simulate.stage_seconds import stage_seconds
 
 #: Maximum number of rows in the plan's table of candidates.
 ROWS = 12
@@ -130,17 +130,18 @@ def _busy_seconds(chosen: Evaluated) -> tuple[float, ...]:
     if schedule.stream is not None or chosen.recompute is not Recompute.NEVER:
         return ()
     samples = placed.request.batch / schedule.slices
-    ends = [0, *accumulate(placed.proposal.lengths)]
     busy: list[float] = []
+    seconds_of_profile: dict[int, dict[Phase, list[float]]] = {}
     for rank, program in enumerate(schedule.programs):
         profile = placed.request.profile_of(rank)
-        seconds_of_kind = {
-            kind: profile.seconds(phase, samples) for kind, phase in _PHASE_OF_KIND.items()
-        }
+        if id(profile) not in seconds_of_profile:
+            lengths = placed.proposal.lengths
+            seconds_of_profile[id(profile)] = stage_seconds(profile, lengths, samples)
+        seconds = seconds_of_profile[id(profile)]
         total_s = 0.0
         for op in program:
-            if op.kind in seconds_of_kind:
-                total_s += sum(seconds_of_kind[op.kind][ends[op.stage] : ends[op.stage + 1]])
+            if op.kind in _PHASE_OF_KIND:
+                total_s += seconds[_PHASE_OF_KIND[op.kind]][op.stage]
         busy.append(total_s)
     return tuple(busy)
 

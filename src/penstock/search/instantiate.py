@@ -341,7 +341,7 @@ def needs_costs(name: str) -> bool:
 
 
 def best(feasible: Iterable[Evaluated], most_s: float = math.inf) -> Evaluated:
-    """Return the fastest candidate; of those within 0.1 % of it a synchronous one, then the one
+    """Return the fastest candidate; of those as fast, up to rounding, a synchronous one, then the one
     with the least memory (to about 2 %), then the one with the fewest micro-batches.
 
     No candidate slower than `most_s` is preferred to a faster one.

@@ -284,13 +284,14 @@ class PlanSearch:
         return self._cuts[key]
 
     def _devices_key(self, shape: Shape) -> object:
-        """Return a key that is equal for shapes whose pipelines are cut alike: the profiles and
-        links along the first.
+        """Return a key that is equal for shapes whose pipelines are cut alike: the profiles, their
+        slowdowns and the links along the first.
         """
         cluster = self.request.cluster
         profiles = tuple(id(self.request.profile_of(rank)) for rank in shape.first)
+        slowdowns = tuple(cluster.slowdown(rank, shape.devices) for rank in shape.first)
         links = tuple(id(cluster.link(a, b)) for a, b in pairwise(shape.first))
-        return profiles, links
+        return profiles, slowdowns, links
 
 
 def _devices_of(configuration: Configuration, schedule: Schedule) -> tuple[int, ...]:

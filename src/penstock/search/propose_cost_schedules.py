@@ -26,10 +26,10 @@ MOST_OPS = 400
 def cost_schedules(request: PlanRequest, candidates: Sequence[Evaluated]) -> Iterator[Proposal]:
     """Yield proposals with the cut of each candidate and programs ordered for its costs.
 
-    Candidates count if they have one stage per rank and no replicas, see `is_plain`. The programs are those of the
-    zero-bubble heuristic; with a budget of 20 s or more, for the first candidate also the result of
-    a search within the memory that activations may use. Nothing is proposed if schedules were named
-    or the weight rule is not "flush".
+    Candidates count if they have one stage per rank and no replicas, see `is_plain`. The programs
+    are those of the zero-bubble heuristic; with a budget of 20 s or more, for the first candidate
+    also the result of a search within the memory that activations may use. Nothing is proposed if
+    schedules were named or the weight rule is not "flush".
     """
     if request.schedules is not None or (request.weights or "flush") != "flush":
         return

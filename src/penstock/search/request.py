@@ -247,7 +247,8 @@ class PlanRequest:
 
     def busy_on(self, devices: Sequence[int], busy: Sequence[int] = ()) -> PlanRequest:
         """Return the same request for some of the cluster's devices, in this order, with their
-        seconds while they are all busy.
+        seconds while they are all busy. Devices that others slow down differently are of different
+        kinds in it.
 
         Args:
             devices: ranks of the cluster.
@@ -259,16 +260,16 @@ class PlanRequest:
         busy_ranks = tuple(busy or chosen)
         if (chosen, busy_ranks) not in self._busy_requests:
             kinds: dict[str, Profile] = {}
+            devices_by_kind = []
             for rank in chosen:
-                # One profile per kind: where nodes differ in their busy ranks, the slowest.
-                factor = max(
-                    cluster.slowdown(other, busy_ranks)
-                    for other in chosen
-                    if cluster.devices[other].name == cluster.devices[rank].name
-                )
-                kinds[cluster.devices[rank].name] = scale_profile(self.profile_of(rank), factor)
+                factor = cluster.slowdown(rank, busy_ranks)
+                device = cluster.devices[rank]
+                kind = f"{device.name}, {factor!r} times as long"
+                kinds[kind] = scale_profile(self.profile_of(rank), factor)
+                devices_by_kind.append(replace(device, name=kind))
+            busy_cluster = replace(cluster.on(chosen), devices=tuple(devices_by_kind))
             self._busy_requests[chosen, busy_ranks] = replace(
-                self, profiles=kinds, cluster=cluster.on(chosen)
+                self, profiles=kinds, cluster=busy_cluster
             )
         return self._busy_requests[chosen, busy_ranks]
 

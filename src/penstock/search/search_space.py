@@ -6,6 +6,7 @@ Estimates order the search; lower bounds let it skip configurations without simu
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -249,7 +250,7 @@ class SearchSpace:
         parameter_bytes = sum(layer.parameter_bytes for layer in self.request.profile)
         update_s_per_byte = min(self.request.profile_of(rank).update_s_per_byte for rank in kinds)
         update_s = parameter_bytes * update_s_per_byte / shape.ranks
-        busy, all_busy = self._slowdown(shape.devices), self._slowdown(range(ranks))
+        busy, all_busy = self._slowdown(shape.devices), self._least_slowdown
         return Load(
             ranks=shape.ranks,
             pipelines=shape.pipelines,
@@ -268,6 +269,23 @@ class SearchSpace:
         if all(device.together == 1 for device in cluster.devices):
             return 1.0
         return min(cluster.slowdown(rank, busy) for rank in busy)
+
+    @cached_property
+    def _least_slowdown(self) -> float:
+        """The least slowdown of a node's ranks while they share work in any way, also if only some of
+        them are busy.
+
+        Where all together are slower than one, one alone does all the work. Of ranks of several
+        kinds on a node the fastest may be busy alone: there it is 1.
+        """
+        cluster = self.request.cluster
+        least = math.inf
+        for node in range(cluster.nodes):
+            ranks = cluster.ranks_of_node(node)
+            if len(self._kinds(ranks)) > 1:
+                return 1.0
+            least = min(least, cluster.slowdown(ranks[0], ranks), len(ranks))
+        return least
 
     def _gradient_sync_s(self, shape: Shape) -> float:
         """Estimate the seconds of the gradient all-reduce among the replicas of a stage."""

@@ -47,14 +47,14 @@ def test_no_cut_is_faster_than_its_bound(profile, cluster, batch, data):
     space = SearchSpace(request, shapes(request))
     configuration = data.draw(st.sampled_from(space.configurations))
     search = PlanSearch(request)
-    made = search.schedule_of(configuration)
-    if made is None:
+    pipeline = search.schedule_of(configuration)
+    if pipeline is None:
         return
     samples = batch / configuration.micro_batches
     cuts = all_cuts(len(profile), configuration.stages)
-    bounds = CutBounds(request, configuration.shape, made, samples).seconds(cuts)
+    bounds = CutBounds(request, configuration.shape, pipeline, samples).seconds(cuts)
     for ends, bound_s in zip(cuts, bounds.tolist(), strict=True):
-        proposal = search.proposal_of(configuration, made, lengths_of(ends))
+        proposal = search.proposal_of(configuration, pipeline, lengths_of(ends))
         try:
             candidate = evaluate(instantiate(request, proposal))[-1]
         except PenstockError:
@@ -90,16 +90,16 @@ def test_the_bound_is_no_weaker_than_that_of_one_schedule(profile, name, micro_b
     link = Link(1e-4, 1e7)
     cluster = Cluster("c", (Device("d", 10**12),) * 2, 1, link, link)
     request = PlanRequest(profile, cluster, 4, asynchronous=True)
-    made = schedule(name, 4 if name in ("interleaved", "zb-v") else 2, micro_batches)
-    cuts = all_cuts(len(profile), made.stages)
+    pipeline = schedule(name, 4 if name in ("interleaved", "zb-v") else 2, micro_batches)
+    cuts = all_cuts(len(profile), pipeline.stages)
     shape = Shape(1, 2, (0, 1))
-    bounds = CutBounds(request, shape, made, 4 / micro_batches).seconds(cuts)
+    bounds = CutBounds(request, shape, pipeline, 4 / micro_batches).seconds(cuts)
     space_search = PlanSearch(request)
     for configuration in SearchSpace(request, [shape]).configurations:
-        if (configuration.schedule, configuration.stages) == (name, made.stages):
+        if (configuration.schedule, configuration.stages) == (name, pipeline.stages):
             break
     for ends, bound_s in zip(cuts, bounds.tolist(), strict=True):
-        proposal = space_search.proposal_of(configuration, made, lengths_of(ends))
+        proposal = space_search.proposal_of(configuration, pipeline, lengths_of(ends))
         placed = instantiate(request, proposal)
         if placed.schedule.micro_batches == micro_batches:
-            assert bound_s >= schedule_bound_s(made, placed.costs) * (1 - 1e-6)
+            assert bound_s >= schedule_bound_s(pipeline, placed.costs) * (1 - 1e-6)

@@ -43,32 +43,32 @@ def two_cores(monkeypatch):
 def records(two_cores):
     """Made-up records of all cells: DeepSpeed missing on 8 devices, one system failing."""
     numbers = random.Random(7)
-    made = []
+    records = []
     for cell in all_cells(Settings()):
         if cell.system == "deepspeed" and cell.stages == 8:
-            made.append(Record(cell, "missing", "not installed: no module deepspeed"))
+            records.append(Record(cell, "missing", "not installed: no module deepspeed"))
             continue
         if cell.system == "fsdp2":
-            made.append(Record(cell, "failed", "rank 0: something"))
+            records.append(Record(cell, "failed", "rank 0: something"))
             continue
         seconds = tuple(numbers.uniform(0.1, 0.2) * cell.stages for _ in range(3))
         losses = tuple(numbers.uniform(3, 4) for _ in range(3))
         notes = {"data_parallel_size": 1} if cell.system == "deepspeed" else {}
         extra = {"ranks": cell.stages, "lengths": [10, 9], "steps_per_unit": 1, "notes": notes}
-        made.append(Record(cell, "ok", "", Outcome(seconds, losses, (5, 7), extra=extra)))
-    return made
+        records.append(Record(cell, "ok", "", Outcome(seconds, losses, (5, 7), extra=extra)))
+    return records
 
 
 @pytest.fixture
 def tables(records):
     """The tables of the report, by name."""
     report = study_entry("paper").study().report(Settings(), records)
-    found = {}
+    tables_by_name = {}
     for section in report.pages[0].sections:
         for block in section.blocks:
             if hasattr(block, "rows"):
-                found[block.name] = block
-    return found
+                tables_by_name[block.name] = block
+    return tables_by_name
 
 
 def test_the_papers_56_cells_are_all_there():

@@ -48,6 +48,22 @@ def test_the_table_has_means_ratios_and_the_ideal_bubble():
     assert "micro-batches: 8 is the fastest; 1 takes 2.00 times as long." in report.pages[0].summary
 
 
+def test_the_text_of_a_factor_has_the_values_that_its_runs_have():
+    """The model of which the balance varies has 10 blocks; the text used to say 8."""
+    settings = Settings(repetitions=1)
+    cells = Factors().cells(settings)
+    uneven = next(cell for cell in cells if cell.balance == "10-2")
+    assert dict(uneven.model_options)["layers"] == 10
+    sections = Factors().report(settings, []).pages[0].sections
+    text_of = {section.title: section.blocks[0].text for section in sections}
+    assert text_of["Factor: balance"] == (
+        "All else is equal: micro-batches 8, stages 2, depth 10, input 64."
+    )
+    assert text_of["Factor: stages"] == (
+        "All else is equal: micro-batches 8, balance bottleneck, depth 8, input 64."
+    )
+
+
 def test_a_value_without_runs_says_so():
     """An unfinished study has a report, too."""
     report = Factors().report(Settings(repetitions=1), [])

@@ -105,13 +105,13 @@ class CutBounds:
 
     @cached_property
     def _kinds_of_stage(self) -> list[list[int]]:
-        """Per stage, one of the cluster's devices of each kind that holds it."""
+        """Per stage, one of the cluster's devices of each kind and slowdown that holds it."""
         kinds = []
         for ranks in self.schedule.ranks_of_stage:
             device_of: dict[int, int] = {}
             for rank in ranks:
                 device = self._device(rank)
-                device_of.setdefault(id(self.request.profile_of(device)), device)
+                device_of.setdefault(id(self._profile(device)), device)
             kinds.append(list(device_of.values()))
         return kinds
 

@@ -68,7 +68,9 @@ def explore_cuts(search: PlanSearch, configurations: Iterable[Configuration]) ->
             enumerations.append(_Enumeration.of(search, configuration, schedule, bounds))
             enumerations[-1].evaluate(search, FIRST_CUTS)
         else:
-            complete &= _climb(search, configuration, schedule, bounds)
+            # The bound of the cut that a local search reaches says nothing about all other cuts.
+            complete = False
+            _climb(search, configuration, schedule, bounds)
     # Where bounds are weak, one configuration has thousands of cuts below the best time: all take
     # turns, so that each schedule has its most promising cuts simulated.
     count = FIRST_CUTS
@@ -130,14 +132,13 @@ class _Enumeration:
 
 def _climb(
     search: PlanSearch, configuration: Configuration, schedule: Schedule, bounds: CutBounds
-) -> bool:
+) -> None:
     """Simulate the cut of a configuration with the least bound that a local search reaches, and
-    move its boundaries while that helps. Return whether no other cut can win, which only a bound
-    above the best time shows.
+    move its boundaries while that helps.
     """
     start = search.lengths_of(configuration, schedule, "time")
     if start is None:
-        return False
+        return
     ends = np.array([np.concatenate([[0], np.cumsum(start)])])
     search.work += sum(map(len, schedule.programs))
     least = float(bounds.seconds(ends)[0])
@@ -150,11 +151,10 @@ def _climb(
             break
         least, ends = float(seconds[place]), neighbours[place : place + 1]
     if least >= search.best_s:
-        return False
+        return
     candidate = search.evaluate(_proposal(search, configuration, schedule, ends[0]))
     if candidate is not None:
         refine_cut(search, candidate)
-    return False
 
 
 def _neighbours(ends: Array) -> Array:

@@ -117,7 +117,8 @@ def _bound_s(request: PlanRequest, replicas: tuple[int, ...], micro_batches: int
     sums = np.concatenate([[0.0], np.cumsum(f + np.minimum(b, i + w))])
     ends = all_cuts(len(request.profile), len(replicas))
     stage_s = (sums[ends[:, 1:]] - sums[ends[:, :-1]]) / np.array(replicas)
-    slowdown = request.cluster.slowdown(0, range(sum(replicas)))
+    busy = range(sum(replicas))
+    slowdown = min(request.cluster.slowdown(rank, busy) for rank in busy)
     least: float = stage_s.max(axis=1).min()
     return micro_batches * least * slowdown * (1 - ROUNDING)
 

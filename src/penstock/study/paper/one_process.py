@@ -32,7 +32,7 @@ class Work:
 
 
 def makespan(schedule: Schedule, work: Callable[[Op], Work], pieces: int = 8) -> float:
-    """Seconds until all threads and devices are done.
+    """Return the seconds until all threads and devices have finished.
 
     Raises:
         ValueError: the programs wait for each other for ever.
@@ -41,21 +41,24 @@ def makespan(schedule: Schedule, work: Callable[[Op], Work], pieces: int = 8) ->
 
 
 class _Run:
+    """The state of all threads and devices while a schedule runs."""
+
     def __init__(self, schedule: Schedule, work: Callable[[Op], Work], pieces: int) -> None:
         self.schedule, self.work, self.pieces = schedule, work, pieces
         self.known = frozenset(schedule.ops)
         self.host_end: dict[Op, float] = {}
         self.device_end: dict[Op, float] = {}
-        self.place = [0] * schedule.ranks  # of the op that each rank is at, in its program
+        # The place in its program of the op that each rank is at.
+        self.place = [0] * schedule.ranks
         self.thread_free = [0.0] * schedule.ranks
         self.device_free = [0.0] * schedule.ranks
         self.waiting: dict[Op, list[int]] = {}
-        self.turns: list[
-            tuple[float, int, int]
-        ] = []  # (when a thread asks for the lock, rank, pieces it has done)
+        # When a thread asks for the lock, its rank, and the pieces of its op that have run.
+        self.turns: list[tuple[float, int, int]] = []
         self.started = [0.0] * schedule.ranks
 
     def seconds(self) -> float:
+        """Run everything, and return the seconds that it takes."""
         for rank in range(self.schedule.ranks):
             self._begin(rank)
         lock_free = 0.0
@@ -70,12 +73,12 @@ class _Run:
             else:
                 self._finish(rank, ended, work)
         if len(self.host_end) < len(self.schedule.ops):
-            raise ValueError(
-                f"{len(self.schedule.ops) - len(self.host_end)} ops of {self.schedule.name} wait for ever"
-            )
+            waiting = len(self.schedule.ops) - len(self.host_end)
+            raise ValueError(f"{waiting} ops of {self.schedule.name} wait for ever")
         return max(*self.host_end.values(), *self.device_end.values())
 
     def _op(self, rank: int) -> Op:
+        """Return the op that a rank is at."""
         return self.schedule.programs[rank][self.place[rank]]
 
     def _needs(self, op: Op) -> list[Op]:
@@ -98,6 +101,7 @@ class _Run:
         heapq.heappush(self.turns, (self.started[rank], rank, 0))
 
     def _finish(self, rank: int, ended: float, work: Work) -> None:
+        """End the op that a rank is at, and begin the next one and those that waited for it."""
         op = self._op(rank)
         self.host_end[op] = self.thread_free[rank] = ended
         ready = max(

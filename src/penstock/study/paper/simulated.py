@@ -75,6 +75,7 @@ def counts() -> ModelCounts:
 
 
 def _merged(parts: Sequence[LayerCounts]) -> LayerCounts:
+    """Return the work of consecutive layers as that of one."""
     works: dict[str, Any] = {}
     for phase in PHASES:
         works[phase] = tuple(work for part in parts for work in part.work(phase))
@@ -90,8 +91,8 @@ def _merged(parts: Sequence[LayerCounts]) -> LayerCounts:
 
 @cache
 def profile(launch_s: float = 0.0) -> Profile:
-    """What an A100 takes, launches at a cost of their own: convolutions and products in tf32,
-    PyTorch's default then.
+    """Return the profile of an A100 whose launches take `launch_s` each: convolutions and products
+    in tf32, PyTorch's default then.
     """
     device = replace(Presets.load().device("A100"), launch_s=launch_s)
     return roofline(counts(), device, dtype="tf32")
@@ -99,8 +100,8 @@ def profile(launch_s: float = 0.0) -> Profile:
 
 @cache
 def lengths(gpus: int, micro_batches: int, by: str = "time") -> tuple[int, ...]:
-    """The cut. By time, layers count by what they launch, as torchgpipe's balance by time finds on
-    a host-bound model.
+    """Return the layers per stage. By time, layers count by what they launch, as torchgpipe's balance
+    by time measures a model that the host limits.
     """
     options: dict[str, dict[str, float]] = {
         "size": {"batch": BATCH, "micro_batches": micro_batches},
@@ -110,7 +111,7 @@ def lengths(gpus: int, micro_batches: int, by: str = "time") -> tuple[int, ...]:
 
 
 def launches(cut: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Per stage, ops that a forward, a backward and an update launch."""
+    """Return per stage the number of ops that a forward, a backward and an update launch."""
     launches_of_stage, start = [], 0
     for length in cut:
         layers = counts().layers[start : start + length]
@@ -126,7 +127,7 @@ def launches(cut: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def device_seconds(cut: Sequence[int], samples: float) -> list[tuple[float, float]]:
-    """Per stage, what a forward and a backward take of the device."""
+    """Return per stage the device's seconds of a forward and of a backward."""
     forward, backward = (profile().seconds(phase, samples) for phase in ("forward", "backward"))
     ends = [sum(cut[: stage + 1]) for stage in range(len(cut))]
     return [
@@ -137,29 +138,32 @@ def device_seconds(cut: Sequence[int], samples: float) -> list[tuple[float, floa
 
 @cache
 def one_process_schedule(gpus: int, micro_batches: int) -> Schedule:
-    """torchgpipe's: all forwards, then backwards in reverse."""
+    """Return the schedule of torchgpipe: all forwards, then backwards in reverse."""
     return schedule("gpipe", stages=gpus, micro_batches=micro_batches, backward_order="reverse")
 
 
-def one_process_step(cell: PublishedCell, host: Host, *, always: bool = False) -> float:
-    """Seconds of a step of torchgpipe or FairScale; `always` recomputes the last micro-batch as
-    well.
+def one_process_step(cell: PublishedCell, host: Host) -> float:
+    """Return the seconds of a step of torchgpipe or FairScale, which recompute all micro-batches but
+    the last.
     """
     m = cell.micro_batches
     cut = lengths(cell.gpus, m)
     launched, devices = launches(cut), device_seconds(cut, BATCH / m)
 
     def work(op: Op) -> Work:
+        """Return the seconds of an op."""
         forward, backward, update = launched[op.stage]
         f, b = devices[op.stage]
         if op.kind is Kind.U:
             # One thread updates all: two launches for every tensor, zeroing and the step.
             return Work(2 * update * host.launch_s, 0.0)
-        again = op.kind is Kind.B and (always or op.micro_batch < m - 1)
         if op.kind is Kind.F:
             ops, seconds = forward, f
         else:
-            ops, seconds = backward + (update if m > 1 else 0) + forward * again, b + f * again
+            # With several micro-batches every tensor's gradient is added to by a launch.
+            ops, seconds = backward + (update if m > 1 else 0), b
+            if op.micro_batch < m - 1:
+                ops, seconds = ops + forward, seconds + f
         return Work(
             ops * host.launch_s * host.locked + host.task_s,
             ops * host.launch_s * (1 - host.locked),
@@ -181,8 +185,8 @@ class Engine:
 
 
 def process_each_step(cell: PublishedCell, engine: Engine) -> float:
-    """Seconds of a step of DeepSpeed: 1F1B, a process for each device, every layer recomputed by
-    itself.
+    """Return the seconds of a step of DeepSpeed: 1F1B, a process for each device, every layer
+    recomputed by itself.
     """
     m = cell.micro_batches
     cut = lengths(cell.gpus, m)
@@ -192,8 +196,8 @@ def process_each_step(cell: PublishedCell, engine: Engine) -> float:
         for (n, _, _), (f, _) in zip(launched, devices, strict=True)
     ]
     backward = [
-        max((n + again + tensors) * engine.launch_s, b + f) + engine.task_s
-        for (again, n, tensors), (f, b) in zip(launched, devices, strict=True)
+        max((recomputed + n + tensors) * engine.launch_s, b + f) + engine.task_s
+        for (recomputed, n, tensors), (f, b) in zip(launched, devices, strict=True)
     ]
     update = [2 * tensors * engine.launch_s for *_, tensors in launched]
     costs = Costs(forward=forward, backward=backward, update=update)
@@ -201,8 +205,8 @@ def process_each_step(cell: PublishedCell, engine: Engine) -> float:
 
 
 def fit(residual: Callable[[Sequence[float]], float], start: Sequence[float]) -> list[float]:
-    """The positive numbers with the least residual, one after the other by ever smaller factors: no
-    search by chance.
+    """Return the positive numbers with the least residual: one after the other is moved by ever
+    smaller factors, so that every run gives the same.
     """
     best, least, factor = list(start), residual(start), 1.5
     while factor > 1.002:
@@ -219,9 +223,12 @@ def fit(residual: Callable[[Sequence[float]], float], start: Sequence[float]) ->
 
 
 def host_residual(fitted_to: Sequence[PublishedCell]) -> Callable[[Sequence[float]], float]:
-    """How far off a host's three numbers are: squared logarithms of ours over theirs."""
+    """Return the residual of a host's three numbers: the sum of the squared logarithms of simulated
+    over published seconds.
+    """
 
     def residual(values: Sequence[float]) -> float:
+        """Return the residual of some numbers."""
         if values[1] > 1:
             return math.inf
         return sum(
@@ -233,9 +240,10 @@ def host_residual(fitted_to: Sequence[PublishedCell]) -> Callable[[Sequence[floa
 
 
 def engine_residual(fitted_to: Sequence[PublishedCell]) -> Callable[[Sequence[float]], float]:
-    """The same for DeepSpeed's two numbers."""
+    """Return the residual of DeepSpeed's two numbers likewise."""
 
     def residual(values: Sequence[float]) -> float:
+        """Return the residual of some numbers."""
         return sum(
             math.log(STEPS * process_each_step(cell, Engine(*values)) / cell.seconds) ** 2
             for cell in fitted_to

@@ -37,6 +37,8 @@ _BASE: dict[str, int | str] = {
     "depth": 8,
     "input": 64,
 }
+#: Depth of the model of which the balance varies.
+_BALANCE_DEPTH = 10
 _VALUES: dict[str, dict[str, tuple[int | str, ...]]] = {
     "small": {
         "micro-batches": (1, 2, 4, 8, 16),
@@ -96,9 +98,17 @@ class Factors:
         return Report(title, (Page(STUDY, title, tuple(sections), command, tuple(summary)),))
 
 
+def _base_of(factor: str) -> dict[str, int | str]:
+    """Return the values of the other factors while one varies. For balance the model has two more
+    blocks, so that 12 layers can be cut unevenly.
+    """
+    others = {name: value for name, value in _BASE.items() if name != factor}
+    return {**others, "depth": _BALANCE_DEPTH} if factor == "balance" else others
+
+
 def _cell(factor: str, value: int | str, settings: Settings) -> Cell:
     """Return the cell in which one factor has a value and the others have those of the base."""
-    factors: dict[str, int | str] = {**_BASE, factor: value}
+    factors = {**_base_of(factor), factor: value}
     stages, tokens = int(factors["stages"]), int(factors["input"])
     pipelined = stages > 1
     return Cell(
@@ -110,7 +120,7 @@ def _cell(factor: str, value: int | str, settings: Settings) -> Cell:
         balance=str(factors["balance"]) if pipelined else "",
         model="gpt",
         model_options=options(
-            layers=int(factors["depth"]) + (2 if factor == "balance" else 0),
+            layers=int(factors["depth"]),
             width=128,
             heads=4,
             tokens=tokens,
@@ -147,7 +157,7 @@ def _section(factor: str, rows: Sequence[tuple[int | str, list[Record]]]) -> Sec
     table = Table(
         f"factor-{factor}", f"By {factor}", _COLUMNS, table_rows, _ABOUT[factor], ("records.jsonl",)
     )
-    base = ", ".join(f"{name} {value}" for name, value in _BASE.items() if name != factor)
+    base = ", ".join(f"{name} {value}" for name, value in _base_of(factor).items())
     return Section(
         f"Factor: {factor}", (Text(f"All else is equal: {base}."), table, _chart(factor, rows))
     )

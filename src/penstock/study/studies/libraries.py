@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.peers.catalogue import system, systems
+from penstock.peers.measuring import BOUND
 from penstock.report.document import (
     Chart,
     Column,
@@ -18,6 +18,7 @@ from penstock.report.document import (
     Text,
     Value,
 )
+from penstock.search.schedules import schedules
 from penstock.study.catalogue import register
 from penstock.study.cell import Cell, Options, options
 from penstock.study.in_turn import REFERENCE
@@ -25,6 +26,7 @@ from penstock.study.ratios import Quartiles, quartiles, ratios
 from penstock.study.records import Record
 from penstock.study.runner import comparison
 from penstock.study.settings import Settings
+from penstock.study.tables import typical_seconds
 
 STUDY = "libraries"
 #: Options of systems that are compared besides the defaults.
@@ -34,6 +36,9 @@ VARIANTS: dict[str, tuple[Options, ...]] = {
     "penstock-pipe": (options(checkpoint="never"), options(checkpoint="always")),
     "ddp": ((), options(accumulate=True)),
 }
+#: GPipe written by hand without checks: what a pipeline cannot leave out. They are in the tables,
+#: but are no libraries.
+_FLOORS = ("floor-gloo", "floor-memory")
 #: Systems that are compared as equals, by stages per rank.
 _CLASSES = {
     1: "One stage per rank",
@@ -178,7 +183,13 @@ _COLUMNS = (
     Column("ratio", "number", 2, "time over that of Penstock's 1F1B in the same round, median"),
     Column("from", "number", 2, "first quartile of the ratio"),
     Column("to", "number", 2, "third quartile of the ratio"),
-    Column("of bound", "percent", 0, "what no step on this cut can be faster than, over the step"),
+    Column(
+        "of bound",
+        "percent",
+        0,
+        "what no step can be faster than, over the step; where a rank has one stage of the cut and "
+        "whole backwards",
+    ),
     Column("rank", "bytes", about="largest peak memory of a process, above its imports"),
     Column("all ranks", "bytes", about="sum over processes"),
     Column("gradients", about="largest error of a gradient over the largest gradient"),
@@ -197,7 +208,7 @@ def _table(
     bound = _bound(comparison_records)
     rows = []
     for record in records:
-        if record.cell.system != "bound":
+        if record.cell.system != BOUND:
             rows.append(_row(record, reference, bound))
     rows.sort(key=lambda row: (row[1] is None, row[1] if isinstance(row[1], float) else 0.0))
     return Table(name, title, _COLUMNS, tuple(rows), "", ("records.jsonl",))
@@ -206,17 +217,16 @@ def _table(
 def _row(record: Record, reference: Record | None, bound: float | None) -> tuple[Value, ...]:
     """Return the row of a system."""
     outcome = record.outcome
-    step = statistics.median(outcome.seconds) if outcome.seconds else None
+    step = typical_seconds(record) if outcome.seconds else None
     spread = _quartiles(record, reference)
     error = outcome.extra.get("gradient_error")
-    has_cut = system(record.cell.system).pipeline and record.cell.schedule != "auto"
     return (
         record.cell.system_label,
         step,
         spread.median if spread else None,
         spread.low if spread else None,
         spread.high if spread else None,
-        bound / step if bound and step and has_cut else None,
+        bound / step if bound and step and _is_bounded(record.cell) else None,
         max(outcome.peak_bytes, default=None),
         sum(outcome.peak_bytes) if outcome.peak_bytes else None,
         f"{error:.0e}" if error is not None else "",
@@ -224,30 +234,43 @@ def _row(record: Record, reference: Record | None, bound: float | None) -> tuple
     )
 
 
+def _is_bounded(cell: Cell) -> bool:
+    """Return whether the bound of `penstock.peers.measuring.bound_seconds` holds for a system.
+
+    It is derived for one process per stage and whole backwards. A split backward lets a rank work
+    while its gradient passes the stages before it; two stages on a rank have another cut, and
+    several threads take less time for an op than the one with which ops are timed.
+    """
+    chosen = system(cell.system)
+    if chosen.processes != "ranks" or chosen.stages_per_rank(cell.schedule) != 1:
+        return False
+    if not cell.schedule:
+        return True
+    facts = schedules().get(cell.schedule)
+    return facts is not None and not facts.splits_backward
+
+
 def _bound(records: Sequence[Record]) -> float | None:
     """Return the median bound of a comparison, from ops timed alone."""
     for record in records:
-        if record.cell.system == "bound" and record.ok:
-            return statistics.median(record.outcome.seconds)
+        if record.cell.system == BOUND and record.ok:
+            return typical_seconds(record)
     return None
 
 
 def _fastest(records: Sequence[Record]) -> dict[str, Record]:
-    """Return the fastest record of each library, floors and the bound excepted."""
+    """Return the fastest record of each library, the fastest library first; floors and the bound
+    are none.
+    """
     fastest: dict[str, Record] = {}
     for record in records:
         name = record.cell.system
-        if not record.ok or not record.outcome.seconds or name == "bound":
+        if not record.ok or not record.outcome.seconds or name in (BOUND, *_FLOORS):
             continue
         best = fastest.get(name)
-        if best is None or _median_step(record) < _median_step(best):
+        if best is None or typical_seconds(record) < typical_seconds(best):
             fastest[name] = record
-    return dict(sorted(fastest.items(), key=lambda pair: _median_step(pair[1])))
-
-
-def _median_step(record: Record) -> float:
-    """Return the median step of a record."""
-    return statistics.median(record.outcome.seconds)
+    return dict(sorted(fastest.items(), key=lambda pair: typical_seconds(pair[1])))
 
 
 def _best_table(name: str, records: Sequence[Record], reference: Record | None) -> Table:
@@ -262,7 +285,7 @@ def _best_table(name: str, records: Sequence[Record], reference: Record | None) 
             (
                 library,
                 best.cell.system_label,
-                _median_step(best),
+                typical_seconds(best),
                 spread.median if spread else None,
                 spread.low if spread else None,
                 spread.high if spread else None,

@@ -30,7 +30,7 @@ _MIB = 2**20
 #: two needs half.
 _SIZES = {"small": (2, 1024, 200), "full": (4, 4096, 2000)}
 _LAYERS, _BATCH, _MICRO_BATCHES = 18, 64, 4
-#: Systems and schedules that are compared; None: the system has no schedules.
+#: Systems and schedules that are compared; "": the system has no schedules.
 _ENTRANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("plain", ("",)),
     ("ddp", ("",)),

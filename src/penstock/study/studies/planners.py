@@ -15,7 +15,7 @@ from penstock.study.settings import Settings
 from penstock.study.tables import reason_of
 
 STUDY = "planners"
-#: Model, options, samples per batch, input.
+#: By name: model, its options, and samples per batch.
 _WORKLOADS: dict[str, tuple[str, dict[str, int], int]] = {
     "vgg16": ("vgg16", {"image": 224}, 1024),
     "resnet50": ("resnet50", {"image": 224}, 1024),

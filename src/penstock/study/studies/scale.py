@@ -163,7 +163,8 @@ def _costs(configuration: Configuration, stages: int) -> Costs:
     forward = [layer_s] * (stages - 1) + [last_s]
     # The head is not recomputed.
     input_grad = [2 * layer_s] * (stages - 1) + [2 * layer_s + head_flops / rate]
-    # Half of what crosses a boundary in fp16, scattered over the GPUs of a tensor-parallel group.
+    # What crosses a boundary in fp16 is scattered over the GPUs of a tensor-parallel group, each of
+    # which sends its part through its own network card.
     message_bytes = 2 * _SEQUENCE * c.hidden / c.tensor
     weights = c.parameters / (c.pipeline * c.tensor)
     return Costs(

@@ -36,7 +36,7 @@ from penstock.study.intervals import mean_interval
 from penstock.study.records import Outcome, Record
 from penstock.study.settings import Settings
 from penstock.study.statistics import final_loss
-from penstock.study.tables import by_group, reason_of, runs_that_ended
+from penstock.study.tables import by_group, reason_of, runs_that_ended, typical_seconds
 from penstock.tracing.traced_chain import chain
 from penstock.training.config import TrainConfig
 from penstock.training.optimizer import optimizer_factory
@@ -205,7 +205,7 @@ Groups = dict[Cell, list[Record]]
 
 def _batch_s(group: Sequence[Record]) -> list[float]:
     """Return the median seconds of a batch per repetition that ended."""
-    return [statistics.median(record.outcome.seconds) for record in runs_that_ended(group)]
+    return [typical_seconds(record) for record in runs_that_ended(group)]
 
 
 def _loss(group: Sequence[Record]) -> float | None:
