@@ -67,7 +67,12 @@ class Hosts:
 
     def _limit(self, namespace: str, interface: str) -> None:
         """Limit what an interface sends."""
-        rate = ("rate", f"{self._mbit}mbit", "burst", "256kb", "latency", "100ms")
+        # What passes at once after a pause: what a card sends in 0.5 ms. On links above 100 Mbit/s a
+        # whole segment of 64 KiB at least, which would be cut by the CPU otherwise; on slower ones
+        # that is too much, since whole messages would arrive as over a fast link.
+        least = 16_000 if self._mbit <= 100 else 70_000
+        burst = max(least, int(self._mbit * 1e6 / 8 * 5e-4))
+        rate = ("rate", f"{self._mbit}mbit", "burst", str(burst), "latency", "100ms")
         words = ("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf")
         _run(*words, *rate)
 

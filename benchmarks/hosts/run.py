@@ -154,7 +154,7 @@ def main() -> None:
         sys.exit("network namespaces need root: sudo python benchmarks/hosts/run.py")
     cells = []
     with tempfile.TemporaryDirectory(prefix="penstock-hosts-") as folder:
-        for workload in arguments.workload or WORKLOADS:
+        for workload in arguments.workload or ("vgg16", "mlp"):
             for hosts in arguments.hosts or (2,):
                 for mbit in arguments.mbit or (100, 1000):
                     print(f"{workload}, {hosts} hosts, {mbit} Mbit/s", flush=True)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.cluster.device import Link
 from penstock.schedule.op import Kind
-from penstock.simulate.plan_costs import all_reduce_seconds
+from penstock.simulate.gradient_sync import all_reduce_seconds
 from penstock.study.paper import one_process
 
 PAPERS = Path(__file__).parents[2] / "benchmarks" / "papers"

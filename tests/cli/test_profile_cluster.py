@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -65,6 +66,26 @@ def test_what_was_found_is_shown_and_written(penstock, measured, tmp_path):
         "memory to use",
     ):
         assert words in ran.out
+
+
+def test_ranks_of_one_host_are_said_to_share_its_card(measured, capsys):
+    """Pairs on a slow link have times of short messages alone."""
+    from penstock.cli.profile_cluster import _print_measurement
+    from penstock.measure.cluster import PairMeasurement
+    from penstock.measure.messages import SIZES, Times
+    from penstock.ranks import launch
+
+    found = launch.launch(None, 1, threads=1)[0]
+    inside = found.pairs[0]
+    sizes, seconds = SIZES[:3], (1e-4, 2e-4, 0.06)
+    network = PairMeasurement(0, 2, Times(sizes, seconds, seconds), inside.fit)
+    ranks = [replace(found.ranks[0], rank=rank, host="ab"[rank // 2]) for rank in range(3)]
+    _print_measurement(replace(found, ranks=tuple(ranks), pairs=(network, inside)))
+    printed = capsys.readouterr().out
+    assert "ranks 0 and 1 share the memory and the network card of a\n" in printed
+    assert "of b" not in printed
+    rows = [line.split() for line in printed.splitlines()]
+    assert next(row for row in rows if row[:1] == ["0-2"])[1:5] == ["100.0", "us", "60.0", "ms"]
 
 
 def test_json_has_every_time(penstock, measured):

@@ -13,6 +13,7 @@ import torch
 from penstock.cluster.cluster import cluster
 from penstock.errors import SettingError
 from penstock.measure.cluster import _ALL_PAIRS, _pairs, measure_cluster
+from penstock.measure.host_links import link_of
 from penstock.measure.messages import SIZES
 from penstock.ranks.launch import launch
 from penstock.ranks.process_world import join
@@ -66,7 +67,9 @@ def test_every_figure_is_sane(found):
         assert device.memory_bytes > 2**20
         assert device.together >= 1
     for pair in found[0][0].pairs:
-        assert pair.times.sizes == SIZES
+        # Between hosts, sizes end with the first that takes long.
+        count = len(SIZES) if (pair.a, pair.b) == (0, 1) else len(pair.times.sizes)
+        assert pair.times.sizes == SIZES[: max(count, 2)]
         assert all(0 < seconds < 60 for seconds in (*pair.times.fresh_s, *pair.times.used_s))
         assert pair.times.both_ways >= 1
 
@@ -78,7 +81,9 @@ def test_links_are_those_of_their_pairs(found):
     assert made.cluster.link(0, 1).bandwidth_bytes_per_s == pytest.approx(
         made.pairs[0].fit.bandwidth_bytes_per_s, rel=1e-3
     )
-    assert made.cluster.between.source.startswith("measured: off by")
+    # Not a fit to all sizes, which token buckets would mislead.
+    slower, _ = sorted(link_of(pair.times).bandwidth_bytes_per_s for pair in made.pairs[1:])
+    assert made.cluster.between.bandwidth_bytes_per_s == pytest.approx(slower, rel=1e-3)
 
 
 def test_progress_counts_to_the_end(found):

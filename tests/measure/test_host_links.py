@@ -7,7 +7,7 @@ import pytest
 import penstock as ps
 from penstock.measure import host_links
 from penstock.measure.host_links import link_of, measure_host_links
-from penstock.measure.messages import Times
+from penstock.measure.messages import SIZES, Times
 
 
 def test_what_a_network_lets_pass_at_once_is_not_its_bandwidth():
@@ -29,11 +29,9 @@ def test_a_link_of_long_latency_has_its_bandwidth(monkeypatch):
     an IndexError.
     """
 
-    def timed(peer, wires, repeats, sizes, **options):
-        (size,) = sizes
-        return Times(sizes, (0.15 + size / 12.5e6,))
-
-    monkeypatch.setattr(host_links, "time_messages", timed)
+    monkeypatch.setattr(
+        host_links, "settled_seconds", lambda peer, wires, size: 0.15 + size / 12.5e6
+    )
     times = host_links._time_pair(1, None)
     assert times.sizes == (64, 2**14, 2**17, 2**20, 2**22), "the last takes 0.34 s longer"
     link = link_of(times)
@@ -43,18 +41,30 @@ def test_a_link_of_long_latency_has_its_bandwidth(monkeypatch):
 
 def _links():
     """Measure as two ranks of one host and as one rank on each of two hosts."""
+    import torch
+    import torch.distributed as dist
+
+    from penstock.measure import messages
     from penstock.transport.process_group import join
 
     join()
     host_links._SIZES = (64, 2**14, 2**17)  # type: ignore[misc]
-    return measure_host_links(["a", "a"]), measure_host_links(["a", "b"])
+    links = measure_host_links(["a", "a"]), measure_host_links(["a", "b"])
+    messages.LONG_S = 0.0  # type: ignore[misc]
+    wires = messages.Wires(dist.new_group(backend="gloo"), torch.device("cpu"))
+    times = messages.time_network_messages(1 - dist.get_rank(), wires, repeats=1)
+    return links, times
 
 
 def test_links_are_those_inside_a_host_or_between_hosts():
-    """Every rank gets the same."""
+    """Every rank gets the same. No longer messages follow one that takes long, and two sizes show
+    the bandwidth.
+    """
     first, second = ps.launch(_links, 2, threads=1)
     assert first == second
-    (inside, no_network), (no_inside, network) = first
+    ((inside, no_network), (no_inside, network)), times = first
+    assert times.sizes == SIZES[:2]
+    assert len(times.fresh_s) == len(times.used_s) == 2
     assert no_network is None
     assert no_inside is None
     assert inside.bandwidth_bytes_per_s > 0

@@ -35,7 +35,7 @@ def test_plain_and_compiled_loops_agree_to_the_bit(links, monkeypatch):
             times.append(
                 [
                     dependencies_of(case_schedule).graph.order,
-                    *times_of(tables, tables.seconds[0], overlap, links),
+                    *times_of(tables, tables.seconds[0], overlap, links, costs.network),
                 ]
             )
         assert all(map(np.array_equal, *times))

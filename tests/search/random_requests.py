@@ -61,7 +61,8 @@ def clusters(
 ) -> Cluster:
     """One or two kinds of devices on up to three nodes, in any order."""
     room = draw(st.sampled_from(memory))
-    kinds = [Device("fast", room, flops=FAST), Device("slow", room, flops=SLOW)][
+    kind = draw(st.sampled_from(["gpu", "cpu"]))
+    kinds = [Device("fast", room, kind, flops=FAST), Device("slow", room, kind, flops=SLOW)][
         : draw(st.integers(1, 2))
     ]
     devices = tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=most)))

@@ -31,6 +31,7 @@ class Slow:
     hop: object
     overlap: bool = True
     links: str = "duplex"
+    network: object = None
 
     def __post_init__(self):
         self.programs = [
@@ -134,13 +135,20 @@ class Slow:
             return stays, (("evicted" if letter == "E" else "loaded", stage, m), others[0])
         return stays, None
 
-    def medium(self, source, target):
-        """What carries a message."""
-        return {
+    def media(self, source, target):
+        """What carries a message, and the seconds for which it is not in its way any more."""
+        if self.network is not None:
+            hosts = self.network.hosts
+            if hosts[source] != hosts[target]:
+                sender = ("sends", hosts[source] if self.network.shared else (source,))
+                receiver = [("receives", hosts[target])] if self.network.shared else []
+                return [sender, *receiver], self.network.latency_s
+        medium = {
             "duplex": (source, target),
             "half-duplex": tuple(sorted((source, target))),
             "shared": None,
         }[self.links]
+        return [medium], 0.0
 
     def run(self):
         """Start what can be started; then take up the op that ends next; until nothing is under
@@ -163,9 +171,11 @@ class Slow:
             if leaves is not None:
                 name, target = leaves
                 if target != rank:
-                    medium = self.medium(rank, target)
-                    begin = max(end, medium_free.get(medium, 0.0))
-                    arrival = medium_free[medium] = begin + self.hop(op)
+                    media, latency = self.media(rank, target)
+                    begin = max(end, *(medium_free.get(medium, 0.0) for medium in media))
+                    arrival = begin + self.hop(op)
+                    for medium in media:
+                        medium_free[medium] = max(begin, arrival - latency)
                     self.moves[rank, op, target] = (begin, arrival)
                 arrival_of[name] = arrival
             free[rank] = max(free[rank], end if self.overlap else arrival)

@@ -13,11 +13,20 @@ from tests.simulate.slow import Slow, rich_schedules
 from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.slicing import Slicing
 from penstock.simulate.costs import LINKS, Costs
+from penstock.simulate.network import Network
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
 
 #: Quarters add up exactly in floats, whatever the order of adding; so ties are ties.
 AMOUNTS = st.integers(0, 12).map(lambda quarters: quarters / 4)
+
+
+def networks(ranks):
+    """None, or up to three hosts, in any order, whose messages are some time on their way."""
+    hosts = st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks).map(tuple)
+    return st.none() | st.builds(
+        Network, hosts, st.sampled_from([0.0, 0.25, 1.0]), shared=st.booleans()
+    )
 
 
 @st.composite
@@ -48,6 +57,7 @@ def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
         else {"transfer": field(boundaries), "transfer_back": field(boundaries)}
     )
     per_stage = st.lists(amounts, min_size=made.stages, max_size=made.stages)
+    sort = draw(st.sampled_from(links))
     return Costs(
         forward=field(made.stages),
         backward=field(made.stages),
@@ -60,7 +70,8 @@ def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
         activation_bytes=field(made.stages, amounts.map(lambda x: x + 8)),
         input_bytes=field(made.stages, amounts.map(lambda x: x + 4)),
         weight_bytes=draw(per_stage),
-        links=draw(st.sampled_from(links)),
+        links=sort,
+        network=draw(networks(made.ranks)) if sort == "duplex" else None,
         weight_versions=None if made.stream is None else 1.0,
         **fields,
     )
@@ -168,7 +179,7 @@ def test_every_start_and_end_agrees_with_the_slow_simulator(case):
     """
     case_schedule, costs, overlap, recompute = case
     prices = Prices(case_schedule, costs, recompute)
-    slow = Slow(case_schedule, prices.seconds, prices.hop, overlap, costs.links)
+    slow = Slow(case_schedule, prices.seconds, prices.hop, overlap, costs.links, costs.network)
     line = simulate_schedule(case_schedule, costs, overlap=overlap, recompute=recompute)
     times = {(e.rank, e.op, e.to_rank): (e.start, e.end) for e in line.events}
     assert len(line.events) == len(slow.times) + len(slow.moves)

@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 
 from penstock.cluster.cluster import Cluster, Device, Link
+from penstock.errors import SettingError
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
-from penstock.simulate.host_costs import RECEIVE_S, SEND_S
+from penstock.simulate.costs import Costs
+from penstock.simulate.host_costs import (
+    NETWORK_RECEIVE_S_PER_BYTE,
+    NETWORK_SEND_S_PER_BYTE,
+    RECEIVE_S,
+    SEND_S,
+)
+from penstock.simulate.network import Network
 from penstock.simulate.plan_costs import schedule_costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.stage_seconds import stage_seconds, update_seconds
@@ -51,13 +59,13 @@ def costs(
     name: str = "1f1b",
     stages: int = 2,
     micro_batches: int = 4,
+    ranks_per_host: int | None = None,
     **options: object,
 ):
-    """Of a schedule on as many devices of a kind as it needs."""
+    """Of a schedule on as many devices of a kind as it needs, on one host by default."""
     case_schedule = schedule(name, stages, micro_batches, **options)
-    on = Cluster(
-        "c", (Device("d", 10**9, kind),) * case_schedule.ranks, case_schedule.ranks, LINK, LINK
-    )  # type: ignore[arg-type]
+    devices = (Device("d", 10**9, kind),) * case_schedule.ranks  # type: ignore[arg-type]
+    on = Cluster("c", devices, ranks_per_host or case_schedule.ranks, LINK, LINK)
     lengths = [4 // stages] * stages
     return case_schedule, schedule_costs(
         case_schedule,
@@ -84,6 +92,66 @@ def test_a_rank_of_a_cpu_hands_messages_over_itself():
     assert found.backward == pytest.approx((12 + RECEIVE_S, 12 + SEND_S + MESSAGE_S))
     assert found.transfer == (0.5,), "then there is only the latency to wait for"
     assert simulate_schedule(stage_costs, found).makespan > 4 * 16
+
+
+def test_between_hosts_a_message_moves_beside_the_ops():
+    """The rank pays for its part of the work alone, and the card has the message."""
+    _, stage_costs = costs(a_profile(), "cpu", ranks_per_host=1)
+    send_s = SEND_S + 200 * NETWORK_SEND_S_PER_BYTE
+    receive_s = RECEIVE_S + 200 * NETWORK_RECEIVE_S_PER_BYTE
+    assert stage_costs.forward == pytest.approx((4 + send_s, 4 + receive_s))
+    assert stage_costs.backward == pytest.approx((12 + receive_s, 12 + send_s))
+    assert stage_costs.transfer == (MESSAGE_S,)
+    assert stage_costs.network == Network((0, 1), LINK.latency_s)
+
+
+def test_ranks_of_one_host_use_the_network_for_other_hosts_only():
+    """Of four stages on two hosts, the middle boundary alone."""
+    _, stage_costs = costs(a_profile(), "cpu", stages=4, ranks_per_host=2)
+    assert stage_costs.transfer == (0.5, MESSAGE_S, 0.5)
+    assert stage_costs.network == Network((0, 0, 1, 1), LINK.latency_s)
+    assert stage_costs.forward[1] < stage_costs.forward[0], "stage 0 hands its output over itself"
+
+
+def test_a_boundary_inside_hosts_and_between_them_has_costs_by_micro_batch():
+    """Two pipelines of two stages on three hosts: one is inside a host, the other is not."""
+    case_schedule = schedule("gpipe", 2, 4, replicas=2)
+    on = Cluster("c", (Device("d", 10**9, "cpu"),) * 4, 2, LINK, LINK, node_of=(0, 0, 1, 2))
+    found = schedule_costs(case_schedule, [a_profile()] * 4, [2, 2], on, 8, weight_rule("flush"))
+    inside = [
+        case_schedule.placement[0, number] == 0 for number in range(case_schedule.micro_batches)
+    ]
+    assert found.transfer == (tuple(0.5 if within else MESSAGE_S for within in inside),)
+    hand_over_s = SEND_S + MESSAGE_S
+    network_s = SEND_S + 200 * NETWORK_SEND_S_PER_BYTE
+    sends = [hand_over_s if within else network_s for within in inside]
+    assert found.forward[0] == pytest.approx(tuple(4 + second for second in sends))
+
+
+def test_a_card_carries_one_message_at_a_time_in_each_direction():
+    """Three hosts, by hand. Host 1 sends 1F0 up and 0B0 back through one card."""
+    case_schedule = schedule("1f1b", 3, 1)
+    costs_by_hand = Costs(1, 1, transfer=2.5, network=Network((0, 1, 2), 0.5))
+    line = simulate_schedule(case_schedule, costs_by_hand)
+    assert line.makespan == 3 + 3 + 4 * 2.5
+    both = schedule("1f1b", 2, 2)
+    line = simulate_schedule(both, Costs(1, 1, transfer=2.5, network=Network((0, 1), 0.5)))
+    moves = [(str(e.op), e.start, e.end) for e in line.events if e.to_rank is not None]
+    # 0F1 ends at 2 and waits for the card until 3, while 0F0 is on its way until 3.5.
+    assert ("0F0", 1, 3.5) in moves
+    assert ("0F1", 3, 5.5) in moves
+
+
+def test_a_network_is_not_a_shared_medium():
+    """Both would say what messages wait for."""
+    with pytest.raises(SettingError, match="a network has links of its own"):
+        Costs(links="shared", network=Network((0, 1)))
+
+
+def test_a_network_of_other_ranks_is_refused():
+    """It has a host for every rank of the schedule."""
+    with pytest.raises(SettingError, match="3 hosts for the 2 ranks"):
+        simulate_schedule(schedule("1f1b", 2, 2), Costs(network=Network((0, 1, 2))))
 
 
 def test_a_gpu_sends_while_it_computes():

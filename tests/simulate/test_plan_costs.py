@@ -12,8 +12,8 @@ from penstock.profile.device_profiles import scale_profile
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
+from penstock.simulate.gradient_sync import SUM_S_PER_BYTE, all_reduce_seconds
 from penstock.simulate.plan_costs import (
-    all_reduce_seconds,
     costs_of_plan,
     place_costs,
     simulate_plan,
@@ -209,6 +209,21 @@ def test_copies_on_cpus_send_take_and_add_by_the_same_cores():
         0.7
     )
     assert all_reduce_seconds((0, 1), 1000.0, FOUR) == 0.5 + 1.0
+
+
+def test_copies_on_hosts_sum_over_the_cards():
+    """Each host sends what the others need, both directions at once, and then adds."""
+    four = (Device("d", 10**9, "cpu"),) * 4
+    hosts = Cluster("hosts", four, 1, LINK, SLOW)
+    add_s = 4000 * SUM_S_PER_BYTE
+    assert all_reduce_seconds((0, 1), 4000, hosts) == SLOW.transfer_seconds(4000) + add_s
+    # Twice three pieces of a quarter.
+    assert all_reduce_seconds(range(4), 4000, hosts) == 2 * SLOW.transfer_seconds(3000) + add_s
+    # Two ranks share a card, and each of them sends two pieces to the other host.
+    pairs = Cluster("pairs", four, 2, LINK, SLOW)
+    assert all_reduce_seconds(range(4), 4000, pairs) == 2 * SLOW.transfer_seconds(4000) + add_s
+    one_medium = replace(hosts, between=replace(SLOW, shared=True))
+    assert all_reduce_seconds((0, 1), 4000, one_medium) == SLOW.transfer_seconds(8000) + add_s
 
 
 def test_copies_that_meet_once_in_a_wave_take_their_share_of_that_at_every_update():

@@ -209,6 +209,23 @@ def _print_measurement(measurement: ClusterMeasurement) -> None:
         print(f"\n{_link_table(measurement)}")
     if measurement.at_once > 1:
         print(f"several pairs at once take {measurement.at_once:.2f} times as long as one")
+    for line in _shared_parts(measurement):
+        print(line)
+
+
+def _shared_parts(measurement: ClusterMeasurement) -> list[str]:
+    """Return a line for every host with several ranks on what these share; none for one host."""
+    ranks_of_host: dict[str, list[int]] = {}
+    for rank in measurement.ranks:
+        ranks_of_host.setdefault(rank.host, []).append(rank.rank)
+    if len(ranks_of_host) == 1:
+        return []
+    lines = []
+    for host, ranks in ranks_of_host.items():
+        if len(ranks) > 1:
+            names = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+            lines.append(f"ranks {names} share the memory and the network card of {host}")
+    return lines
 
 
 def _device_table(measurement: ClusterMeasurement) -> str:
@@ -247,13 +264,18 @@ def _device_table(measurement: ClusterMeasurement) -> str:
 
 def _link_table(measurement: ClusterMeasurement) -> str:
     """Write message times and the fitted link of each pair of ranks."""
-    sizes = measurement.pairs[0].times.sizes
-    columns = [index for index, size in enumerate(sizes) if size in _PRINTED_SIZES]
-    size_names = [format_bytes(sizes[index]) for index in columns]
+    measured_sizes = {size for pair in measurement.pairs for size in pair.times.sizes}
+    columns = [size for size in _PRINTED_SIZES if size in measured_sizes]
+    size_names = [format_bytes(size) for size in columns]
     head = ("ranks", *size_names, "latency", "GB/s", "fit error", "max error", "both ways")
     rows = []
     for pair in measurement.pairs:
-        message_times = [format_seconds(pair.times.fresh_s[index]) for index in columns]
+        seconds_of_size = dict(zip(pair.times.sizes, pair.times.fresh_s, strict=True))
+        message_times = []
+        for size in columns:
+            # Between hosts the longest sizes are left out where they would take long.
+            known = size in seconds_of_size
+            message_times.append(format_seconds(seconds_of_size[size]) if known else "")
         rows.append(
             (
                 f"{pair.a}-{pair.b}",
@@ -266,9 +288,13 @@ def _link_table(measurement: ClusterMeasurement) -> str:
             )
         )
     reused_times = []
-    for index in columns:
-        median = statistics.median(pair.times.used_s[index] for pair in measurement.pairs)
-        reused_times.append(format_seconds(median))
+    for size in columns:
+        used_s = [
+            pair.times.used_s[pair.times.sizes.index(size)]
+            for pair in measurement.pairs
+            if size in pair.times.sizes
+        ]
+        reused_times.append(format_seconds(statistics.median(used_s)))
     rows.append(("reused", *reused_times, *[""] * 5))
     return (
         f"{table(head, rows)}\n"

@@ -20,7 +20,14 @@ from penstock.errors import SettingError
 from penstock.measure.device_benchmarks import Load, benchmark_loads, time_load
 from penstock.measure.device_kinds import equally_fast, name_by_kind
 from penstock.measure.fit import Fit, fit
-from penstock.measure.messages import Times, Wires, time_messages, time_pairs_at_once
+from penstock.measure.host_links import network_link
+from penstock.measure.messages import (
+    Times,
+    Wires,
+    time_messages,
+    time_network_messages,
+    time_pairs_at_once,
+)
 from penstock.transport.collectives import all_gather, broadcast
 from penstock.transport.device_assignment import Assignment
 from penstock.transport.device_discovery import gather_assignment, rank_facts
@@ -129,7 +136,7 @@ def measure_cluster(
     placement = _placement(device, hosts, assignment)
     ranks = _measure_ranks(loads, placement, seconds, wires, steps)
     speeds = _host_speeds(ranks, loads[_REFERENCE], hosts, device, wires)
-    measured_pairs = [_measure_pair(pair, wires, repeats, steps) for pair in pairs]
+    measured_pairs = [_measure_pair(pair, wires, repeats, steps, hosts) for pair in pairs]
     steps.next("pairs at once")
     at_once = time_pairs_at_once(_neighbour(hosts), wires, repeats)
     steps.next("")
@@ -138,14 +145,15 @@ def measure_cluster(
 
 
 def _measure_pair(
-    pair: tuple[int, int], wires: Wires, repeats: int, steps: _Steps
+    pair: tuple[int, int], wires: Wires, repeats: int, steps: _Steps, hosts: Sequence[str]
 ) -> PairMeasurement:
     """Measure the link between two ranks; all ranks call it and get the same."""
     a, b = pair
     steps.next(f"link {a}-{b}")
     times = Times((), ())
     if dist.get_rank() in pair:
-        times = time_messages(a + b - dist.get_rank(), wires, repeats)
+        time_pair = time_messages if hosts[a] == hosts[b] else time_network_messages
+        times = time_pair(a + b - dist.get_rank(), wires, repeats)
     wires.barrier()
     times = broadcast(times, Times, a)
     return PairMeasurement(a, b, times, fit(times.sizes, times.fresh_s))
@@ -362,7 +370,8 @@ def _cluster(
         (internal_pairs.setdefault(node, []) if is_internal else network_pairs).append(pair)
     internal_links = _internal_links(internal_pairs, at_once)
     any_internal = next((link for _, link in internal_links), None)
-    network = _link(network_pairs, 1.0)
+    network_times = [pair.times for pair in network_pairs]
+    network = _rounded(network_link(network_times, _SHARED_ABOVE)) if network_times else None
     return Cluster(
         name,
         tuple(devices[node] for node in node_of),
@@ -428,7 +437,11 @@ def _link(pairs: Sequence[PairMeasurement], at_once: float) -> Link | None:
     times_of_size = zip(*(pair.times.fresh_s for pair in pairs), strict=True)
     medians = list(map(statistics.median, times_of_size))
     both_ways = statistics.median(pair.times.both_ways for pair in pairs)
-    link = fit(sizes, medians).link(shared=max(at_once, both_ways) > _SHARED_ABOVE)
+    return _rounded(fit(sizes, medians).link(shared=max(at_once, both_ways) > _SHARED_ABOVE))
+
+
+def _rounded(link: Link) -> Link:
+    """Return the link with rounded figures."""
     return replace(
         link,
         latency_s=_short_seconds(link.latency_s),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Final
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.cluster.device import Link
-from penstock.measure.messages import Times, Wires, time_messages
+from penstock.measure.messages import Times, Wires, settled_seconds
 from penstock.transport.collectives import broadcast
 
 #: Bytes of the messages that are timed, and the seconds over the shortest one after which no longer
@@ -19,8 +20,6 @@ from penstock.transport.collectives import broadcast
 #: the last two sizes show. The latency does not count: a link with a long one may be fast.
 _SIZES: Final = (64, 2**14, 2**17, 2**20, 2**22, 2**24)
 _LONG_S: Final = 0.1
-
-_REPEATS: Final = 3
 
 #: Most hosts of which every pair is measured; with more, neighbours.
 _ALL_PAIRS: Final = 4
@@ -86,15 +85,31 @@ def link_of(times: Times) -> Link:
     return Link(times.fresh_s[0], bandwidth, "measured")
 
 
+def network_link(times: Sequence[Times], shared_above: float) -> Link:
+    """Return the link between hosts of the median bandwidth and the median latency.
+
+    Args:
+        times: of one or more pairs of hosts.
+        shared_above: ratio of the time for both directions at once to that of one, above which the
+            link is shared.
+    """
+    links = [link_of(pair) for pair in times]
+    return replace(
+        links[0],
+        latency_s=statistics.median(link.latency_s for link in links),
+        bandwidth_bytes_per_s=statistics.median_low(link.bandwidth_bytes_per_s for link in links),
+        shared=statistics.median(pair.both_ways for pair in times) > shared_above,
+    )
+
+
 def _time_pair(peer: int, wires: Wires) -> Times:
     """Time messages to a rank, longer and longer ones, until one takes much longer than the first."""
     sizes: list[int] = []
     seconds: list[float] = []
     for size in _SIZES:
-        times = time_messages(peer, wires, _REPEATS, (size,), fresh_only=True)
         sizes.append(size)
         # A longer message takes no less time; a disturbance would make it seem so.
-        seconds.append(max(times.fresh_s[0], *seconds[-1:], 0.0))
+        seconds.append(max(settled_seconds(peer, wires, size), *seconds[-1:], 0.0))
         if seconds[-1] - seconds[0] > _LONG_S:
             break
     return Times(tuple(sizes), tuple(seconds))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,6 +26,17 @@ SIZES: Final = (64, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 
 #: Bytes of messages in both directions at the same time, and of several pairs at the same time.
 AT_ONCE: Final = 2**24
+
+#: Seconds of a message after which no longer ones are timed on a network: what is left to learn of
+#: a link that takes this long is its bandwidth, which the last two sizes show. Messages that take
+#: `_SHORT_S` are timed once a round. At 10 Mbit/s `penstock profile --cluster` then took 33 s in all.
+LONG_S: Final = 0.05
+_SHORT_S: Final = 0.01
+
+#: Messages of one size are repeated until the two shortest times are within this factor of each
+#: other: on a busy host most messages wait for the time slices of other processes.
+_AGREEING: Final = 1.03
+_LEAST_REPEATS, _MOST_REPEATS = 3, 12
 
 _TAG: Final = 7
 
@@ -106,6 +117,7 @@ def time_messages(
     sizes: Sequence[int] = SIZES,
     *,
     fresh_only: bool = False,
+    once: Collection[int] = (),
 ) -> Times:
     """Time round trips of messages to `peer` (ping-pong); both ranks call it and get the same.
 
@@ -119,11 +131,12 @@ def time_messages(
         sizes: bytes, ascending.
         fresh_only: omit what differs from the runtime's messages: reused memory, and both
             directions at once.
+        once: the sizes that are timed once a round although they are short.
 
     Raises:
         RunError: a message was received corrupted.
     """
-    samples = _Samples(peer, wires, sizes, fresh_only)
+    samples = _Samples(peer, wires, sizes, fresh_only, once)
     samples.take()  # warm-up
     samples.clear()
     for _ in range(repeats):
@@ -136,6 +149,44 @@ def time_messages(
     return Times(tuple(sizes), tuple(seconds[:count]), tuple(seconds[count:]), max(both_ways, 1.0))
 
 
+def time_network_messages(peer: int, wires: Wires, repeats: int = 5) -> Times:
+    """Time messages over a network, longer and longer ones until one takes `LONG_S`; both ranks
+    call it and get the same. Arguments and errors as for `time_messages`.
+    """
+    sizes: list[int] = []
+    once: list[int] = []
+    for size in SIZES:
+        seconds = settled_seconds(peer, wires, size)
+        sizes.append(size)
+        if seconds > _SHORT_S:
+            once.append(size)
+        if seconds > LONG_S and len(sizes) > 1:
+            break
+    return time_messages(peer, wires, repeats, sizes, once=once)
+
+
+def settled_seconds(peer: int, wires: Wires, size: int) -> float:
+    """Return the one-way seconds of messages of one size, repeated until the two shortest of them
+    agree; both ranks call it and get the same. Errors as for `time_messages`.
+    """
+    _round_trip(peer, wires, _new_message(size, wires))  # warm-up
+    times: list[float] = []
+    while len(times) < _MOST_REPEATS:
+        message = _new_message(size, wires)
+        times.append(_agree(_round_trip(peer, wires, message) / 2, peer, wires))
+        shortest, *others = sorted(times)
+        if len(times) >= _LEAST_REPEATS and others[0] <= _AGREEING * shortest:
+            break
+    return min(times)
+
+
+def _agree(seconds: float, peer: int, wires: Wires) -> float:
+    """Return the seconds of the lower of two ranks, on both."""
+    result = torch.tensor([seconds], dtype=torch.float64, device=wires.device)
+    (wires.send if dist.get_rank() < peer else wires.receive)(result, peer).wait()
+    return float(result)
+
+
 class _Samples:
     """Repeated one-way times of messages to a peer.
 
@@ -143,8 +194,17 @@ class _Samples:
     ratios: of the time for both directions at once to that of one.
     """
 
-    def __init__(self, peer: int, wires: Wires, sizes: Sequence[int], fresh_only: bool) -> None:
+    def __init__(
+        self,
+        peer: int,
+        wires: Wires,
+        sizes: Sequence[int],
+        fresh_only: bool,
+        once: Collection[int] = (),
+    ) -> None:
         self.peer, self.wires, self.sizes, self.fresh_only = peer, wires, sizes, fresh_only
+        self.once = once
+        self.at_once = min(AT_ONCE, sizes[-1])
         self.buffers = [] if fresh_only else [_new_message(size, wires) for size in sizes]
         self.clear()
 
@@ -158,14 +218,20 @@ class _Samples:
         """Time messages of all sizes once, short ones several times."""
         peer, wires = self.peer, self.wires
         for size, times in zip(self.sizes, self.fresh, strict=True):
-            for _ in range(_repeats_of(size)):
+            for _ in range(self._repeats_of(size)):
                 times.append(_round_trip(peer, wires, _new_message(size, wires)) / 2)
         for buffer, times in zip(self.buffers, self.used, strict=True):
-            for _ in range(_repeats_of(buffer.numel())):
+            for _ in range(self._repeats_of(buffer.numel())):
                 times.append(_round_trip(peer, wires, buffer, buffer) / 2)
         if not self.fresh_only:
-            one_way = _round_trip(peer, wires, _new_message(AT_ONCE, wires)) / 2
-            self.ratios.append(_both_ways(peer, wires) / one_way)
+            one_way = _round_trip(peer, wires, _new_message(self.at_once, wires)) / 2
+            self.ratios.append(_both_ways(peer, wires, self.at_once) / one_way)
+
+    def _repeats_of(self, size: int) -> int:
+        """Return how many times to time a message in a round: short ones are noisy, and cheap to
+        repeat.
+        """
+        return 4 if size <= 2**20 and size not in self.once else 1
 
     def results(self) -> list[float]:
         """Return the seconds of all sizes, fresh and used, and the ratio."""
@@ -205,11 +271,6 @@ def time_pairs_at_once(peer: int | None, wires: Wires, repeats: int = 5) -> floa
     return float(max(total / pairs, 1.0)) if pairs else 1.0
 
 
-def _repeats_of(size: int) -> int:
-    """Return how many times to time a message: short ones are noisy, and cheap to repeat."""
-    return 4 if size <= 2**20 else 1
-
-
 def _new_message(size: int, wires: Wires) -> Tensor:
     """Return a new tensor, like the output of a layer: in fresh memory that has been written."""
     return torch.full((size,), size % 251, dtype=torch.uint8, device=wires.device)
@@ -246,9 +307,9 @@ def _round_trip(peer: int, wires: Wires, out: Tensor, into: Tensor | None = None
     return seconds
 
 
-def _both_ways(peer: int, wires: Wires) -> float:
-    """Return the seconds of messages of `AT_ONCE` bytes in both directions at the same time."""
-    out = _new_message(AT_ONCE, wires)
+def _both_ways(peer: int, wires: Wires, size: int) -> float:
+    """Return the seconds of messages of `size` bytes in both directions at the same time."""
+    out = _new_message(size, wires)
     received = torch.empty_like(out)
     wires.meet(peer)
     start = time.perf_counter()

@@ -60,6 +60,21 @@ class Durations(NamedTuple):
     overlap: bool
 
 
+class Media(NamedTuple):
+    """What carries the value of every op, where several ranks share a medium.
+
+    first: the medium, -1 if the value crosses no link.
+    second: a medium that the message occupies at the same time; -1 for none.
+    delay: seconds of the message in which its media are free for the next one: its way.
+    free: per medium, the second from which it is free; updated.
+    """
+
+    first: Numbers
+    second: Numbers
+    delay: Numbers
+    free: Numbers
+
+
 class Times(NamedTuple):
     """Seconds at which every op starts and ends, and at which its value is sent and arrives.
 
@@ -179,26 +194,28 @@ def time_ops(
 def time_ops_contended(
     graph: OpGraph,
     durations: Durations,
+    media: Media,
     pending: Numbers,
     ready: Numbers,
-    free: Numbers,
     times: Times,
 ) -> None:
-    """Compute `times` where several ranks share a medium (`graph.link`), first come, first served.
+    """Compute `times` where several ranks share a medium, first come, first served.
 
-    Ops are therefore processed in the order of their ends; of those that end at the same second the
+    A message starts when all its media are free, and messages of a medium never overtake each
+    other. Ops are therefore processed in the order of their ends; of those that end at the same second the
     one of the lower rank comes first, then the earlier in its program.
 
     Args:
         graph: of the ops.
         durations: of ops and messages.
+        media: of the messages; `graph.link` is not read.
         pending: per group, the number of ops that it waits for; updated.
         ready: per group, the earliest start known so far; updated.
-        free: per medium, the second from which it is free; updated.
         times: output.
     """
     first_consumer, second_consumer = graph.first_consumer, graph.second_consumer
-    after, leader, medium = graph.after, graph.leader, graph.link
+    after, leader = graph.after, graph.leader
+    first, second, delay, free = media.first, media.second, media.delay, media.free
     next_in_group, next_replica = graph.next_in_group, graph.next_replica
     op_entry, message_entry = durations.op_entry, durations.message_entry
     seconds = durations.seconds
@@ -219,10 +236,16 @@ def time_ops_contended(
         now, op = heapq.heappop(heap)
         arrival = now
         sent[op] = now
-        if medium[op] >= 0:
-            sent[op] = max(now, free[medium[op]])
-            arrival = sent[op] + seconds[message_entry[op]]
-            free[medium[op]] = arrival
+        if first[op] >= 0:
+            departure = max(now, free[first[op]])
+            if second[op] >= 0:
+                departure = max(departure, free[second[op]])
+            sent[op] = departure
+            arrival = departure + seconds[message_entry[op]]
+            next_departure = max(departure, arrival - delay[op])
+            free[first[op]] = next_departure
+            if second[op] >= 0:
+                free[second[op]] = next_departure
         arrived[op] = arrival
         for edge in range(3):
             waiting = (

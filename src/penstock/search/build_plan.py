@@ -15,8 +15,8 @@ from penstock.schedule.op import Kind
 from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import Evaluated
 from penstock.search.request import PlanRequest
+from penstock.simulate.gradient_sync import all_reduce_seconds
 from penstock.simulate.memory_curves import Changes
-from penstock.simulate.plan_costs import all_reduce_seconds
 from penstock.simulate.simulate import simulate_schedule, tables_of
 from penstock.simulate.stage_seconds import stage_seconds
 

@@ -20,7 +20,8 @@ from penstock.search.request import PlanRequest
 from penstock.search.schedules import COST_SCHEDULES
 from penstock.search.schedules import schedule as make_schedule
 from penstock.simulate.costs import Costs
-from penstock.simulate.plan_costs import all_reduce_seconds, schedule_costs, stage_costs
+from penstock.simulate.gradient_sync import all_reduce_seconds
+from penstock.simulate.plan_costs import schedule_costs, stage_costs
 from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.stage_seconds import parts_of
 from penstock.simulate.steady_state import Steady, steady
@@ -309,7 +310,9 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
     ):
         replicas = devices[first_rank : needed : schedule.ranks]
         synced_update_s.append(seconds + all_reduce_seconds(replicas, size, request.cluster))
-    synced_costs = replace(costs, update=synced_update_s)
+    # Messages of the other pipelines, which are left out, use the same cards.
+    network = None if costs.network is None else costs.network.unshared
+    synced_costs = replace(costs, update=synced_update_s, network=network)
     return PlacedSchedule(local, proposal, schedule, rule, synced_costs, pipelines)
 
 

@@ -22,7 +22,7 @@ from penstock.schedule.period import period_of
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
 from penstock.simulate.costs import Costs
-from penstock.simulate.plan_costs import all_reduce_seconds
+from penstock.simulate.gradient_sync import all_reduce_seconds
 from penstock.simulate.stage_seconds import PHASES
 
 #: Numbers of stages per rank that are tried, for schedules that take any number.

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.deprecation import renamed_fields
 from penstock.errors import SettingError
+from penstock.simulate.network import Network
 
 #: Seconds or bytes: one number for all stages; one entry per stage, each a number or a list of
 #: numbers per micro-batch; or a function of stage and micro-batch. Likewise for boundaries, where
@@ -77,6 +78,8 @@ class Costs:
         links: "duplex": every directed pair of ranks has its own link. "half-duplex": the two
             directions of a pair share one. "shared": all ranks share one medium. A shared link
             carries one message at a time, first come, first served.
+        network: the hosts of the ranks, whose messages to other hosts share a card; needs
+            "duplex" links.
         offload: seconds to move the activations of one micro-batch of a stage to the partner's rank
             (E), and back (L).
         activation_bytes: bytes that one micro-batch saves on a stage from F to the end of its
@@ -129,6 +132,7 @@ class Costs:
     recompute_peak_bytes: PerStage = None
     links: str = "duplex"
     boundary_buffers: bool = True
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         """Validate all fields and convert lists to tuples."""
@@ -150,6 +154,10 @@ class Costs:
         """Raise an error if the fields of links contradict each other."""
         if self.links not in LINKS:
             raise SettingError(f"costs: links are one of {', '.join(LINKS)}, not {self.links!r}")
+        if self.network is not None and self.links != "duplex":
+            raise SettingError(
+                f"costs: links are {self.links!r}, and a network has links of its own; leave one out"
+            )
         alternatives = [
             name for name in ("latency", "bandwidth") if getattr(self, name) is not None
         ]
@@ -205,7 +213,9 @@ class Costs:
 
 #: The names of all fields that are seconds or bytes.
 FIELDS = tuple(
-    field.name for field in fields(Costs) if field.name not in ("links", "boundary_buffers")
+    field.name
+    for field in fields(Costs)
+    if field.name not in ("links", "network", "boundary_buffers")
 )
 
 

@@ -10,6 +10,7 @@ from penstock.cluster.cluster import Cluster
 from penstock.profile.profile import Profile
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs, PerStage
+from penstock.simulate.network import Network
 
 #: CPU seconds per message on the sending and on the receiving rank, in addition to the transfer of
 #: its bytes: Penstock's and gloo's bookkeeping around the call. Measured with every rank on its own
@@ -18,6 +19,16 @@ from penstock.simulate.costs import Costs, PerStage
 SEND_S = 1e-4
 RECEIVE_S = 1e-4
 
+#: CPU seconds per byte of a message between hosts, on the sending and on the receiving rank, beside
+#: `SEND_S` and `RECEIVE_S`: gloo's copies into and out of the kernel. Measured as the CPU time of a
+#: process that sends and receives messages of 1 to 16 MiB by gloo at 10 Gbit/s between two network
+#: namespaces: 0.32 to 0.89 ns per byte for both together (benchmarks/hosts).
+NETWORK_SEND_S_PER_BYTE = 2.5e-10
+NETWORK_RECEIVE_S_PER_BYTE = 2.5e-10
+
+#: Seconds of a stage: one number, or one per micro-batch.
+Entry = float | Sequence[float]
+
 
 def with_host_work(
     costs: Costs, schedule: Schedule, profiles: Sequence[Profile], cluster: Cluster
@@ -25,9 +36,11 @@ def with_host_work(
     """Add the work of the hosts to the ops with which it runs.
 
     The first micro-batch of a batch writes the gradients of a rank's weights, every other one adds
-    its own; costs are the mean over micro-batches. On CPUs, ranks move messages themselves: an op
-    whose result goes to another rank takes longer by the time of the message, which is then only
-    delayed by the link's latency. A GPU's messages move in parallel with its ops.
+    its own; costs are the mean over micro-batches. On CPUs, ranks of one host move messages
+    themselves: an op whose result goes to another rank takes longer by the time of the message,
+    which is then only delayed by the link's latency. Between hosts a message moves in parallel with
+    the ops, through the cards of both hosts (see `Network`), and costs its two ranks some CPU time.
+    A GPU's messages move in parallel with its ops.
 
     Args:
         costs: placed, of the schedule's stages.
@@ -44,7 +57,7 @@ def with_host_work(
         )
     forward_messages, backward_messages = _message_seconds(costs, schedule, cluster)
     backward_work = [
-        accumulation_s + message_s
+        _plus(message_s, accumulation_s)
         for accumulation_s, message_s in zip(accumulation, backward_messages, strict=True)
     ]
     return replace(
@@ -53,21 +66,42 @@ def with_host_work(
         backward=_add(costs.backward, backward_work),
         input_grad=_add(costs.input_grad, backward_messages),
         weight_grad=_add(costs.weight_grad, accumulation),
-        transfer=_flight_seconds(schedule, cluster),
+        transfer=_flight_seconds(costs, schedule, cluster),
+        network=_network(costs, schedule, cluster),
     )
 
 
-def _add(seconds: PerStage, extra: Sequence[float]) -> PerStage:
+def _network(costs: Costs, schedule: Schedule, cluster: Cluster) -> Network | None:
+    """Return the network of the ranks; None if no message uses it, or a shared medium carries it."""
+    pairs = [pair for stage in range(schedule.stages - 1) for pair in _pairs(schedule, stage)]
+    if costs.links != "duplex" or not any(_crosses_hosts(cluster, pair) for pair in pairs):
+        return None
+    hosts = tuple(cluster.node(rank) for rank in range(schedule.ranks))
+    return Network(hosts, cluster.between.latency_s)
+
+
+def _crosses_hosts(cluster: Cluster, pair: tuple[int, int]) -> bool:
+    """Return whether two ranks are on different hosts."""
+    return cluster.node(pair[0]) != cluster.node(pair[1])
+
+
+def _add(seconds: PerStage, extra: Sequence[Entry]) -> PerStage:
     """Return the seconds of every stage plus its extra seconds; unchanged if not per stage."""
     if not isinstance(seconds, tuple):
         return seconds
-    total: list[float | list[float]] = []
-    for entry, stage_extra in zip(seconds, extra, strict=True):
-        if isinstance(entry, tuple):
-            total.append([value + stage_extra for value in entry])
-        else:
-            total.append(entry + stage_extra)
-    return total
+    return [_plus(entry, more) for entry, more in zip(seconds, extra, strict=True)]
+
+
+def _plus(entry: Entry, extra: Entry) -> Entry:
+    """Return the sum of one stage's seconds and its extra seconds; each of them may be a list by
+    micro-batch.
+    """
+    if isinstance(entry, Sequence):
+        more = extra if isinstance(extra, Sequence) else [extra] * len(entry)
+        return [value + second for value, second in zip(entry, more, strict=True)]
+    if isinstance(extra, Sequence):
+        return [entry + second for second in extra]
+    return entry + extra
 
 
 def _accumulation_seconds(
@@ -87,35 +121,95 @@ def _accumulation_seconds(
 
 def _message_seconds(
     costs: Costs, schedule: Schedule, cluster: Cluster
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[Entry], list[Entry]]:
     """Return per stage the host seconds of messages in forward and in backward.
 
-    They are per micro-batch, on average over its ranks and micro-batches.
+    They are per micro-batch: on average over its ranks and micro-batches, or, where a boundary is
+    crossed both inside hosts and between them, for every one of them.
     """
     crossing = costs.spread("boundary_bytes", schedule.stages - 1) or (0.0,) * (schedule.stages - 1)
-    forward, backward = [0.0] * schedule.stages, [0.0] * schedule.stages
+    forward: list[Entry] = [0.0] * schedule.stages
+    backward: list[Entry] = [0.0] * schedule.stages
     share = 1 / _total_micro_batches(schedule)
     for stage, boundary_bytes in enumerate(crossing):
         slices_per_micro_batch = schedule.slices * share
-        for pair, messages in _pairs(schedule, stage).items():
-            message_bytes = boundary_bytes / slices_per_micro_batch
-            send_s = SEND_S + cluster.transfer_seconds(message_bytes, *pair)
-            forward[stage] += share * messages * send_s
-            forward[stage + 1] += share * messages * RECEIVE_S
-            backward[stage + 1] += share * messages * send_s
-            backward[stage] += share * messages * RECEIVE_S
+        message_bytes = boundary_bytes / slices_per_micro_batch
+        pairs = _pairs(schedule, stage)
+        seconds_of = {pair: _rank_seconds(message_bytes, pair, cluster) for pair in pairs}
+        if len(set(seconds_of.values())) > 1:
+            rows = [
+                [seconds_of[pair] for pair in row if pair in seconds_of]
+                for row in _pairs_of_micro_batches(schedule, stage)
+            ]
+            sends: Entry = [sum(send_s for send_s, _ in row) for row in rows]
+            receives: Entry = [sum(receive_s for _, receive_s in row) for row in rows]
+            forward[stage] = _plus(forward[stage], sends)
+            forward[stage + 1] = _plus(forward[stage + 1], receives)
+            backward[stage + 1] = _plus(backward[stage + 1], sends)
+            backward[stage] = _plus(backward[stage], receives)
+            continue
+        for pair, messages in pairs.items():
+            send_s, receive_s = seconds_of[pair]
+            forward[stage] = _plus(forward[stage], share * messages * send_s)
+            forward[stage + 1] = _plus(forward[stage + 1], share * messages * receive_s)
+            backward[stage + 1] = _plus(backward[stage + 1], share * messages * send_s)
+            backward[stage] = _plus(backward[stage], share * messages * receive_s)
     return forward, backward
 
 
-def _flight_seconds(schedule: Schedule, cluster: Cluster) -> list[float]:
-    """Return per boundary how long a message travels after the sender has done its part."""
+def _rank_seconds(
+    message_bytes: float, pair: tuple[int, int], cluster: Cluster
+) -> tuple[float, float]:
+    """Return the seconds that a message takes of its sender's and of its receiver's time."""
+    if _crosses_hosts(cluster, pair):
+        return (
+            SEND_S + message_bytes * NETWORK_SEND_S_PER_BYTE,
+            RECEIVE_S + message_bytes * NETWORK_RECEIVE_S_PER_BYTE,
+        )
+    return SEND_S + cluster.transfer_seconds(message_bytes, *pair), RECEIVE_S
+
+
+def _flight_seconds(costs: Costs, schedule: Schedule, cluster: Cluster) -> PerStage:
+    """Return per boundary how long a message travels after the sender has done its part; per
+    micro-batch where that differs.
+    """
+    crossing = costs.spread("boundary_bytes", schedule.stages - 1) or (0.0,) * (schedule.stages - 1)
     # Costs are for whole micro-batches and a slice takes its share: scale up to undo that.
     slices = schedule.slices / _total_micro_batches(schedule)
-    seconds = []
-    for stage in range(schedule.stages - 1):
-        latencies = [cluster.link(*pair).latency_s for pair in _pairs(schedule, stage)]
-        seconds.append(slices * max(latencies, default=0.0))
+    seconds: list[float | list[float]] = []
+    for stage, boundary_bytes in enumerate(crossing):
+        flight_of_pair = {
+            pair: slices * _flight(boundary_bytes / slices, pair, cluster)
+            for pair in _pairs(schedule, stage)
+        }
+        longest = max(flight_of_pair.values(), default=0.0)
+        if len(set(flight_of_pair.values())) <= 1:
+            seconds.append(longest)
+            continue
+        row = []
+        for pairs in _pairs_of_micro_batches(schedule, stage):
+            row.append(max(flight_of_pair.get(pair, 0.0) for pair in pairs))
+        seconds.append(row)
     return seconds
+
+
+def _flight(message_bytes: float, pair: tuple[int, int], cluster: Cluster) -> float:
+    """Return the seconds from a message's departure to its arrival, while its sender goes on."""
+    if _crosses_hosts(cluster, pair):
+        return cluster.transfer_seconds(message_bytes, *pair)
+    return cluster.link(*pair).latency_s
+
+
+def _pairs_of_micro_batches(schedule: Schedule, stage: int) -> list[list[tuple[int, int]]]:
+    """Return per micro-batch the ranks of a stage and of the next one, for each of its slices."""
+    pairs = [
+        (schedule.placement[stage, number], schedule.placement[stage + 1, number])
+        for number in range(schedule.slices)
+    ]
+    if schedule.slicing is None:
+        return [[pair] for pair in pairs]
+    rows = zip(schedule.slicing.first_of, schedule.slicing.shares, strict=True)
+    return [pairs[first : first + len(shares)] for first, shares in rows]
 
 
 def _pairs(schedule: Schedule, stage: int) -> Counter[tuple[int, int]]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.cluster.cluster import Cluster
-from penstock.cluster.device import Link
 from penstock.errors import PlanError
 from penstock.event import Timeline
 from penstock.partition.catalogue import check_lengths
@@ -24,19 +23,13 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import Costs
 from penstock.simulate.device_costs import on_devices
+from penstock.simulate.gradient_sync import all_reduce_seconds
 from penstock.simulate.host_costs import with_host_work
 from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.stage_seconds import largest_part, parts_of, stage_seconds, update_seconds
 from penstock.simulate.weight_versions import versions_per_stage
 from penstock.weights.catalogue import WeightRule
-
-#: On CPUs the core that sends gradients to another replica also receives that replica's and adds
-#: them, through memory that is in no cache: that takes this many times as long as one direction of
-#: the link, and at least this many seconds per byte. Measured on two cores, sums included: VGG-11,
-#: 114 MB, 87 ms; ResNet-18, 45 MB, 27; an MLP, 36 MB, 23; GPT, 11 MB, 10; where the link was
-#: measured at 2 to 4.5 GB/s (benchmarks/fidelity).
-BOTH_WAYS, BOTH_WAYS_S_PER_BYTE = 1.4, 7e-10
 
 
 def stage_costs(
@@ -294,45 +287,6 @@ def slice_costs(
         input_grad=phase_seconds("input_grad"),
         weight_grad=phase_seconds("weight_grad"),
     )
-
-
-def all_reduce_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluster) -> float:
-    """Return the seconds of the all-reduce of a stage's gradients, over the slowest of its links.
-
-    If all ranks of a node share the link to other nodes, all of their pieces use it.
-
-    Args:
-        ranks: of the stage's replicas; 0 s for a single one.
-        gradient_bytes: of the stage.
-        cluster: of the ranks.
-    """
-    if len(ranks) < 2:
-        return 0.0
-    # Two replicas send each other all; more send a piece to every other one, twice.
-    rounds = 1 if len(ranks) == 2 else 2 * (len(ranks) - 1)
-    piece = gradient_bytes if len(ranks) == 2 else gradient_bytes / len(ranks)
-    factor, least = 1.0, 0.0
-    if any(cluster.devices[rank].kind == "cpu" for rank in ranks):
-        factor, least = BOTH_WAYS, BOTH_WAYS_S_PER_BYTE * piece
-    slowest = 0.0
-    for link, users in _links_among(ranks, cluster):
-        message_bytes = factor * piece * (users if link.shared else 1)
-        slowest = max(slowest, link.transfer_seconds(message_bytes), least)
-    return rounds * slowest
-
-
-def _links_among(ranks: Sequence[int], cluster: Cluster) -> list[tuple[Link, int]]:
-    """Return the links between these ranks, with the number of ranks of a node that use each."""
-    nodes: dict[int, list[int]] = {}
-    for rank in ranks:
-        nodes.setdefault(cluster.node(rank), []).append(rank)
-    links = [
-        (cluster.link(*members[:2]), len(members)) for members in nodes.values() if len(members) > 1
-    ]
-    firsts = [members[0] for members in nodes.values()]
-    if len(firsts) > 1:
-        links.append((cluster.link(*firsts[:2]), max(map(len, nodes.values()))))
-    return links
 
 
 def simulate_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Timeline:

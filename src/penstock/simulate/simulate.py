@@ -7,13 +7,14 @@ import numpy as np
 from penstock.event import EventArrays, Timeline, TransferArrays
 from penstock.schedule.arrays import Array
 from penstock.schedule.dependencies import Dependencies, acyclic_dependencies_of
-from penstock.schedule.kernels import Durations, Times, time_ops_contended
+from penstock.schedule.kernels import Durations, Media, Times, time_ops_contended
 from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import Costs
 from penstock.simulate.lookup import Tables
 from penstock.simulate.memory_curves import Memory, peaks_in_order
+from penstock.simulate.network import Network
 from penstock.simulate.weight_versions import with_stream_memory
 
 
@@ -29,12 +30,10 @@ def simulate_schedule(
     `updates.awaited_update`). The two ops of a pair also start together, and end together. E and L take no
     time on a rank; their message takes `costs.offload`, and the receiving half waits for it.
 
-    Where links share a medium (`costs.links`), that medium also carries one message at a time,
-    first
-    come, first served: a message arrives at it when the op that produces it ends. Of messages that
-        come
-    at the same second, the one of the lower rank goes first, then the one produced earlier in the
-    rank's program.
+    Where links share a medium (`costs.links`), or hosts have network cards (`costs.network`), that
+    also carries one message at a time, first come, first served: a message arrives at it when the
+    op that produces it ends. Of messages that come at the same second, the one of the lower rank
+    goes first, then the one produced earlier in the rank's program.
 
     Args:
         schedule: a valid schedule.
@@ -52,7 +51,7 @@ def simulate_schedule(
     """
     tables = tables_of(schedule, costs, Recompute.parse(recompute))
     dependencies = tables.dependencies
-    times = times_of(tables, tables.seconds[0], overlap, costs.links)
+    times = times_of(tables, tables.seconds[0], overlap, costs.links, costs.network)
     moves = TransferArrays(
         dependencies.graph.link,
         dependencies.links[:, 1],
@@ -94,33 +93,37 @@ def tables_of(schedule: Schedule, costs: Costs, recompute: Recompute) -> Tables:
     return Tables(dependencies, with_stream_memory(amounts, schedule), recompute)
 
 
-def times_of(tables: Tables, seconds: Array, overlap: bool, links: str) -> Times:
+def times_of(
+    tables: Tables, seconds: Array, overlap: bool, links: str, network: Network | None = None
+) -> Times:
     """Return start and end of every op and message for the seconds of one cost vector."""
     dependencies = tables.dependencies
     durations = Durations(tables.op_entry, tables.message_entry, seconds, overlap)
     count = len(dependencies.ops)
     times = Times(*(np.empty(count) for _ in range(4)))
-    if links == "duplex":
+    if links == "duplex" and network is None:
         dependencies.time_ops(durations, times)
     else:
-        medium = _media(dependencies, links)
-        graph = dependencies.graph._replace(link=medium)
+        media = _media(dependencies, links) if network is None else network.media(dependencies)
         pending, ready = dependencies.pending.copy(), np.zeros(count)
-        medium_free = np.zeros(int(medium.max(initial=-1)) + 1)
-        dependencies.walk(time_ops_contended, graph, durations, pending, ready, medium_free, times)
+        arguments = (dependencies.graph, durations, media, pending, ready, times)
+        dependencies.walk(time_ops_contended, *arguments)
     return times
 
 
-def _media(dependencies: Dependencies, links: str) -> Array:
-    """Return per op the medium that carries its value, or -1."""
+def _media(dependencies: Dependencies, links: str) -> Media:
+    """Return the medium that carries every op's value, where links are half-duplex or shared."""
     link = dependencies.graph.link
+    count = len(link)
     if links == "shared":
-        return np.where(link >= 0, 0, -1).astype(np.int32)
-    # Half-duplex: both directions of a pair of ranks share one medium.
-    pairs = np.sort(dependencies.links, axis=1)
-    if len(pairs):
-        medium_of_link = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+        medium = np.where(link >= 0, 0, -1)
     else:
-        medium_of_link = np.zeros(0, np.int64)
-    medium = np.append(medium_of_link, -1)[link]
-    return np.where(link >= 0, medium, -1).astype(np.int32)
+        # Half-duplex: both directions of a pair of ranks share one medium.
+        pairs = np.sort(dependencies.links, axis=1)
+        if len(pairs):
+            medium_of_link = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+        else:
+            medium_of_link = np.zeros(0, np.int64)
+        medium = np.where(link >= 0, np.append(medium_of_link, -1)[link], -1)
+    free = np.zeros(int(medium.max(initial=-1)) + 1)
+    return Media(medium.astype(np.int32), np.full(count, -1, np.int32), np.zeros(count), free)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,6 +29,7 @@ from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import FIELDS, LINKS, RENAMED, Costs
 from penstock.simulate.lookup import Tables
 from penstock.simulate.memory_curves import Memory, peaks_in_order
+from penstock.simulate.network import Network
 from penstock.simulate.simulate import times_of
 from penstock.simulate.weight_versions import with_stream_memory
 
@@ -116,16 +118,17 @@ def _batches(
         fields = current_names(costs, RENAMED, stacklevel=1)
         links = str(fields.pop("links", "duplex"))
         buffers = bool(fields.pop("boundary_buffers", True))
+        network = cast("Network | None", fields.pop("network", None))
         if links not in LINKS:
             raise SettingError(f"costs: links are one of {', '.join(LINKS)}, not {links!r}")
         amounts = with_stream_memory(Amounts.batched(fields, stages, numbers), schedule)
         tables = Tables(dependencies, amounts, mode.recompute)
-        yield np.arange(amounts.vectors), _Batch(tables, mode, links, buffers)
+        yield np.arange(amounts.vectors), _Batch(tables, mode, links, network, buffers)
         return
     positions_of: dict[tuple[object, ...], list[int]] = {}
     for position, vector in enumerate(costs):
         missing = [getattr(vector, name) is None for name in FIELDS]
-        form = (vector.links, vector.boundary_buffers, *missing)
+        form = (vector.links, vector.network, vector.boundary_buffers, *missing)
         positions_of.setdefault(form, []).append(position)
     if not positions_of:
         raise SettingError("simulate_many needs at least one Costs")
@@ -133,8 +136,9 @@ def _batches(
         vectors = [costs[position] for position in positions]
         amounts = with_stream_memory(Amounts.of(vectors, stages, numbers), schedule)
         tables = Tables(dependencies, amounts, mode.recompute)
-        links, buffers = vectors[0].links, vectors[0].boundary_buffers
-        yield np.array(positions), _Batch(tables, mode, links, buffers)
+        first = vectors[0]
+        batch = _Batch(tables, mode, first.links, first.network, first.boundary_buffers)
+        yield np.array(positions), batch
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,7 @@ class _Batch:
     tables: Tables
     mode: _Mode
     links: str
+    network: Network | None
     buffers: bool
 
     @property
@@ -165,7 +170,8 @@ class _Batch:
         table = self.tables.seconds
         seconds = np.broadcast_to(table, (amounts.vectors, table.shape[1]))
         work = ITERATIONS_PER_OP * len(dependencies.ops) * amounts.vectors
-        if work and self.links == "duplex" and is_worth_compiling(time_vectors, work):
+        own_links = self.links == "duplex" and self.network is None
+        if work and own_links and is_worth_compiling(time_vectors, work):
             # Compiled now, since the work of a single chunk may be too short for that.
             compiled(time_vectors)
             makespan, span = self._in_chunks(seconds)
@@ -197,7 +203,7 @@ class _Batch:
 
     def _timed_peaks(self, tables: Tables) -> tuple[int, ...]:
         """Return the peak bytes of every rank, including buffers, for one vector."""
-        times = times_of(tables, tables.seconds[0], self.mode.overlap, self.links)
+        times = times_of(tables, tables.seconds[0], self.mode.overlap, self.links, self.network)
         return tuple(curve.peak for curve in Memory(tables, times).curves)
 
     def _one_by_one(self, seconds: Array) -> tuple[Array, Array]:
@@ -205,7 +211,7 @@ class _Batch:
         first, last = self._ends()
         makespan, span = np.zeros(len(seconds)), np.zeros(len(seconds))
         for number, row in enumerate(seconds):
-            times: Times = times_of(self.tables, row, self.mode.overlap, self.links)
+            times: Times = times_of(self.tables, row, self.mode.overlap, self.links, self.network)
             makespan[number] = times.end.max(initial=0.0)
             span[number] = (times.end[last] - times.start[first]).max(initial=0.0)
         return makespan, span

@@ -13,7 +13,7 @@ from penstock.search.cut_search.uneven_replication import uneven
 from penstock.search.evaluate import evaluate
 from penstock.search.instantiate import instantiate
 from penstock.search.request import PlanRequest
-from penstock.simulate.plan_costs import all_reduce_seconds
+from penstock.simulate.gradient_sync import all_reduce_seconds
 
 
 def on(ranks: int, link: Link = Link(0.0, 1e12)) -> Cluster:

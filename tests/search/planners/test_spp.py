@@ -14,7 +14,7 @@ from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.spp import execution_s, spp
 from penstock.search.planners.spp_cut import Loads, least_load
 from penstock.search.planners.spp_execution import makespan
-from penstock.simulate.plan_costs import all_reduce_seconds
+from penstock.simulate.gradient_sync import all_reduce_seconds
 
 
 def parts(request, count, order, lengths, copies):

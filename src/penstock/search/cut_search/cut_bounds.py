@@ -7,6 +7,11 @@ In contrast to that bound, updates, gradient syncs and the transfers along the r
     forward of the stages before  |  its ops up to its  |  backward of the stages before
     that of its first op          |  last backward      |  that of its last backward, then U
 
+A host's network card gives a sum of the same form, for each direction:
+
+    forward up to the first stage  |  the bytes of all its  |  backward from that stage
+    whose values it carries        |  messages              |
+
 A cut whose bound exceeds the best time cannot win, whatever must be recomputed.
 """
 
@@ -27,12 +32,13 @@ from penstock.schedule.op import BACKWARD_STARTS, Kind, Op, Schedule
 from penstock.schedule.period import period_of
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
-from penstock.simulate.plan_costs import all_reduce_seconds
+from penstock.simulate.gradient_sync import all_reduce_seconds
 from penstock.simulate.stage_seconds import PHASES
 
 #: Columns of the matrix, in blocks of one entry per stage. "least backward" is the smaller of a
-#: backward and an input gradient, and "transfer" that of the boundary after the stage.
-COLUMNS = ("F", "B", "I", "W", "U", "least backward", "transfer")
+#: backward and an input gradient, "transfer" that of the boundary after the stage, and "card" the
+#: seconds for which such a message occupies a network card.
+COLUMNS = ("F", "B", "I", "W", "U", "least backward", "transfer", "card")
 
 #: Bounds are reduced by this share, since sums of the same seconds in another order differ by their
 #: rounding.
@@ -85,6 +91,7 @@ class CutBounds:
         values[:, 4] = self._update_seconds(ends)
         values[:, 5] = np.minimum(values[:, 1], values[:, 2])
         values[:, 6, :-1] = self._transfer_seconds(ends)
+        values[:, 7, :-1] = self._card_seconds(ends)
         flat = values.reshape(len(ends), len(COLUMNS) * stages)
         bounds: Array = (flat @ self.matrix.T).max(axis=1, initial=0.0) * (1 - ROUNDING)
         return bounds
@@ -101,6 +108,8 @@ class CutBounds:
             return np.array(rows)
         for program in schedule.programs:
             rows += _rank_rows(schedule, program)
+        if self._has_cards:
+            rows += self._card_rows()
         return np.array(rows).reshape(len(rows), len(COLUMNS) * schedule.stages)
 
     @cached_property
@@ -202,6 +211,52 @@ class CutBounds:
                 after_layer.append(min(times))
             seconds[:, stage] = np.array(after_layer)[ends[:, stage + 1] - 1]
         return seconds
+
+    @property
+    def _has_cards(self) -> bool:
+        """Whether messages between hosts wait for each other at the hosts' network cards."""
+        schedule, cluster = self.schedule, self.request.cluster
+        if schedule.slicing is not None or cluster.between.shared:
+            return False
+        devices = [cluster.devices[self._device(rank)] for rank in range(schedule.ranks)]
+        return cluster.nodes > 1 and all(device.kind == "cpu" for device in devices)
+
+    def _card_seconds(self, ends: Array) -> Array:
+        """Return the seconds for which a message over every boundary occupies the cards of two
+        hosts, shape (cuts, stages - 1).
+        """
+        output_bytes = np.array(
+            [layer.output_bytes_per_sample for layer in self.request.profile], float
+        )
+        seconds: Array = self.samples * output_bytes[ends[:, 1:-1] - 1]
+        return seconds / self.request.cluster.between.bandwidth_bytes_per_s
+
+    def _card_rows(self) -> list[Array]:
+        """Return the sums that the card of every host gives, in each direction."""
+        schedule, cluster = self.schedule, self.request.cluster
+        host_of = [cluster.node(self._device(rank)) for rank in range(schedule.ranks)]
+        messages: dict[tuple[int, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        for stage in range(schedule.stages - 1):
+            for number in range(schedule.slices):
+                low = host_of[schedule.placement[stage, number]]
+                high = host_of[schedule.placement[stage + 1, number]]
+                if low != high:
+                    # One message up, and one of the gradient back.
+                    for card in ((low, "sends"), (high, "receives")):
+                        messages[card][stage] += 1
+                    for card in ((high, "sends"), (low, "receives")):
+                        messages[card][stage] += 1
+        rows = []
+        for count_of_boundary in messages.values():
+            row = np.zeros((len(COLUMNS), schedule.stages))
+            first = min(count_of_boundary)
+            row[0, : first + 1] = 1
+            row[5, : first + 1] = 1
+            row[6, :first] = 2
+            for stage, count in count_of_boundary.items():
+                row[7, stage] = count
+            rows.append(row.ravel())
+        return rows
 
 
 def _rank_rows(schedule: Schedule, program: Sequence[Op]) -> list[Array]:

@@ -20,7 +20,7 @@ from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.search_space import Configuration
 from penstock.search.shapes import Shape
-from penstock.simulate.plan_costs import all_reduce_seconds
+from penstock.simulate.gradient_sync import all_reduce_seconds
 from penstock.simulate.stage_seconds import PHASES
 
 #: Clusters of more ranks are not considered: the table of the seconds of all stages grows with the

@@ -22,7 +22,7 @@ from penstock.search.planners.layer_costs import LayerCosts, Numbers, before, ra
 from penstock.search.planners.scope import nodes_of, quickest
 from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
-from penstock.simulate.plan_costs import all_reduce_seconds
+from penstock.simulate.gradient_sync import all_reduce_seconds
 
 
 @final
