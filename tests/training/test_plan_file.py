@@ -75,6 +75,12 @@ def test_settings_that_are_parts_of_the_plan_are_refused(plan_file, setting, val
         complete_settings({"plan": plan_file, setting: value})
 
 
+def test_a_name_that_clears_the_terminal_is_quoted():
+    """The configuration of a stranger names the plan."""
+    with pytest.raises(SettingError, match=r"^'\\x1b\[2J' is run exactly as planned"):
+        complete_settings({"plan": "\x1b[2J", "partition": "bottleneck"})
+
+
 def test_a_plan_that_is_not_there_is_refused(tmp_path):
     """Before anything is measured."""
     with pytest.raises(FileError, match="cannot read the plan"):

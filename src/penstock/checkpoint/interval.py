@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import SettingError
+from penstock.files.text import quote
 from penstock.units import parse_seconds
+
+#: Digits of a number of steps; Python refuses to read thousands of them.
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ def parse_interval(value: int | str | None) -> Interval:
     if value is None:
         return Interval()
     text = str(value).strip()
-    if text.isdecimal() and text.isascii():
+    if text.isdecimal() and text.isascii() and len(text) <= _MOST_DIGITS:
         steps = int(text)
         if steps >= 1 and not isinstance(value, bool):
             return Interval(steps=steps)
@@ -52,6 +56,6 @@ def parse_interval(value: int | str | None) -> Interval:
         if seconds > 0 and text[-1:].isalpha():
             return Interval(seconds=seconds)
     raise SettingError(
-        f"{value!r} is no interval between checkpoints: write a number of steps, such as 500, or a "
-        "time with its unit, such as '10min' or '2h'"
+        f"{quote(value)} is no interval between checkpoints: write a number of steps, such as 500, "
+        "or a time with its unit, such as '10min' or '2h'"
     )

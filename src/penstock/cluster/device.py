@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, final, get_args
 
 from penstock.errors import ClusterError
+from penstock.files.text import quote
 from penstock.units import format_bytes, format_seconds
 
 Kind = Literal["cpu", "gpu", "fpga"]
@@ -56,7 +57,7 @@ class Device:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise ClusterError(
-                f"device {self.name} is of kind {self.kind!r}; a device is a 'cpu', a 'gpu' or an "
+                f"device {self.name} is of kind {quote(self.kind)}; a device is a 'cpu', a 'gpu' or an "
                 "'fpga'"
             )
         self._check_memory()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.errors import PlanError, SettingError
+from penstock.files.text import quote_path
 from penstock.plan.plan import Plan
 
 #: Settings that a plan contains.
@@ -61,7 +62,7 @@ def settings_of_plan(values: Mapping[str, Any]) -> dict[str, Any]:
     batch = values.get("batch", plan.batch)
     if batch != plan.batch:
         raise SettingError(
-            f"{path} is a plan for batches of {plan.batch} samples, and batch is {batch}: leave "
+            f"{quote_path(path)} is a plan for batches of {plan.batch} samples, and batch is {batch}: leave "
             "batch out, or plan anew"
         )
     return {"batch": plan.batch}
@@ -80,6 +81,6 @@ def check_beside_plan(path: str, values: Mapping[str, Any]) -> None:
     names = [name for name in _PLAN_SETTINGS if values.get(name) not in (None, {}, False)]
     if names:
         raise SettingError(
-            f"{path} is run exactly as planned, and {', '.join(names)} would change it: leave that "
+            f"{quote_path(path)} is run exactly as planned, and {', '.join(names)} would change it: leave that "
             "out, or leave out the plan"
         )
