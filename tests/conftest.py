@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from penstock.cluster import local
 
@@ -22,6 +23,19 @@ from penstock.cluster import local
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("random", derandomize=False, deadline=None)
 settings.load_profile("fixed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep Hypothesis from drawing constants of the modules that happen to be imported.
+
+    Which modules these are depends on the tests that the process has run before, so examples would
+    differ from run to run, derandomised or not. There is no public setting for it.
+    """
+    is_fixed = config.getoption("--hypothesis-profile", None) in (None, "fixed")
+    if is_fixed and hasattr(providers, "_get_local_constants"):
+        no_constants = providers.Constants()
+        providers._get_local_constants = lambda: no_constants
+
 
 # A shell that starts a job in the background has it ignore SIGINT, and so would all programs that
 # the tests start and interrupt.

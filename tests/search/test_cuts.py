@@ -59,6 +59,18 @@ def test_the_slowest_stage_or_link_is_as_fast_as_any_cut_makes_it(data, profile,
     assert slowest(request, places, found, batch / micro_batches) <= best * (1 + 1e-6)
 
 
+def test_stages_on_like_devices_have_the_seconds_of_these(profile_of):
+    """Which are not those of the first device of the cluster."""
+    even, uneven = profile_of([1.0] * 4), profile_of([5.0, 1.0, 1.0, 1.0])
+    devices = (Device("slow", 10**12), Device("fast", 10**12), Device("fast", 10**12))
+    link = Link(0.0, 1e12)
+    request = PlanRequest(
+        {"slow": uneven, "fast": even}, Cluster("c", devices, 3, link, link), batch=1
+    )
+    assert cut(request, (1, 2), 1, "time") == (2, 2)
+    assert cut(request, (0, 0), 1, "time") == (1, 3)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data(), profiles(3, 6), st.integers(2, 3), st.integers(300, 60_000), st.integers(1, 8))
 def test_within_limits_the_slowest_is_as_fast_as_any_cut_that_fits(

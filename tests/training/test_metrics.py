@@ -36,11 +36,15 @@ def test_every_number_of_a_line_is_in_tensorboard(tmp_path):
     }
 
 
-def test_tensorboard_shows_every_step_of_a_resumed_run_once(tmp_path):
+def test_tensorboard_shows_every_step_of_a_resumed_run_once(tmp_path, monkeypatch):
     """Steps after the checkpoint are trained again; the lost attempt's are hidden."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # Files of one second and one process are read in the order of a counter as text: 9 after 10.
+    counter = event_file_writer.AtomicCounter(0)
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
     for start, end in ((0, 3), (2, 4), (0, 2)):
         with Metrics(tmp_path, step=start) as metrics:
             for step in range(start + 1, end + 1):

@@ -57,7 +57,7 @@ def cut(
     link = _common_link(request, places)
     if balance == "time" and link is not None:
         lengths = partition(
-            request.profile,
+            request.profile_of(places[0]),
             len(places),
             by="bottleneck",
             micro_batch=micro_batch,
