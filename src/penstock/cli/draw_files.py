@@ -52,7 +52,7 @@ def timelines_of_file(
 
 
 def refuse_to_replace_plan(output: Path) -> None:
-    """Refuse an output file that is a plan, which somebody may have meant to draw.
+    """Refuse an output file that is a plan, which the user may have meant to draw.
 
     Raises:
         SettingError: it is one.

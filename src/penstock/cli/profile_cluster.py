@@ -274,8 +274,8 @@ def _link_table(measurement: ClusterMeasurement) -> str:
         message_times = []
         for size in columns:
             # Between hosts the longest sizes are left out where they would take long.
-            known = size in seconds_of_size
-            message_times.append(format_seconds(seconds_of_size[size]) if known else "")
+            seconds = seconds_of_size.get(size)
+            message_times.append("" if seconds is None else format_seconds(seconds))
         rows.append(
             (
                 f"{pair.a}-{pair.b}",

@@ -126,10 +126,12 @@ def _check_schema(content: Any, source: str, schema: int | Collection[int], kind
     supported = (schema,) if isinstance(schema, int) else schema
     # True == 1 and 1.0 == 1 in Python, but neither is a version.
     if type(version) is not int or version not in supported:
-        found = "missing, so it is another kind of file" if version is None else quote(version)
+        description = (
+            "missing, so it is another kind of file" if version is None else quote(version)
+        )
         raise FileError(
             f"{source} is no {kind} of schema {' or '.join(map(str, supported))}: "
-            f"its schema is {found}. Create it again with this version of penstock"
+            f"its schema is {description}. Create it again with this version of penstock"
         )
 
 

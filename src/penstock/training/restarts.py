@@ -98,7 +98,7 @@ class _Attempts:
         """Return the next attempt. Its ranks hand over their state if it may be restarted."""
         present = self.present
         self.recovery.prepare(
-            present.plan, present.devices, wanted=self.count < self.first.config.max_restarts
+            present.plan, present.devices, may_restart=self.count < self.first.config.max_restarts
         )
         return replace(present, recovery=self.recovery)
 

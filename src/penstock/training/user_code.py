@@ -56,8 +56,8 @@ def load_attribute(reference: str, setting: str) -> Any:
             value = getattr(value, name)
         except AttributeError:
             public = [
-                known
-                for known, member in getattr(value, "__dict__", {}).items()
+                public_name
+                for public_name, member in getattr(value, "__dict__", {}).items()
                 if callable(member) and getattr(member, "__module__", None) == module_name
             ]
             known_names = f"; it has {shorten(', '.join(public))}" if public else ""

@@ -148,19 +148,19 @@ class LiveRecovery:
     checkpoint: LiveCheckpoint | None = None
     problem: str = ""
 
-    def prepare(self, plan: Plan, devices: Devices, *, wanted: bool) -> None:
+    def prepare(self, plan: Plan, devices: Devices, *, may_restart: bool) -> None:
         """Prepare for an attempt.
 
         Args:
             plan: of the attempt.
             devices: of this host.
-            wanted: whether there may be another attempt after it.
+            may_restart: whether there may be another attempt after it.
         """
         copies = any(len(ranks) > 1 for ranks in plan.schedule.ranks_of_stage)
         in_processes = devices.executor(plan.ranks) == "processes"
         files_in_memory = hasattr(os, "memfd_create")
         possible = plan.synchronous and copies and in_processes and files_in_memory
-        self.stages = plan.stages if wanted and possible else 0
+        self.stages = plan.stages if may_restart and possible else 0
         self.problem = ""
 
     def begin(self, store: StoreServer) -> None:
