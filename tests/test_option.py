@@ -67,6 +67,7 @@ EXCEPTIONS = {
     "loaded before the measurement, so that a mistake is reported at once, and on the first rank": (
         "callbacks",
     ),
+    "looked for before the measurement, then opened by the first rank": ("wandb",),
     "named in a message about training that diverges": ("lr",),
     "files hold the name of a dtype, layers and loss use the dtype, float16 scales the loss": (
         *("autocast", "scaler"),

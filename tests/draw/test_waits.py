@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
-from penstock.draw.waits import dependencies_of_timeline, waits
+from penstock.draw.waits import critical_path, dependencies_of_timeline, waits
 from penstock.event import Timeline
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.dependencies import dependencies_of
@@ -66,3 +68,36 @@ def test_dependencies_are_rebuilt_from_a_simulated_timeline():
     assert dependencies_of_timeline(measured) is None
     part = Timeline(timeline.events[5:], 3, 3)
     assert dependencies_of_timeline(part) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("costs", [Costs(), Costs(forward=1, transfer=0.25)], ids=["free", "slow"])
+def test_ops_of_the_critical_path_follow_each_other_without_a_gap(name, costs):
+    """Independent reference: an op starts when the one before it on the path ends, on the same rank,
+    or when its value arrives; the path leads from 0 to the makespan.
+    """
+    pipeline = schedule(name, 8 if name == "interleaved" else 4, 8)
+    timeline = simulate_schedule(pipeline, costs)
+    arrivals = {(event.op, event.rank, event.to_rank): event.end for event in timeline.events}
+    events = []
+    for rank, positions in enumerate(critical_path(timeline, dependencies_of(pipeline))):
+        row = [event for event in timeline.compute if event.rank == rank]
+        assert positions == sorted(set(positions))
+        events += [row[position] for position in positions]
+    events.sort(key=lambda event: (event.start, event.end))
+    assert events[0].start == 0
+    assert events[-1].end == pytest.approx(timeline.makespan)
+    for earlier, later in pairwise(events):
+        end = earlier.end
+        if earlier.rank != later.rank:
+            end = arrivals.get((earlier.op, earlier.rank, later.rank), end)
+        assert later.start == pytest.approx(end), f"{later} after {earlier}"
+
+
+def test_the_path_of_a_slow_stage_stays_on_it():
+    """Its rank is never idle between its first op and its last."""
+    pipeline = schedule("1f1b", 3, 8)
+    timeline = simulate_schedule(pipeline, Costs(forward=[1, 5, 1], backward=[2, 10, 2]))
+    path = critical_path(timeline, dependencies_of(pipeline))
+    assert len(path[1]) >= 16
+    assert len(path[0]) + len(path[2]) <= 6

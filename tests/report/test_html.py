@@ -141,7 +141,7 @@ def test_without_scripts_everything_is_there(page, reader):
     """Tables, charts and static timelines stand in the file itself."""
     assert page.count('<div class="still"><svg') == 4
     assert reader.tags.count("table") == 2
-    assert reader.tags.count("button") == 4 * 5
+    assert reader.tags.count("button") == 4 * 6
 
 
 def test_a_file_that_cannot_be_written_is_an_error(report, tmp_path):

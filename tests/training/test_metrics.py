@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
-from penstock.errors import FileError
-from penstock.training.metrics import Metrics
+from penstock.errors import FileError, SettingError
+from penstock.training.metrics import Metrics, check_wandb
 
 
 def test_every_number_of_a_line_is_in_tensorboard(tmp_path):
@@ -79,3 +82,47 @@ def _write_line(folder):
     """Write one line of metrics."""
     with Metrics(folder) as metrics:
         metrics.write(1, loss=2.0)
+
+
+class FakeRun:
+    """What `wandb.init` returns."""
+
+    def __init__(self):
+        self.rows = []
+
+    def log(self, figures, step):
+        self.rows.append((step, figures))
+
+    def finish(self):
+        self.rows.append("finished")
+
+
+def test_a_project_of_weights_and_biases_gets_every_figure_in_one_run(tmp_path, monkeypatch):
+    """Also those of a resumed run, which has the same id."""
+    runs = []
+
+    def init(**settings):
+        runs.append((settings, FakeRun()))
+        return runs[-1][1]
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for start in (0, 1):
+        with Metrics(tmp_path, 0.25, start, wandb="penguins") as metrics:
+            metrics.write(start + 1, loss=2.0, step_s=0.5, busy=[0.5, 0.75], note="text")
+    (first, rows), (second, _) = runs
+    assert first == second
+    assert (first["project"], first["name"], first["resume"]) == (
+        "penguins",
+        tmp_path.name,
+        "allow",
+    )
+    figures = {"loss": 2.0, "step_s": 0.5, "busy/0": 0.5, "busy/1": 0.75, "predicted_step_s": 0.25}
+    assert rows.rows == [(1, figures), "finished"]
+
+
+def test_a_project_without_the_package_is_refused(monkeypatch):
+    """Before the model is measured."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_wandb(None)
+    with pytest.raises(SettingError, match="wandb needs the package of that name"):
+        check_wandb("penguins")

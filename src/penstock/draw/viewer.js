@@ -18,7 +18,7 @@ function penstockViewer(figure, data) {
   // Arrows and outlines of more than these would blacken the figure and take time.
   const MANY_ARROWS = 3000, MANY_BOXES = 20000;
   let whole = data.seconds || 1;
-  let view = { from: 0, to: whole }, left = 80, wide = 800, high = 400, hover = null, queued = false, dragged = null;
+  let view = { from: 0, to: whole }, left = 80, wide = 800, high = 400, hover = null, queued = false, dragged = null, withPath = false;
 
   // ---- words ----
   const trimmed = (value, digits) => String(+value.toFixed(digits));
@@ -184,6 +184,13 @@ function penstockViewer(figure, data) {
         words(number, middle, base - 5, font, ink, "center"); words(stage, middle, base + 8, "9px sans-serif", ink, "center");
       } else words(number, middle, base, font, ink, "center");
     }
+    if (withPath && rank.path && last - first < MANY_BOXES) {
+      paint.strokeStyle = colour.pass; paint.lineWidth = 3;
+      for (let p = above(rank.path, first - 1); p < rank.path.length && rank.path[p] < last; p++) {
+        const i = rank.path[p], half = +rank.h[i], tall = half ? rank.high / 2 : rank.high;
+        paint.strokeRect(x(rank.t[i]) + 1.5, rank.y + (half === 2 ? tall : 0) + 1.5, Math.max(x(rank.e[i]) - x(rank.t[i]) - 3, 1), tall - 3);
+      }
+    }
     if (hover && hover.panel === panel && last - first < MANY_BOXES) {
       paint.strokeStyle = colour.ink; paint.lineWidth = 1.5;
       for (let i = first; i < last; i++) {
@@ -324,7 +331,7 @@ function penstockViewer(figure, data) {
     return { panel, number, update: kind === "U", lines: [`${rank.s[i]}${kind}${number}  ${data.kinds[kind].name}`,
       `${rank.name}, stage ${rank.s[i]}, ${what}`,
       `${duration(rank.t[i])} to ${duration(rank.e[i])}: ${duration(rank.e[i] - rank.t[i])}`,
-      ...(rank.h[i] === "0" ? [] : ["runs as one with the other half"]), ...(rank.b && rank.b[i] ? [`sends ${size(rank.b[i])}`] : []),
+      ...(rank.h[i] === "0" ? [] : ["runs as one with the other half"]), ...(rank.path && rank.path.includes(i) ? ["on the critical path"] : []), ...(rank.b && rank.b[i] ? [`sends ${size(rank.b[i])}`] : []),
       ...memoryLine(rank, rank.t[i])] };
   }
   function show(event) {
@@ -364,7 +371,13 @@ function penstockViewer(figure, data) {
     const found = /^#t=([0-9.e+-]+),([0-9.e+-]+)$/.exec(location.hash);
     if (found && +found[1] < +found[2]) look(+found[1], +found[2]);
   }
-  const DO = { in: () => zoom(1.6), out: () => zoom(1 / 1.6), all: () => look(0, whole), left: () => pan(-0.25), right: () => pan(0.25) };
+  const pathButton = figure.querySelector('button[data-do="path"]');
+  /** A measured timeline has no path; its button would do nothing. */
+  function arrangePath() {
+    if (pathButton) pathButton.hidden = !data.panels.some((panel) => panel.ranks.some((rank) => rank.path && rank.path.length));
+  }
+  const DO = { in: () => zoom(1.6), out: () => zoom(1 / 1.6), all: () => look(0, whole), left: () => pan(-0.25), right: () => pan(0.25),
+    path: () => { withPath = !withPath; pathButton.setAttribute("aria-pressed", String(withPath)); later(); } };
   const KEYS = { "+": "in", "=": "in", "-": "out", "0": "all", ArrowLeft: "left", ArrowRight: "right" };
   canvas.addEventListener("wheel", (event) => {
     const place = event.clientX - canvas.getBoundingClientRect().left;
@@ -398,12 +411,12 @@ function penstockViewer(figure, data) {
   window.addEventListener("resize", arrange);
   window.addEventListener("hashchange", recall);
   dark.addEventListener("change", () => { colours(); later(); });
-  colours(); arrange(); recall();
+  colours(); arrange(); arrangePath(); recall();
   function replaceData(next) {
     const all = view.from <= 0 && view.to >= whole;
     data = next; KINDS = Object.keys(data.kinds); whole = data.seconds || 1; hover = null; tip.hidden = true;
     if (all || view.to > whole) view = { from: 0, to: whole };
-    arrange();
+    arrange(); arrangePath();
   }
   return { show: replaceData };
 }

@@ -23,7 +23,7 @@ from penstock.draw.pairs import events_by_rank, pair_halves
 from penstock.draw.palette import FILLS, FILLS_ON_DARK, number_colours
 from penstock.draw.scale import Clock, axis_seconds
 from penstock.draw.stage_order import StageOrder
-from penstock.draw.waits import dependencies_of_timeline, waits
+from penstock.draw.waits import critical_path, dependencies_of_timeline, waits
 from penstock.event import Event, MemoryCurve, Timeline
 from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.op import Kind, Op
@@ -31,8 +31,8 @@ from penstock.schedule.op import Kind, Op
 #: With more ops than this the page would have tens of megabytes; it then has a static figure with
 #: columns instead of boxes.
 MAX_VIEWER_OPS = 300_000
-#: With more ops than this, the page does not say what ranks wait for, unless the caller has the
-#: dependencies.
+#: With more ops than this, the page shows neither what ranks wait for nor the critical path, unless
+#: the caller has the dependencies.
 _MAX_WAITS_OPS = 20_000
 #: Columns of time of a timeline with too many ops for boxes: about the points of a wide screen.
 _COLUMNS = 600
@@ -46,6 +46,7 @@ _BUTTONS = (
     ("all", "all", "the whole timeline"),
     ("left", "←", "earlier"),
     ("right", "→", "later"),
+    ("path", "critical path", "outline the ops that determine the makespan"),
 )
 _HINT = (
     "wheel or + \N{MINUS SIGN} 0: zoom · drag, shift + wheel or ← →: move · "
@@ -267,7 +268,11 @@ def _rank_shares(
 
 def _panel_data(panel: Timeline, dependencies: Dependencies | None) -> dict[str, object]:
     """Return the data of one timeline."""
+    if dependencies is None and len(panel.log.start) <= _MAX_WAITS_OPS:
+        dependencies = dependencies_of_timeline(panel)
     rank_waits = _waits_data(panel, dependencies)
+    no_path: list[list[int]] = [[] for _ in range(panel.ranks)]
+    path = no_path if dependencies is None else critical_path(panel, dependencies)
     stage_order = StageOrder.of(panel)
     shades = BoxShades.of(panel, stage_order)
     curves = memory_steps(panel)
@@ -285,6 +290,7 @@ def _panel_data(panel: Timeline, dependencies: Dependencies | None) -> dict[str,
             "b": _sent_bytes(rank, row, transfer_bytes),
             "memory": None if curves is None else _memory_data(panel, rank, curves[rank]),
             "waits": rank_waits[rank],
+            "path": path[rank],
         }
         ranks.append(rank_data)
     return {
@@ -305,8 +311,6 @@ def _waits_data(
     The keys are positions of ops; the values are the op that is waited for, its rank, and the
     seconds at which it ends and its value arrives.
     """
-    if dependencies is None and len(panel.log.start) <= _MAX_WAITS_OPS:
-        dependencies = dependencies_of_timeline(panel)
     if dependencies is None:
         return [{} for _ in range(panel.ranks)]
     data = []

@@ -1,4 +1,4 @@
-"""What ranks wait for while they are idle, in simulated timelines.
+"""What ranks wait for while they are idle, and the critical path, in simulated timelines.
 
 An op starts when its rank is free and its inputs have arrived; so before an op that does not start
 at the end of the previous one, the rank waits for the input that arrives last.
@@ -99,3 +99,52 @@ def _last_input(dependencies: Dependencies, row: int, arrival: Array) -> int | N
         member = int(graph.next_in_group[member])
     inputs = [source for source in sources if source >= 0]
     return max(inputs, key=lambda source: arrival[source]) if inputs else None
+
+
+def critical_path(panel: Timeline, dependencies: Dependencies) -> list[list[int]]:
+    """Return per rank the ops of the critical path, by their positions in its program, ascending.
+
+    The critical path leads from the op that ends last back to the start of the timeline. Before each
+    of its ops comes the one that it starts after without a gap: the previous op of its rank, or the
+    op whose value arrives last. Time saved elsewhere does not make the timeline shorter. The path is
+    cut off at an op that waits for something else than a value.
+
+    Args:
+        panel: a simulated timeline.
+        dependencies: of its schedule.
+    """
+    log, graph = panel.log, dependencies.graph
+    path: list[list[int]] = [[] for _ in range(panel.ranks)]
+    if log.moves is None or len(log.start) != len(graph.link) or not len(log.start):
+        return path
+    tolerance = _TOLERANCE * panel.makespan
+    arrival = np.where(graph.link >= 0, log.moves.end, log.end)
+    first_row = log.ops.first
+    row: int | None = int(np.argmax(log.end))
+    while row is not None:
+        rank = int(log.ops.rank[row])
+        path[rank].append(row - int(first_row[rank]))
+        previous = _previous_on_rank(log.start, log.end, int(first_row[rank]), row)
+        start = log.start[row] - tolerance
+        if previous is not None and log.end[previous] >= start:
+            row = previous
+        else:
+            source = _last_input(dependencies, row, arrival)
+            row = source if source is not None and arrival[source] >= start else None
+    return [sorted(positions) for positions in path]
+
+
+def _previous_on_rank(start: Array, end: Array, first: int, row: int) -> int | None:
+    """Return the op of the same rank that ended last when an op started; None before the first.
+
+    The op that runs with it as a pair started with it, and does not count.
+    """
+    previous = row - 1
+    while previous >= first and start[previous] >= start[row]:
+        previous -= 1
+    if previous < first:
+        return None
+    # The other op of a pair may end later.
+    if previous > first and end[previous - 1] > end[previous]:
+        previous -= 1
+    return previous

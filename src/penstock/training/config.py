@@ -129,6 +129,9 @@ class TrainConfig(CommonOptions):
         "package.module:attribute with methods on_step, on_evaluation or on_checkpoint, which "
         "rank 0 calls.",
     )
+    wandb: str | None = option(
+        None, "Project of Weights & Biases that gets every figure of the run; needs wandb."
+    )
     profile: str | None = option(None, "Profile to use instead of measuring the model.")
     profile_repeats: int = option(5, "Timed runs of each layer.", minimum=1)
     baseline_steps: int = option(

@@ -34,6 +34,7 @@ from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
 from penstock.training.devices import Devices, device_change, with_device
 from penstock.training.measurement import Say, find_devices, measure_cluster, measure_profile
+from penstock.training.metrics import check_wandb
 from penstock.training.model_sources import parse_model
 from penstock.training.optimizer import sample_optimizer
 from penstock.training.plan_file import load_plan
@@ -78,6 +79,7 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
     task = make_task(config)
     traced = task.chain
     check_settings(config, len(traced))
+    check_wandb(config.wandb)
     load_callbacks(config.callbacks)  # so that an error appears before the measurement
     loaded_plan = None if config.plan is None else load_plan(config.plan, traced.fingerprint)
     if config.resume:
