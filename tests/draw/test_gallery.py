@@ -20,9 +20,13 @@ TEXT = GalleryText(
 def entries():
     return [
         GalleryEntry(
-            name, "<paper>", unit_timeline(schedule(name, stages=2, micro_batches=2)), ("1 %", "2")
+            name,
+            "<paper>",
+            unit_timeline(schedule(name, stages=2, micro_batches=2)),
+            ("1 %", "2"),
+            group,
         )
-        for name in ("gpipe", "naive")
+        for name, group in (("gpipe", "quick & even"), ("naive", "slow"))
     ]
 
 
@@ -39,7 +43,12 @@ def test_every_entry_has_a_file_and_is_on_both_pages(tmp_path):
     assert page.count('<a href="#') == 2
     assert "All &lt;of&gt; them" in page
     assert not re.search(r"<link|src=|@import|fetch\(", page)
-    assert "| [gpipe](#gpipe) | 1 % | 2 |" in read_me
+    assert page.count("<tbody>") == 2
+    assert "quick &amp; even</th>" in page
+    assert (
+        "| quick & even | bubble | in flight |\n|---|--:|--:|\n| [gpipe](#gpipe) | 1 % | 2 |"
+        in read_me
+    )
     assert "![naive](naive.svg)" in read_me
 
 

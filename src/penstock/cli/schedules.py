@@ -151,6 +151,7 @@ def _draw_gallery(
 ) -> None:
     """Draw all schedules into a folder, with a page that shows them."""
     from penstock.draw.gallery import GalleryEntry, GalleryText, write_gallery
+    from penstock.search.schedules import schedules as list_schedules
 
     command = (
         f"penstock schedules --stages {ranks} --micro-batches {micro_batches} "
@@ -164,10 +165,16 @@ def _draw_gallery(
     text = GalleryText(
         f"Schedules on {ranks} ranks", (introduction, f"Command: {command}"), HEAD, after
     )
-    entries = [
-        GalleryEntry(figures.name, figures.source, figures.timeline, _cells(figures))
-        for figures in comparison
-    ]
+    catalogue = list_schedules()
+    entries = []
+    for figures in comparison:
+        synchronous = catalogue[figures.name].synchronous
+        group = "synchronous schedules" if synchronous else "asynchronous schedules"
+        entries.append(
+            GalleryEntry(figures.name, figures.source, figures.timeline, _cells(figures), group)
+        )
+    # An asynchronous schedule has no bubble, but gradients of older weights: the groups are apart.
+    entries.sort(key=lambda entry: entry.group, reverse=True)
     paths = write_gallery(folder, text, entries)
     typer.echo(f"wrote {len(paths)} files, see {folder / 'index.html'}", err=True)
 

@@ -28,12 +28,14 @@ class GalleryEntry:
         about: a sentence on it.
         timeline: what to draw.
         cells: its row in the table, without the name.
+        group: heading under which it stands in the table.
     """
 
     name: str
     about: str
     timeline: Timeline
     cells: tuple[str, ...]
+    group: str
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,19 @@ def write_gallery(folder: Path, text: GalleryText, entries: Sequence[GalleryEntr
 
 
 def _html_page(text: GalleryText, entries: Sequence[GalleryEntry]) -> str:
-    """Return one HTML file with all drawings; clicking on a column's head sorts the table."""
+    """Return one HTML file with all drawings. Clicking on a column's head sorts each group of the
+    table, and a box filters schedules by their text.
+    """
     style = _resource("viewer.css") + _resource("page.css") + _resource("gallery.css")
     dark = _resource("page_dark.css") + dark_style("main")
     head = "".join(
         f'<th scope="col"><button type="button">{escape(name)}</button></th>'
         for name in ("schedule", *text.columns)
     )
-    rows = "".join(_table_row(entry) for entry in entries)
+    bodies = "".join(
+        _table_body(group, members, 1 + len(text.columns))
+        for group, members in _groups(entries).items()
+    )
     sections = "".join(_section(entry, text.columns) for entry in entries)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -93,8 +100,10 @@ def _html_page(text: GalleryText, entries: Sequence[GalleryEntry]) -> str:
         f"<style>{style}@media (prefers-color-scheme:dark){{{dark}}}</style>\n"
         "</head>\n<body>\n"
         f"<main>\n<h1>{escape(text.title)}</h1>\n{_paragraphs(text.introduction)}"
+        '<p class="filter" hidden><label>Filter <input type="search" '
+        'placeholder="name, paper or figure"></label></p>\n'
         f'<div class="wide"><table class="all"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>\n"
+        f"{bodies}</table></div>\n"
         f"{_paragraphs(text.remarks)}{sections}</main>\n"
         f"<script>{_resource('gallery.js')}</script>\n</body>\n</html>\n"
     )
@@ -105,11 +114,28 @@ def _resource(name: str) -> str:
     return files("penstock.draw").joinpath(name).read_text(encoding="utf-8")
 
 
+def _groups(entries: Sequence[GalleryEntry]) -> dict[str, list[GalleryEntry]]:
+    """Return the entries of each group, in the order of their first entries."""
+    groups: dict[str, list[GalleryEntry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.group, []).append(entry)
+    return groups
+
+
+def _table_body(group: str, entries: Sequence[GalleryEntry], columns: int) -> str:
+    """Return a group of the table: its heading and a row per entry."""
+    rows = "".join(_table_row(entry) for entry in entries)
+    return (
+        f'<tbody><tr class="group"><th scope="rowgroup" colspan="{columns}">{escape(group)}</th>'
+        f"</tr>{rows}</tbody>"
+    )
+
+
 def _table_row(entry: GalleryEntry) -> str:
     """Return an entry's row of the table, with a link to its drawing."""
     name = escape(entry.name)
     cells = "".join(f"<td>{escape(cell)}</td>" for cell in entry.cells)
-    return f'<tr><td><a href="#{name}">{name}</a></td>{cells}</tr>'
+    return f'<tr data-section="{name}"><td><a href="#{name}">{name}</a></td>{cells}</tr>'
 
 
 def _section(entry: GalleryEntry, columns: Sequence[str]) -> str:
@@ -133,13 +159,16 @@ def _paragraphs(texts: Sequence[str]) -> str:
 
 def _markdown_page(text: GalleryText, entries: Sequence[GalleryEntry]) -> str:
     """Return the same page as Markdown, with links to the SVG files."""
-    table = [
-        f"| schedule | {' | '.join(text.columns)} |",
-        "|---|" + "--:|" * len(text.columns),
-    ]
-    for entry in entries:
-        table.append(f"| [{entry.name}](#{entry.name}) | {' | '.join(entry.cells)} |")
-    parts = [f"# {text.title}", *text.introduction, "\n".join(table), *text.remarks]
+    parts = [f"# {text.title}", *text.introduction]
+    for group, members in _groups(entries).items():
+        table = [
+            f"| {group} | {' | '.join(text.columns)} |",
+            "|---|" + "--:|" * len(text.columns),
+        ]
+        for entry in members:
+            table.append(f"| [{entry.name}](#{entry.name}) | {' | '.join(entry.cells)} |")
+        parts.append("\n".join(table))
+    parts += text.remarks
     for entry in entries:
         image = f"![{entry.name}]({entry.name}.svg)"
         parts.append(f"## {entry.name}\n\n{clean(entry.about)}\n\n{image}")
