@@ -106,8 +106,9 @@ def critical_path(panel: Timeline, dependencies: Dependencies) -> list[list[int]
 
     The critical path leads from the op that ends last back to the start of the timeline. Before each
     of its ops comes the one that it starts after without a gap: the previous op of its rank, or the
-    op whose value arrives last. Time saved elsewhere does not make the timeline shorter. The path is
-    cut off at an op that waits for something else than a value.
+    op whose value arrives last. Time saved elsewhere does not make the timeline shorter, unless
+    messages wait for each other on a shared link. The path is cut off at an op that waits for
+    something else than a value.
 
     Args:
         panel: a simulated timeline.
