@@ -60,7 +60,7 @@ KINDS = {
             "tests/schedule/test_catalogue.py",
             "tests/schedule/test_op.py",
             "tests/schedule/test_replicas.py",
-            "tests/schedule/test_period.py",
+            "tests/schedule/streaming/test_period.py",
             "tests/schedule/torch_csv/test_actions.py",
             "tests/weights/test_compatibility.py",
             "tests/weights/test_weight_uses.py",

@@ -33,7 +33,7 @@ RECORDS = {"config", "settings", "options", "training_options"}
 STATIONS = {
     "option.py",
     "cli/train.py",
-    "cli/train_flags.py",
+    "cli/flags/train_flags.py",
     "training/config.py",
     "training/optimizer.py",
     "training/resume.py",

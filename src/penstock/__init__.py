@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from penstock.pipe.pipe import Pipe as Pipe
     from penstock.plan.plan import Plan as Plan
     from penstock.profile.profile import Profile as Profile
-    from penstock.ranks.launch import launch as launch
-    from penstock.runtime.checkpoints import Checkpoints as Checkpoints
+    from penstock.ranks.processes.launch import launch as launch
     from penstock.runtime.pipeline import Pipeline as Pipeline
+    from penstock.runtime.state.checkpoints import Checkpoints as Checkpoints
     from penstock.schedule.op import Op as Op
     from penstock.schedule.op import Schedule as Schedule
     from penstock.search.catalogue import plan as plan
@@ -83,7 +83,7 @@ _MODULES = {
     "partition": "partition.catalogue",
     "export": "export.catalogue",
     "Pipeline": "runtime.pipeline",
-    "Checkpoints": "runtime.checkpoints",
+    "Checkpoints": "runtime.state.checkpoints",
     "load_weights": "checkpoint.weight_files",
     "save_weights": "checkpoint.weight_files",
     "Pipe": "pipe.pipe",
@@ -93,7 +93,7 @@ _MODULES = {
     "pop": "modules.skippable",
     "Namespace": "modules.skippable",
     "verify_skippables": "modules.skippable",
-    "launch": "ranks.launch",
+    "launch": "ranks.processes.launch",
     "Cluster": "cluster.machines",
     "Chain": "model.chain",
     "PenstockError": "errors",

@@ -33,8 +33,8 @@ def test_no_collective_pickles_what_it_sends():
 
 #: Files that may import a module that unpickles, and why.
 PICKLE_USERS = {
-    "ranks/launch.py": "functions and results go through files in a folder of mode 0700",
-    "ranks/rank_process.py": "the other end of ranks/launch.py",
+    "ranks/processes/launch.py": "functions and results go through files in a folder of mode 0700",
+    "ranks/processes/rank_process.py": "the other end of ranks/processes/launch.py",
     "tracing/draws.py": "compares random states by their pickled bytes, and unpickles nothing",
     "checkpoint/weight_files.py": "names the exception that torch.load raises",
 }

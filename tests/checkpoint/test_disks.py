@@ -8,7 +8,7 @@ import torch
 from penstock.checkpoint.disks import Disks, _leaders, find_disks
 from penstock.checkpoint.fetch import _Copy
 from penstock.errors import FileError
-from penstock.ranks.rank_reports import Report
+from penstock.ranks.processes.rank_reports import Report
 from penstock.ranks.thread_world import ThreadWorld
 
 

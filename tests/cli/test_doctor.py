@@ -11,7 +11,7 @@ import torch
 
 from penstock.cli.doctor import EXTRAS, machine_facts, table
 from penstock.measure.card_check import check_cards
-from penstock.transport.device_assignment import Card
+from penstock.transport.devices.device_assignment import Card
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from penstock.checkpoint.weight_files import load_weights
 from penstock.training.rank import profile_rank
 from penstock.training.resume import resume_settings
-from penstock.training.user_settings import load_settings
+from penstock.training.sources.user_settings import load_settings
 
 WORDS = (
     "--model",

@@ -16,7 +16,7 @@ from tests.conformance.async_cases import LEARNING, Case, assert_same, run_all
 from tests.conformance.asynchronous import REFERENCES
 
 import penstock as ps
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 from penstock.weights.compatibility import rules
 
 ANY = ("sgd", "momentum", "adam", "adamw")

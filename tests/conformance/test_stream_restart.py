@@ -14,7 +14,7 @@ from tests.conformance.reference import differences
 
 import penstock as ps
 from penstock.errors import RunError
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 
 #: One case of every rule, three stages deep (WPipe: six), with optimizers that keep something.
 EVERY = {

@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 
 import penstock as ps
 from penstock.errors import ScheduleError
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 from penstock.schedule.op import Schedule
 from penstock.schedule.torch_csv.actions import unsupported_reason
 from penstock.schedule.torch_csv.files import from_csv, to_csv

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import penstock as ps
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 
 SPLIT = ["zb-h1", "zb-v"]  # their backwards are in two parts
 #: Two copies of two stages with split backwards.

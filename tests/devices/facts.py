@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.transport.device_assignment import Card, RankFacts
+from penstock.transport.devices.device_assignment import Card, RankFacts
 
 
 def card(index, uuid=None, *, host="a", mig=False):

@@ -187,7 +187,7 @@ def install() -> None:
 def choose_transport(name: str) -> None:
     """Let the rule of devices choose a transport, on the device that a pipeline asks for."""
     from penstock.ranks import process_world as processes
-    from penstock.transport.device_assignment import Assignment
+    from penstock.transport.devices.device_assignment import Assignment
 
     processes.assign_device = lambda device, _: Assignment(str(device), name, (), "")
 

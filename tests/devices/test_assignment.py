@@ -17,10 +17,14 @@ from tests.devices.facts import asking, card, cards, facts, torchrun
 
 import penstock as ps
 from penstock.errors import SettingError
-from penstock.ranks.launch import launch
-from penstock.transport import device_discovery
-from penstock.transport.device_assignment import RankFacts, assign_devices, assign_local_device
-from penstock.transport.device_discovery import gather_assignment, is_mig, rank_facts
+from penstock.ranks.processes.launch import launch
+from penstock.transport.devices import device_discovery
+from penstock.transport.devices.device_assignment import (
+    RankFacts,
+    assign_devices,
+    assign_local_device,
+)
+from penstock.transport.devices.device_discovery import gather_assignment, is_mig, rank_facts
 from penstock.transport.process_group import join
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.time_limits import HANG_S
 
-from penstock.ranks import fork_server
+from penstock.ranks.processes import fork_server
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu"
 

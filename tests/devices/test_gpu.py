@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import RunError, StageFailed
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 from penstock.zoo.gpt import gpt, gpt_loss
 
 pytestmark = [

@@ -8,7 +8,7 @@ import pytest
 from tests.devices.nccl_jobs import KILLED_MICRO_BATCHES, be_killed
 
 from penstock.errors import RankDied
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 
 OPS = [
     *itertools.product("FB", range(1, KILLED_MICRO_BATCHES + 1)),

@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 from tests.devices.nccl_jobs import CASES, FAILURES, losses_on_cpu, train_all
 
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 
 
 @cache

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import SettingError
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a card here")
 

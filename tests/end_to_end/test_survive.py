@@ -22,7 +22,7 @@ from penstock.checkpoint.series import step_folders
 from penstock.plan.plan import Plan
 from penstock.training.rank import profile_rank, train_on
 from penstock.training.run_checkpoints import request_ranks
-from penstock.training.user_settings import load_settings
+from penstock.training.sources.user_settings import load_settings
 
 RANKS = 3
 

@@ -20,8 +20,8 @@ from penstock.cli.main import status
 from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
 from penstock.training.run_checkpoints import newest_checkpoint
+from penstock.training.sources.user_settings import load_settings
 from penstock.training.task import make_task
-from penstock.training.user_settings import load_settings
 
 PROGRAM = (sys.executable, "-m", "penstock")
 TRAIN = (

@@ -7,8 +7,8 @@ import shlex
 
 import pytest
 
+from penstock.cli.flags.train_flags import settings_of_flags
 from penstock.cli.main import status
-from penstock.cli.train_flags import settings_of_flags
 from penstock.explore.commands import commands
 from penstock.explore.evaluate import evaluate
 from penstock.explore.state import parse_state

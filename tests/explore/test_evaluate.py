@@ -15,7 +15,7 @@ from penstock.explore.evaluate import (
     steady_state_of,
 )
 from penstock.explore.state import parse_state
-from penstock.schedule.period import with_batch_count
+from penstock.schedule.streaming.period import with_batch_count
 from penstock.search.schedules import schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule

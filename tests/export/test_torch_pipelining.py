@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from penstock.errors import PlanError
 from penstock.export.catalogue import export
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.torch_csv.files import from_csv
 

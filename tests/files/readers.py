@@ -14,7 +14,7 @@ from tests.study.grid_text import GRID
 
 from penstock.checkpoint.checkpoint_files import read_header, write_file
 from penstock.checkpoint.checkpoint_index import Checkpoint, read_index
-from penstock.cli.options import named_values
+from penstock.cli.flags.options import named_values
 from penstock.cluster.cluster import cluster
 from penstock.errors import FileError, PenstockError
 from penstock.explore.state import State, parse_state
@@ -35,7 +35,7 @@ from penstock.study.convergence.records import Measured, Record, RecordFile
 from penstock.study.grid import grid_entry
 from penstock.training.config import TrainConfig
 from penstock.training.run_checkpoints import take_request
-from penstock.training.user_settings import load_settings as load_config
+from penstock.training.sources.user_settings import load_settings as load_config
 
 STEP_FILE = "step-00000001-stage-0000-0123456789abcdef.safetensors"
 NODES = """

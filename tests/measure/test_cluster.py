@@ -15,8 +15,8 @@ from penstock.errors import SettingError
 from penstock.measure.cluster import _ALL_PAIRS, _pairs, measure_cluster
 from penstock.measure.host_links import link_of
 from penstock.measure.messages import SIZES
-from penstock.ranks.launch import launch
 from penstock.ranks.process_world import join
+from penstock.ranks.processes.launch import launch
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from penstock.errors import RunError
 from penstock.measure.link import measure_link
-from penstock.ranks.launch import launch
 from penstock.ranks.process_world import join
+from penstock.ranks.processes.launch import launch
 
 
 def test_a_link_is_the_same_seen_from_both_ends():

@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.errors import SettingError, UnknownName
 from penstock.optim.catalogue import ARITHMETIC, kind_of
-from penstock.schedule.streams import Waves
+from penstock.schedule.streaming.streams import Waves
 
 #: Every rule with an optimizer that it goes with; some where the resumed state is of another kind.
 RULES_AND_OPTIMIZERS = [

@@ -10,7 +10,7 @@ import torch
 from tests.time_limits import HANG_S
 from torch import nn
 
-from penstock.schedule.streams import Waves
+from penstock.schedule.streaming.streams import Waves
 
 
 class Exchange:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.runtime.jobs import tiny, tiny_batch
 
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 from penstock.transport.addresses import bind_address, interface_of, loopback_interface
 
 #: States in /proc/net/tcp and /proc/net/udp of sockets that take what anybody sends.

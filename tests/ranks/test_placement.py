@@ -10,7 +10,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.ranks.placement import idle_ranks, place, ranks_of_devices, spread
-from penstock.ranks.run_config import RunConfig
+from penstock.ranks.settings.run_config import RunConfig
 from penstock.schedule.recompute import Recompute
 from penstock.weights.catalogue import weight_rule
 

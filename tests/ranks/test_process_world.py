@@ -16,7 +16,7 @@ from tests.runtime.jobs import everything, nested, sgd
 
 import penstock as ps
 from penstock.errors import PlanError, RunError
-from penstock.ranks.launch import RankFailed, launch
+from penstock.ranks.processes.launch import RankFailed, launch
 from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing
 

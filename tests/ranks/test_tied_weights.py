@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import ChainError
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 
 #: Two pipelines of two stages in opposite directions.
 BOTH_WAYS = """rank 0 | 0F0 1F1 1B1 0F2 1F3 1B3 0B0 0B2 0U1 1U1

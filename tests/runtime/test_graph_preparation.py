@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import ChainError
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 from penstock.ranks.status_board import SharedBoard
 from penstock.tracing import variants
 

@@ -10,7 +10,7 @@ from tests.runtime.jobs import sgd
 from torch.optim.lr_scheduler import StepLR
 
 import penstock as ps
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 
 
 def job(folder, executor):

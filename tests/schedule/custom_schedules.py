@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.streams import Stream, Waves
+from penstock.schedule.streaming.streams import Stream, Waves
 from penstock.schedule.updates import awaited_update
 
 

@@ -15,7 +15,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.dependencies import acyclic_dependencies_of, dependencies_of
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.streams import Stream, Waves
+from penstock.schedule.streaming.streams import Stream, Waves
 from penstock.schedule.unit_times import unit_times
 
 

@@ -14,7 +14,7 @@ from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.lower import lower
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.period import with_batch_count
+from penstock.schedule.streaming.period import with_batch_count
 from penstock.verify.verify import verify
 
 OPS = st.builds(Op, st.sampled_from(list(Kind)), st.integers(0, 10**9), st.integers(0, 10**9))

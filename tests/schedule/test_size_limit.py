@@ -9,8 +9,8 @@ import pytest
 from penstock.errors import FileError, ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import Schedule
-from penstock.schedule.period import with_batch_count
 from penstock.schedule.size_limit import MAX_FORWARDS, check_ops, check_size
+from penstock.schedule.streaming.period import with_batch_count
 from penstock.schedule.torch_csv.files import from_csv
 
 

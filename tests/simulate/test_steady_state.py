@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import Kind, Schedule
-from penstock.schedule.period import with_batch_count
+from penstock.schedule.streaming.period import with_batch_count
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.steady_state import steady

@@ -14,7 +14,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.dependencies import acyclic_dependencies_of
 from penstock.schedule.op import Kind, Schedule
-from penstock.schedule.streams import Stream, Waves
+from penstock.schedule.streaming.streams import Stream, Waves
 from penstock.simulate.costs import Costs
 from penstock.simulate.entry import simulate
 from penstock.simulate.simulate import simulate_schedule

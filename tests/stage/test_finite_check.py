@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import NonFinite, SettingError
-from penstock.ranks.launch import RankFailed
+from penstock.ranks.processes.launch import RankFailed
 from penstock.stage.finite_check import FiniteCheck
 
 NAN = float("nan")

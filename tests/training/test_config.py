@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import FileError, SettingError
 from penstock.training.config import TrainConfig
-from penstock.training.user_settings import load_settings
+from penstock.training.sources.user_settings import load_settings
 
 
 def test_a_file_and_flags_make_one_configuration_and_flags_win(tmp_path):

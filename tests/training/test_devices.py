@@ -20,9 +20,9 @@ from penstock.training.devices import Devices, device_change, with_device
 from penstock.training.job import _peaks_allocated, _rank_count
 from penstock.training.measurement import measure_profile
 from penstock.training.rank import RankResult, profile_rank, take_device, train_on
+from penstock.training.sources.user_settings import load_settings
 from penstock.training.task import make_task
-from penstock.training.user_settings import load_settings
-from penstock.transport.device_assignment import Card
+from penstock.transport.devices.device_assignment import Card
 
 GIB = 2**30
 CPU = Devices()

@@ -9,7 +9,7 @@ import pytest
 import penstock as ps
 from penstock.errors import FileError, PlanError, SettingError
 from penstock.training.plan_file import load_plan
-from penstock.training.user_settings import complete_settings, load_settings
+from penstock.training.sources.user_settings import complete_settings, load_settings
 
 
 @pytest.fixture

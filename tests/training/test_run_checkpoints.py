@@ -28,7 +28,7 @@ from penstock.training.run_checkpoints import (
     run_checkpoints,
     take_request,
 )
-from penstock.training.user_settings import load_settings
+from penstock.training.sources.user_settings import load_settings
 
 CPU = torch.device("cpu")
 
@@ -160,7 +160,7 @@ def test_sigterm_ends_after_a_step_with_a_checkpoint_and_sigusr1_saves_and_goes_
     """A scheduler sends the one before it takes the machine away, and the other to be safe."""
     plan = plan_of("1f1b", [7, 8])
     config = settings(tmp_path, checkpoint_every=None, epochs=2000)
-    monkeypatch.setattr("penstock.runtime.checkpoints._AGREE_EVERY_S", 1e-9)
+    monkeypatch.setattr("penstock.runtime.state.checkpoints._AGREE_EVERY_S", 1e-9)
     with monkeypatch.context() as patch:
         at_step(patch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
         result = train(config, plan)
@@ -179,7 +179,7 @@ def test_sigterm_ends_after_a_step_with_a_checkpoint_and_sigusr1_saves_and_goes_
 
 def test_a_request_for_another_number_of_ranks_ends_the_attempt(tmp_path, monkeypatch):
     """The launcher then plans anew; see `penstock resize`."""
-    monkeypatch.setattr("penstock.runtime.checkpoints._AGREE_EVERY_S", 1e-9)
+    monkeypatch.setattr("penstock.runtime.state.checkpoints._AGREE_EVERY_S", 1e-9)
     (tmp_path / "config.yaml").write_text("")
     at_step(monkeypatch, 3, lambda: request_ranks(tmp_path, 3))
     result = train(settings(tmp_path), plan_of("1f1b", [7, 8]))

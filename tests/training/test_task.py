@@ -7,8 +7,8 @@ import torch
 
 from penstock.errors import SettingError, UnknownName
 from penstock.training.config import TrainConfig
-from penstock.training.model_sources import default_data
 from penstock.training.scores import accuracy
+from penstock.training.sources.model_sources import default_data
 from penstock.training.task import make_task
 
 

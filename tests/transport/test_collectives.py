@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from penstock.cluster.device import Device
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 from penstock.transport.collectives import all_gather, broadcast
 from penstock.transport.process_group import join
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import PrefixStore
 
 from penstock.errors import RunError
-from penstock.ranks.launch import launch
 from penstock.ranks.process_world import join
+from penstock.ranks.processes.launch import launch
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
 from penstock.transport.buffer_meter import BufferMeter

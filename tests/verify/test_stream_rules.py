@@ -13,7 +13,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.slicing import Slicing
-from penstock.schedule.streams import Stream, Waves
+from penstock.schedule.streaming.streams import Stream, Waves
 from penstock.verify.verify import verify
 
 

@@ -7,7 +7,7 @@ import random
 from hypothesis import strategies as st
 
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.streams import Stream
+from penstock.schedule.streaming.streams import Stream
 from penstock.weights.rule_types import Place, Reads
 
 

@@ -8,7 +8,7 @@ import torch
 from penstock.errors import ScheduleError, UnknownName
 from penstock.optim.catalogue import ARITHMETIC
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.streams import Waves
+from penstock.schedule.streaming.streams import Waves
 from penstock.weights.catalogue import WEIGHT_RULES, WeightRule, weight_rule
 from penstock.weights.rule_types import Place
 

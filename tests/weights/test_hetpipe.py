@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind
-from penstock.schedule.streams import Waves
+from penstock.schedule.streaming.streams import Waves
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
 from penstock.weights.weight_uses import readings, uses

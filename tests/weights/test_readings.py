@@ -4,7 +4,7 @@ import pytest
 
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
-from penstock.schedule.streams import Stream
+from penstock.schedule.streaming.streams import Stream
 from penstock.weights.catalogue import weight_rule
 from penstock.weights.weight_uses import readings
 

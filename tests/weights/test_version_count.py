@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.schedule.op import Schedule
-from penstock.schedule.period import with_batches
+from penstock.schedule.streaming.period import with_batches
 from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.rule_types import Reads
 from penstock.weights.version_count import count_versions

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from tests.weights import slow
 
 from penstock.schedule.op import Schedule
-from penstock.schedule.period import with_batches
+from penstock.schedule.streaming.period import with_batches
 from penstock.weights.rule_types import Place
 from penstock.weights.version_trace import trace_versions
 

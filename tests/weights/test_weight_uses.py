@@ -9,8 +9,8 @@ from tests.weights import slow
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
-from penstock.schedule.period import period_of, with_batch_count
-from penstock.schedule.streams import Stream
+from penstock.schedule.streaming.period import period_of, with_batch_count
+from penstock.schedule.streaming.streams import Stream
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.compatibility import rule_of

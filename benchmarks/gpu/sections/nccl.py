@@ -12,7 +12,7 @@ from kit.section import Section, words_of
 
 import penstock as ps
 from penstock.ranks.process_world import join
-from penstock.transport.device_discovery import assign_device
+from penstock.transport.devices.device_discovery import assign_device
 
 
 def measure(section: Section) -> None:

@@ -24,7 +24,7 @@ from penstock.checkpoint.optimizer_checkpoint import (
 )
 from penstock.checkpoint.optimizer_fit import OptimizerState, check_optimizer_state
 from penstock.errors import CheckpointDamaged, FileError, SettingError
-from penstock.ranks.rank_reports import Report, attempt, check_reports, exchange
+from penstock.ranks.processes.rank_reports import Report, attempt, check_reports, exchange
 from penstock.ranks.world import World
 from penstock.stage import stage_state as state
 from penstock.stage.stage import Stage

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import FileError
-from penstock.ranks.rank_reports import Report, attempt, check_reports, exchange
+from penstock.ranks.processes.rank_reports import Report, attempt, check_reports, exchange
 from penstock.ranks.world import World
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.checkpoint.checkpoint_index import INDEX, read_index
 from penstock.checkpoint.disks import find_disks
 from penstock.errors import CheckpointDamaged, FileError
-from penstock.ranks.rank_reports import Report, attempt, check_reports, exchange
+from penstock.ranks.processes.rank_reports import Report, attempt, check_reports, exchange
 from penstock.ranks.world import World
 from penstock.store import sync_file, sync_folder
 

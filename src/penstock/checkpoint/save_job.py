@@ -26,7 +26,7 @@ from penstock.checkpoint.checkpoint_files import is_visible, remove_others
 from penstock.checkpoint.checkpoint_index import Checkpoint, FileSum, write_index
 from penstock.checkpoint.disks import Disks
 from penstock.errors import FileError, PenstockError
-from penstock.ranks.rank_reports import Report, attempt, check_reports, exchange
+from penstock.ranks.processes.rank_reports import Report, attempt, check_reports, exchange
 from penstock.ranks.world import World
 
 #: Niceness of the writing thread: what it computes, checksums, gives way to training.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import typer
 
 import penstock
-from penstock.cli import options
-from penstock.cli.options import Json
+from penstock.cli.flags import options
+from penstock.cli.flags.options import Json
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:

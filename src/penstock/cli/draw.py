@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli import options
 from penstock.cli.draw_files import refuse_to_replace_plan, timelines_of_file
-from penstock.cli.options import (
+from penstock.cli.flags import options
+from penstock.cli.flags.options import (
     Batches,
     Boundary,
     Bytes,

@@ -122,7 +122,7 @@ def _unit_timeline(plan: Plan, missing: str) -> Timeline:
 
 def _predicted_timeline(plan: Plan, profiles: list[Path], cluster_name: str | None) -> Timeline:
     """Return the timeline that a plan predicts, by the profiles that it was made with."""
-    from penstock.cli.plan_profiles import load_profiles
+    from penstock.cli.profiles.plan_profiles import load_profiles
     from penstock.cluster.cluster import cluster
     from penstock.simulate.plan_costs import simulate_plan
 

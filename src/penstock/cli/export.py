@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli import options
-from penstock.cli.options import CsvFile, MicroBatches, ScheduleName, ScheduleOption, Stages
+from penstock.cli.flags import options
+from penstock.cli.flags.options import CsvFile, MicroBatches, ScheduleName, ScheduleOption, Stages
 from penstock.errors import RunError, SettingError
 
 if TYPE_CHECKING:

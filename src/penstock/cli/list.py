@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli import options
-from penstock.cli.options import Json
+from penstock.cli.flags import options
+from penstock.cli.flags.options import Json
 from penstock.errors import UnknownName
 from penstock.text_table import table
 

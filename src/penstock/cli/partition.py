@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli import options
-from penstock.cli.options import Json
+from penstock.cli.flags import options
+from penstock.cli.flags.options import Json
 from penstock.errors import SettingError
 from penstock.text_table import table
 from penstock.units import format_bytes, format_seconds

@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli import options
-from penstock.cli.model_flags import ModelFlags, with_model_flags
-from penstock.cli.options import Json, MicroBatches, ScheduleName, Stages, Weights, WeightsOption
+from penstock.cli.flags import options
+from penstock.cli.flags.model_flags import ModelFlags, with_model_flags
+from penstock.cli.flags.options import (
+    Json,
+    MicroBatches,
+    ScheduleName,
+    Stages,
+    Weights,
+    WeightsOption,
+)
 from penstock.errors import SettingError
 from penstock.text_table import table
 
@@ -85,7 +92,7 @@ def plan(
 
     Example: penstock plan my_model:make_model --data my_data:load --cluster local:4 --out plan.json
     """
-    from penstock.cli.plan_profiles import load_or_make_profiles
+    from penstock.cli.profiles.plan_profiles import load_or_make_profiles
     from penstock.cluster.cluster import cluster as describe
     from penstock.draw.draw import draw
     from penstock.schedule.recompute import Recompute

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli import options
-from penstock.cli.model_flags import ModelFlags, with_model_flags
-from penstock.cli.options import Json
+from penstock.cli.flags import options
+from penstock.cli.flags.model_flags import ModelFlags, with_model_flags
+from penstock.cli.flags.options import Json
 from penstock.errors import SettingError
 
 if TYPE_CHECKING:
@@ -73,11 +73,11 @@ def profile(
     Example: penstock profile --cluster local:2 --out cluster.yaml
     """
     if cluster is not None:
-        from penstock.cli.profile_cluster import profile_cluster
+        from penstock.cli.profiles.profile_cluster import profile_cluster
 
         profile_cluster(context, cluster, threads, repeats, out, json=json)
         return
-    from penstock.training.user_settings import complete_settings
+    from penstock.training.sources.user_settings import complete_settings
 
     sample_counts = None if sizes is None else _parse_sizes(sizes)
     config = complete_settings({**flags.settings(), "batch": batch})
@@ -86,7 +86,7 @@ def profile(
             raise SettingError(
                 "--device says where to measure, but --on does not measure: leave one of them out"
             )
-        from penstock.cli.profile_on import EstimateRequest, estimate_profile
+        from penstock.cli.profiles.profile_on import EstimateRequest, estimate_profile
 
         request = EstimateRequest(config, flags.data, on, dtype, calibrate, sample_counts)
         result, how = estimate_profile(request), "estimated"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.options import Json, print_json
+from penstock.cli.flags.options import Json, print_json
 from penstock.errors import SettingError
 from penstock.text_table import table
 

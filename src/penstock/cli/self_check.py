@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli import options
+from penstock.cli.flags import options
 from penstock.errors import SettingError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def compare_with_one_device(
         raise SettingError(f"--tolerance must be above 0, not {check.tolerance}")
     from penstock.plan.plan import Plan
     from penstock.training.self_check import SelfCheck
-    from penstock.training.user_settings import complete_settings
+    from penstock.training.sources.user_settings import complete_settings
 
     config = complete_settings(settings)
     keywords = {name: value for name, value in pipeline_options.items() if value is not None}

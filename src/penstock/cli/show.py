@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import Json
+from penstock.cli.flags.options import Json
 from penstock.errors import FileError
 
 

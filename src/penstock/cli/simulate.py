@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli import options
-from penstock.cli.options import (
+from penstock.cli.flags import options
+from penstock.cli.flags.options import (
     Batches,
     Boundary,
     Bytes,

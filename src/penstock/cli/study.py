@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli import study_convergence, study_grid
-from penstock.cli.options import Json
+from penstock.cli.flags.options import Json
+from penstock.cli.studies import study_convergence, study_grid
 from penstock.errors import SettingError
 
 #: Word in place of a study's name: install other libraries.

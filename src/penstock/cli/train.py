@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli import options
-from penstock.cli.train_flags import settings_of_flags, with_flags
+from penstock.cli.flags import options
+from penstock.cli.flags.train_flags import settings_of_flags, with_flags
 from penstock.errors import FileError, RunStopped, SettingError
 from penstock.standard_error import write_line
 from penstock.text_table import table
@@ -259,7 +259,7 @@ def _load_settings(config: Path | None, changes: dict[str, Any]) -> tuple[TrainC
             "a new run takes a YAML file"
         )
     # Like `resume_settings`, this loads torch.
-    from penstock.training.user_settings import load_settings
+    from penstock.training.sources.user_settings import load_settings
 
     return load_settings(config, changes), []
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli import options
-from penstock.cli.model_flags import ModelFlags, complete_models, with_model_flags
-from penstock.cli.options import (
+from penstock.cli.flags import options
+from penstock.cli.flags.model_flags import ModelFlags, complete_models, with_model_flags
+from penstock.cli.flags.options import (
     CsvFile,
     Json,
     MicroBatches,

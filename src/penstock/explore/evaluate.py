@@ -16,8 +16,8 @@ from penstock.explore.choices import OptionValue, ScheduleChoice, choice
 from penstock.explore.quantities import spread_over_boundaries, spread_over_stages
 from penstock.explore.state import Choice, State
 from penstock.schedule.op import Schedule
-from penstock.schedule.period import with_batch_count
 from penstock.schedule.size_limit import check_size
+from penstock.schedule.streaming.period import with_batch_count
 from penstock.search.schedules import schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule

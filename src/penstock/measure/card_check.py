@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from penstock.errors import RunError
 from penstock.measure.card_ipc import sum_in_another_process
-from penstock.transport.device_assignment import Card
-from penstock.transport.device_discovery import visible_cards
+from penstock.transport.devices.device_assignment import Card
+from penstock.transport.devices.device_discovery import visible_cards
 from penstock.units import format_bytes
 
 #: Rows and columns of the matrices that a card multiplies: sums of this many ones are exact in

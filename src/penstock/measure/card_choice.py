@@ -12,8 +12,8 @@ import torch
 
 from penstock.cluster.device import DeviceRequest
 from penstock.errors import SettingError
-from penstock.transport.device_assignment import Card
-from penstock.transport.device_discovery import cuda_card
+from penstock.transport.devices.device_assignment import Card
+from penstock.transport.devices.device_discovery import cuda_card
 
 DeviceType = Literal["cpu", "cuda"]
 

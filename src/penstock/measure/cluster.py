@@ -29,8 +29,8 @@ from penstock.measure.messages import (
     time_pairs_at_once,
 )
 from penstock.transport.collectives import all_gather, broadcast
-from penstock.transport.device_assignment import Assignment
-from penstock.transport.device_discovery import gather_assignment, rank_facts
+from penstock.transport.devices.device_assignment import Assignment
+from penstock.transport.devices.device_discovery import gather_assignment, rank_facts
 from penstock.transport.hosts import Host, host_names, this_host
 from penstock.units import parse_seconds
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.transport.collectives import all_gather, barrier, begin_barrier
-from penstock.transport.device_discovery import assign_device, local_device
+from penstock.transport.devices.device_discovery import assign_device, local_device
 from penstock.transport.process_group import join
 
 T = TypeVar("T")

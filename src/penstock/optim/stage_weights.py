@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.optim.update import Update
-from penstock.schedule.streams import Waves
+from penstock.schedule.streaming.streams import Waves
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.weight_uses import Use
 

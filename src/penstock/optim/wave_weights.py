@@ -22,7 +22,7 @@ from penstock.optim.blocks import copy
 from penstock.optim.catalogue import register
 from penstock.optim.stage_weights import Site, StageWeights, WaveExchange
 from penstock.optim.weight_stashing import Versions
-from penstock.schedule.streams import Waves
+from penstock.schedule.streaming.streams import Waves
 
 
 @final

@@ -26,7 +26,7 @@ from penstock.modules.randomness import may_draw
 from penstock.pipe.pipe_engine import AutocastState
 from penstock.pipe.pipe_threads import ThreadChoice, has_thread_local_state
 from penstock.pipe.pipe_world import PipeWorld, Turn, turns_of
-from penstock.ranks.run_config import Overrides, check, make_run_config
+from penstock.ranks.settings.run_config import Overrides, check, make_run_config
 from penstock.runtime.assembly import assemble
 from penstock.runtime.interpreter import RunContext
 from penstock.runtime.program_steps import steps_of

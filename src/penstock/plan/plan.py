@@ -18,7 +18,7 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.schedule.size_limit import check_ops
 from penstock.schedule.slicing import Slicing
-from penstock.schedule.streams import Stream
+from penstock.schedule.streaming.streams import Stream
 from penstock.store import write_json
 from penstock.units import format_seconds
 from penstock.weights.catalogue import WeightRule

@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import Store
 from penstock.batches.batch import Batch
 from penstock.errors import DeadlineExceeded, RanksDiffer, SettingError
 from penstock.ranks.checksum import Glimpse, batch_checksum, format_numbers, whole_checksum
-from penstock.ranks.setting_differences import ranks_in_words
-from penstock.ranks.settings_exchange import missing_keys
+from penstock.ranks.settings.setting_differences import ranks_in_words
+from penstock.ranks.settings.settings_exchange import missing_keys
 from penstock.ranks.store_status_board import StoreBoard
 from penstock.transport.process_group import naming_lost_ranks
 from penstock.values.structure import flatten, tensors_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from penstock.cluster.device import Link
 from penstock.measure.link import measure_link
-from penstock.ranks.launch import launch
 from penstock.ranks.process_world import join
+from penstock.ranks.processes.launch import launch
 
 
 def measure_local_link() -> Link:

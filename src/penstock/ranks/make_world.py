@@ -12,13 +12,13 @@ from penstock.errors import PlanError, SettingError
 from penstock.model.chain import Chain
 from penstock.ranks.placement import announce_idle_ranks
 from penstock.ranks.process_world import DistributedWorld, join, started
-from penstock.ranks.run_config import RunConfig
+from penstock.ranks.settings.run_config import RunConfig
 from penstock.ranks.thread_world import ThreadWorld
 from penstock.ranks.tied_weights import shared_tensors
 from penstock.ranks.world import World
 from penstock.schedule.lower import Link, messages
 from penstock.schedule.op import Schedule
-from penstock.transport.device_discovery import local_device
+from penstock.transport.devices.device_discovery import local_device
 from penstock.transport.process_group import naming_lost_ranks
 
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from penstock.ranks.run_config import RunConfig
-from penstock.ranks.setting_differences import ranks_in_words
+from penstock.ranks.settings.run_config import RunConfig
+from penstock.ranks.settings.setting_differences import ranks_in_words
 from penstock.schedule.op import Schedule
 
 _LOG = logging.getLogger("penstock")

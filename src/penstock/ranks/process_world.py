@@ -30,8 +30,8 @@ from penstock.transport.communicators import (
     make_common_communicator,
     make_communicators,
 )
-from penstock.transport.device_collectives import DeviceCollectives
-from penstock.transport.device_discovery import assign_device
+from penstock.transport.devices.device_collectives import DeviceCollectives
+from penstock.transport.devices.device_discovery import assign_device
 from penstock.transport.distributed import (
     LOSS_TAG,
     MAX_IN_FLIGHT,

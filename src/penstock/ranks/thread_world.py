@@ -15,8 +15,8 @@ from torch import Tensor
 from penstock.errors import DeadlineExceeded, PeerFailed, RunError
 from penstock.ranks.calls import Calls
 from penstock.ranks.status_board import SharedBoard, ThreadBoard, reason_of
-from penstock.transport.device_collectives import DeviceCollectives
-from penstock.transport.device_discovery import set_current_device
+from penstock.transport.devices.device_collectives import DeviceCollectives
+from penstock.transport.devices.device_discovery import set_current_device
 from penstock.transport.in_process import Exchange, MemoryTransport
 from penstock.transport.payload import TensorForm
 

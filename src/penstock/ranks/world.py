@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.ranks.calls import Calls
 from penstock.ranks.status_board import Board
-from penstock.transport.device_collectives import DeviceCollectives
+from penstock.transport.devices.device_collectives import DeviceCollectives
 from penstock.transport.payload import TensorForm
 from penstock.transport.transport import Transport
 

@@ -14,7 +14,7 @@ from penstock.optim.scaling import LossScaler
 from penstock.optim.schedulers import stand_in
 from penstock.ranks.clock import clock_for
 from penstock.ranks.peer_guard import PeerGuard
-from penstock.ranks.run_config import RunConfig
+from penstock.ranks.settings.run_config import RunConfig
 from penstock.ranks.tied_weights import Shared, Tied, shared_tensors
 from penstock.ranks.world import World
 from penstock.runtime.interpreter import Interpreter

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from penstock.optim.clipping import total_norm
-from penstock.ranks.rank_reports import Report, exchange
+from penstock.ranks.processes.rank_reports import Report, exchange
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.interpreter import Interpreter
-from penstock.transport.device_collectives import DeviceCollectives
+from penstock.transport.devices.device_collectives import DeviceCollectives
 from penstock.values.constants import dtype_of
 
 

@@ -12,7 +12,7 @@ from penstock.errors import RunError
 from penstock.event import Event, MeasuredMemory, Timeline
 from penstock.optim.stage_weights import StageWeights
 from penstock.ranks.device_memory import device_peaks
-from penstock.ranks.run_config import RunConfig
+from penstock.ranks.settings.run_config import RunConfig
 from penstock.ranks.world import World
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.interpreter import Interpreter

@@ -11,9 +11,9 @@ from typing import Any
 
 from penstock.errors import SettingError
 from penstock.optim.param_groups import ParameterGroup, parameter_groups_of, set_learning_rates
-from penstock.runtime import torch_optimizer_state as plain_state
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.global_step import GlobalStep
+from penstock.runtime.state import torch_optimizer_state as plain_state
 from penstock.runtime.streaming import Streaming
 
 

@@ -19,19 +19,16 @@ from penstock.plan.plan import Plan
 from penstock.ranks.calls import END_OF_TRAIN
 from penstock.ranks.make_world import Place, world_of
 from penstock.ranks.results import outputs
-from penstock.ranks.run_config import Overrides, check, make_run_config
-from penstock.ranks.settings_exchange import report_failures
+from penstock.ranks.settings.run_config import Overrides, check, make_run_config
+from penstock.ranks.settings.settings_exchange import report_failures
 from penstock.runtime.assembly import assemble
 from penstock.runtime.comparison.one_device_comparison import Comparison, compare
 from penstock.runtime.global_step import GlobalStep
 from penstock.runtime.graph_preparation import Preparation
 from penstock.runtime.inspection import Inspection
-from penstock.runtime.model_state_methods import ModelState, guard_for
 from penstock.runtime.optimizer_memory import check_optimizer_memory
 from penstock.runtime.optimizer_methods import Optimizing
-from penstock.runtime.persistence import Persistence
 from penstock.runtime.player import Mode, Player, make_stream
-from penstock.runtime.saving_methods import Saving
 from penstock.runtime.settings_check import (
     compare_optimizers,
     compare_settings,
@@ -39,6 +36,9 @@ from penstock.runtime.settings_check import (
     place_on_hosts,
 )
 from penstock.runtime.slow_ranks import BusyTimes
+from penstock.runtime.state.model_state_methods import ModelState, guard_for
+from penstock.runtime.state.persistence import Persistence
+from penstock.runtime.state.saving_methods import Saving
 from penstock.runtime.streaming import Streaming
 from penstock.runtime.trainability import Trainability
 from penstock.schedule.op import Schedule

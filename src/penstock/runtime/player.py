@@ -16,10 +16,10 @@ from penstock.ranks.results import mean_loss
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.global_step import GlobalStep
 from penstock.runtime.streaming import Streaming
-from penstock.schedule.increments import Portions
 from penstock.schedule.lower import Action, LoweredSchedule, lower
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.period import with_batch_count
+from penstock.schedule.streaming.increments import Portions
+from penstock.schedule.streaming.period import with_batch_count
 
 #: Number of ops before its use at which a receive is posted. With two, gloo's threads receive the
 #: message while the rank computes: over gloo, an MLP on 4 ranks took a sixth longer with 0 or 1,

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from penstock.modules.state_names import parameters_of, prefix_of
 from penstock.option import options_of
 from penstock.ranks.checksum import checksum
-from penstock.ranks.run_config import RunConfig
-from penstock.ranks.setting_differences import META, STALE, Description
+from penstock.ranks.settings.run_config import RunConfig
+from penstock.ranks.settings.setting_differences import META, STALE, Description
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.stale_guard import stale_layers
 from penstock.stage.stage_builder import Training

@@ -10,8 +10,8 @@ from dataclasses import asdict
 
 from penstock.ranks.make_world import Place, in_threads
 from penstock.ranks.placement import place
-from penstock.ranks.run_config import RunConfig
-from penstock.ranks.settings_exchange import SettingsExchange
+from penstock.ranks.settings.run_config import RunConfig
+from penstock.ranks.settings.settings_exchange import SettingsExchange
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.run_description import describe_optimizers, describe_run
 from penstock.stage.stage_builder import Training

@@ -18,8 +18,8 @@ from queue import SimpleQueue
 from torch._C._distributed_c10d import Store
 
 from penstock.ranks.clock import Clock, Mark
-from penstock.ranks.run_config import RunConfig
-from penstock.ranks.settings_exchange import SettingsExchange
+from penstock.ranks.settings.run_config import RunConfig
+from penstock.ranks.settings.settings_exchange import SettingsExchange
 from penstock.runtime.interpreter import Interpreter
 from penstock.schedule.op import Kind, Op
 

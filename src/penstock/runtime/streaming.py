@@ -20,9 +20,9 @@ from penstock.ranks.results import StreamLosses
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.interpreter import RunContext
 from penstock.runtime.stream_weights import StreamWeights
-from penstock.schedule.increments import Portions
 from penstock.schedule.op import Kind, Op
-from penstock.schedule.period import with_batch_count
+from penstock.schedule.streaming.increments import Portions
+from penstock.schedule.streaming.period import with_batch_count
 
 
 @dataclass

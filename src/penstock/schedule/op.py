@@ -14,7 +14,7 @@ from penstock.errors import ScheduleError
 from penstock.files.text import quote
 from penstock.notebook import NotebookPicture
 from penstock.schedule.slicing import Slicing
-from penstock.schedule.streams import Stream
+from penstock.schedule.streaming.streams import Stream
 
 
 class Kind(str, Enum):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from penstock.schedule.op import BACKWARD_ENDS, Kind, Op, Program
-from penstock.schedule.streams import Stream
+from penstock.schedule.streaming.streams import Stream
 
 
 def with_updates(ops: Sequence[Op]) -> Program:

@@ -18,7 +18,7 @@ from penstock.errors import ScheduleError
 from penstock.plan.plan import Option
 from penstock.schedule.catalogue import ScheduleFacts, schedule
 from penstock.schedule.op import BACKWARD_STARTS, Kind, Op, Schedule
-from penstock.schedule.period import period_of
+from penstock.schedule.streaming.period import period_of
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
 from penstock.simulate.costs import Costs

@@ -16,8 +16,8 @@ import numpy as np
 from penstock.event import EventArrays, Timeline, TransferArrays
 from penstock.schedule.arrays import Array, OpArrays
 from penstock.schedule.op import Kind, Schedule
-from penstock.schedule.period import period_of, with_batch_count, with_batches
 from penstock.schedule.recompute import Recompute
+from penstock.schedule.streaming.period import period_of, with_batch_count, with_batches
 from penstock.simulate.costs import FIELDS, Costs
 from penstock.simulate.simulate import simulate_schedule
 

@@ -18,7 +18,7 @@ from penstock.batches.batch import Batch
 from penstock.errors import SettingError
 from penstock.modules.module_state import ModuleState
 from penstock.modules.state_names import prefix_of
-from penstock.ranks.run_config import RunConfig
+from penstock.ranks.settings.run_config import RunConfig
 from penstock.ranks.tied_weights import shared_tensors
 from penstock.schedule.op import Schedule
 from penstock.stage.slice_state import SliceState, tensors_of

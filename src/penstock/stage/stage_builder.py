@@ -13,7 +13,7 @@ from penstock.modules.state_names import parameters_of
 from penstock.optim.factory import OptimizerFactory
 from penstock.optim.groups import Groups
 from penstock.optim.update import Update
-from penstock.ranks.run_config import RunConfig
+from penstock.ranks.settings.run_config import RunConfig
 from penstock.ranks.tied_weights import Shared, tensors_of
 from penstock.ranks.world import World
 from penstock.schedule.op import Kind

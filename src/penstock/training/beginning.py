@@ -6,8 +6,8 @@ from pathlib import Path
 
 from penstock.checkpoint.weight_files import load_weights
 from penstock.errors import FileError
-from penstock.runtime.checkpoints import Checkpoints
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.state.checkpoints import Checkpoints
 from penstock.standard_error import write_line
 from penstock.training.config import TrainConfig
 from penstock.training.first_check import check_first_batch

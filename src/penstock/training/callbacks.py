@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import SettingError
-from penstock.training.user_code import load_attribute, user_error
+from penstock.training.sources.user_code import load_attribute, user_error
 
 #: The methods that a user's object may have.
 EVENTS = ("on_step", "on_evaluation", "on_checkpoint")

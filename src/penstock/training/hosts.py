@@ -39,7 +39,7 @@ from penstock.training.resume import check_checkpoint, remove_staging
 from penstock.training.run_checkpoints import checkpoint_folders
 from penstock.training.task import make_task
 from penstock.transport.collectives import all_gather, broadcast
-from penstock.transport.device_discovery import assign_device
+from penstock.transport.devices.device_discovery import assign_device
 from penstock.transport.hosts import Host, host_names, this_host
 from penstock.transport.process_group import join
 

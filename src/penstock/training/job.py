@@ -19,8 +19,8 @@ from penstock.event import Timeline
 from penstock.plan.plan import Plan
 from penstock.profile.device_profiles import Profiles
 from penstock.profile.profile import Profile
-from penstock.ranks.forked_ranks import RankProcess
-from penstock.ranks.launch import Recovery, launch
+from penstock.ranks.processes.forked_ranks import RankProcess
+from penstock.ranks.processes.launch import Recovery, launch
 from penstock.report.outcome import Outcome
 from penstock.report.run_folder import CLUSTER, PLAN, PROFILE, TIMELINE, profile_of_kind
 from penstock.report.timeline_file import save_timeline
@@ -35,11 +35,11 @@ from penstock.training.data.batches import count_batches
 from penstock.training.devices import Devices, device_change, with_device
 from penstock.training.measurement import Say, find_devices, measure_cluster, measure_profile
 from penstock.training.metrics import check_wandb
-from penstock.training.model_sources import parse_model
 from penstock.training.optimizer import sample_optimizer
 from penstock.training.plan_file import load_plan
 from penstock.training.rank import RankResult, train_rank
 from penstock.training.resume import check_checkpoint, remove_staging, staging_folder
+from penstock.training.sources.model_sources import parse_model
 from penstock.training.task import data_name, make_task
 from penstock.weights.weight_uses import readings
 

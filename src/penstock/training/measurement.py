@@ -9,8 +9,8 @@ from penstock.cluster.local import available_cores
 from penstock.errors import FileError
 from penstock.measure.card_choice import CardMemory, choose_device_type, count_cards, list_cards
 from penstock.profile.profile import Profile
-from penstock.ranks.launch import launch
 from penstock.ranks.local_link import measure_local_link
+from penstock.ranks.processes.launch import launch
 from penstock.tracing.traced_chain import TracedChain
 from penstock.training.config import TrainConfig
 from penstock.training.devices import Devices

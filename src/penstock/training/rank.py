@@ -25,8 +25,8 @@ from penstock.event import Timeline
 from penstock.measure.profiler import profile
 from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
-from penstock.runtime.checkpoints import Checkpoints
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.state.checkpoints import Checkpoints
 from penstock.training.beginning import begin, resume
 from penstock.training.callbacks import Callbacks, load_callbacks
 from penstock.training.config import TrainConfig

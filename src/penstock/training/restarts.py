@@ -16,7 +16,7 @@ from types import FrameType
 
 from penstock.checkpoint.series import newest_whole
 from penstock.errors import FileError, PenstockError, RankDied, RunError, RunStopped
-from penstock.ranks.forked_ranks import RankProcess
+from penstock.ranks.processes.forked_ranks import RankProcess
 from penstock.training.job import Prepared, replan, train_once, write_plan
 from penstock.training.measurement import Say
 from penstock.training.rank import RankResult

@@ -10,7 +10,7 @@ from penstock.checkpoint.checkpoint_index import INDEX
 from penstock.checkpoint.series import SavedStep, newest_whole, step_folders
 from penstock.errors import FileError
 from penstock.files.read import read_json
-from penstock.runtime.checkpoints import Checkpoints, SeriesContext
+from penstock.runtime.state.checkpoints import Checkpoints, SeriesContext
 from penstock.standard_error import write_line
 from penstock.store import write_json
 from penstock.training.config import TrainConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.errors import SettingError
 from penstock.plan.plan import Plan
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 from penstock.runtime.comparison.one_device_comparison import Comparison
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.op import Schedule

@@ -13,9 +13,9 @@ from penstock.tracing.traced_chain import TracedChain, chain
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import Dataset, batches
 from penstock.training.data.catalogue import dataset
-from penstock.training.model_sources import parse_loss, parse_model
-from penstock.training.user_code import is_reference
-from penstock.training.user_data import load_user_data
+from penstock.training.sources.model_sources import parse_loss, parse_model
+from penstock.training.sources.user_code import is_reference
+from penstock.training.sources.user_data import load_user_data
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from penstock.errors import RunError
-from penstock.transport.stopped_processes import StoppedSiblings
+from penstock.transport.liveness.stopped_processes import StoppedSiblings
 
 #: Seconds for which ranks wait for each other; torchrun has started all of them already.
 TIMEOUT_S = 300.0

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.transport.device_discovery import host_identity
+from penstock.transport.devices.device_discovery import host_identity
 
 
 @dataclass(frozen=True)

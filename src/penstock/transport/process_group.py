@@ -25,8 +25,8 @@ from penstock.errors import PenstockError, RunError
 from penstock.standard_error import write_line
 from penstock.transport.addresses import bind_address, interface_of
 from penstock.transport.attempt_store import TIMEOUT_S, attempt_store, launcher_listens
-from penstock.transport.heartbeats import Heartbeats, wait_for_keys
 from penstock.transport.host_memory import disable_memory_trimming
+from penstock.transport.liveness.heartbeats import Heartbeats, wait_for_keys
 from penstock.transport.slurm import adopt_srun, started_by_srun
 from penstock.transport.unix_store import launch_store
 

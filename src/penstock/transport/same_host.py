@@ -29,7 +29,7 @@ from penstock.shared_memory.arena import OutOfSharedMemory
 from penstock.shared_memory.availability import unavailable_reason
 from penstock.shared_memory.mailbox import Mailbox
 from penstock.shared_memory.queue import KIND_BITS, KINDS
-from penstock.transport.device_discovery import host_identity
+from penstock.transport.devices.device_discovery import host_identity
 from penstock.transport.message_queue import PayloadReader, PayloadWriter
 from penstock.transport.payload import Payload
 from penstock.transport.transport import TransportLost, TransportTimeout

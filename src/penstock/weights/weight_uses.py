@@ -11,8 +11,8 @@ from typing import final
 
 from penstock.errors import Finding, ScheduleError
 from penstock.schedule.op import Kind, Program, Schedule
-from penstock.schedule.period import Period, period_of, with_batches
-from penstock.schedule.streams import Waves
+from penstock.schedule.streaming.period import Period, period_of, with_batches
+from penstock.schedule.streaming.streams import Waves
 from penstock.schedule.transfers import unsound
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.rule_types import Place, Reads

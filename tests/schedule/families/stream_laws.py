@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from penstock.schedule.op import Kind, Schedule
-from penstock.schedule.period import period_of, with_batch_count
+from penstock.schedule.streaming.period import period_of, with_batch_count
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import Report, verify

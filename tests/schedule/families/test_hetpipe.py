@@ -10,7 +10,7 @@ from tests.schedule.families.stream_laws import check_stream, expected_gap, gaps
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import Kind, Op
-from penstock.schedule.streams import Waves
+from penstock.schedule.streaming.streams import Waves
 
 
 @given(

@@ -9,7 +9,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.families.interleaved import in_groups
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.streams import Stream
+from penstock.schedule.streaming.streams import Stream
 from penstock.schedule.updates import with_batch_updates
 
 #: docs/literature/wpipe.md: rank r runs m + 2(p - 1 - r) forwards, then 1F1B; group 0 is stages 0 to 3, group

@@ -14,7 +14,7 @@ from tests.training.recovery.faults import FEATURES, Fault, make_fifos
 
 import penstock as ps
 from penstock.plan.plan import Plan
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 from penstock.schedule.op import Kind
 from penstock.simulate.plan_costs import simulate_plan
 from penstock.training import job, rank

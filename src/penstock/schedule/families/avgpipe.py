@@ -9,7 +9,7 @@ from penstock.schedule.catalogue import register
 from penstock.schedule.families.one_f_one_b import forwards_ahead
 from penstock.schedule.families.pipedream import enough_batches, falling, streamed
 from penstock.schedule.op import Schedule
-from penstock.schedule.streams import Stream
+from penstock.schedule.streaming.streams import Stream
 
 
 @register(

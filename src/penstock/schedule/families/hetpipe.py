@@ -7,7 +7,7 @@ from penstock.schedule.catalogue import register
 from penstock.schedule.families.one_f_one_b import alternating
 from penstock.schedule.families.pipedream import enough_batches, falling
 from penstock.schedule.op import Program, Schedule
-from penstock.schedule.streams import Stream, Waves
+from penstock.schedule.streaming.streams import Stream, Waves
 from penstock.schedule.updates import with_batch_updates
 
 

@@ -8,7 +8,7 @@ from penstock.schedule.catalogue import register
 from penstock.schedule.families.one_f_one_b import alternating, forwards_ahead
 from penstock.schedule.op import Schedule
 from penstock.schedule.replicas import round_robin, start_up
-from penstock.schedule.streams import Stream
+from penstock.schedule.streaming.streams import Stream
 from penstock.schedule.updates import with_batch_updates
 
 

@@ -10,7 +10,7 @@ from penstock.schedule.catalogue import register
 from penstock.schedule.families.pipedream import enough_batches, streamed
 from penstock.schedule.op import Schedule
 from penstock.schedule.replicas import round_robin
-from penstock.schedule.streams import Stream
+from penstock.schedule.streaming.streams import Stream
 
 
 @register(

@@ -8,7 +8,7 @@ from penstock.schedule.families.interleaved import in_groups
 from penstock.schedule.families.pipedream import enough_batches
 from penstock.schedule.op import Schedule
 from penstock.schedule.placement import ranks_for
-from penstock.schedule.streams import Stream
+from penstock.schedule.streaming.streams import Stream
 from penstock.schedule.updates import with_batch_updates
 
 

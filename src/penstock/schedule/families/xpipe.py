@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.schedule.catalogue import register
 from penstock.schedule.families.pipedream import enough_batches, streamed
 from penstock.schedule.op import Schedule
-from penstock.schedule.streams import Stream
+from penstock.schedule.streaming.streams import Stream
 
 
 @register(

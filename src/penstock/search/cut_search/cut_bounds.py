@@ -29,7 +29,7 @@ from penstock.profile.device_profiles import scale_profile
 from penstock.profile.profile import Profile
 from penstock.schedule.arrays import Array
 from penstock.schedule.op import BACKWARD_STARTS, Kind, Op, Schedule
-from penstock.schedule.period import period_of
+from penstock.schedule.streaming.period import period_of
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
 from penstock.simulate.gradient_sync import all_reduce_seconds

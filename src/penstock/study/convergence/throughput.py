@@ -14,7 +14,7 @@ from penstock.cluster.cluster import cluster
 from penstock.errors import FileError
 from penstock.measure.profiler import profile
 from penstock.profile.profile import Profile
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 from penstock.simulate.plan_costs import stage_costs
 from penstock.simulate.steady_state import steady
 from penstock.study.convergence.experiment import Case, flush_case

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.ranks.launch import launch
+from penstock.ranks.processes.launch import launch
 from penstock.report.document import (
     Chart,
     Column,

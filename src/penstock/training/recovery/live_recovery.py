@@ -24,7 +24,7 @@ from penstock.checkpoint.series import newest_whole
 from penstock.errors import FileError
 from penstock.plan.plan import Plan
 from penstock.ranks.foreign_text import foreign_text
-from penstock.ranks.forked_ranks import RankProcess
+from penstock.ranks.processes.forked_ranks import RankProcess
 from penstock.training.devices import Devices
 from penstock.training.recovery.messages import (
     CONDITIONS,

@@ -1,0 +1,1 @@
+"""Flags and tables of `penstock profile`: clusters, devices, and profiles for `penstock plan`."""

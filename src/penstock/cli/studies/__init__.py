@@ -1,0 +1,1 @@
+"""Parts of `penstock study`: studies from files, and of convergence."""

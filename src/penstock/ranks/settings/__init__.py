@@ -1,0 +1,1 @@
+"""The run that all ranks agree on: its configuration, and what differs between ranks."""

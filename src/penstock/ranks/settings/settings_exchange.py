@@ -1,0 +1,198 @@
+"""Comparison of what rank processes are about to run, through the store of torch.distributed.
+
+It comes before any rank waits for another's tensors: ranks with different settings would block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from penstock.errors import DeadlineExceeded, RanksDiffer, RunError
+from penstock.ranks.foreign_text import foreign_text
+from penstock.ranks.settings.setting_differences import (
+    Description,
+    differences,
+    message_of,
+    ranks_in_words,
+)
+from penstock.transport.process_group import lost_ranks, naming_lost_ranks
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+#: Numbers the comparisons. They match between processes, since all construct their pipelines in the
+#: same order; a pipeline whose ranks are threads has no comparison and takes no number.
+_EXCHANGES = itertools.count()
+
+#: Seconds between two looks into the store: at first, and at most.
+_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
+
+
+class SettingsExchange:
+    """One rank's part in the comparison of one `Pipeline`'s settings.
+
+    Args:
+        store: a store with keys of this comparison alone.
+        rank: this rank.
+        size: the number of ranks.
+        deadline_s: seconds to wait for the other ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, deadline_s: float) -> None:
+        self.store, self.rank, self.size, self.deadline_s = store, rank, size, deadline_s
+        self._round = 0
+        self.closed = False
+        #: The name of every rank's host, once the ranks have exchanged them.
+        self.hosts: list[str] = []
+
+    @classmethod
+    def next(cls, deadline_s: float) -> SettingsExchange:
+        """Return the next comparison of the ranks of torch.distributed, which is initialised."""
+        store = PrefixStore(
+            f"penstock/meeting/{next(_EXCHANGES)}", dist.distributed_c10d._get_default_store()
+        )
+        return cls(store, dist.get_rank(), dist.get_world_size(), deadline_s)
+
+    def compare(self, description: Description) -> None:
+        """Compare this rank's description with those of all other ranks.
+
+        Raises:
+            RanksDiffer: they differ; the message is the same on every rank.
+            RunError: another rank failed to construct its pipeline, or did not answer in time.
+        """
+        # First digests of the long lists; the lists themselves only where the digests differ.
+        digests = {topic: _digest(rows) for topic, rows in description.lists.items()}
+        brief = {**asdict(description), "lists": {}, "digests": digests}
+        answers = self.exchange(brief)
+        differing = []
+        for topic in digests:
+            if len({answer["digests"].get(topic) for answer in answers}) > 1:
+                differing.append(topic)
+        if differing:
+            rows = self.exchange({topic: description.lists[topic] for topic in differing})
+            for answer, lists in zip(answers, rows, strict=True):
+                answer["lists"] = lists
+        lines = differences([Description.of_json(answer) for answer in answers])
+        if lines:
+            self.closed = True
+            raise RanksDiffer(message_of(lines), lines)
+
+    def exchange(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Send a value to all ranks and return the values of all, by rank.
+
+        Args:
+            value: a JSON-serialisable mapping.
+
+        Raises:
+            RunError: as `compare`.
+        """
+        with naming_lost_ranks("could not compare its settings with the other ranks'"):
+            return self._exchange(value)
+
+    def _exchange(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """See `exchange`."""
+        number, self._round = self._round, self._round + 1
+        self.store.set(f"{number}/{self.rank}", json.dumps(value))
+        keys = [f"{number}/{rank}" for rank in range(self.size)]
+        missing = missing_keys(self.store, keys, self._check, self.deadline_s)
+        if missing:
+            awaited = f"{ranks_in_words(missing)} to make the same Pipeline"
+            raise DeadlineExceeded(self.rank, awaited, self.deadline_s, [])
+        return [json.loads(text) for text in self.store.multi_get(keys)]
+
+    def fail(self, error: BaseException) -> None:
+        """Report an error of this rank to the ranks that wait for it."""
+        self.closed = True
+        reason = f"{type(error).__name__}: {error}"
+        failure = json.dumps({"rank": self.rank, "reason": reason})
+        with suppress(RuntimeError):  # the store is gone, and the run with it
+            self.store.compare_set("failure", "", failure)
+
+    def _check(self) -> None:
+        """Check that no rank has failed.
+
+        Raises:
+            RunError: a rank has.
+        """
+        lost = lost_ranks()
+        if lost is not None:
+            self.closed = True
+            raise RunError(lost)
+        if not self.store.check(["failure"]):
+            return
+        self.closed = True
+        failure = json.loads(self.store.get("failure"))
+        reason = foreign_text(str(failure["reason"]))
+        raise RunError(
+            f"rank {failure['rank']} could not make its Pipeline: {reason}. Every rank "
+            "must make the same pipelines in the same order"
+        )
+
+
+def missing_keys(
+    store: Store, keys: Sequence[str], check: Callable[[], None], deadline_s: float
+) -> list[int]:
+    """Wait until a store has all keys.
+
+    Args:
+        store: the store.
+        keys: one key for each rank.
+        check: called while waiting; raises if waiting is pointless.
+        deadline_s: seconds to wait.
+
+    Returns:
+        The ranks whose keys are missing at the deadline; empty if all keys are present.
+    """
+    begun_s = time.monotonic()
+    pause_s = _PAUSE_S
+    while not store.check(list(keys)):
+        check()
+        if time.monotonic() - begun_s >= deadline_s:
+            return [number for number, key in enumerate(keys) if not store.check([key])]
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return []
+
+
+def report_failures(init: _Init) -> _Init:
+    """Decorate a constructor so that its failure is reported to the other ranks.
+
+    Without the report they would wait for this rank until their deadline.
+    """
+
+    @wraps(init)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Construct, and report any error before it is raised again."""
+        try:
+            init(self, *args, **kwargs)
+        except BaseException as error:
+            meeting: SettingsExchange | None = getattr(self, "_meeting", None)
+            alone = kwargs.get("executor") == "threads" or not (
+                dist.is_available() and dist.is_initialized()
+            )
+            if meeting is None and not alone:
+                meeting = SettingsExchange.next(0.0)
+            if meeting is not None and not meeting.closed:
+                meeting.fail(error)
+            world = getattr(self, "_world", None)
+            if world is not None and not alone:
+                world.abandon(error)
+                world.close()
+            raise
+
+    return construct  # type: ignore[return-value]  # it has the constructor's own signature
+
+
+def _digest(rows: Sequence[tuple[str, str]]) -> str:
+    """Return a short digest of some rows."""
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""What a pipeline saves and loads: model, optimizers, weight averages, checkpoints."""

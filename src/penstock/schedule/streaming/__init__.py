@@ -1,0 +1,1 @@
+"""Asynchronous schedules as streams of batches: periods and increments."""

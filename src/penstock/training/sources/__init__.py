@@ -1,0 +1,1 @@
+"""Models, data and settings that users give by name, by file or in code."""

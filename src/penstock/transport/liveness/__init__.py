@@ -1,0 +1,1 @@
+"""Heartbeats between ranks, and processes that have stopped."""

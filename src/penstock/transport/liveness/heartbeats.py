@@ -1,0 +1,357 @@
+"""Heartbeats between the ranks: which rank on which host is missing, within 10 seconds.
+
+Every rank has a heartbeat process (`heartbeat_process`), which sends datagrams to those of all
+other ranks over the network that the run uses. A thread of the rank reads what it reports, and ends
+the waits of the rank when another one is lost: those for messages by the callbacks of `on_loss`,
+those for the store by closing its connection, and a wait in native code that nothing else reaches
+by ending the process.
+
+Ranks of `launch` need none: they are on one host, and their launcher watches them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from penstock.errors import RunError
+from penstock.standard_error import write_line
+from penstock.transport.addresses import BIND, bind_address, close_connections, store_address
+from penstock.transport.liveness.heartbeat_process import State
+from penstock.transport.liveness.stopped_processes import LIMIT_S, StoppedSiblings
+
+#: Environment variable with the secret of the heartbeats, the same on all ranks. Without it rank 0
+#: draws one and writes it to the store.
+SECRET = "PENSTOCK_SECRET"  # noqa: S105 - the name of a variable
+
+#: Seconds after a loss in which the main thread is to raise the error; then it is printed.
+_EXCEPTION_S = 2.0
+
+#: Seconds after which a process that is still in the same native call is ended.
+_LAST_RESORT_S = 20.0
+
+#: Seconds that a store may take to answer after a loss.
+_STORE_S = 1.0
+
+#: Ranks that one message names.
+_RANKS_IN_MESSAGE = 8
+
+_PAUSE_S = 0.02
+
+_LOG = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True)
+class RankAddress:
+    """A rank, as it describes itself in the store.
+
+    Attributes:
+        host: name of its host.
+        address, port: where its heartbeat process listens.
+        pid: its process.
+    """
+
+    host: str
+    address: str
+    port: int
+    pid: int
+
+    def describe(self, rank: int) -> str:
+        """Name the rank in a message."""
+        return f"rank {rank} on host {self.host} ({self.address}, pid {self.pid})"
+
+
+class Heartbeats:
+    """This rank's view of the heartbeats of all ranks. All ranks construct it together.
+
+    Args:
+        store: of all ranks of this run.
+        rank: this rank.
+        size: number of ranks.
+        timeout_s: seconds to wait for the other ranks.
+        limit_s: seconds without a heartbeat after which a rank is lost.
+
+    Attributes:
+        loss: which ranks are lost, or None.
+        checkpoint_step: step of the last whole checkpoint, which the message names; None if there
+            is none.
+
+    Raises:
+        RunError: ranks do not appear, or the heartbeat process cannot be started.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout_s: float, limit_s: float = LIMIT_S
+    ) -> None:
+        self.loss: str | None = None
+        self.checkpoint_step: int | None = None
+        self._store, self._rank = store, rank
+        self._acknowledged, self._closed = threading.Event(), False
+        self._callbacks: list[Callable[[], None]] = []
+        deadline_s = time.monotonic() + timeout_s
+        secret = _shared_secret(store, rank, deadline_s)
+        address = bind_address()
+        self._process = _start_process(rank, secret, address, limit_s)
+        port = self._read_port(address)
+        this_rank = RankAddress(socket.gethostname(), address, port, os.getpid())
+        store.set(f"heartbeat/{rank}", json.dumps(list(this_rank.__dict__.values())))
+        self._ranks = _addresses(store, size, deadline_s)
+        self._write({"peers": self._peers()})
+        self._thread = threading.Thread(target=self._watch, name="penstock-heartbeats", daemon=True)
+        self._thread.start()
+        atexit.register(self._leave)
+
+    def on_loss(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called from another thread when a rank is lost."""
+        self._callbacks.append(callback)
+        if self.loss is not None:
+            callback()
+
+    def remove(self, callback: Callable[[], None]) -> None:
+        """Undo `on_loss`."""
+        with contextlib.suppress(ValueError):
+            self._callbacks.remove(callback)
+
+    def reason(self) -> str | None:
+        """Return which ranks are lost, to be raised by the caller; None if none is."""
+        if self.loss is not None:
+            self._acknowledged.set()
+        return self.loss
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the heartbeats.
+
+        Args:
+            failed: whether the other ranks are to end as well: they wait for this one to connect.
+                Otherwise they do not miss it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._leave)
+        with contextlib.suppress(OSError, ValueError):
+            self._write(State.FAILED if failed else State.CLOSED)
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STORE_S)
+
+    def _peers(self) -> dict[int, tuple[str, int]]:
+        """Return the addresses of the other ranks' heartbeat processes.
+
+        A host's own name may stand for its loopback address in its own tables (Debian's default).
+        Such an address is that of the store's host, whose address the other hosts know.
+        """
+        this_host = self._ranks[self._rank].host
+        peers = {}
+        for rank, entry in self._ranks.items():
+            if rank == self._rank:
+                continue
+            address = entry.address
+            if address.startswith("127.") and entry.host != this_host:
+                address = store_address()
+            peers[rank] = (address, entry.port)
+        return peers
+
+    def _watch(self) -> None:
+        """Read the reports of the heartbeat process until a rank is lost."""
+        while True:
+            event = self._read()
+            if not event:
+                if not self._closed:
+                    self._lose("the heartbeat process of this rank has ended")
+                return
+            if "unheard" in event:
+                _LOG.warning(
+                    "no heartbeats arrive from rank %s: a host of theirs that is lost will be "
+                    "noticed by the deadline alone (they are UDP datagrams to port %s)",
+                    ", ".join(map(str, event["unheard"])),
+                    self._ranks[event["unheard"][0]].port,
+                )
+            if "lost" in event:
+                self._lose(self._describe(event["lost"]))
+                return
+
+    def _describe(self, lost: Sequence[Mapping[str, Any]]) -> str:
+        """Describe the loss of some ranks."""
+        lines = []
+        for entry in lost[:_RANKS_IN_MESSAGE]:
+            rank = int(entry["rank"])
+            lines.append(self._ranks[rank].describe(rank) + _loss_text(entry))
+        if len(lost) > _RANKS_IN_MESSAGE:
+            lines.append(f"{len(lost) - _RANKS_IN_MESSAGE} more ranks are missing")
+        text = "; ".join(lines)
+        this_host = self._ranks[self._rank].host
+        remote = {rank for rank, entry in self._ranks.items() if entry.host != this_host}
+        silent = {int(entry["rank"]) for entry in lost if entry["state"] == State.RUNNING}
+        if len(remote) > 1 and silent == remote:
+            text += f"; all other hosts are missing, so {this_host} may have lost its network"
+        if self.checkpoint_step is not None:
+            text += f"; the last whole checkpoint is of step {self.checkpoint_step}"
+        return text
+
+    def _lose(self, reason: str) -> None:
+        """End the waits of this rank, and its process if it stays in one."""
+        self.loss = reason
+        # The newest first: a world marks its links as closed before torch's groups are aborted.
+        for callback in reversed(self._callbacks):
+            with contextlib.suppress(RuntimeError):
+                callback()
+        self._release_store()
+        if self._acknowledged.wait(_EXCEPTION_S) or self._closed:
+            return
+        write_line(f"error: rank {self._rank}: {reason}")
+        if not self._acknowledged.wait(_LAST_RESORT_S) and not self._closed:
+            os._exit(1)
+
+    def _release_store(self) -> None:
+        """Close the connection to a store that does not answer, so that waits for it end."""
+        answered = threading.Event()
+
+        def ask() -> None:
+            """Ask the store for any key."""
+            with contextlib.suppress(RuntimeError):
+                self._store.check(["heartbeat/0"])
+            answered.set()
+
+        threading.Thread(target=ask, name="penstock-store-probe", daemon=True).start()
+        if not answered.wait(_STORE_S):
+            close_connections(int(os.environ.get("MASTER_PORT", "0")))
+
+    def _leave(self) -> None:
+        """At the exit of the process: close, and do not stay in a library's own farewell."""
+        if self.loss is not None:
+            timer = threading.Timer(_LAST_RESORT_S / 2, os._exit, (1,))
+            timer.daemon = True
+            timer.start()
+        self.close()
+
+    def _read(self) -> dict[str, Any]:
+        """Read a report of the heartbeat process; empty if it has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        event: dict[str, Any] = json.loads(line) if line else {}
+        return event
+
+    def _read_port(self, address: str) -> int:
+        """Return the port of the heartbeat process.
+
+        Raises:
+            RunError: it cannot listen at the address.
+        """
+        report = self._read()
+        if "port" not in report:
+            reason = report.get("error", "its process has ended")
+            raise RunError(
+                f"rank {self._rank} cannot send heartbeats from {address}: {reason}. {BIND} is the "
+                "address of one of this host's interfaces"
+            )
+        return int(report["port"])
+
+    def _write(self, command: object) -> None:
+        """Write a command to the heartbeat process."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self._process.stdin.flush()
+
+
+def _loss_text(entry: Mapping[str, Any]) -> str:
+    """Describe how a rank was lost."""
+    age = f"{entry['age_s']:.1f} s"
+    if entry["state"] == State.DEAD:
+        return " has ended without a message"
+    if entry["state"] == State.FAILED:
+        return " could not connect to the other ranks; its own message says why"
+    if entry["state"] == State.STOPPED:
+        return f" has been stopped by a signal (SIGSTOP); its last heartbeat is {age} old"
+    return f" is missing; its last heartbeat is {age} old"
+
+
+def _start_process(rank: int, secret: str, address: str, limit_s: float) -> subprocess.Popen[bytes]:
+    """Start the heartbeat process of this rank."""
+    program = Path(__file__).with_name("heartbeat_process.py")
+    process = subprocess.Popen(  # noqa: S603 - our own program
+        [sys.executable, "-I", "-S", str(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    settings = {
+        "rank": rank,
+        "pid": os.getpid(),
+        "secret": secret,
+        "bind": address,
+        "limit_s": limit_s,
+    }
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(settings).encode() + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def _shared_secret(store: Store, rank: int, deadline_s: float) -> str:
+    """Return the secret of the heartbeats, as hexadecimal digits."""
+    if text := os.environ.get(SECRET):
+        return text.encode().hex()
+    if rank == 0:
+        store.set("heartbeat-secret", secrets.token_hex(32))
+    wait_for_keys(store, {0: "heartbeat-secret"}, deadline_s, StoppedSiblings())
+    return store.get("heartbeat-secret").decode()
+
+
+def _addresses(store: Store, size: int, deadline_s: float) -> dict[int, RankAddress]:
+    """Return the addresses of all ranks, waiting until all have published theirs."""
+    keys = {rank: f"heartbeat/{rank}" for rank in range(size)}
+    wait_for_keys(store, keys, deadline_s, StoppedSiblings())
+    return {rank: RankAddress(*json.loads(store.get(key))) for rank, key in keys.items()}
+
+
+def wait_for_keys(
+    store: Store,
+    keys: Mapping[int, str],
+    deadline_s: float,
+    stopped: StoppedSiblings | None = None,
+) -> None:
+    """Wait until a store has the keys of all ranks.
+
+    Args:
+        store: the store.
+        keys: a key of every rank.
+        deadline_s: time on the monotonic clock at which waiting ends.
+        stopped: looks for ranks that were stopped; None if their launcher does.
+
+    Raises:
+        RunError: ranks did not write their keys in time, or have been stopped by a signal.
+    """
+    started_s = time.monotonic()
+    missing = dict(keys)
+    while missing:
+        for rank, key in list(missing.items()):
+            if store.check([key]):
+                del missing[rank]
+        if missing and time.monotonic() > deadline_s:
+            names = ", ".join(str(rank) for rank in sorted(missing))
+            word = "ranks" if len(missing) > 1 else "rank"
+            waited_s = time.monotonic() - started_s
+            raise RunError(
+                f"{word} {names} did not join the run within {waited_s:.0f} s. Look at the output "
+                "of their processes; deadline_s sets how long the others wait"
+            )
+        if missing:
+            if stopped is not None:
+                stopped.check(missing)
+            time.sleep(_PAUSE_S)

@@ -1,0 +1,206 @@
+"""Descriptions of what ranks run, and the differences between them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.ranks.settings.run_config import Overrides, make_run_config
+from penstock.ranks.settings.setting_differences import (
+    Description,
+    differences,
+    message_of,
+    shortened,
+)
+from penstock.runtime.run_description import describe, describe_run
+from penstock.stage.stage_builder import Training
+from penstock.stage.training_options import TrainingOptions
+from penstock.tracing.traced_chain import chain
+
+
+def sgd(parameters):
+    """Return an optimizer."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def model(seed=0, width=8, drop=0.1, dtype=torch.float32):
+    """Return a model of five layers."""
+    torch.manual_seed(seed)
+    layers = (
+        nn.Linear(4, width),
+        nn.Tanh(),
+        nn.Dropout(drop),
+        nn.BatchNorm1d(width),
+        nn.Linear(width, 2),
+    )
+    return nn.Sequential(*layers).to(dtype)
+
+
+def description(network=None, loss=nn.functional.mse_loss, seed=0, options=None, **words):
+    """Describe the run of a rank with these settings."""
+    traced = chain(model() if network is None else network)
+    setting = make_run_config(
+        traced, None, Overrides(**{"balance": [2, 3], "micro_batches": 2, **words})
+    )
+    return describe_run(traced, setting, Training(loss, sgd, seed, options or TrainingOptions()))
+
+
+def shifted(loss, target, margin=0.5):
+    """A loss with an additional argument."""
+    return (loss - target - margin).square().mean()
+
+
+def frozen():
+    """Return a model with one frozen parameter."""
+    network = model()
+    network[0].bias.requires_grad_(False)
+    return network
+
+
+OTHERS = {
+    "seed": ({"seed": 3}, "seed: 0 on rank 0; 3 on rank 1"),
+    "cut": (
+        {"balance": [3, 2]},
+        r"cut: stages of \[2, 3\] layers on rank 0; stages of \[3, 2\] layers on rank 1",
+    ),
+    "schedule": (
+        {"schedule": "gpipe"},
+        "schedule: 1f1b with 2 stages, 2 micro-batches on rank 0; gpipe with",
+    ),
+    "micro-batches": ({"micro_batches": 4}, "with 2 stages, 4 micro-batches on rank 1"),
+    "recompute": ({"recompute": "always"}, "recompute: 'never' on rank 0; 'always' on rank 1"),
+    "layers": ({"recompute": [0]}, r"recomputed: \{\} on rank 0; \{0\} on rank 1"),
+    "loss": ({"loss": shifted}, "loss: torch.nn.functional.mse_loss .*on rank 0; .*shifted.*0.5"),
+    "clipping": (
+        {"options": TrainingOptions(clip_grad_norm=1.0)},
+        "clip_grad_norm: None on rank 0; 1.0 on rank 1",
+    ),
+    "autocast": (
+        {"options": TrainingOptions(autocast="bfloat16")},
+        "autocast: None on rank 0; 'bfloat16' on rank 1",
+    ),
+    "accumulate": (
+        {"options": TrainingOptions(accumulate=2)},
+        "accumulate: 1 on rank 0; 2 on rank 1",
+    ),
+    "boundary": (
+        {"options": TrainingOptions(boundary="int8")},
+        "boundary: None on rank 0; 'int8' on rank 1",
+    ),
+    "weights": (
+        {"network": model(1)},
+        "weights of layer '0': values with checksum .* on rank 0; values with checksum",
+    ),
+    "width": (
+        {"network": model(width=9)},
+        r"parameter '0.weight': \(8, 4\), float32, trained on rank 0; \(9, 4\)",
+    ),
+    "dtype": (
+        {"network": model(dtype=torch.float64)},
+        r"parameter '0.weight': .*float32.* on rank 0; .*float64",
+    ),
+    "dropout": ({"network": model(drop=0.5)}, r"module of layer 2: Dropout\(p=0.1.*Dropout\(p=0.5"),
+    "mode": ({"network": model().eval()}, "module of layer 0: .* in evaluation mode on rank 1"),
+    "frozen": (
+        {"network": frozen()},
+        "parameter '0.bias': .* trained on rank 0; .* not trained on rank 1",
+    ),
+    "number": (
+        {"network": nn.Sequential(*model(), nn.Tanh()), "balance": [2, 4]},
+        "layers: 5 layers on rank 0; 6 layers on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_different_model_or_setting_is_reported_with_both_values(name):
+    """With each of them the pipeline would train something else than one device."""
+    words, expected = OTHERS[name]
+    lines = differences([description(), description(**words)])
+    assert any(re.search(expected, line) for line in lines), lines
+
+
+def test_equal_ranks_have_no_difference():
+    """Losses and models are equal though they are other objects, as is a function that holds its
+    rank's number.
+    """
+
+    def loss_of(rank):
+        def loss(output, target):
+            return (output - target).square().mean() * (1 if rank < 9 else 2)
+
+        return loss
+
+    assert differences([description(model(), loss=loss_of(rank)) for rank in range(3)]) == []
+    loss = nn.CrossEntropyLoss(weight=torch.ones(2))
+    other = nn.CrossEntropyLoss(weight=torch.ones(2))
+    assert describe(loss) == describe(other)
+
+
+def test_a_loss_module_with_other_weights_is_another_loss():
+    """Class weights are as much a part of the loss as its class."""
+    one, other = (nn.CrossEntropyLoss(weight=torch.tensor([1.0, w])) for w in (1.0, 2.0))
+    assert describe(one) != describe(other)
+    assert describe(functools.partial(shifted, margin=1.0)) != describe(
+        functools.partial(shifted, margin=2.0)
+    )
+
+
+def test_all_differences_are_listed_by_ranks():
+    """Ranks that agree with each other are listed together."""
+    ranks = [description(), description(seed=1), description(seed=1, recompute="always")]
+    lines = differences(ranks)
+    assert "seed: 0 on rank 0; 1 on ranks 1 and 2" in lines
+    assert "recompute: 'never' on ranks 0 and 1; 'always' on rank 2" in lines
+    message = message_of(lines)
+    assert "2 differences" in message
+    assert "every rank" in message.lower()
+
+
+def test_layers_on_the_meta_device_need_values_only_where_they_are_trained():
+    """A rank may save the memory of layers that others train, but must have the same model."""
+    whole = description()
+    weights = whole.weights
+    spared = [
+        replace(whole, weights=[*weights[:2], *((name, "meta") for name, _ in weights[2:])]),
+        replace(whole, weights=[*((name, "meta") for name, _ in weights[:2]), *weights[2:]]),
+    ]
+    assert differences(spared) == []
+    lines = differences(spared[::-1])
+    assert len(lines) == 5
+    assert "on the meta device on rank 0; values with checksum" in lines[0]
+
+
+def test_layers_that_an_earlier_pipeline_trained_elsewhere_may_not_be_trained_here():
+    """The rank that is to train them has their weights from before that training."""
+    whole = description()
+    stale = replace(whole, weights=[(name, "stale") for name, _ in whole.weights])
+    lines = differences([stale, whole])
+    assert (
+        "weights of layer '0': on rank 0, which is to train it, from before the "
+        "training by an earlier" in lines[0]
+    )
+    assert (
+        differences([whole, replace(stale, weights=[*stale.weights[:2], *whole.weights[2:]])]) == []
+    )
+
+
+def test_long_values_are_shown_around_their_first_difference():
+    """The difference would be lost in a program of a thousand ops."""
+    one, other = "a" * 500 + "b" + "c" * 500, "a" * 500 + "d" + "c" * 500
+    texts = shortened([one, other])
+    assert all(len(text) < 120 for text in texts)
+    assert "ab" in texts[0]
+    assert "ad" in texts[1]
+
+
+def test_a_description_survives_json():
+    """It is sent through the store."""
+    whole = description()
+    assert Description.of_json(json.loads(json.dumps(asdict(whole)))) == whole

@@ -1,0 +1,121 @@
+"""Increments of streams: run one after the other, they are the programs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import FAMILIES, schedule
+from penstock.schedule.lower import Direction, Transfer, lower
+from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.streaming.increments import Portions
+from penstock.schedule.streaming.period import with_batch_count
+from penstock.schedule.streaming.streams import Stream
+
+STREAMS = [name for name, entry in FAMILIES.entries().items() if not entry.facts["synchronous"]]
+
+
+@st.composite
+def streams(draw):
+    """Any asynchronous schedule of the catalogue in small numbers."""
+    name = draw(st.sampled_from(STREAMS))
+    stages, micro_batches = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    options = {}
+    if name == "hetpipe":
+        stages = draw(st.integers(1, 3))
+        options = {
+            "virtual_workers": draw(st.integers(2, 3)),
+            "distance": draw(st.integers(0, 2)),
+            "in_flight": draw(st.integers(1, 4)),
+        }
+    elif name == "wpipe":
+        stages = 2 * draw(st.integers(1, 3))
+        micro_batches += max(1, stages - 2)
+    elif name == "2bw":
+        micro_batches = max(stages, micro_batches)
+    return schedule(name, stages, micro_batches, **options)
+
+
+def played(portions, ranks, batches):
+    """Per rank, all that it plays when that many batches come."""
+    return [
+        [action for batch in range(batches) for action in portions.increment(rank, batch)]
+        + list(portions.remainder(rank, batches))
+        for rank in range(ranks)
+    ]
+
+
+@given(streams(), st.integers(1, 25))
+@settings(deadline=None, max_examples=60)
+def test_portions_make_up_the_lowered_programs_of_any_number_of_batches(schedule, batches):
+    """The run does not know how many come; whatever comes, every op runs once, in its place, with
+    its transfers.
+    """
+    whole = with_batch_count(schedule, batches)
+    for rank, row in enumerate(played(Portions(schedule, ahead=2), schedule.ranks, batches)):
+        assert tuple(action for action in row if isinstance(action, Op)) == whole.programs[rank]
+        assert sorted(map(str, row)) == sorted(map(str, lower(whole, ahead=2).programs[rank]))
+
+
+@given(streams(), st.integers(0, 20))
+@settings(deadline=None, max_examples=40)
+def test_a_portion_names_no_batch_that_has_not_come(schedule, batch):
+    """Its inputs are not there, and even its shapes are unknown."""
+    portions, size = Portions(schedule, ahead=2), schedule.micro_batches
+    for rank in range(schedule.ranks):
+        numbers = [
+            action.micro_batch if isinstance(action, Op) else action.message.micro_batch
+            for action in portions.increment(rank, batch)
+            if not (isinstance(action, Op) and action.kind is Kind.U)
+        ]
+        assert all(number < (batch + 1) * size for number in numbers)
+
+
+@given(streams())
+@settings(deadline=None, max_examples=40)
+def test_on_every_link_receives_are_posted_in_the_order_of_the_sends(schedule):
+    """Backends without tags match messages in order, portions or not."""
+    rows = played(Portions(schedule, ahead=2), schedule.ranks, 9)
+    sent, posted = {}, {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            if isinstance(action, Transfer):
+                sending = action.direction is Direction.SEND
+                link = (rank, action.peer) if sending else (action.peer, rank)
+                (sent if sending else posted).setdefault(link, []).append(action.message)
+    assert sent == posted
+
+
+@given(streams(), st.integers(0, 12))
+@settings(deadline=None, max_examples=40)
+def test_a_batch_is_done_when_no_rank_has_an_op_of_it_left(schedule, batch):
+    """Then its loss can be reported on all ranks without one waiting for another."""
+    portions = Portions(schedule, ahead=2)
+    ran = {
+        (rank, action)
+        for rank in range(schedule.ranks)
+        for t in range(batch + 1)
+        for action in portions.increment(rank, t)
+    }
+    done = portions.completed_batches(batch)
+    whole = with_batch_count(schedule, batch + 2)
+    shorter = (
+        [set(row) for row in with_batch_count(whole, done).programs]
+        if done
+        else [set()] * schedule.ranks
+    )
+    assert all((rank, op) in ran for rank, row in enumerate(shorter) for op in row)
+    longer = [set(row) for row in with_batch_count(whole, done + 1).programs]
+    assert any((rank, op) not in ran for rank, row in enumerate(longer) for op in row)
+
+
+def test_programs_that_do_not_repeat_are_refused():
+    """There is nothing to go on with after their last batch."""
+    schedule = Schedule.parse("0F0 0B0 0U1 0F1 0F2 0B2 0B1 0U2 0U3", synchronous=False)
+    schedule = Schedule(schedule.programs, "odd", synchronous=False, stream=Stream(3))
+    with pytest.raises(
+        ScheduleError, match="odd does not repeat itself from batch to batch within its 3 batches"
+    ):
+        Portions(schedule, ahead=2)
