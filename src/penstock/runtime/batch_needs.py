@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from penstock.batches.batch import Batch, micro_batch_sizes
 from penstock.batches.batch_parts import BatchPart, is_missing
-from penstock.batches.sample_order import order_checksum, sample_order
+from penstock.batches.sample_order import order_checksum
 from penstock.errors import SettingError
 from penstock.runtime.assembly import Assembly
 from penstock.schedule.op import Schedule
@@ -167,7 +167,19 @@ def check_needs(assembly: Assembly, batch: Batch) -> None:
 
 
 class BatchReader:
-    """One epoch of batches, of which this process reads what it needs; see `Pipeline.reader`."""
+    """One epoch of batches, of which this process reads what it needs; see `Pipeline.reader`.
+
+    Args:
+        needs: of this process.
+        inputs, targets: of all samples; targets are None if inputs are pairs.
+        batch: samples per batch.
+        order: returns the order of a number of samples.
+        drop_last: leave out a last batch that is smaller than the others.
+
+    Raises:
+        SettingError: the batch is below 1, inputs and targets differ in number, or there is not a
+            single batch.
+    """
 
     def __init__(
         self,
@@ -175,14 +187,26 @@ class BatchReader:
         inputs: Any,
         targets: Any,
         batch: int,
-        order: Tensor,
+        order: Callable[[int], Tensor],
         *,
         drop_last: bool,
     ) -> None:
+        samples = len(inputs)
+        if targets is not None and len(targets) != samples:
+            raise SettingError(
+                f"{samples} inputs and {len(targets)} targets: every input needs its own target"
+            )
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            raise SettingError(f"batch is a whole number of 1 or more, not {batch!r}")
+        self._count = samples // batch if drop_last else -(-samples // batch)
+        if not self._count:
+            raise SettingError(
+                f"no batch of {batch} can be made of {samples} samples: choose a smaller batch or "
+                "provide more samples"
+            )
         self._needs = needs
         self._inputs, self._targets = inputs, targets
-        self._order, self._batch = order, batch
-        self._count = len(order) // batch if drop_last else -(-len(order) // batch)
+        self._order, self._batch = order(samples), batch
         # What is read where nothing is needed, for its shapes and types.
         self._example: dict[int, Any] = {}
 
@@ -240,40 +264,6 @@ class BatchReader:
             return take
 
         return needs.inputs.read(rows(x), indices), needs.targets.read(rows(y), indices)
-
-
-def make_reader(
-    assembly: Assembly,
-    inputs: Any,
-    targets: Any,
-    *,
-    batch: int,
-    seed: int,
-    epoch: int,
-    shuffle: bool,
-    drop_last: bool,
-) -> BatchReader:
-    """Return the reader of an epoch; see `Pipeline.reader`.
-
-    Raises:
-        SettingError: the batch is below 1, inputs and targets differ in number, or there is not a
-            single batch.
-    """
-    samples = len(inputs)
-    if targets is not None and len(targets) != samples:
-        raise SettingError(
-            f"{samples} inputs and {len(targets)} targets: every input needs its own target"
-        )
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise SettingError(f"batch is a whole number of 1 or more, not {batch!r}")
-    order = sample_order(samples, seed, epoch) if shuffle else torch.arange(samples)
-    reader = BatchReader(needs_of(assembly), inputs, targets, batch, order, drop_last=drop_last)
-    if not len(reader):
-        raise SettingError(
-            f"no batch of {batch} can be made of {samples} samples: choose a smaller batch or "
-            "provide more samples"
-        )
-    return reader
 
 
 def _read(source: Any, indices: list[int]) -> Any:

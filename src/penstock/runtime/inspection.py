@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from penstock.batches.sample_order import sample_order
 from penstock.errors import RunError
 from penstock.event import Event, MeasuredMemory, Timeline
 from penstock.optim.stage_weights import StageWeights
@@ -16,7 +17,7 @@ from penstock.ranks.device_memory import device_peaks
 from penstock.ranks.settings.run_config import RunConfig
 from penstock.ranks.world import World
 from penstock.runtime.assembly import Assembly
-from penstock.runtime.batch_needs import BatchNeeds, BatchReader, make_reader, needs_of
+from penstock.runtime.batch_needs import BatchNeeds, BatchReader, needs_of
 from penstock.runtime.interpreter import Interpreter
 from penstock.runtime.player import Player
 from penstock.runtime.streaming import Streaming
@@ -108,9 +109,8 @@ class Inspection:
         targets: Any = None,
         *,
         batch: int,
-        seed: int = 0,
+        seed: int | None = 0,
         epoch: int = 0,
-        shuffle: bool = True,
         drop_last: bool = False,
     ) -> BatchReader:
         """Return one epoch of batches for `train`, of which each process reads what it needs.
@@ -123,24 +123,19 @@ class Inspection:
                 can be stacked.
             targets: likewise; None if the items of `inputs` are pairs of an input and a target.
             batch: samples per batch; the last batch has the remainder.
-            seed: of the order.
+            seed: of the order; None keeps the samples in their own order.
             epoch: number of the epoch; each has another order.
-            shuffle: False keeps the samples in their own order.
             drop_last: leave out a last batch that is smaller than the others.
 
         Raises:
             SettingError: inputs and targets differ in number, or there is not a single batch.
         """
-        return make_reader(
-            self._assembly,
-            inputs,
-            targets,
-            batch=batch,
-            seed=seed,
-            epoch=epoch,
-            shuffle=shuffle,
-            drop_last=drop_last,
-        )
+
+        def order(samples: int) -> Tensor:
+            """Return the order of the samples."""
+            return torch.arange(samples) if seed is None else sample_order(samples, seed, epoch)
+
+        return BatchReader(self.needs, inputs, targets, batch, order, drop_last=drop_last)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the local stages with their names in the model.
