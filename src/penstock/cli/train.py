@@ -18,6 +18,7 @@ from penstock.cli.flags.train_flags import settings_of_flags, with_flags
 from penstock.errors import FileError, RunStopped, SettingError
 from penstock.standard_error import write_line
 from penstock.text_table import table
+from penstock.transport.addresses import use_address
 from penstock.transport.slurm import started_by_srun
 from penstock.units import format_bytes, format_seconds
 
@@ -37,6 +38,7 @@ def train(
         ),
     ] = None,
     *,
+    bind: options.Bind = None,
     json: options.Json = False,
     **flags: Any,
 ) -> None:
@@ -53,6 +55,8 @@ def train(
     Example: penstock train --model hf:gpt2/config.json --plan plan.json
     """
     changes = settings_of_flags(flags)
+    if bind is not None:
+        use_address(bind)
     if "RANK" in os.environ or started_by_srun(os.environ):
         _run_launched(lambda: _load_settings(config, changes), json)
         return
