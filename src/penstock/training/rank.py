@@ -20,8 +20,10 @@ import torch.distributed as dist
 from penstock.checkpoint.weight_files import save_weights
 from penstock.errors import RunError
 from penstock.event import Timeline
+from penstock.measure.conditions import ConditionsMeter
 from penstock.measure.profiler import profile
 from penstock.plan.plan import Plan
+from penstock.profile.conditions import RankConditions
 from penstock.profile.profile import Profile
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.state.checkpoints import Checkpoints
@@ -41,6 +43,7 @@ from penstock.training.task import Task, make_task
 from penstock.training.throughput import (
     BatchFeed,
     ThroughputMeter,
+    busy_shares,
     measured_steady_state,
     median_timeline,
 )
@@ -55,8 +58,8 @@ _MAX_TIMELINES = 31
 
 @dataclass
 class RankResult:
-    """Result of a rank. All but `peak_rss_bytes` and `peak_allocated_bytes` is the same on every
-    rank.
+    """Result of a rank. All but `peak_rss_bytes`, `peak_allocated_bytes` and `conditions` is the
+    same on every rank.
 
     Attributes:
         steps, loss: number of the last step; its loss.
@@ -75,6 +78,7 @@ class RankResult:
         step_times: seconds of each step of the last epoch.
         stopped: whether training ended before its last step, because of a signal or a request for
             another number of ranks.
+        conditions: that this process saw in the steps of the last epoch.
     """
 
     steps: int = 0
@@ -90,6 +94,7 @@ class RankResult:
     seconds: float = 0.0
     step_times: list[float] = field(default_factory=list)
     stopped: bool = False
+    conditions: RankConditions | None = None
 
 
 def profile_rank(
@@ -229,17 +234,9 @@ def _write_weights(pipe: Pipeline, folder: Path) -> None:
         save_weights(weights, folder / "weights.safetensors")
 
 
-def busy_shares(timeline: Timeline, seconds: float | None = None) -> list[float]:
-    """Return per rank the share of time in which it worked: of the step, or of `seconds`."""
-    duration = timeline.makespan if seconds is None else seconds
-    return [min(busy / duration, 1.0) if duration else 0.0 for busy in timeline.busy]
-
-
 @dataclass
 class _Training:
-    """State of one rank's training. `metrics` is None but on rank 0; `checkpoints` if there are
-    none.
-    """
+    """State of one rank's training; `metrics` is None on all but rank 0."""
 
     config: TrainConfig
     task: Task
@@ -340,7 +337,10 @@ class _Training:
         """
         result = self.result
         recorded: deque[Timeline] = deque(maxlen=_MAX_TIMELINES)
+        meter = ConditionsMeter()
         for x, y in batches:
+            if len(result.step_times) == 1:
+                meter.restart()  # the first step of an epoch warms up, and does not count
             start = time.perf_counter()
             loss = float(self.pipe.train_batch(x, y))
             seconds = time.perf_counter() - start
@@ -358,6 +358,7 @@ class _Training:
             if self.checkpoints is not None and step < end and self.checkpoints.step(self.pipe):
                 result.stopped = True
                 break
+        result.conditions = meter.conditions()
         if recorded:
             result.timeline = median_timeline(recorded)
             result.busy = busy_shares(result.timeline)
@@ -366,11 +367,13 @@ class _Training:
     def _train_stream(self, batches: Iterator[tuple[Sized, Any]]) -> None:
         """Train on the batches as a stream, which drains for checkpoints and at its end."""
         checkpoints, result = self.checkpoints, self.result
+        meter = ConditionsMeter()
         while True:
             feed = BatchFeed(batches)
             if checkpoints is not None:
                 feed.pause = self._must_pause
             self._train_segment(feed)
+            result.conditions = meter.conditions()
             if not feed.paused or checkpoints is None:
                 return
             checkpoints.save(self.pipe, wait=checkpoints.ended)

@@ -133,3 +133,9 @@ def median_timeline(timelines: Sequence[Timeline]) -> Timeline:
     """Return the timeline with the median makespan; of an even number, the shorter of the two."""
     by_makespan = sorted(timelines, key=lambda timeline: timeline.makespan)
     return by_makespan[(len(by_makespan) - 1) // 2]
+
+
+def busy_shares(timeline: Timeline, seconds: float | None = None) -> list[float]:
+    """Return per rank the share of time in which it worked: of the step, or of `seconds`."""
+    duration = timeline.makespan if seconds is None else seconds
+    return [min(busy / duration, 1.0) if duration else 0.0 for busy in timeline.busy]
