@@ -19,19 +19,18 @@ Guard = Callable[[int, Callable[[], Payload | None]], Payload | None]
 
 
 class Round(IntEnum):
-    """Message numbers of one synchronisation."""
+    """Message numbers of one synchronisation. `tied_weights.Number` has 8 to 11, waves 16 and more."""
 
     GRADIENTS = 0
     SUMS = 1
     BUFFERS = 2
     WEIGHTS = 3
     SEGMENT = 4
-    OPENED = 5
-    READY = 6
-    SUMMED = 7
-    COPIED = 8
-    STATE_HEADER = 9
-    STATE = 10
+    READY = 5
+    SUMMED = 6
+    COPIED = 7
+    STATE_HEADER = 12
+    STATE = 13
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,7 @@ class SharedMemorySum:
                 local = rank == self._messages.rank
                 segments.append(segment if local else self._open(rank, number))
         # A segment can be opened as long as its maker has not closed the file.
-        self._messages.exchange(Round.OPENED, self._empty_rows())
+        self._messages.exchange(Round.SUMMED, self._empty_rows())
         if segment is not None:
             segment.close()
         if not segments:
