@@ -104,18 +104,20 @@ def network_link(times: Sequence[Times], shared_above: float) -> Link:
             link is shared.
     """
     links = [link_of(pair) for pair in times]
-    cpu: dict[str, float] = {}
-    for name in ("cpu_s_per_byte", "cpu_s_per_message"):
-        seconds = [getattr(link, name) for link in links if getattr(link, name) is not None]
-        if seconds:
-            cpu[name] = statistics.median(seconds)
     return replace(
         links[0],
         latency_s=statistics.median(link.latency_s for link in links),
         bandwidth_bytes_per_s=statistics.median_low(link.bandwidth_bytes_per_s for link in links),
         shared=statistics.median(pair.both_ways for pair in times) > shared_above,
-        **cpu,
+        cpu_s_per_byte=_median([link.cpu_s_per_byte for link in links]),
+        cpu_s_per_message=_median([link.cpu_s_per_message for link in links]),
     )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """Return the median of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _time_pair(peer: int, wires: Wires) -> Times:
