@@ -118,7 +118,7 @@ def pipeline(job: Job, before: Line | None, after: Line | None, order: Iterator[
                 continue
             output = outputs[m]
             assert output is not None
-            output.backward(after.wait(m) if after else None)
+            output.backward(after.wait(m) if after else None)  # type: ignore[no-untyped-call]
             outputs[m] = output = None
             if before:
                 gradient = received[m].grad
