@@ -238,6 +238,9 @@ class Interpreter:
                 self.transport.send(
                     peer, message, self._values.pop(message), entry[0].forms[entry[1]]
                 )
+        # After the sends, since other stages wait for these.
+        if step.completes and step.stage in self.replicas:
+            self.replicas[step.stage].start()
 
     def _start_op(self, step: Step) -> None:
         self.board.doing(step.text)

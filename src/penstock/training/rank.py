@@ -8,16 +8,14 @@ import resource
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from penstock.checkpoint.weight_files import save_weights
 from penstock.errors import RunError
@@ -270,9 +268,8 @@ class _Training:
         result.step_times = []
         end = min(last_step, (number + 1) * per_epoch)
         skipped = result.steps - number * per_epoch
-        batches = islice(
-            self.task.epoch(self.config, number), skipped, skipped + end - result.steps
-        )
+        reader = self.task.reader(self.pipe, self.config, number)
+        batches = reader.batches(skipped, skipped + end - result.steps)
         if self.synchronous:
             # The epoch's last batch may be smaller, and its timeline would not show the planned
             # step: so the last full batch is recorded as well.
@@ -332,7 +329,7 @@ class _Training:
         self.live.note(self.result.steps, values)
 
     def _train_steps(
-        self, batches: Iterator[tuple[Tensor, Tensor]], recorded_steps: set[int], end: int
+        self, batches: Iterator[tuple[Sized, Any]], recorded_steps: set[int], end: int
     ) -> None:
         """Train on the batches, one after the other, up to step `end`.
 
@@ -367,7 +364,7 @@ class _Training:
             result.busy = busy_shares(result.timeline)
         result.step_s = statistics.median(result.step_times[1:] or result.step_times)
 
-    def _train_stream(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    def _train_stream(self, batches: Iterator[tuple[Sized, Any]]) -> None:
         """Train on the batches as a stream, which drains for checkpoints and at its end."""
         checkpoints, result = self.checkpoints, self.result
         meter = ConditionsMeter()

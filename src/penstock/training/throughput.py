@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -34,7 +35,7 @@ class BatchFeed:
         paused: whether the feed has ended so; `batches` then has the others.
     """
 
-    batches: Iterator[tuple[Tensor, Tensor]]
+    batches: Iterator[tuple[Sized, Any]]
     sizes: deque[int] = field(default_factory=deque)
     count: int = 0
     last_size: int = 0
@@ -43,7 +44,7 @@ class BatchFeed:
     pause: Callable[[], bool] = lambda: False
     paused: bool = False
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Sized, Any]]:
         while True:
             start = time.perf_counter()
             batch = next(self.batches, None)
