@@ -25,4 +25,5 @@ def without_compilation(function: Callable[..., Any], *args: Any, **kwargs: Any)
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
         warnings.warn(_NOT_COMPILED, stacklevel=4)
-    return torch.compiler.disable(function)(*args, **kwargs)
+    uncompiled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return uncompiled(*args, **kwargs)
