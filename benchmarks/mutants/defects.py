@@ -634,14 +634,20 @@ DEFECTS = [
         "simulate/network.py",
         "first = np.where(crosses, senders, inside)",
         "first = senders",
-        ("tests/simulate",),
+        (
+            "tests/simulate/test_host_costs.py",
+            "tests/simulate",
+        ),
     ),
     Defect(
         "network: incoming messages share nothing",
         "simulate/network.py",
         "second = np.where(crosses & self.shared, count + target, -1)",
         "second = np.full(len(links), -1)",
-        ("tests/simulate",),
+        (
+            "tests/simulate/test_host_costs.py",
+            "tests/simulate",
+        ),
     ),
     Defect(
         "streams: optimizer states of further copies are not counted",
@@ -662,7 +668,7 @@ DEFECTS = [
         "runtime/interpreter.py",
         "            self.activation_meter.take(arrived.nbytes)\n",
         "",
-        (*RUNTIME,),
+        ("tests/stage/test_released_activations.py", *RUNTIME),
     ),
     Defect(
         "interpreter: a small batch waits for messages that it has not",
@@ -706,14 +712,20 @@ DEFECTS = [
         "stage/stage.py",
         "        self._second_forwards.check(saved.first, [*outputs, *loss_roots, *carried], micro_batch)\n",
         "",
-        ("tests/stage",),
+        (
+            "tests/stage/test_second_forward.py",
+            "tests/stage",
+        ),
     ),
     Defect(
         "random: a proof of determinism outlives a change of the code",
         "stage/stage_random.py",
         "if not proofs_hold or draw_settings",
         "if draw_settings",
-        ("tests/stage",),
+        (
+            "tests/stage/test_stage_random.py",
+            "tests/stage",
+        ),
     ),
     Defect(
         "update: gradients are dropped before the caller reads them",
@@ -798,6 +810,9 @@ DEFECTS = [
         "transport/compressed.py",
         "torch.where(error.isfinite(), error, 0)",
         "error",
-        ("tests/transport",),
+        (
+            "tests/transport/test_compressed.py",
+            "tests/transport",
+        ),
     ),
 ]

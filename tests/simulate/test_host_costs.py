@@ -159,7 +159,7 @@ def test_a_card_receives_one_message_at_a_time():
     case_schedule = Schedule.parse(
         "0F0 0B0 0U1\n0F1 0B1 0U1\n1F0 1F1 1B0 1B1 1U1",
     )
-    for hosts, second_start in (((0, 1, 2), 3), ((0, 1, 0), 1)):
+    for hosts, second_start in (((0, 1, 2), 3), ((0, 1, 0), 1), ((0, 0, 0), 1)):
         costs_by_hand = Costs(1, 1, transfer=2.5, network=Network(hosts, 0.5))
         line = simulate_schedule(case_schedule, costs_by_hand)
         moves = [(str(e.op), e.start, e.end) for e in line.events if e.to_rank is not None]
