@@ -68,6 +68,7 @@ class LateTransport(MemoryTransport):
     def send(self, peer, message, payload, signature):
         """See `Transport.send`."""
         super().send(peer, message, Sent(payload), signature)
+        return payload.nbytes
 
     def post(self, peer, message, signature):
         """See `Transport.post`."""

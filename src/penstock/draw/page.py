@@ -74,6 +74,7 @@ class Page:
         numbered: kinds of op with a number in at least one box.
         paired: whether two ops run as one in any panel.
         summed: whether any panel shows time shares instead of boxes.
+        link_waits: whether any panel shows times of waiting for a link.
     """
 
     clock: Clock
@@ -87,6 +88,7 @@ class Page:
     numbered: set[Kind] = field(default_factory=set)
     paired: bool = False
     summed: bool = False
+    link_waits: bool = False
 
     @classmethod
     def of(cls, panels: Sequence[Timeline]) -> Page:

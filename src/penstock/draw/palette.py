@@ -39,6 +39,7 @@ _RULES = (
     (".head.r", "fill", "#9a4a10", "#f0b070"),
     (".t.p", "stroke", "#87101e", "#f0a0b4"),
     (".head.p", "fill", "#87101e", "#f0a0b4"),
+    (".link", "fill", "#e6c3c8", "#5e3840"),
     (".held", "fill", "#c3c9d2", "#46515f"),
     (".held", "stroke", "#7b8695", "#8e9aab"),
 )

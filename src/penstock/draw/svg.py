@@ -66,6 +66,8 @@ def _legend(page: Page, panels: Sequence[Timeline]) -> list[tuple[str, str]]:
         meanings = {BoxShades.of(panel).meaning for panel in panels} - {""}
     entries = _kind_entries(panels, two_shades=bool(meanings))
     entries.append(('<rect class="lane" width="18" height="12"/>', "idle"))
+    if page.link_waits:
+        entries.append(('<rect class="link" width="18" height="12"/>', "waits for the link"))
     if page.paired:
         halves = (
             '<rect class="F" width="18" height="6"/><rect class="B" y="6" width="18" height="6"/>'
