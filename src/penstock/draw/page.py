@@ -219,7 +219,7 @@ class Page:
             '<svg xmlns="http://www.w3.org/2000/svg" class="penstock" '
             f'viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
             f'aria-label="{label}">\n'
-            f"<style>{light_style()}{_STYLE}</style>\n<defs>{markers}</defs>\n"
+            f"<style>{light_style(link_waits=self.link_waits)}{_STYLE}</style>\n<defs>{markers}</defs>\n"
             f'<rect class="bg" width="{width}" height="{height}"/>\n'
             f"{elements}\n</svg>\n"
         )
