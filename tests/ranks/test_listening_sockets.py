@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 from tests.runtime.jobs import tiny, tiny_batch
 
+from penstock.errors import SettingError
 from penstock.ranks.processes.launch import launch
-from penstock.transport.addresses import bind_address, interface_of, loopback_interface
+from penstock.transport.addresses import (
+    bind_address,
+    interface_of,
+    launch_interface,
+    loopback_interface,
+    use_address,
+)
 
 #: States in /proc/net/tcp and /proc/net/udp of sockets that take what anybody sends.
 LISTENING = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
@@ -68,3 +75,40 @@ def test_the_loopback_address_is_that_of_the_loopback_interface():
     """gloo takes the name of an interface, and no address."""
     assert interface_of("127.0.0.1") == loopback_interface()
     assert interface_of("192.0.2.7") is None
+
+
+def test_an_address_of_the_user_decides_for_all_sockets(monkeypatch):
+    """`--bind`; ranks of one host otherwise use the loopback address."""
+    monkeypatch.setenv("PENSTOCK_BIND", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert launch_interface() == loopback_interface()
+    use_address("127.0.0.1")
+    assert bind_address() == "127.0.0.1"
+    assert launch_interface() == interface_of("127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("localhost", "one address of this host, such as 10.0.0.5, and not on 'localhost'"),
+        ("0.0.0.0", "0.0.0.0 stands for all interfaces"),
+        ("::", ":: stands for all interfaces"),
+        ("203.0.113.9", "cannot listen on 203.0.113.9: "),
+    ],
+)
+def test_an_address_that_no_socket_can_have_is_refused(monkeypatch, address, message):
+    """Before any rank starts; a launch refuses it as well."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("PENSTOCK_BIND", address)
+    with pytest.raises(SettingError, match=message):
+        use_address(address)
+    with pytest.raises(SettingError, match=message):
+        launch(run_and_list, 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are looked up in Linux's tables")
+def test_gloo_cannot_listen_on_an_address_that_is_not_the_first_of_an_interface(monkeypatch):
+    """It takes the name of an interface; all of 127.0.0.0/8 is that of the loopback interface."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(SettingError, match="as its first address: set GLOO_SOCKET_IFNAME"):
+        use_address("127.0.0.9")

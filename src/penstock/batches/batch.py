@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.batches.batch_parts import BatchPart, whole_value
 from penstock.batches.splitting import (
     cut,
     even_sizes,
@@ -51,7 +52,8 @@ class Batch:
         loss_weights: by number, the factor of its loss in the loss of the batch; the last stage
             sets it before its first loss (see `loss_weights.py`).
         loss_counts: by number, the count (such as tokens) from which its loss weight follows.
-        whole: inputs and targets of the whole batch.
+        whole: inputs and targets of the whole batch; on the meta device where this process has not
+            read all samples (see `BatchPart`), as are `inputs` and `targets` of its missing numbers.
         device_batches: copies of inputs and targets on other devices (see `device_batch.py`).
     """
 
@@ -199,7 +201,7 @@ def make_batch(
     """Split a batch into micro-batches, and these into slices if there is a slicing.
 
     Args:
-        x: inputs, nested tensors with the samples in their first dimension.
+        x: inputs, nested tensors with the samples in their first dimension; or a `BatchPart`.
         y: targets, likewise, or None.
         micro_batches: number of micro-batches; a batch with fewer samples has one sample in each.
         step: batches trained before this one.
@@ -211,15 +213,18 @@ def make_batch(
             same number; or sequences are to be sliced, and the tokens are not the second dimension
             of all tensors, or there are fewer tokens than slices.
     """
-    if slicing is None and _is_plain(x) and _is_plain(y) and x.shape[0] == y.shape[0]:
+    given_x, given_y = x, y
+    x, y = whole_value(x), whole_value(y)
+    is_plain = _is_plain(x) and _is_plain(y)
+    if slicing is None and is_plain and x.shape[0] == y.shape[0]:
         return _cut_tensors(x, y, micro_batches, step, training)
     if training:
         _check_no_grad(x, "inputs")
         _check_no_grad(y, "targets")
     samples = _sample_count(x, y)
-    sizes, slicing = _micro_batch_sizes(samples, micro_batches, slicing)
+    sizes, slicing = micro_batch_sizes(samples, micro_batches, slicing)
     shares = [size / samples for size in sizes]
-    inputs, targets = cut(x, sizes), None if y is None else cut(y, sizes)
+    inputs, targets = _cut(given_x, sizes), None if y is None else _cut(given_y, sizes)
     if slicing is not None and slicing.along == "tokens":
         slicing = replace(slicing, shares=slicing.shares[: len(sizes)])
         lengths = _slice_lengths(x, y, slicing)
@@ -236,6 +241,11 @@ def make_batch(
     return Batch(step, inputs, targets, shares, signature, training, slicing=slicing, whole=(x, y))
 
 
+def _cut(value: Any, sizes: Sequence[int]) -> list[Any]:
+    """Split inputs or targets, or what is there of them, into micro-batches."""
+    return value.cut(sizes) if isinstance(value, BatchPart) else cut(value, sizes)
+
+
 def _sample_count(x: Any, y: Any) -> int:
     """Return the number of samples of a batch.
 
@@ -250,7 +260,7 @@ def _sample_count(x: Any, y: Any) -> int:
     return samples
 
 
-def _micro_batch_sizes(
+def micro_batch_sizes(
     samples: int, micro_batches: int, slicing: Slicing | None
 ) -> tuple[list[int], Slicing | None]:
     """Return the samples of each micro-batch, and the slicing if there are samples enough for it.
@@ -270,6 +280,7 @@ def _is_plain(value: Any) -> bool:
         type(value) is Tensor
         and value.layout is torch.strided
         and not value.requires_grad
+        and not value.is_meta
         and value.dim() > 0
         and value.shape[0] > 0
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.batches.batch import Batch
+from penstock.batches.batch_parts import is_missing
 from penstock.batches.splitting import cut, sample_count, token_count
 from penstock.values.structure import map_tensors, tensors_of
 
@@ -74,7 +75,7 @@ class DeviceBatch:
 
     def _cut(self, kind: int, number: int, tensor: Tensor) -> None:
         """Copy the batch's tensor that `tensor` is a part of, and make the views of all parts."""
-        if self._whole[kind] is None:
+        if self._whole[kind] is None or is_missing(self._whole[kind]):
             self._views[id(tensor)] = copy_to(tensor, self._device)
             return
         parts = self._parts[kind]

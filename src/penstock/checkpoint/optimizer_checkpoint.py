@@ -125,9 +125,23 @@ def restore_optimizer(
             for key, value in saved_tensors.get(name, {}).items():
                 # Step counters stay on the CPU, where optimizers keep them by default; tensors of
                 # the parameter's shape go to its device.
-                state[key] = value.to(parameter.device) if value.dim() or on_device else value
+                device = parameter.device if value.dim() or on_device else value.device
+                state[key] = _copy_like(value, parameter, device)
             if state:
                 optimizer.state[parameter] = state
+
+
+def _copy_like(value: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of saved state, with the strides of its parameter if it has its shape.
+
+    A copy, since the optimizers of two copies of a stage in one process (ranks as threads) restore
+    the same tensor, and update it in place. Files have no strides, but fused optimizers read
+    parameter and state in the order of their memory, such as channels_last.
+    """
+    if value.shape != parameter.shape:
+        return value.to(device, copy=True)
+    copy = torch.empty_like(parameter, dtype=value.dtype, device=device, requires_grad=False)
+    return copy.copy_(value)
 
 
 def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,6 +210,6 @@ def restore_rule(stage: Stage, weights: StageWeights, tensors: Mapping[str, Tens
             name, _, key = path.rpartition("/")
             if name == names[parameter]:
                 row = rows.setdefault(key, [None] * len(stage.update.parameters))
-                row[place] = tensor.to(parameter.device)
+                row[place] = _copy_like(tensor, parameter, parameter.device)
     weights.load_state(rows)
     weights.load_facts({key: float(value) for key, value in tensors.items() if "/" not in key})

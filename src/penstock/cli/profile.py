@@ -11,6 +11,7 @@ from penstock.cli.flags import options
 from penstock.cli.flags.model_flags import ModelFlags, with_model_flags
 from penstock.cli.flags.options import Json
 from penstock.errors import SettingError
+from penstock.transport.addresses import use_address
 
 if TYPE_CHECKING:
     from penstock.profile.profile import Profile
@@ -59,6 +60,7 @@ def profile(
         Path | None,
         typer.Option(help="Write the profile to this JSON file; a cluster to this YAML file."),
     ] = None,
+    bind: options.Bind = None,
     json: Json = False,
 ) -> None:
     """Measure the time and memory of every layer of a model; or estimate them for another device;
@@ -72,6 +74,10 @@ def profile(
 
     Example: penstock profile --cluster local:2 --out cluster.yaml
     """
+    if bind is not None:
+        if cluster is None:
+            raise SettingError("--bind is for --cluster: a model is measured by a single process")
+        use_address(bind)
     if cluster is not None:
         from penstock.cli.profiles.profile_cluster import profile_cluster
 

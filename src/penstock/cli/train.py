@@ -18,6 +18,7 @@ from penstock.cli.flags.train_flags import settings_of_flags, with_flags
 from penstock.errors import FileError, RunStopped, SettingError
 from penstock.standard_error import write_line
 from penstock.text_table import table
+from penstock.transport.addresses import use_address
 from penstock.transport.slurm import started_by_srun
 from penstock.units import format_bytes, format_seconds
 
@@ -37,6 +38,7 @@ def train(
         ),
     ] = None,
     *,
+    bind: options.Bind = None,
     json: options.Json = False,
     **flags: Any,
 ) -> None:
@@ -53,6 +55,8 @@ def train(
     Example: penstock train --model hf:gpt2/config.json --plan plan.json
     """
     changes = settings_of_flags(flags)
+    if bind is not None:
+        use_address(bind)
     if "RANK" in os.environ or started_by_srun(os.environ):
         _run_launched(lambda: _load_settings(config, changes), json)
         return
@@ -179,6 +183,7 @@ def _show_plan(prepared: Prepared, say: Say, json: bool) -> None:
 def _finish(prepared: Prepared, results: list[RankResult], say: Say, json: bool) -> None:
     """Write the outcome and the report of a run, and print the comparison with its prediction."""
     from penstock.draw.compare import draw_pair
+    from penstock.report.run_results import outcome_difference
     from penstock.training.job import conclude
 
     settings, width, colour = prepared.config, options.columns(), options.colour()
@@ -192,6 +197,9 @@ def _finish(prepared: Prepared, results: list[RankResult], say: Say, json: bool)
         return
     say(draw_pair(prepared.predicted, measured, width=width, colour=colour))
     say(table(("", "predicted", "measured"), _comparison_rows(outcome)))
+    difference = outcome_difference(outcome, prepared.profile, (prepared.predicted, measured))
+    if difference is not None:
+        say(str(difference))
     tested = f"test loss {outcome.test_loss:.4f}"
     if outcome.test_accuracy is not None:
         tested = f"test accuracy {outcome.test_accuracy:.2%}"
@@ -273,6 +281,7 @@ def _comparison_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
             format_seconds(outcome.predicted_step_s),
             format_seconds(outcome.measured_step_s),
         ),
+        *_quartile_rows(outcome),
         (
             "bubble ratio",
             f"{outcome.predicted_bubble_ratio:.1%}",
@@ -285,6 +294,16 @@ def _comparison_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
         measured = options.row(outcome.measured_weight_versions)
         rows.append(("weight versions by stage", predicted, measured))
     return rows
+
+
+def _quartile_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
+    """Return the table's row with the quartiles of the step, if they are known."""
+    quartiles = (outcome.predicted_step_quartiles_s, outcome.measured_step_quartiles_s)
+    texts = []
+    for pair in quartiles:
+        texts.append("" if pair is None else " to ".join(map(format_seconds, pair)))
+    predicted, measured = texts
+    return [("quartiles of the step", predicted, measured)] if measured else []
 
 
 def _memory_rows(outcome: Outcome) -> list[tuple[str, str, str]]:

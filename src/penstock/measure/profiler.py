@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from penstock.errors import SettingError
 from penstock.grad.saved_version import observing_saved_tensors
 from penstock.measure.concurrent import ConcurrentRanks
+from penstock.measure.conditions import ConditionsMeter
 from penstock.measure.device_kinds import RankSpeed, find_unlike_pair, unlike_devices_error
 from penstock.measure.example_samples import checked_tensors, example_to_trace, resized, tensors_in
 from penstock.measure.host_timings import host_timings
@@ -28,6 +29,7 @@ from penstock.measure.timed_passes import PHASES, Loss, TimedPasses, WithLoss
 from penstock.measure.update import UpdateSeconds, measure_update
 from penstock.modules.module_state import computed_tensors
 from penstock.modules.randomness import drawing
+from penstock.profile.conditions import RankConditions, combine_conditions
 from penstock.profile.profile import LayerProfile, Phase, Profile, Timing
 from penstock.tracing.materialise import materialise
 from penstock.tracing.traced_chain import TracedChain, as_chain
@@ -151,7 +153,9 @@ class _ChainBenchmark:
 
     def profile(self, example: Any, batch: int, sizes: tuple[int, ...], repeats: int) -> Profile:
         """Measure the whole profile."""
+        meter = ConditionsMeter()
         runs = self.times(example, sizes, repeats)
+        rank_conditions = self.company.gather(meter.conditions(), RankConditions)
         value = resized(example, sizes[0], self.device)
         saved_bytes, entry_bytes = self.activation_bytes(value, sizes[0])
         update = self.update()
@@ -180,6 +184,7 @@ class _ChainBenchmark:
             update_fixed_s=update.fixed_s,
             accumulate_s_per_byte=update.accumulate_s_per_byte,
             busy_ranks=self.company.ranks,
+            conditions=combine_conditions(rank_conditions),
         )
         self._set_targets(sizes[0])
         value = resized(example, sizes[0], self.device)

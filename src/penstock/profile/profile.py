@@ -15,6 +15,7 @@ from penstock.errors import FileError, SettingError
 from penstock.files.read import parse_json
 from penstock.files.text import quote, read_text, shorten
 from penstock.notebook import NotebookText
+from penstock.profile.conditions import Conditions
 from penstock.store import write_json
 from penstock.units import MAX_BYTES, MAX_SECONDS
 
@@ -149,6 +150,7 @@ class Profile(NotebookText):
             `ps.plan(optimizer=)` sets it.
         busy_ranks: number of ranks of the host that were busy while it was measured; with more than
             one, its seconds are those of busy ranks.
+        conditions: of the machine while it was measured; None if it was estimated.
         schema: version of the file format.
 
     Examples:
@@ -168,6 +170,7 @@ class Profile(NotebookText):
     accumulate_s_per_byte: float = 0.0
     optimizer_states: float = 1.0
     busy_ranks: int = 1
+    conditions: Conditions | None = None
     schema: int = SCHEMA
 
     def __repr__(self) -> str:

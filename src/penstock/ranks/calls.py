@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from penstock.batches.batch import Batch
+from penstock.batches.batch_parts import BatchPart
 from penstock.errors import DeadlineExceeded, RanksDiffer, SettingError
-from penstock.ranks.checksum import Glimpse, batch_checksum, format_numbers, whole_checksum
+from penstock.ranks.batch_forms import contents, crc_of, differ, nested_form, pair_form, part_form
+from penstock.ranks.checksum import Glimpse, batch_checksum, format_numbers
 from penstock.ranks.settings.setting_differences import ranks_in_words
 from penstock.ranks.settings.settings_exchange import missing_keys
 from penstock.ranks.store_status_board import StoreBoard
 from penstock.transport.process_group import naming_lost_ranks
-from penstock.values.structure import flatten, tensors_of
+from penstock.values.structure import tensors_of
 
 #: Batches that are compared as a whole, before anything is computed: the first ones, and then those
 #: with numbers 8, 16, 32, ...
@@ -142,7 +142,7 @@ class ComparedCalls(Calls):
     def enter(self, call: str) -> None:
         """See `Calls.enter`."""
         self._number += 1
-        check = ((_crc(call) + 7919 * self._number) & _MASK) << _BITS
+        check = ((crc_of(call) + 7919 * self._number) & _MASK) << _BITS
         self._recent.append(Call(self._number, call, "", check))
 
     def begin(self, batch: Batch, x: Any, y: Any, call: str) -> Batch:
@@ -156,10 +156,12 @@ class ComparedCalls(Calls):
             form, tensors = f"{len(batch.inputs)} micro-batches", ()
         elif type(x) is Tensor and type(y) is Tensor:
             tensors = (x, y)
-            form = _pair_form(x.shape, x.dtype, y.shape, y.dtype)
+            form = pair_form(x.shape, x.dtype, y.shape, y.dtype)
+        elif isinstance(x, BatchPart) or isinstance(y, BatchPart):
+            form, tensors = part_form(x, y)
         else:
             form, tensors = self._nested(batch, x, y)
-        words = _crc(call) + _crc(form) + 7919 * self._number + 104729 * batch.step
+        words = crc_of(call) + crc_of(form) + 7919 * self._number + 104729 * batch.step
         check = (words & _MASK) << _BITS
         batch.check = check
         entry = Call(self._number, call, form, check)
@@ -170,7 +172,8 @@ class ComparedCalls(Calls):
         if whole or self._changed_in_place or any(map(Tensor.is_inference, tensors)):
             batch.checksum()
         if whole:
-            self._meet(self._recent[-1], batch.step, whole_checksum(tensors))
+            numbers = contents(x, y) if self.check_data else []
+            self._meet(self._recent[-1], batch.step, numbers)
         return batch
 
     def _read(
@@ -194,14 +197,14 @@ class ComparedCalls(Calls):
     def _nested(self, batch: Batch, x: Any, y: Any) -> tuple[str, list[Tensor]]:
         """Nested inputs and targets in words, and their tensors."""
         if y is not None and type(y) is not Tensor:
-            return _form(x, y)
+            return nested_form(x, y)
         # The batch's signature says everything of the inputs, and words take time.
         key = (batch.signature, None if y is None else (y.shape, y.dtype))
         form = self._forms.get(key)
         if form is None:
             if len(self._forms) >= _MOST_FORMS:
                 self._forms.clear()
-            form, _ = _form(x, y)
+            form, _ = nested_form(x, y)
             self._forms[key] = form
         tensors = tensors_of(x)
         return form, tensors if y is None else [*tensors, y]
@@ -216,11 +219,11 @@ class ComparedCalls(Calls):
         return True
 
     @naming_lost_ranks("could not compare its batch with the other ranks'")
-    def _meet(self, call: Call, step: int, content: int) -> None:
+    def _meet(self, call: Call, step: int, numbers: Sequence[int | None]) -> None:
         """Compare a batch with those of all other ranks, before it is played."""
         self._board.doing(f"waits for the other ranks at {call.name}")
         keys = [f"call/{call.number}/{rank}" for rank in range(self._size)]
-        self._store.set(keys[self._rank], json.dumps([*call.row(), step, content]))
+        self._store.set(keys[self._rank], json.dumps([*call.row(), step, numbers]))
         missing = missing_keys(self._store, keys, self._board.check, self._deadline_s)
         if missing:
             error = DeadlineExceeded(
@@ -232,10 +235,10 @@ class ComparedCalls(Calls):
             self._board.fail(str(error))
             raise error
         entries = [json.loads(text) for text in self._store.multi_get(keys)]
-        rows = {rank: [row[0], row[6], *row[2:5]] for rank, row in enumerate(entries)}
+        rows = {rank: [row[0], _combined(row[6]), *row[2:5]] for rank, row in enumerate(entries)}
         steps = {rank: f"step {row[5]}" for rank, row in enumerate(entries)}
-        contents = {row[6] for row in entries}
-        if len({(row[1] >> _BITS) for row in entries}) > 1 or len(contents) > 1:
+        has_other_numbers = differ([row[6] for row in entries])
+        if len({(row[1] >> _BITS) for row in entries}) > 1 or has_other_numbers:
             raise RanksDiffer(message_of(call.number, rows, steps))
 
     def verify(self, source: int, check: float, batch: Batch) -> None:
@@ -389,47 +392,9 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-@lru_cache(maxsize=1024)
-def _crc(text: str) -> int:
-    return zlib.crc32(text.encode())
-
-
-@lru_cache(maxsize=1024)
-def _pair_form(
-    x_shape: torch.Size, x_dtype: torch.dtype, y_shape: torch.Size, y_dtype: torch.dtype
-) -> str:
-    return f"x {_shape(x_shape, x_dtype)} and y {_shape(y_shape, y_dtype)}"
-
-
-def _shape(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
-
-
-def _form(x: Any, y: Any) -> tuple[str, list[Tensor]]:
-    """Nested inputs and targets in words, and their tensors."""
-    parts, tensors = [], []
-    for name, value in (("x", x), ("y", y)):
-        if value is None:
-            continue
-        leaves, structure = flatten(value)
-        tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        words = [_leaf(leaf) for leaf in leaves]
-        single = len(leaves) == 1 and leaves[0] is value
-        parts.append(
-            f"{name} {words[0]}" if single else f"{name} {_nested(structure.describe(), words)}"
-        )
-    return " and ".join(parts), tensors
-
-
-def _nested(structure: str, words: Sequence[str]) -> str:
-    return f"[{'; '.join(words)}] in {structure}"
-
-
-def _leaf(leaf: object) -> str:
-    if isinstance(leaf, Tensor):
-        return _shape(leaf.shape, leaf.dtype)
-    plain = leaf is None or isinstance(leaf, (bool, int, float, str))
-    return repr(leaf) if plain else type(leaf).__name__
+def _combined(numbers: Sequence[int | None]) -> int:
+    """Return one checksum of a batch for a message."""
+    return crc_of(json.dumps(numbers))
 
 
 def _samplers(loader: object) -> list[object]:

@@ -24,6 +24,7 @@ from penstock.ranks.status_board import reason_of
 from penstock.ranks.store_status_board import StoreBoard
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
+from penstock.shared_memory.segment import Segment
 from penstock.transport.communicators import (
     LinkKey,
     communicator_keys,
@@ -163,6 +164,11 @@ class DistributedWorld:
         """See `World.transport`."""
         del rank
         return self._transport
+
+    def open_segment(self, ranks: Sequence[int]) -> Callable[[int, int], Segment] | None:
+        """See `World.open_segment`."""
+        on_host = self._device.type == "cpu"
+        return self._near.open_segment if on_host and self._near.connects(ranks) else None
 
     def board(self, rank: int) -> StoreBoard:
         """See `World.board`."""

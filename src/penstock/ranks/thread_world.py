@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.errors import DeadlineExceeded, PeerFailed, RunError
 from penstock.ranks.calls import Calls
 from penstock.ranks.status_board import SharedBoard, ThreadBoard, reason_of
+from penstock.shared_memory.segment import Segment
 from penstock.transport.devices.device_collectives import DeviceCollectives
 from penstock.transport.devices.device_discovery import set_current_device
 from penstock.transport.in_process import Exchange, MemoryTransport
@@ -69,6 +70,11 @@ class ThreadWorld:
     def transport(self, rank: int) -> MemoryTransport:
         """See `World.transport`."""
         return MemoryTransport(rank, self._exchange, self._deadline_s)
+
+    def open_segment(self, ranks: Sequence[int]) -> Callable[[int, int], Segment] | None:
+        """See `World.open_segment`. Threads exchange the tensors themselves."""
+        del ranks
+        return None
 
     def board(self, rank: int) -> ThreadBoard:
         """See `World.board`."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.ranks.calls import Calls
 from penstock.ranks.status_board import Board
+from penstock.shared_memory.segment import Segment
 from penstock.transport.devices.device_collectives import DeviceCollectives
 from penstock.transport.payload import TensorForm
 from penstock.transport.transport import Transport
@@ -46,6 +47,14 @@ class World(Protocol):
 
     def transport(self, rank: int) -> Transport:
         """Return a local rank's end of its links."""
+        ...
+
+    def open_segment(self, ranks: Sequence[int]) -> Callable[[int, int], Segment] | None:
+        """Return the function that opens shared memory of another of these ranks.
+
+        It takes the rank and the file descriptor that the rank has. None unless all of them are
+        processes of one host whose tensors are in host memory; the same on each of them.
+        """
         ...
 
     def board(self, rank: int) -> Board:

@@ -11,6 +11,7 @@ from penstock.event import MeasuredMemory
 from penstock.files.json_values import json_value
 from penstock.files.read import validate
 from penstock.files.text import read_text
+from penstock.profile.conditions import Conditions
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Outcome:
             and one number here and in `measured_peak_rss`.
         measured_memory: per rank, peak bytes of message buffers, and of the card's allocator, as
             the timeline has them.
+        predicted_step_quartiles_s: lower and upper quartile of the step, from those of the layers
+            in the profile; None if the hosts are of several kinds.
+        measured_step_quartiles_s: likewise, of the steps of the last epoch without its first one;
+            None for an asynchronous plan.
+        conditions: of the machine in the last epoch; None in folders of older versions.
     """
 
     folder: str
@@ -63,6 +69,9 @@ class Outcome:
     device: str = "cpu"
     measured_peak_allocated: tuple[int, ...] | None = None
     measured_memory: tuple[MeasuredMemory, ...] | None = None
+    predicted_step_quartiles_s: tuple[float, float] | None = None
+    measured_step_quartiles_s: tuple[float, float] | None = None
+    conditions: Conditions | None = None
 
     @property
     def speed_up(self) -> float | None:

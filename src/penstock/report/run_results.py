@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from penstock.draw.facts import busy_shares, shown_idle
 from penstock.event import Timeline
 from penstock.idle import LinkTraffic, idle_seconds, link_traffic
+from penstock.profile.profile import Profile
 from penstock.report.cells import without_empty_columns
+from penstock.report.difference import Difference, explain_difference
 from penstock.report.document import Column, Section, Table, Text, TimelineFigure, Value
 from penstock.report.outcome import Outcome
 from penstock.report.run_folder import METRICS, OUTCOME, TIMELINE, RunFolder
-
-#: Above this difference, the report says where to look for the cause.
-_LARGE_DIFFERENCE = 0.1
 
 
 def prediction_section(run: RunFolder) -> Section:
@@ -22,9 +21,9 @@ def prediction_section(run: RunFolder) -> Section:
     if outcome is None:
         return Section("Prediction", (Text("The run has not ended: nothing is compared yet."),))
     blocks: list[Table | Text] = [_time_table(outcome)]
-    advice = _advice(outcome)
-    if advice:
-        blocks.append(Text(advice))
+    difference = run_difference(run)
+    if difference is not None:
+        blocks.append(Text(str(difference)))
     blocks.append(_rank_table(run, outcome))
     if not outcome.synchronous:
         blocks.append(_version_table(outcome))
@@ -44,6 +43,11 @@ def _time_table(outcome: Outcome) -> Table:
             outcome.measured_bubble_ratio,
         )
     ]
+    quartiles = (outcome.predicted_step_quartiles_s, outcome.measured_step_quartiles_s)
+    for number, label in enumerate(("lower quartile", "upper quartile")):
+        predicted, measured = (None if pair is None else pair[number] for pair in quartiles)
+        if predicted is not None or measured is not None:
+            rows.append((label, predicted, measured, None, None, None))
     if outcome.one_thread_step_s is not None:
         rows.append(("step of plain training", None, outcome.one_thread_step_s, None, None, None))
     columns = (
@@ -62,20 +66,32 @@ def _change(before: float, after: float) -> float | None:
     return after / before - 1 if before else None
 
 
-def _advice(outcome: Outcome) -> str:
-    """Return the usual causes of a large difference; empty for a small one."""
-    change = _change(outcome.predicted_step_s, outcome.measured_step_s)
-    if change is None or abs(change) <= _LARGE_DIFFERENCE:
-        return ""
-    if change > 0:
-        return (
-            "The run was slower than predicted. The usual causes: other programs used the machine "
-            "during the training, more ranks than cores, or layers whose time varies. The timelines "
-            "show whether all ops are longer, or single ranks wait."
-        )
-    return (
-        "The run was faster than predicted: the machine was busier, or colder in its caches, when "
-        "the model was profiled than when it was trained."
+def run_difference(run: RunFolder) -> Difference | None:
+    """Return what explains the difference between predicted and measured step; None if the run has
+    not ended, or the difference is small.
+    """
+    outcome = run.outcome
+    if outcome is None:
+        return None
+    return outcome_difference(outcome, run.profile, (run.predicted, run.measured))
+
+
+def outcome_difference(
+    outcome: Outcome, profile: Profile, timelines: tuple[Timeline | None, Timeline | None]
+) -> Difference | None:
+    """Return what explains the difference between predicted and measured step; None if it is small.
+
+    Args:
+        outcome: of the run.
+        profile: that the run was planned from.
+        timelines: the predicted and the measured one.
+    """
+    # A timeline of an asynchronous plan has several batches: its sums are not those of a step.
+    return explain_difference(
+        outcome.predicted_step_s,
+        outcome.measured_step_s,
+        timelines if outcome.synchronous else (None, None),
+        (profile.conditions, outcome.conditions),
     )
 
 

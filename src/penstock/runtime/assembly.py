@@ -224,7 +224,13 @@ def _make_replicas(
         ranks = schedule.ranks_of_stage[index]
         if len(ranks) > 1:
             replicas[index] = ReplicaGroup(
-                stage, ranks, rank, world.transport(rank), guard, shared_tensors_here
+                stage,
+                ranks,
+                rank,
+                world.transport(rank),
+                guard,
+                shared_tensors_here,
+                world.open_segment(ranks),
             )
     return replicas
 

@@ -1,6 +1,6 @@
 """Tracing before a batch: check that a traced model's graphs fit it, and trace missing ones.
 
-Every rank has the whole batch, so all ranks trace at the same time, before any of them runs an op.
+Every rank knows the shapes of the whole batch, so all ranks trace at the same time, before any of them runs an op.
 If a rank traced in the middle of a step, the others would wait and could exceed their deadline.
 """
 
@@ -13,6 +13,7 @@ import torch
 
 from penstock.batches.batch import Batch
 from penstock.runtime.assembly import Assembly
+from penstock.runtime.batch_needs import check_needs
 from penstock.tracing.capture import Form
 from penstock.tracing.sequential import ContainerWatch
 from penstock.tracing.variants import Variants
@@ -60,7 +61,9 @@ class Preparation:
         Raises:
             ChainError: the model has changed since it was traced, or cannot be traced for inputs of
                 this form.
+            SettingError: the batch has not what the ranks of this process need of it.
         """
+        check_needs(self._assembly, batch)
         self._containers.check()
         variants = self._assembly.traced.variants
         if variants is None:

@@ -1,25 +1,29 @@
-"""Methods of `Pipeline` that report on its steps and parameters."""
+"""Methods of `Pipeline` that report on its steps, parameters and needs of data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from penstock.batches.sample_order import sample_order
 from penstock.errors import RunError
 from penstock.event import Timeline
 from penstock.ranks.settings.run_config import RunConfig
 from penstock.ranks.settings.settings_exchange import SettingsExchange
 from penstock.ranks.world import World
 from penstock.runtime.assembly import Assembly
+from penstock.runtime.batch_needs import BatchNeeds, BatchReader, needs_of
 from penstock.runtime.measured_timeline import measured_timeline
 from penstock.runtime.player import Player
 from penstock.runtime.streaming import Streaming
 
 
 class Inspection:
-    """Mixin of `Pipeline`: timeline, weight versions and parameters."""
+    """Mixin of `Pipeline`: timeline, weight versions, parameters and needs of data."""
 
     setting: RunConfig
     _world: World
@@ -86,6 +90,50 @@ class Inspection:
         """Whether this process runs the last stage, which computes the loss."""
         last = len(self.setting.lengths) - 1
         return any(stage.index == last for stage in self._assembly.stages)
+
+    @property
+    def needs(self) -> BatchNeeds:
+        """What this process needs of a batch; other samples need not be read here.
+
+        `pipe.needs.inputs` and `pipe.needs.targets` are false where nothing is needed.
+        `positions(samples)` of them returns the positions that are needed of a batch of so many
+        samples, and `read(function, indices)` reads these and returns what `train_batch` takes.
+        """
+        return needs_of(self._assembly)
+
+    def reader(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        batch: int,
+        seed: int | None = 0,
+        epoch: int = 0,
+        drop_last: bool = False,
+    ) -> BatchReader:
+        """Return one epoch of batches for `train`, of which each process reads what it needs.
+
+        The order depends on `seed` and `epoch` only. A process that needs no inputs or no targets
+        reads those of one sample, for shapes and types; all samples must have the same.
+
+        Args:
+            inputs: of all samples: a tensor, or a sequence or data set with a length whose items
+                can be stacked.
+            targets: likewise; None if the items of `inputs` are pairs of an input and a target.
+            batch: samples per batch; the last batch has the remainder.
+            seed: of the order; None keeps the samples in their own order.
+            epoch: number of the epoch; each has another order.
+            drop_last: leave out a last batch that is smaller than the others.
+
+        Raises:
+            SettingError: inputs and targets differ in number, or there is not a single batch.
+        """
+
+        def order(samples: int) -> Tensor:
+            """Return the order of the samples."""
+            return torch.arange(samples) if seed is None else sample_order(samples, seed, epoch)
+
+        return BatchReader(self.needs, inputs, targets, batch, order, drop_last=drop_last)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the local stages with their names in the model.

@@ -238,6 +238,9 @@ class Interpreter:
         for peer, message in step.sends:
             if (entry := batches.find(message.micro_batch)) is not None:
                 self._send(peer, message, entry[0].forms[entry[1]])
+        # After the sends, since other stages wait for these.
+        if step.completes and step.stage in self.replicas:
+            self.replicas[step.stage].start()
 
     def _start_op(self, step: Step) -> None:
         self.board.doing(step.text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.schedule.lower import (
     Action,
@@ -13,7 +13,7 @@ from penstock.schedule.lower import (
     input_message,
     output_message,
 )
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.op import BACKWARD_ENDS, Kind, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class Step:
             it.
         posts: peers and messages of the receives.
         sends: peers and messages of the sends.
+        completes: whether it is the last backward of its stage before an update of it, so that the
+            gradients are complete.
     """
 
     op: Op | None
@@ -48,6 +50,7 @@ class Step:
     output_message: Message | None
     posts: tuple[tuple[int, Message], ...]
     sends: tuple[tuple[int, Message], ...]
+    completes: bool = False
 
 
 def steps_of(actions: Sequence[Action], stages: int) -> tuple[Step, ...]:
@@ -57,7 +60,18 @@ def steps_of(actions: Sequence[Action], stages: int) -> tuple[Step, ...]:
         actions: ops and transfers, in order.
         stages: the number of stages.
     """
-    return tuple(_steps(actions, stages))
+    steps = list(_steps(actions, stages))
+    updated: set[int] = set()
+    for index in range(len(steps) - 1, -1, -1):
+        step = steps[index]
+        if step.op is None:
+            continue
+        if step.kind is Kind.U:
+            updated.add(step.stage)
+        elif step.kind in BACKWARD_ENDS and step.stage in updated:
+            updated.discard(step.stage)
+            steps[index] = replace(step, completes=True)
+    return tuple(steps)
 
 
 def _steps(actions: Sequence[Action], stages: int) -> Iterator[Step]:

@@ -12,41 +12,32 @@ its micro-batches alone, as in torch's DistributedDataParallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import SettingError
 from penstock.ranks.buckets import Packed, flat, gradient_flags, unflat
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
+from penstock.stage.gradients.replica_messages import Guard, ReplicaMessages, Round
+from penstock.stage.gradients.shared_memory_sum import (
+    OpenSegment,
+    SharedArea,
+    SharedMemorySum,
+    dense,
+)
 from penstock.stage.stage import Stage
 from penstock.tracing.single_copy import keeps_sparse_gradients
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Transport
 
-#: Runs a function that may wait for a rank, and converts errors of the transport into those of the
-#: run.
-Guard = Callable[[int, Callable[[], Payload | None]], Payload | None]
-
-
 #: The first message number of waves, after those of `Round` and `tied.Number`.
 _FIRST_WAVE_NUMBER = 16
 #: Message numbers for waves; they are reused in turn.
 _WAVE_NUMBERS = 4096
-
-
-class Round(IntEnum):
-    """Message numbers of one synchronisation."""
-
-    GRADIENTS = 0
-    SUMS = 1
-    BUFFERS = 2
-    WEIGHTS = 3
 
 
 @dataclass
@@ -60,6 +51,8 @@ class ReplicaGroup:
         transport: the links of this rank.
         guard: see `Guard`.
         tied: parameters that other stages use too; `tied.Tied` sums their gradients.
+        open_segment: opens the memory of another replica; None where the replicas are not
+            processes of one host, whose gradients are in host memory.
     """
 
     stage: Stage
@@ -68,9 +61,16 @@ class ReplicaGroup:
     transport: Transport
     guard: Guard
     tied: Collection[Tensor] = ()
+    open_segment: OpenSegment | None = None
     _previous: list[Tensor | None] | None = None
 
     def __post_init__(self) -> None:
+        self._messages = ReplicaMessages(
+            self.stage.index, self.ranks, self.rank, self.transport, self.guard
+        )
+        self._shared_memory: SharedMemorySum | None = None
+        if self.open_segment is not None:
+            self._shared_memory = SharedMemorySum(self._messages, self.open_segment)
         self.refresh()
 
     def refresh(self) -> None:
@@ -99,6 +99,8 @@ class ReplicaGroup:
     def forget(self) -> None:
         """Drop the gradients that `begin` has set aside."""
         self._previous = None
+        if self._shared_memory is not None:
+            self._shared_memory.forget()
 
     def all_reduce(self) -> None:
         """Sum the gradients over all replicas, and copy the buffers of the first one.
@@ -106,19 +108,46 @@ class ReplicaGroup:
         Blocks until all replicas have called it. Ranks that share several stages must call it in
         the same order of stages.
         """
-        parameters = self._parameters
-        if parameters:
-            has_grad = gradient_flags(parameters)
-            # A parameter with a gradient here has one on at least one replica. Where all have one,
-            # the counts need not be read, which would make the host wait for the device.
-            all_have = all(parameter.grad is not None for parameter in parameters)
-            grads = [self._dense(parameter) for parameter in parameters]
-            tables = [parameter for parameter in parameters if id(parameter) in self._sparse]
-            counts, sums = self._all_sum(has_grad, [*grads, *map(rows_of, tables)])
-            rows = dict(zip(map(id, tables), sums[len(parameters) :], strict=True))
-            known_counts = [1] * len(parameters) if all_have else counts.tolist()
-            self._set_grads(known_counts, sums[: len(parameters)], rows)
+        if self._parameters:
+            area = self._shared_area()
+            if area is None:
+                self._sum_in_messages()
+            else:
+                assert self._shared_memory is not None
+                self._set_grads(*self._shared_memory.finish(area), {})
         self._share(Round.BUFFERS, self._buffers())
+
+    def start(self) -> None:
+        """Begin to sum the gradients, which are complete, without waiting for other replicas.
+
+        Optional; `all_reduce` ends it. Called after the last backward before an update, so that
+        what follows in the program runs beside it.
+        """
+        if self._shared_memory is not None and self._parameters and not self._sparse:
+            # Shared memory is made in `all_reduce`, where this rank may wait for the others.
+            area = self._shared_memory.known_area(self._parameters)
+            if area is not None:
+                self._shared_memory.start(area)
+
+    def _shared_area(self) -> SharedArea | None:
+        """Return the shared memory for the gradients; None where messages carry them."""
+        if self._shared_memory is None or self._sparse:
+            return None
+        return self._shared_memory.area(self._parameters)
+
+    def _sum_in_messages(self) -> None:
+        """Sum the gradients by messages to all other replicas."""
+        parameters = self._parameters
+        has_grad = gradient_flags(parameters)
+        # A parameter with a gradient here has one on at least one replica. Where all have one, the
+        # counts need not be read, which would make the host wait for the device.
+        all_have = all(parameter.grad is not None for parameter in parameters)
+        grads = [self._dense(parameter) for parameter in parameters]
+        tables = [parameter for parameter in parameters if id(parameter) in self._sparse]
+        counts, sums = self._all_sum(has_grad, [*grads, *map(rows_of, tables)])
+        rows = dict(zip(map(id, tables), sums[len(parameters) :], strict=True))
+        known_counts = [1] * len(parameters) if all_have else counts.tolist()
+        self._set_grads(known_counts, sums[: len(parameters)], rows)
 
     def _set_grads(self, counts: list[int], sums: list[Tensor], rows: Mapping[int, Tensor]) -> None:
         """Set the gradients to sums over all replicas, plus those that `begin` has set aside.
@@ -154,12 +183,7 @@ class ReplicaGroup:
         if grad.layout is torch.strided:
             return grad
         if id(parameter) not in self._sparse:
-            raise SettingError(
-                f"a gradient of stage {self.stage.index}, of shape {tuple(grad.shape)}, is "
-                f"{grad.layout}, and copies of the stage can add up sparse gradients of "
-                "nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True) only. Make it dense, "
-                "or use a schedule with one copy of each stage, such as schedule='1f1b'"
-            )
+            return dense(parameter, self.stage.index)  # raises
         return grad.to_dense()
 
     def share_weights(self) -> None:
@@ -210,24 +234,10 @@ class ReplicaGroup:
         return sums[0], packed.unpacked(sums[1:])
 
     def _exchange(self, number: Round, rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Send `rows[n]` to the n-th replica, and receive one row from each.
-
-        Returns:
-            The rows in the order of the ranks; in the place of this rank its own.
-        """
-        message = Message(Kind.U, self.stage.index, number)
+        """Send `rows[n]` to the n-th replica, and receive one row from each."""
         # With the count: the message has another form after parameters have been thawed.
         signature = f"{number.name} {len(self._parameters)}"
-        others = [rank for rank in self.ranks if rank != self.rank]
-        arrivals = {rank: self.transport.post(rank, message, signature) for rank in others}
-        for rank, row in zip(self.ranks, rows, strict=True):
-            if rank != self.rank:
-                self.transport.send(rank, message, Payload.row(row), signature)
-        received: list[list[Tensor]] = []
-        for rank, row in zip(self.ranks, rows, strict=True):
-            payload = self.guard(rank, arrivals[rank].wait) if rank != self.rank else None
-            received.append(list(row) if payload is None else payload.tensors)
-        return received
+        return self._messages.exchange(number, rows, signature)
 
     def _share(self, number: Round, tensors: list[Tensor]) -> None:
         """Copy the first replica's tensors to all others."""

@@ -26,6 +26,7 @@ from penstock.event import Event, Timeline
 from penstock.measure.device_kinds import name_by_kind
 from penstock.measure.host_links import measure_host_links
 from penstock.plan.plan import Plan
+from penstock.profile.conditions import RankConditions
 from penstock.profile.profile import Profile
 from penstock.store import to_json
 from penstock.tracing.traced_chain import TracedChain
@@ -315,13 +316,18 @@ def train_on_hosts(run: HostRun, quiet: bool) -> list[RankResult]:
     if result.timeline is not None:
         result.timeline = timeline_of_ranks(result.timeline, ranks)
         result.busy = [result.busy[rank] for rank in ranks]
-    peaks = all_gather((result.peak_rss_bytes, result.peak_allocated_bytes or 0), tuple[int, int])
+    figures = (result.peak_rss_bytes, result.peak_allocated_bytes or 0, result.conditions)
+    all_figures = all_gather(figures, tuple[int, int, RankConditions | None])
     results = []
     for rank in ranks:
-        peak_rss, allocated = peaks[rank]
-        results.append(
-            replace(result, peak_rss_bytes=peak_rss, peak_allocated_bytes=allocated or None)
+        peak_rss, allocated, conditions = all_figures[rank]
+        rank_result = replace(
+            result,
+            peak_rss_bytes=peak_rss,
+            peak_allocated_bytes=allocated or None,
+            conditions=conditions,
         )
+        results.append(rank_result)
     return results
 
 

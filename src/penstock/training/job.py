@@ -17,8 +17,10 @@ from penstock.draw.draw import draw
 from penstock.errors import FileError, PlanError
 from penstock.event import Timeline
 from penstock.plan.plan import Plan
+from penstock.profile.conditions import combine_conditions
 from penstock.profile.device_profiles import Profiles
 from penstock.profile.profile import Profile
+from penstock.profile.quartiles import at_quartile
 from penstock.ranks.processes.forked_ranks import RankProcess
 from penstock.ranks.processes.launch import Recovery, launch
 from penstock.report.outcome import Outcome
@@ -318,7 +320,32 @@ def _outcome(
         device=prepared.devices.name,
         measured_peak_allocated=_peaks_allocated(results),
         measured_memory=measured.measured_memory,
+        predicted_step_quartiles_s=_predicted_quartiles(prepared),
+        measured_step_quartiles_s=_quartiles(first.step_times) if plan.synchronous else None,
+        conditions=combine_conditions(
+            [result.conditions for result in results if result.conditions is not None]
+        ),
     )
+
+
+def _predicted_quartiles(prepared: Prepared) -> tuple[float, float] | None:
+    """Return the quartiles of the predicted step, from those of the layers; None if the devices are
+    of several kinds, each with a profile.
+    """
+    plan, profile, cluster = prepared.plan, prepared.profile, prepared.cluster
+    if len(cluster.kinds) > 1 or not plan.synchronous:
+        return None
+    lower = simulate_plan(plan, at_quartile(profile, "lower"), cluster).makespan
+    upper = simulate_plan(plan, at_quartile(profile, "upper"), cluster).makespan
+    return lower, upper
+
+
+def _quartiles(seconds: Sequence[float]) -> tuple[float, float] | None:
+    """Return the quartiles of an epoch's steps without its first one; None of fewer than two."""
+    if len(seconds) < 3:
+        return None
+    lower, _, upper = statistics.quantiles(seconds[1:], n=4, method="inclusive")
+    return lower, upper
 
 
 def _plain_step_s(config: TrainConfig, devices: Devices, say: Say) -> float:

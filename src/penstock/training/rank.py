@@ -8,22 +8,22 @@ import resource
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from penstock.checkpoint.weight_files import save_weights
 from penstock.errors import RunError
 from penstock.event import Timeline
+from penstock.measure.conditions import ConditionsMeter
 from penstock.measure.profiler import profile
 from penstock.plan.plan import Plan
+from penstock.profile.conditions import RankConditions
 from penstock.profile.profile import Profile
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.state.checkpoints import Checkpoints
@@ -43,6 +43,7 @@ from penstock.training.task import Task, make_task
 from penstock.training.throughput import (
     BatchFeed,
     ThroughputMeter,
+    busy_shares,
     measured_steady_state,
     median_timeline,
 )
@@ -57,8 +58,8 @@ _MAX_TIMELINES = 31
 
 @dataclass
 class RankResult:
-    """Result of a rank. All but `peak_rss_bytes` and `peak_allocated_bytes` is the same on every
-    rank.
+    """Result of a rank. All but `peak_rss_bytes`, `peak_allocated_bytes` and `conditions` is the
+    same on every rank.
 
     Attributes:
         steps, loss: number of the last step; its loss.
@@ -77,6 +78,7 @@ class RankResult:
         step_times: seconds of each step of the last epoch.
         stopped: whether training ended before its last step, because of a signal or a request for
             another number of ranks.
+        conditions: that this process saw in the steps of the last epoch.
     """
 
     steps: int = 0
@@ -92,6 +94,7 @@ class RankResult:
     seconds: float = 0.0
     step_times: list[float] = field(default_factory=list)
     stopped: bool = False
+    conditions: RankConditions | None = None
 
 
 def profile_rank(
@@ -231,17 +234,9 @@ def _write_weights(pipe: Pipeline, folder: Path) -> None:
         save_weights(weights, folder / "weights.safetensors")
 
 
-def busy_shares(timeline: Timeline, seconds: float | None = None) -> list[float]:
-    """Return per rank the share of time in which it worked: of the step, or of `seconds`."""
-    duration = timeline.makespan if seconds is None else seconds
-    return [min(busy / duration, 1.0) if duration else 0.0 for busy in timeline.busy]
-
-
 @dataclass
 class _Training:
-    """State of one rank's training. `metrics` is None but on rank 0; `checkpoints` if there are
-    none.
-    """
+    """State of one rank's training; `metrics` is None on all but rank 0."""
 
     config: TrainConfig
     task: Task
@@ -273,9 +268,8 @@ class _Training:
         result.step_times = []
         end = min(last_step, (number + 1) * per_epoch)
         skipped = result.steps - number * per_epoch
-        batches = islice(
-            self.task.epoch(self.config, number), skipped, skipped + end - result.steps
-        )
+        reader = self.task.reader(self.pipe, self.config, number)
+        batches = reader.batches(skipped, skipped + end - result.steps)
         if self.synchronous:
             # The epoch's last batch may be smaller, and its timeline would not show the planned
             # step: so the last full batch is recorded as well.
@@ -335,7 +329,7 @@ class _Training:
         self.live.note(self.result.steps, values)
 
     def _train_steps(
-        self, batches: Iterator[tuple[Tensor, Tensor]], recorded_steps: set[int], end: int
+        self, batches: Iterator[tuple[Sized, Any]], recorded_steps: set[int], end: int
     ) -> None:
         """Train on the batches, one after the other, up to step `end`.
 
@@ -343,7 +337,10 @@ class _Training:
         """
         result = self.result
         recorded: deque[Timeline] = deque(maxlen=_MAX_TIMELINES)
+        meter = ConditionsMeter()
         for x, y in batches:
+            if len(result.step_times) == 1:
+                meter.restart()  # the first step of an epoch warms up, and does not count
             start = time.perf_counter()
             loss = float(self.pipe.train_batch(x, y))
             seconds = time.perf_counter() - start
@@ -361,19 +358,22 @@ class _Training:
             if self.checkpoints is not None and step < end and self.checkpoints.step(self.pipe):
                 result.stopped = True
                 break
+        result.conditions = meter.conditions()
         if recorded:
             result.timeline = median_timeline(recorded)
             result.busy = busy_shares(result.timeline)
         result.step_s = statistics.median(result.step_times[1:] or result.step_times)
 
-    def _train_stream(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    def _train_stream(self, batches: Iterator[tuple[Sized, Any]]) -> None:
         """Train on the batches as a stream, which drains for checkpoints and at its end."""
         checkpoints, result = self.checkpoints, self.result
+        meter = ConditionsMeter()
         while True:
             feed = BatchFeed(batches)
             if checkpoints is not None:
                 feed.pause = self._must_pause
             self._train_segment(feed)
+            result.conditions = meter.conditions()
             if not feed.paused or checkpoints is None:
                 return
             checkpoints.save(self.pipe, wait=checkpoints.ended)

@@ -8,6 +8,8 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
+from penstock.runtime.batch_needs import BatchReader
+from penstock.runtime.pipeline import Pipeline
 from penstock.stage.stage import Loss
 from penstock.tracing.traced_chain import TracedChain, chain
 from penstock.training.config import TrainConfig
@@ -44,6 +46,16 @@ class Task:
             self.data.train_inputs,
             self.data.train_targets,
             config.batch,
+            seed=config.seed,
+            epoch=number,
+        )
+
+    def reader(self, pipe: Pipeline, config: TrainConfig, number: int) -> BatchReader:
+        """Return the batches of `epoch`, of which each process reads what its ranks need."""
+        return pipe.reader(
+            self.data.train_inputs,
+            self.data.train_targets,
+            batch=config.batch,
             seed=config.seed,
             epoch=number,
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -34,7 +35,7 @@ class BatchFeed:
         paused: whether the feed has ended so; `batches` then has the others.
     """
 
-    batches: Iterator[tuple[Tensor, Tensor]]
+    batches: Iterator[tuple[Sized, Any]]
     sizes: deque[int] = field(default_factory=deque)
     count: int = 0
     last_size: int = 0
@@ -43,7 +44,7 @@ class BatchFeed:
     pause: Callable[[], bool] = lambda: False
     paused: bool = False
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Sized, Any]]:
         while True:
             start = time.perf_counter()
             batch = next(self.batches, None)
@@ -132,3 +133,9 @@ def median_timeline(timelines: Sequence[Timeline]) -> Timeline:
     """Return the timeline with the median makespan; of an even number, the shorter of the two."""
     by_makespan = sorted(timelines, key=lambda timeline: timeline.makespan)
     return by_makespan[(len(by_makespan) - 1) // 2]
+
+
+def busy_shares(timeline: Timeline, seconds: float | None = None) -> list[float]:
+    """Return per rank the share of time in which it worked: of the step, or of `seconds`."""
+    duration = timeline.makespan if seconds is None else seconds
+    return [min(busy / duration, 1.0) if duration else 0.0 for busy in timeline.busy]

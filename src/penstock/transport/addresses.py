@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import struct
 import sys
 from pathlib import Path
+
+from penstock.errors import SettingError
 
 #: Environment variable with the address on which the sockets of Penstock listen.
 BIND = "PENSTOCK_BIND"
@@ -45,6 +48,58 @@ def bind_address() -> str:
         return _LOOPBACK
 
 
+def use_address(address: str) -> None:
+    """Have the sockets of this process, and of the ranks that it starts, listen on an address.
+
+    Args:
+        address: an IPv4 or IPv6 address of this host.
+
+    Raises:
+        SettingError: it is none, or gloo cannot be told to use it.
+    """
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        raise SettingError(
+            f"the sockets of a run listen on one address of this host, such as 10.0.0.5, and not on "
+            f"{address!r}"
+        ) from None
+    if parsed.is_unspecified:
+        raise SettingError(
+            f"{address} stands for all interfaces: name the one address of this host at which the "
+            "other ranks reach it"
+        )
+    family = socket.AF_INET6 if parsed.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        raise SettingError(
+            f"this host ({socket.gethostname()}) cannot listen on {address}: {error.strerror}"
+        ) from error
+    if "GLOO_SOCKET_IFNAME" not in os.environ and interface_of(address) is None:
+        raise SettingError(
+            f"no interface of this host has {address} as its first address: set GLOO_SOCKET_IFNAME "
+            "to the name of its interface, which gloo needs"
+        )
+    os.environ[BIND] = address
+
+
+def launch_interface() -> str | None:
+    """Return the interface for gloo in ranks of one host: that of `PENSTOCK_BIND`, else loopback.
+
+    None if this system does not tell.
+
+    Raises:
+        SettingError: no interface has the address of `PENSTOCK_BIND`.
+    """
+    address = os.environ.get(BIND)
+    if address and "GLOO_SOCKET_IFNAME" not in os.environ:
+        use_address(address)
+        return interface_of(address)
+    return loopback_interface()
+
+
 def loopback_interface() -> str | None:
     """Return the name of the loopback interface; None if this system does not tell."""
     try:
@@ -55,9 +110,11 @@ def loopback_interface() -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an IPv4 address; None if that cannot be found."""
+    """Return the name of the interface whose first address this is; None if there is none."""
     if sys.platform != "linux":
         return loopback_interface() if address == _LOOPBACK else None
+    if ":" in address:
+        return _interface_of_ipv6(address)
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -70,6 +127,17 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    """Return the name of the interface that has an IPv6 address; None if there is none."""
+    digits = ipaddress.IPv6Address(address).exploded.replace(":", "")
+    try:
+        rows = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:  # a kernel without IPv6
+        return None
+    names = [row.split()[-1] for row in rows if row.startswith(digits)]
+    return names[0] if names else None
 
 
 def close_connections(port: int) -> int:

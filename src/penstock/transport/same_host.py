@@ -10,6 +10,7 @@ and messages go over the network back end.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ from penstock.shared_memory.arena import OutOfSharedMemory
 from penstock.shared_memory.availability import unavailable_reason
 from penstock.shared_memory.mailbox import Mailbox
 from penstock.shared_memory.queue import KIND_BITS, KINDS
+from penstock.shared_memory.segment import Segment
 from penstock.transport.devices.device_discovery import host_identity
 from penstock.transport.message_queue import PayloadReader, PayloadWriter
 from penstock.transport.payload import Payload
@@ -115,6 +117,8 @@ class SameHostTransport:
         self._mailbox: Mailbox | None = None
         self.reachable: frozenset[int] = frozenset()
         self._peers: dict[int, _Peer] = {}
+        # By rank, the ranks that have opened its memory, or whose memory it has opened.
+        self._opened: list[frozenset[int]] = []
         self._lost = False
 
     def connect(self, store: Store, size: int, *, willing: bool = True) -> None:
@@ -138,10 +142,24 @@ class SameHostTransport:
         peers = {} if mailbox is None else self._open_peers(addresses, mailbox)
         # A link is used only if both ends could open each other's memory.
         store.set(f"same-host/opened/{self.rank}", json.dumps(sorted(peers)))
-        for rank, ranks_opened in enumerate(_gather(store, "same-host/opened", size)):
+        self._opened = [frozenset(ranks) for ranks in _gather(store, "same-host/opened", size)]
+        for rank, ranks_opened in enumerate(self._opened):
             if self.rank not in ranks_opened and rank in peers:
                 os.close(peers.pop(rank).pidfd)
         self._peers, self.reachable = peers, frozenset(peers)
+
+    def connects(self, ranks: Sequence[int]) -> bool:
+        """Whether each of some ranks can open the memory of all others; the same on every rank."""
+        pairs = itertools.permutations(ranks, 2)
+        return all(target in self._opened[source] for source, target in pairs)
+
+    def open_segment(self, peer: int, number: int) -> Segment:
+        """Open the segment that a reachable rank has made as its file descriptor `number`.
+
+        Raises:
+            OSError: the rank has ended, or has closed the file.
+        """
+        return Segment.open(self._peers[peer].pid, number)
 
     def arrives_at_once(self, peer: int) -> bool:
         """See `Transport.arrives_at_once`."""

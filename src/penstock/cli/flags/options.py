@@ -101,6 +101,15 @@ Device = Annotated[
     str | None,
     typer.Option(help="auto, cpu or cuda. auto: CUDA if a GPU is visible, else the CPU."),
 ]
+Bind = Annotated[
+    str | None,
+    typer.Option(
+        "--bind",
+        metavar="ADDRESS",
+        help="Address of this host on which the sockets of the ranks listen; default: loopback "
+        "if all ranks are on this host, else the address that reaches the others. As PENSTOCK_BIND.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Seconds = Annotated[
     str | None,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.measure.cluster import ClusterMeasurement, Progress
 
 #: Flags of `penstock profile` that a cluster's measurement uses; the others are about a model.
-_CLUSTER_FLAGS = {"cluster", "threads", "repeats", "out", "json"}
+_CLUSTER_FLAGS = {"cluster", "threads", "repeats", "out", "bind", "json"}
 
 #: Most processes on one host: a larger number is taken for a typing error.
 _MOST_PROCESSES = 64

@@ -23,7 +23,7 @@ from penstock.ranks.foreign_text import foreign_text
 from penstock.ranks.processes.forked_ranks import RankProcess, search_path, start_rank
 from penstock.ranks.processes.stopped_ranks import StoppedRanks
 from penstock.ranks.processes.termination import passing_sigterm_on
-from penstock.transport.addresses import loopback_interface
+from penstock.transport.addresses import launch_interface
 from penstock.transport.liveness.stopped_processes import LOOK_S
 from penstock.transport.unix_store import VARIABLE, StoreServer
 
@@ -135,7 +135,8 @@ def launch(
         RankFailed: a rank raised an exception; the message is that of the first. The other ranks
             are stopped.
         RankDied: the process of a rank ended without a result or an error. The others are stopped.
-        SettingError: `ranks` is below 1, or the function or its arguments cannot be pickled.
+        SettingError: `ranks` is below 1, the function or its arguments cannot be pickled, or this host
+            does not have the address in `PENSTOCK_BIND`.
 
     Examples:
         ```python
@@ -188,7 +189,7 @@ def _environment(rank: int, ranks: int, port: int, threads: int) -> dict[str, st
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")
     }
-    interface = loopback_interface()
+    interface = launch_interface()
     if interface is not None and "GLOO_SOCKET_IFNAME" not in inherited:
         # By default gloo listens on the address that the host's name resolves to.
         inherited["GLOO_SOCKET_IFNAME"] = interface

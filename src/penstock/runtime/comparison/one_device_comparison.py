@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from penstock.batches.batch import Batch
-from penstock.errors import RunError
+from penstock.batches.batch_parts import is_missing
+from penstock.errors import RunError, SettingError
 from penstock.notebook import NotebookText
 from penstock.ranks.results import by_micro_batch
 from penstock.runtime.assembly import Assembly
@@ -157,8 +158,16 @@ def compare(
 
     Raises:
         RunError: the device of rank 0 does not have enough memory for the whole model.
+        SettingError: rank 0 has not the whole batch.
     """
     world, placed = assembly.world, assembly.placed
+    if 0 in world.local_ranks and is_missing(batch.whole):
+        error = SettingError(
+            "compare_with_one_device runs the whole model on rank 0, which needs the whole batch: "
+            "give every rank all inputs and targets"
+        )
+        world.abandon(error)
+        raise error
     initial_state = state.collect(world, placed)
     with _unchanged_stages(assembly):
         loss = play()

@@ -4,13 +4,13 @@ random numbers.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
+from penstock.batches.sample_order import sample_order
 from penstock.errors import SettingError
 
 
@@ -91,7 +91,7 @@ def batches(
             f"no batch of {batch} can be made of {samples} samples{condition}: choose a smaller "
             "batch or provide more samples"
         )
-    order = _order(samples, seed, epoch) if shuffle else torch.arange(samples, device="cpu")
+    order = sample_order(samples, seed, epoch) if shuffle else torch.arange(samples, device="cpu")
     indices = [order[start : start + batch] for start in range(0, count * batch, batch)]
     return _select(inputs, targets, indices)
 
@@ -117,16 +117,6 @@ def check_count(name: str, number: object) -> None:
     """
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise SettingError(f"{name} is a whole number of 1 or more, not {number!r}")
-
-
-def _order(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return a permutation of the samples for a seed and an epoch."""
-    # Hashed, not added: with seed + epoch, epoch 1 of seed 0 would be epoch 0 of seed 1, and the
-    # seeds of a study would share all but one of their orders. Four bytes, because torch's CPU
-    # generator uses no more of a seed.
-    digest = hashlib.sha256(f"{int(seed)} {int(epoch)}".encode()).digest()
-    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "little"))
-    return torch.randperm(samples, generator=generator, device="cpu")
 
 
 def _select(

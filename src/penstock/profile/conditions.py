@@ -1,0 +1,129 @@
+"""Conditions of a measurement: what the machine did beside it, as plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RankConditions:
+    """Conditions that one process saw on its host. None is what the system does not report.
+
+    Attributes:
+        host: name of the host.
+        seconds: length of the observation.
+        cores: that the process may run on.
+        busy_cores: of these, how many were busy on average, with any process.
+        stolen_cores: of these, how many the hypervisor gave to other virtual machines.
+        process_cores: cores that this process kept busy.
+        core_wait: seconds that its threads were ready to run and had no core, per second of their
+            CPU time.
+        clock_hz: mean clock frequency of the cores.
+        heat_throttles_per_s: times that a core was slowed down because of heat.
+        quota_throttled: share of the time in which the CPU quota of the container stopped it.
+        memory_stall: share of the time in which a task of the host waited for memory.
+        swap_bytes_per_s: that the host moved to and from its swap space.
+        page_faults_per_s: of this process, without reading a disk.
+        disk_faults_per_s: page faults of this process that read a disk.
+        page_fault_s: seconds of one page fault, measured at the end of the observation.
+    """
+
+    host: str
+    seconds: float
+    cores: int
+    busy_cores: float | None = None
+    stolen_cores: float | None = None
+    process_cores: float | None = None
+    core_wait: float | None = None
+    clock_hz: float | None = None
+    heat_throttles_per_s: float | None = None
+    quota_throttled: float | None = None
+    memory_stall: float | None = None
+    swap_bytes_per_s: float | None = None
+    page_faults_per_s: float | None = None
+    disk_faults_per_s: float | None = None
+    page_fault_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Conditions of all ranks of a measurement. Of several hosts, each value is the worst one.
+
+    The attributes are those of `RankConditions`, except for these:
+
+    Attributes:
+        processes: of the measurement, on the host with the most of them.
+        own_cores: cores that these processes kept busy on their host, on average.
+        other_cores: cores that other programs kept busy.
+    """
+
+    seconds: float
+    cores: int
+    processes: int
+    own_cores: float | None = None
+    other_cores: float | None = None
+    stolen_cores: float | None = None
+    core_wait: float | None = None
+    clock_hz: float | None = None
+    heat_throttles_per_s: float | None = None
+    quota_throttled: float | None = None
+    memory_stall: float | None = None
+    swap_bytes_per_s: float | None = None
+    page_faults_per_s: float | None = None
+    disk_faults_per_s: float | None = None
+    page_fault_s: float | None = None
+
+
+def combine_conditions(ranks: Sequence[RankConditions]) -> Conditions | None:
+    """Return the conditions of a measurement from those that its processes saw; None if of none."""
+    if not ranks:
+        return None
+    hosts: dict[str, list[RankConditions]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank.host, []).append(rank)
+    own = [_own_cores(host) for host in hosts.values()]
+    other = [_other_cores(host) for host in hosts.values()]
+
+    def worst(name: str) -> float | None:
+        """Return the largest value of an attribute."""
+        return _of_known((getattr(rank, name) for rank in ranks), max)
+
+    return Conditions(
+        seconds=max(rank.seconds for rank in ranks),
+        cores=min(rank.cores for rank in ranks),
+        processes=max(len(host) for host in hosts.values()),
+        own_cores=_of_known(own, max),
+        other_cores=_of_known(other, max),
+        stolen_cores=worst("stolen_cores"),
+        core_wait=worst("core_wait"),
+        clock_hz=_of_known((rank.clock_hz for rank in ranks), min),
+        heat_throttles_per_s=worst("heat_throttles_per_s"),
+        quota_throttled=worst("quota_throttled"),
+        memory_stall=worst("memory_stall"),
+        swap_bytes_per_s=worst("swap_bytes_per_s"),
+        page_faults_per_s=worst("page_faults_per_s"),
+        disk_faults_per_s=worst("disk_faults_per_s"),
+        page_fault_s=worst("page_fault_s"),
+    )
+
+
+def _own_cores(host: Sequence[RankConditions]) -> float | None:
+    """Return the cores that the processes of one host kept busy."""
+    known = [rank.process_cores for rank in host if rank.process_cores is not None]
+    return sum(known) if len(known) == len(host) else None
+
+
+def _other_cores(host: Sequence[RankConditions]) -> float | None:
+    """Return the cores of one host that other programs kept busy."""
+    own = _own_cores(host)
+    busy = _of_known((rank.busy_cores for rank in host), max)
+    return None if own is None or busy is None else max(busy - own, 0.0)
+
+
+def _of_known(
+    values: Iterable[float | None], choose: Callable[[Sequence[float]], float]
+) -> float | None:
+    """Return the chosen one of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return choose(known) if known else None

@@ -1,0 +1,1 @@
+"""Gradients of the replicas of a stage: how they are summed, and which replica updates what."""

@@ -1,0 +1,104 @@
+"""Messages among the replicas of one stage at an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor
+
+from penstock.schedule.lower import Message
+from penstock.schedule.op import Kind
+from penstock.transport.payload import Payload
+from penstock.transport.transport import Transport
+
+#: Runs a function that may wait for a rank, and converts errors of the transport into those of the
+#: run.
+Guard = Callable[[int, Callable[[], Payload | None]], Payload | None]
+
+
+class Round(IntEnum):
+    """Message numbers of one synchronisation. `tied_weights.Number` has 8 to 11, waves 16 and more."""
+
+    GRADIENTS = 0
+    SUMS = 1
+    BUFFERS = 2
+    WEIGHTS = 3
+    SEGMENT = 4
+    READY = 5
+    SUMMED = 6
+    COPIED = 7
+    STATE_HEADER = 12
+    STATE = 13
+
+
+@dataclass(frozen=True)
+class ReplicaMessages:
+    """One rank's messages to and from the other replicas of a stage.
+
+    Attributes:
+        stage: index of the stage.
+        ranks: the ranks that hold a replica, ascending.
+        rank: this rank.
+        transport: the links of this rank.
+        guard: see `Guard`.
+    """
+
+    stage: int
+    ranks: tuple[int, ...]
+    rank: int
+    transport: Transport
+    guard: Guard
+
+    @property
+    def position(self) -> int:
+        """The position of this rank among the replicas."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def others(self) -> list[int]:
+        """The ranks of the other replicas."""
+        return [rank for rank in self.ranks if rank != self.rank]
+
+    def send(self, number: Round, row: Sequence[Tensor]) -> None:
+        """Send the same tensors to all others, without waiting; they must not change afterwards."""
+        message = Message(Kind.U, self.stage, number)
+        for rank in self.others:
+            self.transport.send(rank, message, Payload.row(list(row)), number.name)
+
+    def receive(self, number: Round) -> dict[int, list[Tensor]]:
+        """Wait for the tensors that all others have sent; return them by rank."""
+        message = Message(Kind.U, self.stage, number)
+        arrivals = {rank: self.transport.post(rank, message, number.name) for rank in self.others}
+        rows = {}
+        for rank, arrival in arrivals.items():
+            payload = self.guard(rank, arrival.wait)
+            assert payload is not None
+            rows[rank] = list(payload.tensors)
+        return rows
+
+    def exchange(
+        self, number: Round, rows: Sequence[Sequence[Tensor]], signature: str = ""
+    ) -> list[list[Tensor]]:
+        """Send `rows[n]` to the n-th replica, and receive one row from each.
+
+        Args:
+            number: the message number.
+            rows: for each replica the tensors for it; those for this rank stay here.
+            signature: distinguishes messages of different forms.
+
+        Returns:
+            The rows in the order of the ranks; in the place of this rank its own.
+        """
+        message = Message(Kind.U, self.stage, number)
+        signature = signature or number.name
+        arrivals = {rank: self.transport.post(rank, message, signature) for rank in self.others}
+        for rank, row in zip(self.ranks, rows, strict=True):
+            if rank != self.rank:
+                self.transport.send(rank, message, Payload.row(list(row)), signature)
+        received: list[list[Tensor]] = []
+        for rank, row in zip(self.ranks, rows, strict=True):
+            payload = self.guard(rank, arrivals[rank].wait) if rank != self.rank else None
+            received.append(list(row) if payload is None else list(payload.tensors))
+        return received

@@ -1,0 +1,33 @@
+"""Replicas in processes train to the same bits as replicas in threads, by whichever way sums go."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from tests.stage.gradients.jobs import SCHEDULES, trained
+
+import penstock as ps
+from penstock.transport.same_host import SameHostTransport
+
+
+def over_network(far: tuple[int, ...], schedule: str, options: dict[str, object]) -> object:
+    """Train in a process; ranks in `far` are reached over the network alone."""
+    rank = int(os.environ["RANK"])
+    connect = SameHostTransport.connect
+    SameHostTransport.connect = lambda self, store, size, *, willing: connect(
+        self, store, size, willing=rank not in far
+    )
+    return trained(schedule, options, None)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_shared_memory_sums_to_the_bits_of_threads(schedule):
+    """With a parameter that is frozen and thawed, and gradients of two batches per step."""
+    ranks = ps.Schedule.parse(SCHEDULES[schedule]).ranks
+    reference = trained(schedule, {}, "threads")
+    for result in ps.launch(over_network, ranks, (), schedule, {}, threads=1):
+        assert result["losses"] == reference["losses"]
+        for name, value in reference["weights"].items():
+            assert torch.equal(result["weights"][name], value), name
