@@ -20,9 +20,10 @@ from penstock.draw.pairs import events_by_rank, pair_halves
 from penstock.draw.palette import DARK_FILLS, FILLS, fill_class
 from penstock.draw.stage_order import StageOrder
 from penstock.draw.text_size import text_width
+from penstock.draw.transfers import timed_transfers, transfer_direction
 from penstock.event import Event, MemoryCurve, Timeline
 from penstock.idle import IdleCause
-from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
+from penstock.schedule.op import Kind, Op
 from penstock.units import format_bytes
 
 # Heights in points: gaps between lanes (the wide one has room for arrows), lanes (tall ones have
@@ -389,24 +390,6 @@ class _Lanes:
         """Return duration and start of an event: `2 ms at 3 ms`."""
         clock = self.page.clock
         return f"{clock.exact(event.end - event.start)} at {clock.exact(event.start)}"
-
-
-def timed_transfers(panel: Timeline) -> list[Event]:
-    """Return the transfers that take time; only they are drawn."""
-    return [
-        event for event in panel.events if event.to_rank is not None and event.end > event.start
-    ]
-
-
-def transfer_direction(event: Event) -> str:
-    """Return the direction of a transfer.
-
-    It is "on" for activations, "back" for gradients, and "pass" for activations that another rank
-    stores.
-    """
-    if event.op.kind in ACTIVATION_MOVES:
-        return "pass"
-    return "on" if event.op.kind is Kind.F else "back"
 
 
 def _box_label(number: str, stage: str, box: _Box, style: _NumberStyle, *, ink: str) -> list[str]:

@@ -12,9 +12,10 @@ from html import escape
 
 from penstock.draw.box_shades import BoxShades
 from penstock.draw.facts import KIND_NAMES, clean, heading, kinds_in, summary_items
-from penstock.draw.lanes import ARROW_CLASSES, draw_lanes, timed_transfers, transfer_direction
+from penstock.draw.lanes import ARROW_CLASSES, draw_lanes
 from penstock.draw.page import LABEL, SMALL, TITLE, Page
 from penstock.draw.stage_order import StageOrder
+from penstock.draw.transfers import timed_transfers, transfer_direction
 from penstock.event import Timeline
 from penstock.schedule.op import Kind
 

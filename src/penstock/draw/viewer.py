@@ -25,12 +25,12 @@ from penstock.draw.facts import (
     op_number,
     shown_idle,
 )
-from penstock.draw.lanes import timed_transfers, transfer_direction
 from penstock.draw.memory import downsample, holders_at_peak, memory_steps
 from penstock.draw.pairs import events_by_rank, pair_halves
 from penstock.draw.palette import FILLS, FILLS_ON_DARK, number_colours
 from penstock.draw.scale import Clock, axis_seconds
 from penstock.draw.stage_order import StageOrder
+from penstock.draw.transfers import timed_transfers, transfer_direction
 from penstock.draw.waits import critical_path, dependencies_of_timeline, waits
 from penstock.event import Event, MemoryCurve, Timeline
 from penstock.idle import IdleCause
