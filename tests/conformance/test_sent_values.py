@@ -33,7 +33,7 @@ class Sent:
     """A payload on its way, with what its tensors were when it was sent."""
 
     def __init__(self, payload):
-        self.payload = payload
+        self.payload, self.nbytes = payload, payload.nbytes
         self.versions = [tensor._version for tensor in payload.tensors]
         self.contents = [tensor.detach().clone() for tensor in payload.tensors]
 
