@@ -64,6 +64,7 @@ def plans_for(
         plan = ps.plan(profile, cluster, case.samples, optimizer=torch.optim.Adam, **choice)
         path = folder / f"{workload}-{count}-{mbit}-{name}.json"
         plan.save(path)
+        print(f"  {name}: {plan!r}", flush=True)
         plans[name] = path, plan
     return plans
 
@@ -117,15 +118,33 @@ def run_system(hosts: Hosts, job: dict[str, Any], count: int, folder: Path) -> l
 
 
 def compare(
-    workload: str, count: int, mbit: int, rounds: int, steps: int, folder: Path
+    workload: str,
+    count: int,
+    mbit: int,
+    rounds: int,
+    steps: int,
+    folder: Path,
+    systems: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Measure all systems in turn, and return their times, memory and losses."""
+    """Measure systems in turn, and return their times, memory and losses.
+
+    Args:
+        workload: name of a workload.
+        count: number of hosts.
+        mbit: rate of their links, in Mbit/s.
+        rounds: times that each system has its turn.
+        steps: measured per turn.
+        folder: for plans and results of processes.
+        systems: those to measure beside DDP; None for all.
+    """
     rows: dict[str, dict[str, Any]] = {}
     with Hosts(count, mbit) as hosts:
         plans = plans_for(hosts, workload, count, mbit, folder)
         equal_cut = plans["penstock-1f1b"][1]
         for _ in range(rounds):
             for name in (*SYSTEMS, *plans):
+                if systems is not None and name not in ("ddp", *systems):
+                    continue
                 if name == "torch-1f1b" and workload == "gnmt":
                     continue  # its stages exchange dicts, which torch's stages do not take
                 rows.setdefault(name, {"seconds": [], "peak_bytes": []})
@@ -168,6 +187,12 @@ def main() -> None:
     parser.add_argument("--mbit", action="append", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument(
+        "--system",
+        action="append",
+        choices=(*SYSTEMS[1:], "penstock-1f1b", "pipeline", "auto", "hybrid"),
+        help="measure only this one and DDP (repeatable)",
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
     arguments = parser.parse_args()
     if os.geteuid() != 0:
@@ -189,6 +214,7 @@ def main() -> None:
                             arguments.rounds,
                             arguments.steps,
                             Path(folder),
+                            arguments.system,
                         )
                     )
                     print_cell(cells[-1])
@@ -209,12 +235,10 @@ def key_of(cell: dict[str, Any]) -> tuple[Any, ...]:
 
 def print_cell(cell: dict[str, Any]) -> None:
     """Print the table of a cell."""
-    for name, text in cell["plans"].items():
-        print(f"  {name}: {text}")
     for name, row in cell["systems"].items():
         seconds = statistics.median(row["seconds"])
         print(
-            f"  {name:10} {seconds:8.2f} s a step, {row['times_ddp']:5.2f} times as fast as DDP, "
+            f"  {name:13} {seconds:8.2f} s a step, {row['times_ddp']:5.2f} times as fast as DDP, "
             f"{max(row['peak_bytes']) / 2**20:6.0f} MiB ({row['memory_of_ddp']:.2f} of DDP)"
         )
 

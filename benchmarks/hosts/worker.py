@@ -18,6 +18,7 @@ from torch import Tensor
 from workloads import WORKLOADS
 
 from penstock.peers.memory import Peak
+from penstock.peers.workload import flat_layers
 
 
 def main() -> None:
@@ -90,7 +91,7 @@ def fsdp2(job: dict[str, Any], workload: Any) -> Any:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     model = workload.model()
-    for layer in model:
+    for layer in flat_layers(model):
         if next(layer.parameters(), None) is not None:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -115,7 +116,8 @@ def torch_1f1b(job: dict[str, Any], workload: Any) -> Any:
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     first = sum(job["lengths"][:rank])
-    part = workload.model()[first : first + job["lengths"][rank]]
+    layers = flat_layers(workload.model())  # a cut counts the layers inside of Sequentials
+    part = torch.nn.Sequential(*layers[first : first + job["lengths"][rank]])
     stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
     runner = Schedule1F1B(stage, job["micro_batches"], loss_fn=workload.loss)
     optimizer = _optimizer(part.parameters())
