@@ -152,15 +152,6 @@ def test_a_lost_rank_is_recovered_from_the_copies_without_a_checkpoint(tmp_path,
     assert not (run.folder / "checkpoints").exists()
 
 
-def test_a_data_parallel_copy_of_a_stage_recovers_another(tmp_path, monkeypatch):
-    """The planner has given a stage to two ranks or more, as no schedule asks for."""
-    run = prepared(tmp_path / "run", 4, "1f1b")
-    first, second = next(ranks for ranks in run.plan.schedule.ranks_of_stage if len(ranks) > 1)[:2]
-    train(monkeypatch, run, Fault((first,), 5, Kind.F), Fault((second,), 8, Kind.B))
-    assert restarts_of(run) == [(4, "memory"), (7, "memory")]
-    assert_same(run, undisturbed(run, tmp_path / "reference"))
-
-
 def test_a_run_that_loses_all_copies_of_a_stage_continues_from_its_checkpoint(
     tmp_path, monkeypatch
 ):
