@@ -29,7 +29,7 @@ from penstock.transport.transport import TransportLost, TransportTimeout
 
 def wire(**options) -> Wire:
     """Rank 0's wire, with no process group behind it."""
-    return Wire(0, torch.device("cpu"), {}, 5.0, None, **options)
+    return Wire(0, torch.device("cpu"), {}, 5.0, None, range(2), **options)
 
 
 class Store(dict):

@@ -53,7 +53,8 @@ def _play_all():
     join()
     rank = dist.get_rank()
     store = PrefixStore("scenes", dist.distributed_c10d._get_default_store())
-    wire = Wire(rank, torch.device("cpu"), store, 60.0, dist.new_group(backend="gloo"))
+    shared = dist.new_group(backend="gloo")
+    wire = Wire(rank, torch.device("cpu"), store, 60.0, shared, range(dist.get_world_size()))
     transport = DistributedTransport(wire)
     results = {}
     for name, play in SCENES.items():

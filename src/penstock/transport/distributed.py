@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -71,6 +71,7 @@ class Wire:
         device: of its tensors.
         store: of torch.distributed, through which headers go.
         deadline_s: seconds that a wait may take.
+        ranks: by rank, the rank of its process in the job, which torch's functions expect.
         shared: a gloo group of all ranks, where tags keep messages apart. It carries the messages
             for which `groups` has no entry, such as the norms of gradient clipping.
         groups: under NCCL one process group for each directed link. NCCL matches transfers by their
@@ -88,6 +89,7 @@ class Wire:
     store: Store
     deadline_s: float
     shared: dist.ProcessGroup
+    ranks: Sequence[int]
     groups: Mapping[LinkKey, dist.ProcessGroup] = field(default_factory=dict)
     everyone: dist.ProcessGroup | None = None
     lost: bool = False
@@ -195,7 +197,7 @@ class Wire:
         self.lost = True
         everyone = [] if self.everyone is None else [self.everyone]
         abort_communicators([*self.groups.values(), *everyone])
-        others = [other for other in range(dist.get_world_size(self.shared)) if other != self.rank]
+        others = [other for number, other in enumerate(self.ranks) if number != self.rank]
         if others:
             try:
                 receive = dist.irecv(torch.empty(1), others[0], group=self.shared, tag=2**31 - 1)
@@ -293,7 +295,9 @@ class DistributedTransport:
                 ready = ready.cpu()
             if group is not None and not ready.numel():
                 continue  # the receiver knows from the form that there is nothing to receive
-            work = self._begin(partial(dist.isend, dst=peer), link, message, number, ready)
+            work = self._begin(
+                partial(dist.isend, dst=self.wire.ranks[peer]), link, message, number, ready
+            )
             if work is not None:
                 self.wire.buffers.take(ready.nbytes)
                 transfers.append((work, ready))
@@ -396,7 +400,7 @@ class DistributedTransport:
         device = self.wire.device if on_device else torch.device("cpu")
         buffers = [form.empty(device) for form in header.forms]
         self.wire.buffers.take(sum(buffer.nbytes for buffer in buffers))
-        begin = partial(dist.irecv, src=peer)
+        begin = partial(dist.irecv, src=self.wire.ranks[peer])
         works = [
             self._begin(begin, link, message, number, buffer)
             for number, buffer in enumerate(buffers)

@@ -49,8 +49,9 @@ class DeviceCollectives:
             TransportLost: the communicator is closed.
             RunError: NCCL refuses the tensor.
         """
+        first = self._wire.ranks[source]
         return self._begin(
-            lambda: dist.broadcast(tensor, source, group=self._group, async_op=True),
+            lambda: dist.broadcast(tensor, first, group=self._group, async_op=True),
             f"the broadcast of rank {source}",
         )
 
