@@ -10,6 +10,7 @@ from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import SettingError
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.host_costs import (
     NETWORK_S_PER_BYTE,
@@ -151,6 +152,19 @@ def test_a_card_carries_one_message_at_a_time_in_each_direction():
     # 0F1 ends at 2 and waits for the card until 3, while 0F0 is on its way until 3.5.
     assert ("0F0", 1, 3.5) in moves
     assert ("0F1", 3, 5.5) in moves
+
+
+def test_a_card_receives_one_message_at_a_time():
+    """Two replicas of stage 0 on two hosts send to one card at the same second."""
+    case_schedule = Schedule.parse(
+        "0F0 0B0 0U1\n0F1 0B1 0U1\n1F0 1F1 1B0 1B1 1U1",
+    )
+    for hosts, second_start in (((0, 1, 2), 3), ((0, 1, 0), 1), ((0, 0, 0), 1)):
+        costs_by_hand = Costs(1, 1, transfer=2.5, network=Network(hosts, 0.5))
+        line = simulate_schedule(case_schedule, costs_by_hand)
+        moves = [(str(e.op), e.start, e.end) for e in line.events if e.to_rank is not None]
+        assert ("0F0", 1, 3.5) in moves
+        assert ("0F1", second_start, second_start + 2.5) in moves
 
 
 def test_a_network_is_not_a_shared_medium():
