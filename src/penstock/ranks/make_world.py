@@ -40,6 +40,22 @@ class Place:
     deadline_s: float
     mesh: PipelineMesh | None = None
 
+    @classmethod
+    def of(
+        cls,
+        executor: str | None,
+        device: str | torch.device | None,
+        deadline_s: float,
+        mesh: object,
+    ) -> Place:
+        """Return the place for the arguments of `Pipeline`.
+
+        Raises:
+            SettingError: `mesh` is not the mesh of a pipeline.
+        """
+        wanted_device = None if device is None else torch.device(device)
+        return cls(executor, wanted_device, deadline_s, PipelineMesh.of(mesh))
+
 
 def in_threads(schedule: Schedule, place: Place) -> bool:
     """Return whether all ranks are threads of this process.

@@ -19,7 +19,6 @@ from penstock.option import describe_options, signature_with_options
 from penstock.plan.plan import Plan
 from penstock.ranks.calls import END_OF_TRAIN
 from penstock.ranks.make_world import Place, world_of
-from penstock.ranks.pipeline_mesh import PipelineMesh
 from penstock.ranks.results import outputs
 from penstock.ranks.settings.run_config import Overrides, check, make_run_config
 from penstock.ranks.settings.settings_exchange import report_failures
@@ -142,11 +141,10 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         check_slices(self.chain, self.setting.schedule)
         check_replicas(self.chain, self.setting)
         scaling = LossScaler.of(training_options.scaler)
-        wanted_device = None if device is None else torch.device(device)
-        place = Place(executor, wanted_device, deadline_s, PipelineMesh.of(mesh))
+        place = Place.of(executor, device, deadline_s, mesh)
         self._training = Training(loss, optimizer, seed, training_options)
-        self._meeting, group = next_settings_exchange(self.setting, place)
-        meeting = self._meeting
+        meeting, group = next_settings_exchange(self.setting, place)
+        self._meeting = meeting
         self.setting = place_on_hosts(meeting, self.setting)
         compare_settings(meeting, self.chain, self.setting, self._training, check_data=check_data)
         self._world = world_of(self.setting, self.chain.description, place, group)
