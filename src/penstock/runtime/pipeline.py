@@ -142,17 +142,16 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         check_replicas(self.chain, self.setting)
         scaling = LossScaler.of(training_options.scaler)
         place = Place.of(executor, device, deadline_s, mesh)
-        self._training = Training(loss, optimizer, seed, training_options)
-        meeting, group = next_settings_exchange(self.setting, place)
-        self._meeting = meeting
-        self.setting = place_on_hosts(meeting, self.setting)
-        compare_settings(meeting, self.chain, self.setting, self._training, check_data=check_data)
+        self._training = training = Training(loss, optimizer, seed, training_options)
+        self._meeting, group = next_settings_exchange(self.setting, place)
+        self.setting = place_on_hosts(self._meeting, self.setting)
+        compare_settings(self._meeting, self.chain, self.setting, training, check_data=check_data)
         self._world = world_of(self.setting, self.chain.description, place, group)
         training_options.check_compiler(self._world.device(self._world.local_ranks[0]))
         self._step = self._accumulated = 0
         self._accumulate = training_options.accumulate
         self._assembly = assemble(self.chain, self.setting, self._world, self._training)
-        compare_optimizers(meeting, self._assembly)
+        compare_optimizers(self._meeting, self._assembly)
         self._guard = guard_for(self.chain, self._assembly)
         whole_chain, self.chain = self.chain, self._assembly.traced
         if plan is not None and optimizer is not None:
@@ -167,7 +166,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         autocast_dtype = training_options.autocast_dtype
         self._preparation = Preparation(self._assembly, autocast_dtype, self._drain)
         self._preparation.begin()
-        self._busy_times = BusyTimes(meeting, self.setting)
+        self._busy_times = BusyTimes(self._meeting, self.setting)
 
     # -- training and evaluation
 
