@@ -195,24 +195,16 @@ class _Group:
         def layer(
             name: str, kind: str, seconds: _Seconds, parameters: int, saved_bytes: float
         ) -> LayerProfile:
-            rows = [seconds(float(size)) for size in sizes]
-            forward = tuple(row[0] for row in rows)
-            input_grad = tuple(row[1] for row in rows)
-            weight_grad = tuple(row[2] for row in rows)
-            backward = tuple(row[1] + row[2] for row in rows)
-            points = tuple(sizes)
+            row = _timings(seconds, sizes)
             return LayerProfile(
                 name,
                 kind,
-                Timing(points, forward),
-                Timing(points, backward),
-                Timing(points, input_grad),
-                Timing(points, weight_grad),
-                parameters=parameters,
-                parameter_bytes=_WIDTH * parameters,
-                buffer_bytes=0,
-                activation_bytes_per_sample=saved_bytes,
-                output_bytes_per_sample=boundary / width,
+                *row,
+                parameters,
+                _WIDTH * parameters,
+                0,
+                saved_bytes,
+                boundary / width,
             )
 
         blocks = layer(
@@ -244,6 +236,18 @@ class _Group:
             sequence_parallel=self.sequence_parallel,
             boundary_replicas=1 if self.sequence_parallel else width,
         )
+
+
+def _timings(seconds: _Seconds, sizes: Sequence[int]) -> tuple[Timing, Timing, Timing, Timing]:
+    """Return the timings of forward, backward, input gradient and weight gradient."""
+    rows = [seconds(float(size)) for size in sizes]
+    points = tuple(sizes)
+    return (
+        Timing(points, tuple(row[0] for row in rows)),
+        Timing(points, tuple(row[1] + row[2] for row in rows)),
+        Timing(points, tuple(row[1] for row in rows)),
+        Timing(points, tuple(row[2] for row in rows)),
+    )
 
 
 def transformer_profile(
