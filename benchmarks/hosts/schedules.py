@@ -234,6 +234,8 @@ def print_cell(cell: dict[str, Any]) -> None:
         )
     medians = {name: statistics.median(row) for name, row in cell["seconds"].items()}
     best = min(rows, key=lambda name: medians[name])
+    if "auto" not in medians:
+        return
     print(
         f"  auto           measured {medians['auto'] * 1e3:8.1f} ms, "
         f"{medians['auto'] / medians[best]:.2f} times the best of the above, {best}: {cell['auto']}",
