@@ -23,10 +23,11 @@ from penstock.ranks.processes.launch import launch
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
 from penstock.transport.buffer_meter import BufferMeter
-from penstock.transport.distributed import DistributedTransport, Wire
+from penstock.transport.distributed import DistributedTransport
 from penstock.transport.messages import header_name, message_tag
 from penstock.transport.payload import Payload
 from penstock.transport.transport import TransportLost, TransportTimeout
+from penstock.transport.wire import Wire
 
 SCENES: dict[str, Callable[[DistributedTransport, int], Any]] = {}
 

@@ -33,14 +33,13 @@ from penstock.transport.distributed import (
     LOSS_TAG,
     MAX_IN_FLIGHT,
     DistributedTransport,
-    Wire,
-    is_lost,
 )
 from penstock.transport.hybrid import route
 from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.transport.process_group import join, started
 from penstock.transport.same_host import SameHostTransport
 from penstock.transport.transport import Arrival, Transport, TransportLost, TransportTimeout
+from penstock.transport.wire import Wire, is_lost
 
 __all__ = ["DistributedWorld", "join", "started"]
 

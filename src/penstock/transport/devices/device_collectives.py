@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.transport.distributed import DeviceTransfer, Wire, is_lost
 from penstock.transport.transport import TransportLost
+from penstock.transport.wire import DeviceTransfer, Wire, is_lost
 
 if TYPE_CHECKING:
     Transfer = Callable[[], dist.Work | None]
