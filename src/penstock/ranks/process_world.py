@@ -10,6 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +44,11 @@ from penstock.transport.distributed import (
 from penstock.transport.hybrid import route
 from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.transport.process_group import join, started
+from penstock.transport.replica_collectives import (
+    ReplicaCollectives,
+    all_on_host,
+    make_replica_collectives,
+)
 from penstock.transport.same_host import SameHostTransport
 from penstock.transport.transport import Arrival, Transport, TransportLost, TransportTimeout
 
@@ -78,6 +84,7 @@ class DistributedWorld:
         deadline_s: seconds for which a rank waits for another.
         links: links between stages.
         copies: links between replicas of a stage.
+        replicas: by stage with gradients that its replicas sum, the ranks that hold it.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class DistributedWorld:
         deadline_s: float,
         links: Collection[Link],
         copies: Collection[Link] = (),
+        replicas: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         self.size = join(deadline_s)
         self._rank = dist.get_rank()
@@ -106,6 +114,10 @@ class DistributedWorld:
         self._near = SameHostTransport(self._rank, deadline_s, self._device)
         self._near.connect(store, self.size, willing=not groups)
         self._transport = route(self._near, DistributedTransport(self._wire), self.size - 1)
+        self._collectives: dict[int, ReplicaCollectives] = {}
+        if all_on_host(store, self._rank, self.size, self._device):
+            apart = {s: ranks for s, ranks in replicas.items() if not self._near.connects(ranks)}
+            self._collectives = make_replica_collectives(self._wire, apart)
         late = self._late if groups else None
         self._board = StoreBoard(store, self._rank, self.size, self._stop, late)
         self.calls: Calls = ComparedCalls(store, self._board, self._rank, self.size, deadline_s)
@@ -169,6 +181,10 @@ class DistributedWorld:
         """See `World.open_segment`."""
         on_host = self._device.type == "cpu"
         return self._near.open_segment if on_host and self._near.connects(ranks) else None
+
+    def replica_collectives(self, stage: int) -> ReplicaCollectives | None:
+        """See `World.replica_collectives`."""
+        return self._collectives.get(stage)
 
     def board(self, rank: int) -> StoreBoard:
         """See `World.board`."""
