@@ -26,7 +26,7 @@ class Hosts:
     """
 
     def __init__(self, count: int, mbit: int) -> None:
-        self._prefix = f"penstock-{os.getpid()}"
+        self._prefix = f"hosts-{os.getpid()}"
         self._switch = f"{self._prefix}-switch"
         self._mbit = mbit
         self.names = [f"{self._prefix}-{index}" for index in range(count)]

@@ -149,6 +149,11 @@ def measure(
         ).items():
             paths[schedule] = str(folder / f"{schedule}.json")
             plan.save(paths[schedule])
+        auto = ps.plan(
+            profile, cluster_of(count, mbit, None), case.samples, optimizer=torch.optim.SGD
+        )
+        paths["auto"] = str(folder / "auto.json")
+        auto.save(paths["auto"])
         job = {
             "workload": workload,
             "plans": paths,
@@ -162,6 +167,7 @@ def measure(
         "mbit": mbit,
         "micro_batches": micro_batches,
         "profile": json.loads(json.dumps(profile_json(profile))),
+        "auto": repr(auto),
         **result,
     }
 
@@ -209,7 +215,7 @@ def print_cell(cell: dict[str, Any]) -> None:
         path = Path(folder) / "p.json"
         path.write_text(json.dumps(cell["profile"]))
         profile = ps.Profile.load(path)
-    link = Link(*cell["link"]) if cell.get("link") else None
+    link = Link(**cell["link"]) if cell.get("link") else None
     workload = WORKLOADS[cell["workload"]]
     cluster = cluster_of(cell["hosts"], cell["mbit"], link)
     print(f"{cell['workload']}, {cell['hosts']} hosts, {cell['mbit']} Mbit/s, link {link}")
@@ -226,6 +232,15 @@ def print_cell(cell: dict[str, Any]) -> None:
             f"{measured_s * 1e3:8.1f} ms, ratio {predicted_s / measured_s:5.2f}",
             flush=True,
         )
+    medians = {name: statistics.median(row) for name, row in cell["seconds"].items()}
+    best = min(rows, key=lambda name: medians[name])
+    if "auto" not in medians:
+        return
+    print(
+        f"  auto           measured {medians['auto'] * 1e3:8.1f} ms, "
+        f"{medians['auto'] / medians[best]:.2f} times the best of the above, {best}: {cell['auto']}",
+        flush=True,
+    )
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -58,7 +59,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         assert link is not None
         result = {
-            "link": [link.latency_s, link.bandwidth_bytes_per_s],
+            "link": asdict(link),
             "seconds": seconds,
             "cpu": cpu,
             "op_s": {

@@ -107,6 +107,25 @@ def check_all(defects: Sequence[Defect], jobs: int, limit_s: float) -> list[dict
             return list(executor.map(check_in_copy, defects))
 
 
+def count_results(rows: Sequence[dict[str, object]]) -> dict[str, int]:
+    """Return the number of rows with each result."""
+    return {
+        result: sum(row["result"] == result for row in rows)
+        for result in ("killed", "survived", "time out", "stale")
+    }
+
+
+def write_results(rows: Sequence[dict[str, object]], path: Path) -> None:
+    """Write the rows, and those that the file has of defects that were not checked this time."""
+    row_of: dict[object, dict[str, object]] = {}
+    if path.exists():
+        row_of = {row["what"]: row for row in json.loads(path.read_text())["defects"]}
+    row_of |= {row["what"]: row for row in rows}
+    listed = [row_of[defect.what] for defect in DEFECTS if defect.what in row_of]
+    results = {"counts": count_results(listed), "defects": listed}
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main() -> int:
     """Print a line per defect and write results.json. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -121,15 +140,9 @@ def main() -> int:
         defect for defect in DEFECTS if re.search(arguments.only, f"{defect.what} {defect.file}")
     ]
     rows = check_all(chosen, arguments.jobs, arguments.limit)
-    counts = {
-        result: sum(row["result"] == result for row in rows)
-        for result in ("killed", "survived", "time out", "stale")
-    }
+    counts = count_results(rows)
     print(", ".join(f"{count} {result}" for result, count in counts.items()))
-    if not arguments.only:
-        arguments.output.write_text(
-            json.dumps({"counts": counts, "defects": rows}, indent=1) + "\n"
-        )
+    write_results(rows, arguments.output)
     return int(counts["killed"] < len(rows))
 
 

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from penstock import __version__
 
 DRAW = ["draw", "--schedule", "1f1b", "--stages", "2", "--micro-batches", "2"]
@@ -68,3 +70,18 @@ def test_completion_offers_the_names_of_schedules():
         check=False,
     )
     assert set(answer.stdout.split()) >= {"zb-h1", "zb-h2"}, answer.stderr
+
+
+@pytest.mark.parametrize("words", [["list", "schedules"], ["train", "--help"], DRAW])
+def test_a_closed_pipe_ends_the_command_quietly(words):
+    """As after `| head`: no message, and the status of a process that SIGPIPE has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        ended = subprocess.run(
+            [sys.executable, "-m", "penstock", *words],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (141, b"")

@@ -30,7 +30,15 @@ devices = st.builds(
     st.floats(1, 50),
     texts,
 )
-links = st.builds(Link, st.floats(0, 10), positive | st.just(float("inf")), names, st.booleans())
+links = st.builds(
+    Link,
+    st.floats(0, 10),
+    positive | st.just(float("inf")),
+    names,
+    st.booleans(),
+    st.none() | st.floats(0, 1),
+    st.none() | st.floats(0, 1),
+)
 
 
 @st.composite

@@ -6,7 +6,7 @@ import pytest
 
 import penstock as ps
 from penstock.measure import host_links
-from penstock.measure.host_links import link_of, measure_host_links
+from penstock.measure.host_links import link_of, measure_host_links, network_link
 from penstock.measure.messages import SIZES, Times
 
 
@@ -30,13 +30,26 @@ def test_a_link_of_long_latency_has_its_bandwidth(monkeypatch):
     """
 
     monkeypatch.setattr(
-        host_links, "settled_seconds", lambda peer, wires, size: 0.15 + size / 12.5e6
+        host_links, "settled_seconds", lambda peer, wires, size: (0.15 + size / 12.5e6, 1e-5)
     )
     times = host_links._time_pair(1, None)
     assert times.sizes == (64, 2**14, 2**17, 2**20, 2**22), "the last takes 0.34 s longer"
     link = link_of(times)
     assert link.latency_s == pytest.approx(0.15, rel=1e-3)
     assert link.bandwidth_bytes_per_s == pytest.approx(12.5e6, rel=1e-6)
+
+
+def test_the_cpu_time_of_messages_is_that_of_the_shortest_one_and_more_per_byte():
+    """Times that were not measured stay unknown, and noise does not make them negative."""
+    sizes, seconds = (64, 64 + 10**6), (1e-4, 2e-3)
+    link = link_of(Times(sizes, seconds, cpu_s=(5e-5, 4.5e-4)))
+    assert link.cpu_s_per_message == 5e-5
+    assert link.cpu_s_per_byte == pytest.approx(4e-10)
+    assert link_of(Times(sizes, seconds)).cpu_s_per_byte is None
+    assert link_of(Times(sizes, seconds, cpu_s=(5e-5, 4e-5))).cpu_s_per_byte == 0
+    other = Times(sizes, seconds, cpu_s=(5e-5, 6.5e-4))
+    network = network_link([Times(sizes, seconds, cpu_s=(5e-5, 4.5e-4)), other], 1.5)
+    assert network.cpu_s_per_byte == pytest.approx(5e-10)
 
 
 def _links():

@@ -414,3 +414,55 @@ def test_a_sequential_that_does_or_has_more_than_its_layers_is_refused():
         SettingError, match=r"^scale is a parameter or buffer of the nn\.Sequential itself"
     ):
         Pipe(Owner(*layers), [1, 1], devices=["cpu"] * 2)
+
+
+def test_torch_compile_leaves_a_pipe_as_it_is():
+    """With a warning; the results are those without it."""
+    torch.manual_seed(0)
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), [2, 1], chunks=2)
+    x = torch.randn(4, 3)
+    pipe(x).sum().backward()
+    expected = [weight.grad.clone() for weight in pipe.parameters()]
+    pipe.zero_grad()
+    compiled = torch.compile(pipe, backend="eager")
+    with pytest.warns(UserWarning, match="torch.compile leaves a Pipe as it is"):
+        compiled(x).sum().backward()
+    for weight, grad in zip(pipe.parameters(), expected, strict=True):
+        assert torch.equal(weight.grad, grad)
+
+
+def test_activation_checkpointing_of_trainer_recomputes_all_micro_batches():
+    """By both of its names; disabling it brings the mode before back."""
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 4)), [1], chunks=2)
+    pipe.gradient_checkpointing_enable({"use_reentrant": False})
+    pipe.activation_checkpointing_enable()
+    assert pipe.checkpoint == "always"
+    pipe.gradient_checkpointing_disable()
+    assert pipe.checkpoint == "except_last"
+    pipe.activation_checkpointing_disable()
+    assert pipe.checkpoint == "never"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"every_n_layers": 2},
+        {"offload": True},
+        {"activation_checkpointing_kwargs": {"context_fn": None}},
+    ],
+)
+def test_activation_checkpointing_that_a_pipe_has_not_is_refused(settings):
+    """The message names the setting."""
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 4)), [1])
+    with pytest.raises(SettingError, match="a Pipe recomputes whole partitions"):
+        pipe.activation_checkpointing_enable(**settings)
+
+
+def test_label_smoothing_of_trainer_is_refused_with_the_way_to_do_it():
+    """Trainer would take the config, and then decide by the class whether labels are shifted."""
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 4)), [1])
+    assert not hasattr(pipe, "config")
+    with pytest.raises(AttributeError, match="smooth in the loss"):
+        _ = pipe.config
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        _ = pipe.other

@@ -317,3 +317,34 @@ def test_deferred_batch_norm_is_refused_for_a_traced_model():
         ps.Pipe(chain, [1, 2], devices=["cpu"] * 2, deferred_batch_norm=True)
     with pytest.raises(SettingError, match="Normed is traced"):
         ps.Pipeline(chain, loss=functional.cross_entropy, balance=[3], deferred_batch_norm=True)
+
+
+class Embedded(nn.Module):
+    """A model with an embedding that it names, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 3)
+
+    def get_input_embeddings(self):
+        """Return the embedding."""
+        return self.table
+
+    def forward(self, tokens):
+        """Return the scores."""
+        return self.head(self.table(tokens))
+
+
+def test_a_hook_on_the_input_embeddings_runs_as_neftune_of_trainer_needs_it():
+    """The model is traced again with the hook, and without it when it is removed."""
+    model, tokens = Embedded(), torch.arange(4)
+    pipe = ps.Pipe(ps.chain(model, tokens), [1, 1], chunks=2, devices=["cpu"] * 2)
+    before = pipe(tokens)
+    hook = pipe.get_input_embeddings().register_forward_hook(lambda *call: call[2] + 1.0)
+    shifted = pipe(tokens)
+    assert torch.allclose(shifted, model(tokens))
+    assert not torch.allclose(shifted, before)
+    hook.remove()
+    assert torch.equal(pipe(tokens), before)
+    assert not hasattr(make_pipe(), "get_input_embeddings")

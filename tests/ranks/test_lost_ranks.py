@@ -25,6 +25,12 @@ while True:
 """
 
 
+#: Rank 0 before it has imported anything of Penstock.
+EARLY = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+
+JOIN = "from penstock.transport.process_group import join; join()"
+
+
 @pytest.fixture
 def reserved_port():
     """A port that no other process is given, and on which a rank can listen.
@@ -44,29 +50,43 @@ def test_a_stopped_rank_is_named_also_if_it_hosts_the_store(reserved_port):
 
     Version 0.1 said nothing in 700 s.
     """
+    pid, errors = errors_of_the_other([SCRIPT, SCRIPT], reserved_port)
+    name = f"rank 0 on host {socket.gethostname()} (127.0.0.1, pid {pid})"
+    assert f"{name} has been stopped by a signal (SIGSTOP)" in errors
+    assert "its last heartbeat is" in errors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is in Linux's /proc")
+def test_rank_0_that_is_stopped_before_there_is_a_store_is_named(reserved_port):
+    """The others do not wait for the store until the time limit."""
+    pid, errors = errors_of_the_other([EARLY, JOIN], reserved_port)
+    name = f"rank 0 on host {socket.gethostname()} (pid {pid})"
+    assert f"{name} has been stopped by a signal (SIGSTOP)" in errors
+
+
+def errors_of_the_other(scripts: list[str], port: int) -> tuple[int, str]:
+    """Run a script per rank, of which rank 0 stops, and return its process id and rank 1's errors."""
     environment = {
         **os.environ,
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(reserved_port),
+        "MASTER_PORT": str(port),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
     }
     stopped, other = (
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
+            [sys.executable, "-c", script],
             env={**environment, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank, script in enumerate(scripts)
     )
     try:
         _, errors = other.communicate(timeout=HANG_S)
         assert other.returncode == 1
-        name = f"rank 0 on host {socket.gethostname()} (127.0.0.1, pid {stopped.pid})"
-        assert f"{name} has been stopped by a signal (SIGSTOP)" in errors
-        assert "its last heartbeat is" in errors
+        return stopped.pid, errors
     finally:
         stopped.send_signal(signal.SIGKILL)
         stopped.communicate()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import SettingError
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.host_costs import (
-    NETWORK_RECEIVE_S_PER_BYTE,
-    NETWORK_SEND_S_PER_BYTE,
+    NETWORK_S_PER_BYTE,
     RECEIVE_S,
     SEND_S,
 )
@@ -60,12 +62,13 @@ def costs(
     stages: int = 2,
     micro_batches: int = 4,
     ranks_per_host: int | None = None,
+    link: Link = LINK,
     **options: object,
 ):
     """Of a schedule on as many devices of a kind as it needs, on one host by default."""
     case_schedule = schedule(name, stages, micro_batches, **options)
     devices = (Device("d", 10**9, kind),) * case_schedule.ranks  # type: ignore[arg-type]
-    on = Cluster("c", devices, ranks_per_host or case_schedule.ranks, LINK, LINK)
+    on = Cluster("c", devices, ranks_per_host or case_schedule.ranks, link, link)
     lengths = [4 // stages] * stages
     return case_schedule, schedule_costs(
         case_schedule,
@@ -97,12 +100,21 @@ def test_a_rank_of_a_cpu_hands_messages_over_itself():
 def test_between_hosts_a_message_moves_beside_the_ops():
     """The rank pays for its part of the work alone, and the card has the message."""
     _, stage_costs = costs(a_profile(), "cpu", ranks_per_host=1)
-    send_s = SEND_S + 200 * NETWORK_SEND_S_PER_BYTE
-    receive_s = RECEIVE_S + 200 * NETWORK_RECEIVE_S_PER_BYTE
+    send_s = SEND_S + 200 * NETWORK_S_PER_BYTE
+    receive_s = RECEIVE_S + 200 * NETWORK_S_PER_BYTE
     assert stage_costs.forward == pytest.approx((4 + send_s, 4 + receive_s))
     assert stage_costs.backward == pytest.approx((12 + receive_s, 12 + send_s))
     assert stage_costs.transfer == (MESSAGE_S,)
     assert stage_costs.network == Network((0, 1), LINK.latency_s)
+
+
+def test_measured_cpu_times_of_a_link_replace_the_constants():
+    """Per byte as measured; per message no less than Penstock's own bookkeeping."""
+    for per_message, expected_s in ((2 * SEND_S, 2 * SEND_S), (SEND_S / 2, SEND_S)):
+        link = replace(LINK, cpu_s_per_byte=1e-3, cpu_s_per_message=per_message)
+        _, stage_costs = costs(a_profile(), "cpu", ranks_per_host=1, link=link)
+        cpu_s = expected_s + 200 * 1e-3
+        assert stage_costs.forward == pytest.approx((4 + cpu_s, 4 + cpu_s))
 
 
 def test_ranks_of_one_host_use_the_network_for_other_hosts_only():
@@ -123,7 +135,7 @@ def test_a_boundary_inside_hosts_and_between_them_has_costs_by_micro_batch():
     ]
     assert found.transfer == (tuple(0.5 if within else MESSAGE_S for within in inside),)
     hand_over_s = SEND_S + MESSAGE_S
-    network_s = SEND_S + 200 * NETWORK_SEND_S_PER_BYTE
+    network_s = SEND_S + 200 * NETWORK_S_PER_BYTE
     sends = [hand_over_s if within else network_s for within in inside]
     assert found.forward[0] == pytest.approx(tuple(4 + second for second in sends))
 
@@ -140,6 +152,19 @@ def test_a_card_carries_one_message_at_a_time_in_each_direction():
     # 0F1 ends at 2 and waits for the card until 3, while 0F0 is on its way until 3.5.
     assert ("0F0", 1, 3.5) in moves
     assert ("0F1", 3, 5.5) in moves
+
+
+def test_a_card_receives_one_message_at_a_time():
+    """Two replicas of stage 0 on two hosts send to one card at the same second."""
+    case_schedule = Schedule.parse(
+        "0F0 0B0 0U1\n0F1 0B1 0U1\n1F0 1F1 1B0 1B1 1U1",
+    )
+    for hosts, second_start in (((0, 1, 2), 3), ((0, 1, 0), 1), ((0, 0, 0), 1)):
+        costs_by_hand = Costs(1, 1, transfer=2.5, network=Network(hosts, 0.5))
+        line = simulate_schedule(case_schedule, costs_by_hand)
+        moves = [(str(e.op), e.start, e.end) for e in line.events if e.to_rank is not None]
+        assert ("0F0", 1, 3.5) in moves
+        assert ("0F1", second_start, second_start + 2.5) in moves
 
 
 def test_a_network_is_not_a_shared_medium():

@@ -103,3 +103,20 @@ def test_an_unknown_code_is_refused():
     """By name."""
     with pytest.raises(SettingError, match="choose one of bfloat16, int8, or None"):
         quantize(torch.ones(2), "fp4")
+
+
+def test_an_overflow_spoils_no_later_gradient():
+    """A loss scaler skips the step of the overflow; its error of quantization must not come back."""
+    exchange = Exchange()
+    sender = CompressedTransport(MemoryTransport(0, exchange, 1.0), "int8")
+    receiver = CompressedTransport(MemoryTransport(1, exchange, 1.0), "int8")
+    gradient = torch.randn(2, 300)
+    overflow = gradient.clone()
+    overflow[0, 0] = torch.inf
+    received = []
+    for micro_batch, tensor in enumerate((overflow, gradient)):
+        message = Message(Kind.B, 1, micro_batch)
+        sender.send(1, message, Payload.of(tensor, (False,)), "")
+        received.append(receiver.post(0, message, "").wait().value())
+    assert not received[0].isfinite().all()
+    torch.testing.assert_close(received[1], gradient, atol=0.03, rtol=0)

@@ -204,6 +204,15 @@ def test_a_load_from_another_partner_is_refused():
     assert "0E0 needs 0L0 on the same two ranks, 0 and 1" in message
 
 
+@pytest.mark.parametrize(("present", "missing"), [("E", "L"), ("L", "E")])
+def test_an_eviction_without_its_load_is_refused(present, missing):
+    """Both halves are missing, on either rank: activations would stay away, or come from nowhere."""
+    op = f"0{present}0"
+    findings, message = refused(Schedule.parse(f"0F0 {op} 0B0 0U1\n{op} 1F0 1B0 1U1"))
+    assert findings == [("evict and load", op, 0)]
+    assert f"{op} needs 0{missing}0 on the same two ranks, 0 and 1" in message
+
+
 @given(st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=60)
 def test_any_eviction_or_load_that_is_taken_out_is_missed(rng):
@@ -238,6 +247,11 @@ def test_any_eviction_or_load_that_is_taken_out_is_missed(rng):
         (
             "0F0 0F1&0B0&0F2 0B1 0B2 0U1",
             ("pair", "0F1", None),
+            r"an op of compute runs with one other, no more",
+        ),
+        (
+            "0F0 0F1 0B0&0F2&0B1 0B2 0U1",
+            ("pair", "0F2", None),
             r"an op of compute runs with one other, no more",
         ),
         (

@@ -5,6 +5,7 @@ Importing the command line takes tenths of a second, in which Ctrl-C must not pr
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -15,11 +16,26 @@ def run() -> None:
     """
     try:
         from penstock.cli.ascii_output import replace_unencodable
-        from penstock.cli.main import status
+        from penstock.cli.main import CLOSED_PIPE, status
 
         replace_unencodable()
         code = status(sys.argv[1:])
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            code = CLOSED_PIPE
+        if code == CLOSED_PIPE:
+            _discard_output()
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
         code = 130
     sys.exit(code)
+
+
+def _discard_output() -> None:
+    """Send what is still in the buffer of standard output nowhere, so that its flush at the end of
+    the process does not fail.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.__stdout__.fileno() if sys.__stdout__ is not None else 1)
+    os.close(nowhere)

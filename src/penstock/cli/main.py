@@ -64,6 +64,10 @@ def _main(
     """
 
 
+#: Exit status after the reader of the output, such as `head`, has ended: that of a process which
+#: SIGPIPE ends, as other tools have it.
+CLOSED_PIPE = 141
+
 #: What any write may meet. Other errors of the system are defects, and show where they come from.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
@@ -137,10 +141,14 @@ for _command, _summary in _COMMANDS:
 def status(arguments: list[str]) -> int:
     """Run one command and return its exit status.
 
-    0: success; 1: the work failed; 2: the input was wrong; 130: Ctrl-C.
+    0: success; 1: the work failed; 2: the input was wrong; 130: Ctrl-C; 141: the reader of its
+    output has closed the pipe.
     """
     try:
         app(arguments)
     except SystemExit as stop:
+        # Typer turns a closed pipe into status 1, while it handles the error.
+        if isinstance(stop.__context__, BrokenPipeError):
+            return CLOSED_PIPE
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0

@@ -137,12 +137,15 @@ class LinkFigures:
         latency: seconds.
         bandwidth: bytes per second.
         shared: whether all ranks that it joins share one medium.
+        cpu_per_byte, cpu_per_message: CPU seconds that a message takes of each of its two ranks.
         source: where the figures are from.
     """
 
     latency: Latency = None
     bandwidth: Bandwidth = None
     shared: Flag = None
+    cpu_per_byte: Latency = None
+    cpu_per_message: Latency = None
     source: OptionalText = None
 
 

@@ -138,19 +138,26 @@ class Link:
         source: how reliable the figures are: "assumed", "measured", or "datasheet …".
         shared: whether all ranks that it joins share one medium, which carries one message at a
             time.
+        cpu_s_per_byte, cpu_s_per_message: CPU seconds that each of the two ranks spends on a
+            message between hosts; None if they were not measured.
 
     Raises:
-        ClusterError: the latency is below 0 or the bandwidth not above it.
+        ClusterError: the latency or a CPU time is below 0, or the bandwidth not above it.
     """
 
     latency_s: float
     bandwidth_bytes_per_s: float
     source: str = "assumed"
     shared: bool = False
+    cpu_s_per_byte: float | None = None
+    cpu_s_per_message: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < float("inf"):
             raise ClusterError(f"a link's latency is 0 s or more, not {self.latency_s!r}")
+        for seconds in (self.cpu_s_per_byte, self.cpu_s_per_message):
+            if seconds is not None and not 0 <= seconds < math.inf:
+                raise ClusterError(f"a link's CPU time is 0 s or more, not {seconds!r}")
         if not self.bandwidth_bytes_per_s > 0:
             raise ClusterError(
                 f"a link's bandwidth is above 0 bytes/s, not {self.bandwidth_bytes_per_s!r}"
@@ -159,7 +166,10 @@ class Link:
     def __str__(self) -> str:
         shared = ", shared" if self.shared else ""
         bandwidth = f"{self.bandwidth_bytes_per_s / 1e9:.4g} GB/s"
-        return f"{format_seconds(self.latency_s)} + {bandwidth}{shared} ({self.source})"
+        cpu = ""
+        if self.cpu_s_per_byte is not None:
+            cpu = f", {self.cpu_s_per_byte * 1e9:.3g} ns of CPU per byte"
+        return f"{format_seconds(self.latency_s)} + {bandwidth}{shared}{cpu} ({self.source})"
 
     def transfer_seconds(self, count: float) -> float:
         """Return the seconds of one message of `count` bytes."""

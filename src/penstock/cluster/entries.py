@@ -30,6 +30,8 @@ _LINK_FIELDS: Final = {
     "latency": "latency_s",
     "bandwidth": "bandwidth_bytes_per_s",
     "shared": "shared",
+    "cpu_per_byte": "cpu_s_per_byte",
+    "cpu_per_message": "cpu_s_per_message",
     "source": "source",
 }
 

@@ -23,6 +23,8 @@ _RATES = (("GB/s", 1e9), ("MB/s", 1e6), ("B/s", 1.0))
 _FLOPS = (("TFLOP/s", 1e12), ("GFLOP/s", 1e9), ("FLOP/s", 1.0))
 _TIMES = (("us", 1e-6), ("ms", 1e-3), ("s", 1.0))
 
+_SHORT_TIMES = (("ns", 1e-9), ("s", 1.0))
+
 
 def yaml_of(cluster: Cluster) -> str:
     """Return the description of a cluster as YAML; every number reads back to the last bit."""
@@ -105,6 +107,10 @@ def _link(link: Link) -> dict[str, Any]:
     }
     if link.shared:
         row["shared"] = True
+    if link.cpu_s_per_byte is not None:
+        row["cpu_per_byte"] = _exact(link.cpu_s_per_byte, _SHORT_TIMES, parse_latency)
+    if link.cpu_s_per_message is not None:
+        row["cpu_per_message"] = _exact(link.cpu_s_per_message, _TIMES, parse_latency)
     if link.source:
         row["source"] = link.source
     return row

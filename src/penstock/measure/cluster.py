@@ -19,7 +19,7 @@ from penstock.cluster.machines import Cluster
 from penstock.errors import SettingError
 from penstock.measure.device_benchmarks import Load, benchmark_loads, time_load
 from penstock.measure.device_kinds import equally_fast, name_by_kind
-from penstock.measure.fit import Fit, fit
+from penstock.measure.fit import Fit, fit, rounded_link, short_seconds, short_value
 from penstock.measure.host_links import network_link
 from penstock.measure.messages import (
     Times,
@@ -32,7 +32,6 @@ from penstock.transport.collectives import all_gather, broadcast
 from penstock.transport.devices.device_assignment import Assignment
 from penstock.transport.devices.device_discovery import gather_assignment, rank_facts
 from penstock.transport.hosts import Host, host_names, this_host
-from penstock.units import parse_seconds
 
 Progress = Callable[[int, int, str], None]
 
@@ -247,7 +246,7 @@ def _measure_ranks(
             ratios.append(busy_run.mean_s / alone_run.mean_s)
             undisturbed_s = alone_run.undisturbed_s
             alone[name] = min(undisturbed_s, alone.get(name, undisturbed_s))
-        busy[name] = _short(statistics.median(ratios))
+        busy[name] = short_value(statistics.median(ratios))
     measured = _device(loads, alone, busy, device, placement.sharing)
     return all_gather(
         RankMeasurement(rank, hosts[rank], measured, tuple(busy.items())), RankMeasurement
@@ -307,7 +306,7 @@ def _device(
     kind: Kind = "gpu" if gpu else "cpu"
     free_bytes = torch.cuda.mem_get_info(device)[0] if gpu else available_memory_bytes()
     memory = free_bytes // sharing
-    speeds = {name: _short(load.amount / alone[name]) for name, load in loads.items()}
+    speeds = {name: short_value(load.amount / alone[name]) for name, load in loads.items()}
     peaks = tuple(
         (dtype, speeds[f"matmul {dtype}"]) for dtype in DTYPES if f"matmul {dtype}" in speeds
     )
@@ -322,8 +321,8 @@ def _device(
         kind=kind,
         flops=peaks,
         memory_bytes_per_s=speeds["memory"],
-        launch_s=_short_seconds(alone["ops"] / loads["ops"].amount),
-        together=_short(max(1.0, statistics.mean(busy[load] for load in _TRAINING_LOADS))),
+        launch_s=short_seconds(alone["ops"] / loads["ops"].amount),
+        together=short_value(max(1.0, statistics.mean(busy[load] for load in _TRAINING_LOADS))),
         source=f"measured: {model}; memory is what was free",
     )
 
@@ -339,16 +338,6 @@ def _processor() -> str:
             return next(names, platform.machine())
     except OSError:
         return platform.processor() or platform.machine()
-
-
-def _short(value: float) -> float:
-    """Round to four digits: more are noise, and would make the file hard to read."""
-    return float(f"{value:.4g}")
-
-
-def _short_seconds(value: float) -> float:
-    """Round to four digits of microseconds, as they are written to a file."""
-    return parse_seconds(f"{value * 1e6:.4g} us")
 
 
 def _cluster(
@@ -371,7 +360,7 @@ def _cluster(
     internal_links = _internal_links(internal_pairs, at_once)
     any_internal = next((link for _, link in internal_links), None)
     network_times = [pair.times for pair in network_pairs]
-    network = _rounded(network_link(network_times, _SHARED_ABOVE)) if network_times else None
+    network = rounded_link(network_link(network_times, _SHARED_ABOVE)) if network_times else None
     return Cluster(
         name,
         tuple(devices[node] for node in node_of),
@@ -408,7 +397,7 @@ def _median_device(devices: Sequence[Device]) -> Device:
 
     def median(values: Iterable[float]) -> float:
         """Return the rounded median."""
-        return _short(statistics.median(values))
+        return short_value(statistics.median(values))
 
     first = devices[0]
     flops = []
@@ -419,7 +408,7 @@ def _median_device(devices: Sequence[Device]) -> Device:
         memory_bytes=min(device.memory_bytes for device in devices),
         flops=tuple(flops),
         memory_bytes_per_s=median(device.memory_bytes_per_s or 0.0 for device in devices),
-        launch_s=_short_seconds(statistics.median(device.launch_s for device in devices)),
+        launch_s=short_seconds(statistics.median(device.launch_s for device in devices)),
         together=median(device.together for device in devices),
     )
 
@@ -437,13 +426,4 @@ def _link(pairs: Sequence[PairMeasurement], at_once: float) -> Link | None:
     times_of_size = zip(*(pair.times.fresh_s for pair in pairs), strict=True)
     medians = list(map(statistics.median, times_of_size))
     both_ways = statistics.median(pair.times.both_ways for pair in pairs)
-    return _rounded(fit(sizes, medians).link(shared=max(at_once, both_ways) > _SHARED_ABOVE))
-
-
-def _rounded(link: Link) -> Link:
-    """Return the link with rounded figures."""
-    return replace(
-        link,
-        latency_s=_short_seconds(link.latency_s),
-        bandwidth_bytes_per_s=_short(link.bandwidth_bytes_per_s),
-    )
+    return rounded_link(fit(sizes, medians).link(shared=max(at_once, both_ways) > _SHARED_ABOVE))

@@ -1,9 +1,11 @@
-"""Fit a link's latency and bandwidth to times of messages, with the least relative error."""
+"""Fit a link's latency and bandwidth to times of messages, with the least relative error; round what
+was measured.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.cluster.device import Link
 from penstock.errors import SettingError
+from penstock.units import parse_seconds
 
 _Array = NDArray[np.float64]
 
@@ -103,3 +106,29 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Fit:
     latency = float(np.exp(best)) * per_byte
     errors = (latency + counts * per_byte) / times - 1
     return Fit(latency, 1 / per_byte, tuple(map(float, errors)))
+
+
+def short_value(value: float) -> float:
+    """Round to four digits: more are noise, and would make the file hard to read."""
+    return float(f"{value:.4g}")
+
+
+def short_seconds(value: float) -> float:
+    """Round to four digits of microseconds, as they are written to a file."""
+    return parse_seconds(f"{value * 1e6:.4g} us")
+
+
+def rounded_link(link: Link) -> Link:
+    """Return the link with rounded figures."""
+    rounded = replace(
+        link,
+        latency_s=short_seconds(link.latency_s),
+        bandwidth_bytes_per_s=short_value(link.bandwidth_bytes_per_s),
+    )
+    if link.cpu_s_per_byte is None or link.cpu_s_per_message is None:
+        return rounded
+    return replace(
+        rounded,
+        cpu_s_per_byte=parse_seconds(f"{link.cpu_s_per_byte * 1e9:.4g} ns"),
+        cpu_s_per_message=short_seconds(link.cpu_s_per_message),
+    )

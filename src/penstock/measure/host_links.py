@@ -50,7 +50,11 @@ def measure_host_links(hosts: Sequence[str]) -> tuple[Link | None, Link | None]:
     every_pair = len(first_ranks) <= _ALL_PAIRS
     between = list(combinations(first_ranks, 2) if every_pair else pairwise(first_ranks))
     wires = Wires(dist.new_group(backend="gloo"), torch.device("cpu"))
-    return _median_link(inside, wires), _median_link(between, wires)
+    inside_link = _median_link(inside, wires)
+    if inside_link is not None:
+        # Ranks of one host move messages themselves: all of their time is CPU time.
+        inside_link = replace(inside_link, cpu_s_per_byte=None, cpu_s_per_message=None)
+    return inside_link, _median_link(between, wires)
 
 
 def _median_link(pairs: Sequence[tuple[int, int]], wires: Wires) -> Link | None:
@@ -82,11 +86,17 @@ def link_of(times: Times) -> Link:
     size, seconds = times.sizes[-1], times.fresh_s[-1]
     more_bytes, more_s = size - times.sizes[-2], seconds - times.fresh_s[-2]
     bandwidth = more_bytes / more_s if more_s > 0 else size / seconds
-    return Link(times.fresh_s[0], bandwidth, "measured")
+    link = Link(times.fresh_s[0], bandwidth, "measured")
+    if not times.cpu_s:
+        return link
+    # A longer message takes no less; what is measured of the shortest one is the message itself.
+    first_s, last_s = times.cpu_s[0], times.cpu_s[-1]
+    per_byte = max(last_s - first_s, 0.0) / (size - times.sizes[0])
+    return replace(link, cpu_s_per_byte=per_byte, cpu_s_per_message=first_s)
 
 
 def network_link(times: Sequence[Times], shared_above: float) -> Link:
-    """Return the link between hosts of the median bandwidth and the median latency.
+    """Return the link between hosts of the median bandwidth, latency and CPU times.
 
     Args:
         times: of one or more pairs of hosts.
@@ -99,17 +109,28 @@ def network_link(times: Sequence[Times], shared_above: float) -> Link:
         latency_s=statistics.median(link.latency_s for link in links),
         bandwidth_bytes_per_s=statistics.median_low(link.bandwidth_bytes_per_s for link in links),
         shared=statistics.median(pair.both_ways for pair in times) > shared_above,
+        cpu_s_per_byte=_median([link.cpu_s_per_byte for link in links]),
+        cpu_s_per_message=_median([link.cpu_s_per_message for link in links]),
     )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """Return the median of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _time_pair(peer: int, wires: Wires) -> Times:
     """Time messages to a rank, longer and longer ones, until one takes much longer than the first."""
     sizes: list[int] = []
     seconds: list[float] = []
+    cpu: list[float] = []
     for size in _SIZES:
         sizes.append(size)
+        message_s, cpu_s = settled_seconds(peer, wires, size)
         # A longer message takes no less time; a disturbance would make it seem so.
-        seconds.append(max(settled_seconds(peer, wires, size), *seconds[-1:], 0.0))
+        seconds.append(max(message_s, *seconds[-1:], 0.0))
+        cpu.append(cpu_s)
         if seconds[-1] - seconds[0] > _LONG_S:
             break
-    return Times(tuple(sizes), tuple(seconds))
+    return Times(tuple(sizes), tuple(seconds), cpu_s=tuple(cpu))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -102,12 +102,14 @@ class Times:
         used_s: the same buffer for all; () if not timed.
         both_ways: ratio of the time for both directions at once to that of one: 1 on a duplex link,
             2 on a shared one.
+        cpu_s: CPU seconds that each of the two ranks spends on a message; () if not measured.
     """
 
     sizes: tuple[int, ...]
     fresh_s: tuple[float, ...]
     used_s: tuple[float, ...] = ()
     both_ways: float = 1.0
+    cpu_s: tuple[float, ...] = ()
 
 
 def time_messages(
@@ -155,36 +157,50 @@ def time_network_messages(peer: int, wires: Wires, repeats: int = 5) -> Times:
     """
     sizes: list[int] = []
     once: list[int] = []
+    cpu: list[float] = []
     for size in SIZES:
-        seconds = settled_seconds(peer, wires, size)
+        seconds, cpu_s = settled_seconds(peer, wires, size)
         sizes.append(size)
+        cpu.append(cpu_s)
         if seconds > _SHORT_S:
             once.append(size)
         if seconds > LONG_S and len(sizes) > 1:
             break
-    return time_messages(peer, wires, repeats, sizes, once=once)
+    times = time_messages(peer, wires, repeats, sizes, once=once)
+    return replace(times, cpu_s=tuple(cpu))
 
 
-def settled_seconds(peer: int, wires: Wires, size: int) -> float:
+def settled_seconds(peer: int, wires: Wires, size: int) -> tuple[float, float]:
     """Return the one-way seconds of messages of one size, repeated until the two shortest of them
-    agree; both ranks call it and get the same. Errors as for `time_messages`.
+    agree, and the CPU seconds that a rank spends on one; both ranks call it and get the same. Errors
+    as for `time_messages`.
+
+    A rank that waits for a message sleeps, so that the CPU time of all threads of the process is
+    that of sending one message and receiving one.
     """
     _round_trip(peer, wires, _new_message(size, wires))  # warm-up
     times: list[float] = []
+    cpu_times: list[float] = []
     while len(times) < _MOST_REPEATS:
         message = _new_message(size, wires)
-        times.append(_agree(_round_trip(peer, wires, message) / 2, peer, wires))
+        cpu_start = time.process_time()
+        seconds = _round_trip(peer, wires, message) / 2
+        cpu_s = (time.process_time() - cpu_start) / 2
+        seconds, cpu_s = _agree((seconds, cpu_s), peer, wires)
+        times.append(seconds)
+        cpu_times.append(cpu_s)
         shortest, *others = sorted(times)
         if len(times) >= _LEAST_REPEATS and others[0] <= _AGREEING * shortest:
             break
-    return min(times)
+    return min(times), min(cpu_times)
 
 
-def _agree(seconds: float, peer: int, wires: Wires) -> float:
-    """Return the seconds of the lower of two ranks, on both."""
-    result = torch.tensor([seconds], dtype=torch.float64, device=wires.device)
+def _agree(values: tuple[float, float], peer: int, wires: Wires) -> tuple[float, float]:
+    """Return the values of the lower of two ranks, on both."""
+    result = torch.tensor(values, dtype=torch.float64, device=wires.device)
     (wires.send if dist.get_rank() < peer else wires.receive)(result, peer).wait()
-    return float(result)
+    first, second = result.tolist()
+    return first, second
 
 
 class _Samples:

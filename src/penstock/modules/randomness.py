@@ -12,6 +12,11 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _hooks
 
+from penstock.modules.deterministic_code import (
+    DeterminismProof,
+    is_torchs,
+    prove_deterministic,
+)
 from penstock.modules.generator_lock import GeneratorLock
 from penstock.modules.host_random import host_state, restore_host, seed_host
 
@@ -45,12 +50,32 @@ def may_draw(module: nn.Module) -> bool:
     micro-batch, so it is skipped for layers that cannot draw. A layer of a traced model knows the
     answer, as its attribute `draws`.
     """
-    draws = getattr(module, "draws", None)
+    draws = _draws(module)
     if isinstance(draws, bool):
         return draws
     if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks:
         return True
     return any(_part_may_draw(part) for part in module.modules())
+
+
+def prove_no_draws(module: nn.Module) -> DeterminismProof | None:
+    """Return a proof that a forward of a module with code of the user draws nothing, if there is one.
+
+    The code of the user is read. Of torch's modules it is known which may draw.
+    """
+    if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks:
+        return None
+    for part in module.modules():
+        if part._forward_hooks or part._forward_pre_hooks or isinstance(_draws(part), bool):
+            return None
+        if is_torchs(type(part)) and _part_may_draw(part):
+            return None
+    return prove_deterministic(module)
+
+
+def _draws(module: nn.Module) -> object:
+    """Return what a layer of a traced model knows about itself; None of any other module."""
+    return getattr(module, "draws", None)
 
 
 def draw_settings(modules: Iterable[nn.Module]) -> list[object]:
@@ -117,7 +142,7 @@ def _part_may_draw(part: nn.Module) -> bool:
     kind = type(part)
     if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
         return True
-    if not kind.__module__.startswith("torch.nn.modules."):
+    if not is_torchs(kind):
         return not _has_torchs_forward(kind)
     if isinstance(part, nn.modules.dropout._DropoutNd):
         return part.p > 0

@@ -19,11 +19,15 @@ def norms_of(
     Parameters without a gradient are skipped. Shape (gradients,), of the dtype that the gradients'
     dtypes promote to.
     """
+    norms = gradient_norms(parameters, norm_type)
+    return torch.stack(norms) if norms else torch.zeros(0, device=device)
+
+
+def gradient_norms(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> list[Tensor]:
+    """Return the norms of `norms_of`, each as a tensor of its own."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.stack(_norms(grads, norm_type)) if grads else torch.zeros(0, device=device)
-
-
-def _norms(grads: list[Tensor], norm_type: float) -> list[Tensor]:
+    if not grads:
+        return []
     # One call for all gradients, as torch's own function makes it, with bitwise the same result.
     # Sparse gradients and subclasses do not support it.
     is_dense = all(type(grad) is Tensor and grad.layout is torch.strided for grad in grads)

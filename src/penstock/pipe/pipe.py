@@ -26,6 +26,7 @@ from penstock.pipe.pipe_arguments import (
     split_layers,
 )
 from penstock.pipe.pipe_batch import check_input, split_input
+from penstock.pipe.pipe_compile import without_compilation
 from penstock.pipe.pipe_engine import Engine
 from penstock.pipe.pipe_module import PipeModule
 from penstock.pipe.pipe_run import run_forward
@@ -208,24 +209,28 @@ class Pipe(PipeModule):
             RuntimeError: the outputs of the micro-batches cannot be concatenated.
             Exception: any exception of a layer. The Pipe stays usable.
         """
+        return without_compilation(self._forward, input, target, inputs)
+
+    def _forward(self, value: Any, target: Any, inputs: dict[str, Any]) -> Any:
+        """Do what `forward` says, never compiled by torch.compile."""
         if self._traced is not None:
             follow_modes(self, self._traced)
         if inputs:
-            if self._traced is None or input is not None:
+            if self._traced is None or value is not None:
                 raise SettingError(
                     f"{', '.join(inputs)}: inputs by keyword are for a Pipe of a traced model, "
                     "without other inputs"
                 )
-            input = inputs  # noqa: A001 - torch's own name
+            value = inputs
         if target is not None:
-            return self._loss_of(input, target)
+            return self._loss_of(value, target)
         if self.training and torch.is_grad_enabled() and self._needs_loss:
             raise SettingError(
                 f"this Pipe trains under the schedule {self._schedule_name}, which runs backwards "
                 "before the last forward: call model(input, target), which returns the loss. For "
                 "outputs alone call it in eval mode or under torch.no_grad()"
             )
-        return self._output_of(input)
+        return self._output_of(value)
 
     def _output_of(self, value: Any) -> Any:
         """Return the output for a batch, with all forwards before all backwards."""

@@ -13,18 +13,35 @@ from penstock.pipe.pipe_stage import Partition
 from penstock.pipe.pipe_traced import loss_type_of, model_names
 from penstock.tracing.traced_chain import TracedChain
 
+#: Settings of torch's checkpoint that change nothing in a Pipe.
+_CHECKPOINT_SETTINGS = {"use_reentrant", "preserve_rng_state", "determinism_check", "debug"}
+#: Methods that are those of the model: NEFTune of Trainer adds noise by a hook on the embedding,
+#: with which the model is traced again.
+_MODEL_METHODS = ("get_input_embeddings",)
+#: Trainer's label smoothing asks for the `config` of the model, and would then decide by its class
+#: whether labels are shifted: of a Pipe, silently wrong.
+_NO_CONFIG = (
+    "a Pipe has no config. If label_smoothing_factor of TrainingArguments asked for it: Trainer "
+    "shifts labels by the class of the model, which it does not see in a Pipe. Leave it out, and "
+    "smooth in the loss: compute_loss_func= with "
+    "torch.nn.functional.cross_entropy(..., label_smoothing=...)"
+)
+
 
 class PipeModule(nn.Module):
     """The part of `Pipe` that other code expects of a module.
 
     Attributes:
+        checkpoint: which micro-batches are recomputed, see `Pipe`.
         partitions: by device, its layers.
         devices: by partition.
     """
 
     partitions: nn.ModuleList
     devices: list[torch.device]
+    checkpoint: str
     _traced: TracedChain | None
+    _checkpoint_before: str | None = None
 
     # -- the modules of a traced model, which are those that the user knows
 
@@ -132,6 +149,71 @@ class PipeModule(nn.Module):
             if f"{prefix}{names[name][0]}" in state_dict:
                 state_dict[f"{prefix}{name}"] = state_dict[f"{prefix}{names[name][0]}"]
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # -- what Trainer of transformers calls
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        *,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Recompute all micro-batches, as `checkpoint="always"` does.
+
+        Outputs and gradients stay the same. Recomputation here saves and restores the state of the
+        random numbers, and has no reentrant variant: both choices of torch's checkpoint are met.
+
+        Raises:
+            SettingError: recompute of some layers only, offloading, or another setting.
+        """
+        other = sorted({*(activation_checkpointing_kwargs or {})} - _CHECKPOINT_SETTINGS)
+        if other or every_n_layers != 1 or offload:
+            names = other or (["every_n_layers"] if every_n_layers != 1 else ["offload"])
+            raise SettingError(
+                f"{', '.join(names)}: a Pipe recomputes whole partitions of whole micro-batches. "
+                "Leave the setting out, or choose micro-batches by ps.Pipe(checkpoint=), or layers "
+                "by ps.Pipeline with a plan (docs/pipe.md)"
+            )
+        if self.checkpoint != "always":
+            self._checkpoint_before, self.checkpoint = self.checkpoint, "always"
+
+    def activation_checkpointing_disable(self) -> None:
+        """Return to the mode before `activation_checkpointing_enable`; "never" if there was none."""
+        self.checkpoint = self._checkpoint_before or "never"
+        self._checkpoint_before = None
+
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        *,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Do what `activation_checkpointing_enable` does, by its name in transformers before 5."""
+        self.activation_checkpointing_enable(
+            gradient_checkpointing_kwargs, every_n_layers=every_n_layers, offload=offload
+        )
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Do what `activation_checkpointing_disable` does."""
+        self.activation_checkpointing_disable()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a module, parameter or buffer, or a method of the traced model that Trainer calls.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name == "config":
+                raise AttributeError(_NO_CONFIG) from error
+            model = None if name == "_traced" else self._model
+            if name in _MODEL_METHODS and model is not None:
+                return getattr(model, name)
+            raise
 
     # -- moving between devices, which a Pipe does not support
 

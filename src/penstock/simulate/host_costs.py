@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.cluster.cluster import Cluster
+from penstock.cluster.device import Link
 from penstock.profile.profile import Profile
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs, PerStage
@@ -19,12 +20,12 @@ from penstock.simulate.network import Network
 SEND_S = 1e-4
 RECEIVE_S = 1e-4
 
-#: CPU seconds per byte of a message between hosts, on the sending and on the receiving rank, beside
-#: `SEND_S` and `RECEIVE_S`: gloo's copies into and out of the kernel. Measured as the CPU time of a
-#: process that sends and receives messages of 1 to 16 MiB by gloo at 10 Gbit/s between two network
-#: namespaces: 0.32 to 0.89 ns per byte for both together (benchmarks/hosts).
-NETWORK_SEND_S_PER_BYTE = 2.5e-10
-NETWORK_RECEIVE_S_PER_BYTE = 2.5e-10
+#: CPU seconds per byte of a message between hosts, on the sending and on the receiving rank each,
+#: where the link does not say (`Link.cpu_s_per_byte`): gloo's copies into and out of the kernel.
+#: Measured as the CPU time of a process that sends and receives messages of 1 to 16 MiB by gloo at
+#: 10 Gbit/s between two network namespaces: 0.32 to 0.89 ns per byte for both together
+#: (benchmarks/hosts).
+NETWORK_S_PER_BYTE = 2.5e-10
 
 #: Seconds of a stage: one number, or one per micro-batch.
 Entry = float | Sequence[float]
@@ -162,11 +163,17 @@ def _rank_seconds(
 ) -> tuple[float, float]:
     """Return the seconds that a message takes of its sender's and of its receiver's time."""
     if _crosses_hosts(cluster, pair):
-        return (
-            SEND_S + message_bytes * NETWORK_SEND_S_PER_BYTE,
-            RECEIVE_S + message_bytes * NETWORK_RECEIVE_S_PER_BYTE,
-        )
+        return _network_cpu_seconds(message_bytes, cluster.link(*pair))
     return SEND_S + cluster.transfer_seconds(message_bytes, *pair), RECEIVE_S
+
+
+def _network_cpu_seconds(message_bytes: float, link: Link) -> tuple[float, float]:
+    """Return the CPU seconds of a message between hosts, of its sender and of its receiver."""
+    per_byte = NETWORK_S_PER_BYTE if link.cpu_s_per_byte is None else link.cpu_s_per_byte
+    # What was measured is gloo's part; the constants also have Penstock's own bookkeeping.
+    per_message = link.cpu_s_per_message or 0.0
+    bytes_s = message_bytes * per_byte
+    return max(SEND_S, per_message) + bytes_s, max(RECEIVE_S, per_message) + bytes_s
 
 
 def _flight_seconds(costs: Costs, schedule: Schedule, cluster: Cluster) -> PerStage:

@@ -3,7 +3,8 @@
 This is determined again for every batch, because models change while they are trained.
 
 Random streams depend on seed, step, layer and micro-batch. Torch's generators are seeded for every
-layer that may draw. Python's `random` and `numpy.random` are seeded for layers whose code mentions
+layer that may draw: it has modules of torch that do, or code of the user that is not proven to draw
+nothing (`modules.deterministic_code`) or was observed to draw nevertheless. Python's `random` and `numpy.random` are seeded for layers whose code mentions
 them or that were observed to draw from them. A backward holds the generators exclusively if it was
 observed to draw: `torch.utils.checkpoint` inside a layer runs the layer's forward again in the
 backward, and sets and restores torch's random state meanwhile, which other threads must not see.
@@ -36,6 +37,7 @@ from penstock.modules.randomness import (
     draw_settings,
     drawing,
     may_draw,
+    prove_no_draws,
     running_backward,
     runs_user_code,
     seed_generators,
@@ -78,6 +80,8 @@ class _PartRandomness:
 
     Attributes:
         index: of the part.
+        proof: where the part runs code outside of torch: the proof that its forward draws nothing,
+            if there is one.
         may_draw: whether its forward may draw in training.
         user_code: whether it runs code outside of torch.
         torch: by training mode, whether it has drawn from torch's generators.
@@ -88,6 +92,10 @@ class _PartRandomness:
         self.index = part.index
         self.may_draw = may_draw(part.module)
         self.user_code = runs_user_code(part.module)
+        self.proof = None
+        if self.may_draw and not mentions_host:
+            self.proof = prove_no_draws(part.module)
+            self.may_draw = self.proof is None
         self.torch = {True: False, False: False}
         self.host = {True: mentions_host, False: mentions_host}
 
@@ -155,7 +163,8 @@ class StageDraws:
     def _begin_batch(self, batch: Batch) -> None:
         """Inspect the layers if they have changed; decide which passes of the batch to observe."""
         rates = self._possible_rates()
-        if draw_settings(self._modules) != self._settings:
+        proofs_hold = all(proof.holds() for proof in self._proofs)
+        if not proofs_hold or draw_settings(self._modules) != self._settings:
             self._inspect_layers()
         elif rates != self._rates:
             self._rates = rates
@@ -199,6 +208,8 @@ class StageDraws:
                 randomness.torch = before[part.index].torch
                 for training, drew in before[part.index].host.items():
                     randomness.host[training] |= drew
+                # Observation outranks the proof, which assumes that values are plain tensors.
+                randomness.may_draw |= randomness.torch[True] or randomness.host[True]
             if randomness.may_draw and part.index in self._joined:
                 raise RunError(
                     f"layers {self._joined[part.index]} are compiled as one function, because none "
@@ -209,6 +220,8 @@ class StageDraws:
             part.module for part in self._parts if self._randomness[part.index].user_code
         ]
         self._runs_user_code = bool(user_modules)
+        rows = self._randomness.values()
+        self._proofs = [row.proof for row in rows if row.proof is not None]
         self._attributes = Attributes(user_modules, complete=True)
         self._rates = self._possible_rates()
         self._counts = {True: 0, False: 0}
@@ -273,6 +286,7 @@ class StageDraws:
             self._record_draw(randomness, training)
         if host_before is not None and not equal_states(host_before, host_state()):
             randomness.host[training] = True
+            randomness.may_draw |= training
         backward_may_draw = self._backwards_to_observe or self._backward_changes_states
         if training and backward_may_draw and torch.is_grad_enabled():
             self._seed_at_backward(part, place, value, output)
@@ -298,6 +312,7 @@ class StageDraws:
             batch = self._batch()
             self._backwards_to_observe = 1 if batch is None else len(batch.inputs)
         randomness.torch[training] = True
+        randomness.may_draw |= training
         if training and self._compiled:
             self._backward_draws = True
 

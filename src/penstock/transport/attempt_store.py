@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from penstock.errors import RunError
-from penstock.transport.liveness.stopped_processes import StoppedSiblings
+from penstock.transport.liveness.stopped_processes import LostSiblings
 
 #: Seconds for which ranks wait for each other; torchrun has started all of them already.
 TIMEOUT_S = 300.0
@@ -81,9 +81,9 @@ def separate_attempts(store: Store, rank: int, size: int, timeout_s: float = TIM
         greeting = secrets.token_hex(8)
         store.set(f"greeting/{rank}", greeting)
         answer = f"answer/{greeting}"
-        stopped = StoppedSiblings()
+        siblings = LostSiblings()
         while not store.check([answer]):
-            stopped.check([0])
+            siblings.check([0])
             _pause(deadline_s, "rank 0", timeout_s)
         number = int(store.get(answer))
         store.set(f"confirmed/{number}/{rank}", "")
@@ -95,7 +95,7 @@ def _answer(
 ) -> None:
     """Answer greetings until all ranks have confirmed the number of the attempt."""
     answered: dict[int, str] = {}
-    stopped = StoppedSiblings()
+    siblings = LostSiblings()
     while missing:
         for rank in sorted(missing):
             if store.check([f"confirmed/{number}/{rank}"]):
@@ -106,7 +106,7 @@ def _answer(
                     store.set(f"answer/{greeting}", str(number))
                     answered[rank] = greeting
         if missing:
-            stopped.check(missing)
+            siblings.check(missing)
             ranks = "rank" + "s" * (len(missing) > 1) + f" {sorted(missing)}"
             _pause(deadline_s, ranks, timeout_s)
 

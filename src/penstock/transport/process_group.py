@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 
 import torch
@@ -27,6 +27,7 @@ from penstock.transport.addresses import bind_address, interface_of
 from penstock.transport.attempt_store import TIMEOUT_S, attempt_store, launcher_listens
 from penstock.transport.host_memory import disable_memory_trimming
 from penstock.transport.liveness.heartbeats import Heartbeats, wait_for_keys
+from penstock.transport.liveness.store_watch import StoreWatch, wait_for_store
 from penstock.transport.slurm import adopt_srun, started_by_srun
 from penstock.transport.unix_store import launch_store
 
@@ -152,13 +153,28 @@ def _initialise(rank: int, size: int, timeout_s: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(seconds=timeout_s)
     with naming_lost_ranks("could not connect to the other ranks"):
-        store = _store(rank, size, timeout_s)
-        store.set_timeout(timeout)
-        if launch_store() is None:
-            _start_heartbeats(store, rank, size, timeout_s)
-        else:
-            _meet(store, rank, size, timeout_s)
+        with _watching_store(rank, size, timeout_s):
+            store = _store(rank, size, timeout_s)
+            store.set_timeout(timeout)
+            if launch_store() is None:
+                _start_heartbeats(store, rank, size, timeout_s)
+            else:
+                _meet(store, rank, size, timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _watching_store(rank: int, size: int, timeout_s: float) -> AbstractContextManager[object]:
+    """Wait until the store of the ranks listens, and return a watch over it.
+
+    Raises:
+        RunError: rank 0, which is to host it, is lost.
+    """
+    launcher = launcher_listens()
+    if size == 1 or launch_store() is not None or (rank == 0 and not launcher):
+        return nullcontext()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    wait_for_store(address, port, timeout_s)
+    return StoreWatch(rank, address, port, "torchrun" if launcher else "rank 0")
 
 
 def _store(rank: int, size: int, timeout_s: float) -> Store:

@@ -16,7 +16,7 @@ from penstock.errors import RunError
 from penstock.ranks.processes.stopped_ranks import StoppedRanks
 from penstock.transport.attempt_store import separate_attempts
 from penstock.transport.liveness import stopped_processes
-from penstock.transport.liveness.stopped_processes import LOOK_S, StoppedSiblings
+from penstock.transport.liveness.stopped_processes import LOOK_S, LostSiblings
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the state of a process is in Linux's /proc"
@@ -92,7 +92,7 @@ def test_looks_in_quick_succession_count_once(children, clock):
 
 def test_a_missing_rank_that_was_stopped_is_named_to_those_that_wait_for_it(children, clock):
     """It could not join, and so sends no heartbeats. A rank that has joined is not looked at."""
-    siblings = StoppedSiblings(launcher=os.getpid(), limit_s=2 * LOOK_S)
+    siblings = LostSiblings(launcher=os.getpid(), limit_s=2 * LOOK_S)
     for child in children:
         stop(child)
     clock.now_s += LOOK_S
@@ -102,14 +102,26 @@ def test_a_missing_rank_that_was_stopped_is_named_to_those_that_wait_for_it(chil
     name = rf"rank 1 on host .* \(pid {children[1].pid}\)"
     with pytest.raises(RunError, match=f"{name} has been stopped by a signal .* before it joined"):
         siblings.check([1])
-    StoppedSiblings(launcher=children[0].pid, limit_s=LOOK_S).check([0, 1])
+    LostSiblings(launcher=children[0].pid, limit_s=LOOK_S).check([0, 1])
+
+
+def test_a_rank_that_ends_before_it_joins_is_named(children, clock):
+    """Only if it was there: it may also be that nobody has started it yet."""
+    siblings = LostSiblings(launcher=os.getpid())
+    clock.now_s += LOOK_S
+    siblings.check([1, 2])
+    children[1].kill()
+    os.waitid(os.P_PID, children[1].pid, os.WEXITED | os.WNOWAIT)
+    clock.now_s += LOOK_S
+    with pytest.raises(RunError, match=rf"rank 1 on host .* \(pid {children[1].pid}\) has ended"):
+        siblings.check([1, 2])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_join_under_torchrun_name_one_that_was_stopped(children, monkeypatch, rank):
     """Long before the time limit of joining, for which rank 0 waits as well as the others."""
     monkeypatch.setattr(stopped_processes, "LOOK_S", 0.0)
-    monkeypatch.setattr(stopped_processes.StoppedSiblings.__init__, "__defaults__", (None, 0.0))
+    monkeypatch.setattr(stopped_processes.LostSiblings.__init__, "__defaults__", (None, 0.0))
     monkeypatch.setattr(os, "getppid", os.getpid)
     stop(children[1 - rank])
     with pytest.raises(RunError, match=f"rank {1 - rank} on host .* before it joined the run"):

@@ -1,7 +1,7 @@
-"""GPipe written by hand, twice: through gloo, and through shared memory of one host. No checks, no
-names, no error handling: what remains is what a pipeline cannot leave out.
+"""Pipelines written by hand: GPipe through gloo, and GPipe and 1F1B through shared memory of one
+host. No checks, no names, no error handling: what remains is what a pipeline cannot leave out.
 
-Both know everything beforehand: shapes, order, places. A message lies where the receiver uses it;
+All know everything beforehand: shapes, order, places. A message lies where the receiver uses it;
 there is one place per micro-batch and direction, free again because no rank starts a step before
 its neighbours have taken what it sent in the last.
 """
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -43,8 +44,48 @@ class Line(Protocol):
         """End a step."""
 
 
-def gpipe(job: Job, before: Line | None, after: Line | None) -> Step:
-    """Return a step of GPipe: all forwards, all backwards, one update."""
+#: A forward or backward, and its micro-batch.
+_Op = tuple[Literal["forward", "backward"], int]
+
+
+def gpipe_order(count: int) -> Iterator[_Op]:
+    """Yield the ops of a rank under GPipe: all forwards, then all backwards.
+
+    Args:
+        count: number of micro-batches.
+    """
+    for m in range(count):
+        yield "forward", m
+    for m in range(count):
+        yield "backward", m
+
+
+def one_f_one_b_order(rank: int, ranks: int, count: int) -> Iterator[_Op]:
+    """Yield the ops of a rank under 1F1B: warm-up forwards, then a forward and a backward in turn.
+
+    Args:
+        rank: the rank, and the stage that it runs.
+        ranks: number of ranks.
+        count: number of micro-batches.
+    """
+    warm_up = min(ranks - rank - 1, count)
+    for m in range(warm_up):
+        yield "forward", m
+    for m in range(count):
+        if warm_up + m < count:
+            yield "forward", warm_up + m
+        yield "backward", m
+
+
+def pipeline(job: Job, before: Line | None, after: Line | None, order: Iterator[_Op]) -> Step:
+    """Return a step: the ops in their order, and one update.
+
+    Args:
+        job: the rank's part of the run.
+        before: messages to and from the stage before; None on the first.
+        after: messages to and from the stage after; None on the last.
+        order: the ops of the rank.
+    """
     # What a floor is compared with keeps freed memory too.
     disable_memory_trimming()
     part = job.stage(job.spec.rank)
@@ -54,6 +95,8 @@ def gpipe(job: Job, before: Line | None, after: Line | None) -> Step:
     received = [place.detach().requires_grad_() for place in before.places] if before else []
     lines = [line for line in (before, after) if line]
     loss = job.loss
+    ops = tuple(order)
+    outputs: list[Tensor | None] = [None] * count
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Train one batch."""
@@ -61,18 +104,18 @@ def gpipe(job: Job, before: Line | None, after: Line | None) -> Step:
         total = torch.zeros(())
         for line in lines:
             line.begin()
-        outputs: list[Tensor | None] = []
-        for m in range(count):
-            if before:
-                before.wait(m)
-            output = part(received[m] if before else x[m])
-            if after:
-                after.send(m, output.detach())
-            else:
-                output = loss(output, y[m]) * share
-                total += output.detach()
-            outputs.append(output)
-        for m in range(count):
+        for kind, m in ops:
+            if kind == "forward":
+                if before:
+                    before.wait(m)
+                output = part(received[m] if before else x[m])
+                if after:
+                    after.send(m, output.detach())
+                else:
+                    output = loss(output, y[m]) * share
+                    total += output.detach()
+                outputs[m] = output
+                continue
             output = outputs[m]
             assert output is not None
             output.backward(after.wait(m) if after else None)  # type: ignore[no-untyped-call]
@@ -199,15 +242,29 @@ def gloo(job: Job) -> Step:
     after = None
     if rank + 1 < job.spec.ranks:
         after = Gloo(rank + 1, job.boundary(rank + 1), count)
-    return gpipe(job, before, after)
+    return pipeline(job, before, after, gpipe_order(count))
 
 
 @register("floor-memory", about="GPipe by hand through shared memory")
 def shared_memory(job: Job) -> Step:
     """Make a rank that sends through memory."""
+    before, after = _shared_lines(job)
+    return pipeline(job, before, after, gpipe_order(job.setup.micro_batches))
+
+
+@register("floor-memory-1f1b", about="1F1B by hand through shared memory")
+def shared_memory_1f1b(job: Job) -> Step:
+    """Make a rank that sends through memory, and runs a backward as soon as it can."""
+    before, after = _shared_lines(job)
+    order = one_f_one_b_order(job.spec.rank, job.spec.ranks, job.setup.micro_batches)
+    return pipeline(job, before, after, order)
+
+
+def _shared_lines(job: Job) -> tuple[Shared | None, Shared | None]:
+    """Return the messages through memory to and from the stages before and after."""
     rank, count, folder = job.spec.rank, job.setup.micro_batches, job.spec.folder
     before = Shared(folder, (rank, rank - 1), job.boundary(rank), count) if rank else None
     after = None
     if rank + 1 < job.spec.ranks:
         after = Shared(folder, (rank, rank + 1), job.boundary(rank + 1), count)
-    return gpipe(job, before, after)
+    return before, after

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,11 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from penstock.errors import RunError
+from penstock.files.text import shorten
 from penstock.standard_error import write_line
 from penstock.transport.addresses import BIND, bind_address, close_connections, store_address
 from penstock.transport.liveness.heartbeat_process import State
-from penstock.transport.liveness.stopped_processes import LIMIT_S, StoppedSiblings
+from penstock.transport.liveness.stopped_processes import LIMIT_S, LostSiblings
 
 #: Environment variable with the secret of the heartbeats, the same on all ranks. Without it rank 0
 #: draws one and writes it to the store.
@@ -52,6 +53,12 @@ _STORE_S = 1.0
 _RANKS_IN_MESSAGE = 8
 
 _PAUSE_S = 0.02
+
+#: Key of the store with the reason why the ranks cannot all join.
+_LOST = "heartbeat-lost"
+
+#: Characters of another rank's reason that are shown.
+_LONGEST_REASON = 500
 
 _LOG = logging.getLogger("penstock")
 
@@ -309,22 +316,39 @@ def _shared_secret(store: Store, rank: int, deadline_s: float) -> str:
         return text.encode().hex()
     if rank == 0:
         store.set("heartbeat-secret", secrets.token_hex(32))
-    wait_for_keys(store, {0: "heartbeat-secret"}, deadline_s, StoppedSiblings())
+    wait_for_keys(store, {0: "heartbeat-secret"}, deadline_s, LostSiblings())
     return store.get("heartbeat-secret").decode()
 
 
 def _addresses(store: Store, size: int, deadline_s: float) -> dict[int, RankAddress]:
     """Return the addresses of all ranks, waiting until all have published theirs."""
     keys = {rank: f"heartbeat/{rank}" for rank in range(size)}
-    wait_for_keys(store, keys, deadline_s, StoppedSiblings())
+    wait_for_keys(store, keys, deadline_s, LostSiblings())
     return {rank: RankAddress(*json.loads(store.get(key))) for rank, key in keys.items()}
+
+
+def _check_siblings(store: Store, siblings: LostSiblings | None, missing: Collection[int]) -> None:
+    """Look for lost ranks on this host, and tell the ranks of other hosts, which cannot see them.
+
+    Raises:
+        RunError: a missing rank is lost, on this host or another.
+    """
+    if siblings is None:
+        return
+    if store.check([_LOST]):
+        raise RunError(shorten(store.get(_LOST).decode(errors="replace"), _LONGEST_REASON))
+    try:
+        siblings.check(missing)
+    except RunError as error:
+        store.set(_LOST, str(error))
+        raise
 
 
 def wait_for_keys(
     store: Store,
     keys: Mapping[int, str],
     deadline_s: float,
-    stopped: StoppedSiblings | None = None,
+    siblings: LostSiblings | None = None,
 ) -> None:
     """Wait until a store has the keys of all ranks.
 
@@ -332,10 +356,10 @@ def wait_for_keys(
         store: the store.
         keys: a key of every rank.
         deadline_s: time on the monotonic clock at which waiting ends.
-        stopped: looks for ranks that were stopped; None if their launcher does.
+        siblings: looks for ranks that were stopped or ended; None if their launcher does.
 
     Raises:
-        RunError: ranks did not write their keys in time, or have been stopped by a signal.
+        RunError: ranks did not write their keys in time, have been stopped by a signal, or have ended.
     """
     started_s = time.monotonic()
     missing = dict(keys)
@@ -352,6 +376,5 @@ def wait_for_keys(
                 "of their processes; deadline_s sets how long the others wait"
             )
         if missing:
-            if stopped is not None:
-                stopped.check(missing)
+            _check_siblings(store, siblings, missing)
             time.sleep(_PAUSE_S)

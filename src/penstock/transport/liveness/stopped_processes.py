@@ -55,11 +55,11 @@ class StopLooks:
         return stopped and self._looks[rank] * LOOK_S >= self.limit_s
 
 
-class StoppedSiblings:
-    """Finds ranks that were stopped before they could join, among those of the same launcher.
+class LostSiblings:
+    """Finds ranks that were stopped or ended before they could join, among those of the same launcher.
 
     They have sent no heartbeat, so that nothing is known of them but that they are missing. On
-    other systems than Linux none is found.
+    other systems than Linux none is found; nor are ranks that a script of their own has started.
 
     Args:
         launcher: process id of the launcher; by default the parent of this process.
@@ -69,38 +69,48 @@ class StoppedSiblings:
     def __init__(self, launcher: int | None = None, limit_s: float = LIMIT_S) -> None:
         self._launcher = os.getppid() if launcher is None else launcher
         self._looks = StopLooks(limit_s)
+        self._pids: dict[int, int] = {}
 
     def check(self, missing: Collection[int]) -> None:
         """Look at the missing ranks, every `LOOK_S` seconds; earlier calls do nothing.
 
         Raises:
-            RunError: one of them has been stopped for too long.
+            RunError: one of them has been stopped for too long, or has ended.
         """
         if not self._looks.due():
             return
-        pids = stopped_ranks(self._launcher)
+        present = ranks_of_launcher(self._launcher)
         for rank in missing:
-            if self._looks.overdue(rank, stopped=rank in pids):
+            pid = self._pids.get(rank)
+            if pid is not None and rank not in present:
+                raise RunError(f"{_name(rank, pid)} has ended before it joined the run")
+            stopped = rank in present and process_state(present[rank]) is State.STOPPED
+            if self._looks.overdue(rank, stopped=stopped):
                 raise RunError(
-                    f"rank {rank} on host {socket.gethostname()} (pid {pids[rank]}) has been "
-                    f"stopped by a signal (SIGSTOP) for {self._looks.limit_s:.0f} s, before it "
-                    "joined the run"
+                    f"{_name(rank, present[rank])} has been stopped by a signal (SIGSTOP) for "
+                    f"{self._looks.limit_s:.0f} s, before it joined the run"
                 )
+        self._pids = present
 
 
-def stopped_ranks(launcher: int) -> dict[int, int]:
-    """Return the process ids of the ranks of a launcher that a signal has stopped, by rank."""
+def _name(rank: int, pid: int) -> str:
+    """Name a rank of this host in a message."""
+    return f"rank {rank} on host {socket.gethostname()} (pid {pid})"
+
+
+def ranks_of_launcher(launcher: int) -> dict[int, int]:
+    """Return the process ids of the ranks of a launcher that have not ended, by rank."""
     pids: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        pid = int(folder.name)
-        if process_state(pid) is not State.STOPPED:
-            continue
         try:
-            parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[1]
+            state, parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+            if int(parent) != launcher or state == b"Z":
+                continue
             variables = (folder / "environ").read_bytes().split(b"\0")
-        except (OSError, IndexError):  # of another user, or ended
+        except (OSError, ValueError):  # of another user, or ended
             continue
-        ranks = [entry.removeprefix(b"RANK=") for entry in variables if entry.startswith(b"RANK=")]
-        if int(parent) == launcher and ranks and ranks[0].isdigit():
-            pids[int(ranks[0])] = pid
+        values = dict(entry.split(b"=", 1) for entry in variables if b"=" in entry)
+        rank = values.get(b"RANK", values.get(b"SLURM_PROCID", b""))
+        if rank.isdigit():
+            pids[int(rank)] = int(folder.name)
     return pids
