@@ -186,13 +186,7 @@ def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Tr
         stages, shared_here = builder.build_stages(rank, meter)
         guard = PeerGuard(rank, world.board(rank))
         replicas = _make_replicas(
-            rank,
-            stages,
-            guard,
-            world,
-            setting.schedule,
-            shared_here,
-            training.options.gradient_hook,
+            stages, guard, world, setting.schedule, shared_here, training.options.gradient_hook
         )
         wave_replicas[rank] = replicas if in_waves else {}
         interpreters[rank] = Interpreter(
@@ -222,7 +216,6 @@ def _stage_links(transport: Transport, boundary: str | None) -> Transport:
 
 
 def _make_replicas(
-    rank: int,
     stages: Mapping[int, Stage],
     guard: PeerGuard,
     world: World,
@@ -233,14 +226,14 @@ def _make_replicas(
     """Make the replica groups of a rank's stages that other ranks have too.
 
     Args:
-        rank: the rank.
-        stages: its stages.
-        guard: converts errors of the transport.
+        stages: the stages of a rank.
+        guard: converts errors of its transport.
         world: all ranks.
         schedule: which ranks have which stages.
         shared: tensors of this rank that several stages use.
         gradient_hook: see `parse_hook`.
     """
+    rank = guard.rank
     shared_tensors_here = [tensor for _, tensor in shared]
     replicas: dict[int, ReplicaGroup] = {}
     for index, stage in stages.items():
