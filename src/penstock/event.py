@@ -16,8 +16,9 @@ from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
 from penstock.schedule.slicing import Slicing
 from penstock.units import format_seconds
 
-#: The fields of an Event: rank, op, start, end, bytes, and the receiving rank of a transfer.
-EventRow = tuple[int, Op, float, float, int, int | None]
+#: The fields of an Event: rank, op, start, end, bytes, the receiving rank of a transfer, and the
+#: seconds of waiting before an op.
+EventRow = tuple[int, Op, float, float, int, int | None, float | None]
 
 
 class Event(NamedTuple):
@@ -25,6 +26,13 @@ class Event(NamedTuple):
 
     For a transfer, `to_rank` is set: the value that `op` produced goes from `rank` to `to_rank`.
     The two ops of a pair have the same start and end.
+
+    In a measured timeline, a transfer starts when its op ends. It ends when the value is in the
+    receiver's memory, or where that is not known (process groups), when the op that takes it is
+    ready to start: a value that the receiver did not wait for may have arrived earlier.
+
+    `wait_s` is measured: for how long, up to its start, an op waited for a value of another rank.
+    None if it is not known.
     """
 
     rank: int
@@ -33,6 +41,7 @@ class Event(NamedTuple):
     end: float
     bytes: int = 0
     to_rank: int | None = None
+    wait_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -223,6 +232,7 @@ class Timeline(NotebookPicture):
         slicing: how micro-batches are cut into slices, if they are; ops then count slices.
         account: source of the memory over time, if it is known.
         measured_memory: per rank, further peaks of a measured timeline; None if simulated.
+        hosts: per rank, the name of its host; empty if it is not known.
 
     Examples:
         >>> import penstock as ps
@@ -244,6 +254,7 @@ class Timeline(NotebookPicture):
     measured_memory: tuple[MeasuredMemory, ...] | None = field(
         default=None, compare=False, repr=False
     )
+    hosts: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return (
@@ -270,7 +281,7 @@ class Timeline(NotebookPicture):
     @classmethod
     def of(
         cls,
-        events: Iterable[EventRow],
+        events: Iterable[Event | EventRow],
         ranks: int,
         stages: int,
         peak_memory: tuple[int, ...] | None = None,

@@ -34,6 +34,7 @@ ORDER = [
     "weights",
     "plan",
     "event",
+    "idle",
     "draw",
     "verify",
     "simulate",

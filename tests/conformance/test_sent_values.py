@@ -33,7 +33,7 @@ class Sent:
     """A payload on its way, with what its tensors were when it was sent."""
 
     def __init__(self, payload):
-        self.payload = payload
+        self.payload, self.nbytes = payload, payload.nbytes
         self.versions = [tensor._version for tensor in payload.tensors]
         self.contents = [tensor.detach().clone() for tensor in payload.tensors]
 
@@ -68,6 +68,7 @@ class LateTransport(MemoryTransport):
     def send(self, peer, message, payload, signature):
         """See `Transport.send`."""
         super().send(peer, message, Sent(payload), signature)
+        return payload.nbytes
 
     def post(self, peer, message, signature):
         """See `Transport.post`."""

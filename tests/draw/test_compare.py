@@ -37,7 +37,8 @@ def test_the_svg_has_the_boxes_of_both_on_one_axis():
     first, second = timeline(), timeline(forward=0.011, source="measured")
     root = ET.fromstring(draw_pair(first, second, format="svg"))
     space = "{http://www.w3.org/2000/svg}"
-    titles = [title.text for title in root.iter(f"{space}title")]
+    boxes = [group for group in root.iter(f"{space}g") if "box" in group.get("class", "")]
+    titles = [title.text for group in boxes for title in group.iter(f"{space}title")]
     assert len(titles) == len(first.compute) + len(second.compute)
     assert {"0F0: 10.0 ms at 0 s", "0F0: 11.0 ms at 0 s"} <= set(titles)
     assert "1f1b, measured" in {text.text for text in root.iter(f"{space}text")}

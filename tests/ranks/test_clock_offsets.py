@@ -61,6 +61,7 @@ def _timelines():
         return time.monotonic() + ahead_s
 
     clock.host_time = clock_offsets.host_time = shifted
+    clock.HostClock.mark = lambda self: shifted()
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
     pipe = ps.Pipeline(
@@ -87,7 +88,7 @@ def test_events_of_hosts_whose_clocks_are_apart_are_in_their_order():
     for timelines, _ in results:
         for timeline in timelines:
             assert timeline.makespan < 60
-            times = {str(event.op): event for event in timeline.events}
+            times = {str(event.op): event for event in timeline.compute}
             for micro_batch in range(4):
                 for stage in range(2):
                     forward = times[f"{stage}F{micro_batch}"]
@@ -96,7 +97,35 @@ def test_events_of_hosts_whose_clocks_are_apart_are_in_their_order():
                     backward = times[f"{stage + 1}B{micro_batch}"]
                     next_backward = times[f"{stage}B{micro_batch}"]
                     assert next_backward.start >= backward.end - error_s
+            check_transfers(timeline, error_s)
     assert results[0][0] == results[1][0]
+
+
+def check_transfers(timeline, error_s):
+    """Every message of 1F1B is there, between the op that produces it and the one that takes it."""
+    times = {(event.rank, str(event.op)): event for event in timeline.compute}
+    transfers = [event for event in timeline.events if event.to_rank is not None]
+    assert len(transfers) == 2 * 2 * 4
+    for event in transfers:
+        assert event.bytes >= 2 * 16 * 4
+        assert event.start == times[event.rank, str(event.op)].end
+        kind, stage, micro_batch = event.op
+        consumer = times[event.to_rank, f"{event.to_rank}{kind.value}{micro_batch}"]
+        assert abs(event.to_rank - stage) == 1
+        assert event.start <= event.end <= consumer.start + error_s
+        assert consumer.wait_s >= 0
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.1), st.floats(0, 0.1)), min_size=1, max_size=12))
+def test_the_best_of_several_round_trips_counts(ways):
+    """One round trip of less than 2 ms is enough to align timelines to under 1 ms."""
+    ahead_s = 50.0
+    readings = []
+    for way_there, way_back in ways:
+        there_s = way_there
+        readings.append(Reading.of_round_trip(ahead_s, there_s, ahead_s + there_s + way_back))
+    best = min(readings, key=lambda reading: reading.error_s)
+    assert abs(best.ahead_s - ahead_s) <= min(map(sum, ways)) / 2 + 1e-9
 
 
 def _shared_clock():

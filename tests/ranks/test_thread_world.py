@@ -128,7 +128,7 @@ def test_after_a_failed_batch_nothing_is_kept_and_the_next_is_exact(kind, stages
         for s in (pipe._local_stages[-1], fresh._local_stages[-1])
     )
     assert differences(losses, expected) == []
-    assert len(pipe.timeline().events) == stages * 9
+    assert len(pipe.timeline().compute) == stages * 9
 
 
 def test_two_failures_at_once_are_told_by_the_first(monkeypatch):

@@ -70,7 +70,7 @@ def everything(
     results["loss before loading"] = pipe.train_batch(x, y)
     timeline = pipe.timeline()
     results["timeline"] = [
-        tuple(str(e.op) for e in timeline.events if e.rank == rank)
+        tuple(str(e.op) for e in timeline.compute if e.rank == rank)
         for rank in range(timeline.ranks)
     ]
     if folder is not None:

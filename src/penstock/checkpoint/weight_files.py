@@ -1,8 +1,8 @@
 """Weights of a whole model in the formats of others: `state_dict`, safetensors, Hugging Face, DCP.
 
-Reading executes nothing: PyTorch's files are read with `weights_only=True`, all others are
-safetensors and JSON. Checkpoints of `torch.distributed.checkpoint` can be written, but not read:
-their file `.metadata` is a pickle, and reading a pickle runs whatever code is in it.
+Reading executes nothing: PyTorch's files are read with `weights_only=True`, the metadata of
+`torch.distributed.checkpoint` (DCP), a pickle, with the classes alone that DCP writes
+(`dcp_weights`), and all others are safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from penstock.checkpoint.checkpoint_files import check_content, read_header, read_tensors
 from penstock.checkpoint.checkpoint_index import INDEX, read_index
+from penstock.checkpoint.dcp_weights import METADATA, load_dcp_weights
 from penstock.errors import FileError, SettingError
 from penstock.files.read import read_json
 
@@ -48,8 +49,9 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
 
     Args:
         path: a checkpoint of `Pipeline.save` or `Checkpoints`; a file of safetensors; a folder in
-            Hugging Face's layout (`model.safetensors`, or several files with their index); or a
-            `state_dict` that `torch.save` has written.
+            Hugging Face's layout (`model.safetensors`, or several files with their index); a folder
+            of `torch.distributed.checkpoint`, however its tensors are sharded; or a `state_dict`
+            that `torch.save` has written.
 
     Returns:
         Parameters and buffers on the CPU, by their names in the model.
@@ -88,13 +90,8 @@ def _load_folder(folder: Path) -> dict[str, Tensor]:
         return _load_shards(folder)
     if (folder / _HF_FILE).exists():
         return dict(load_file(folder / _HF_FILE))
-    if (folder / ".metadata").exists():
-        raise FileError(
-            f"{folder} is a checkpoint of torch.distributed.checkpoint, whose .metadata is a "
-            "pickle: reading it runs the code in it, which Penstock does not do. If you trust it: "
-            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pt"
-            ", and read weights.pt"
-        )
+    if (folder / METADATA).exists():
+        return load_dcp_weights(folder)
     raise FileError(
         f"{folder} holds no weights: there is neither {INDEX} nor {_HF_INDEX} nor {_HF_FILE}"
     )

@@ -10,6 +10,7 @@ import numpy as np
 from penstock.draw.memory import holder_text
 from penstock.draw.scale import Clock, format_number
 from penstock.event import Timeline
+from penstock.idle import IdleInterval, idle_intervals, idle_seconds
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
 from penstock.units import format_bytes
 
@@ -26,6 +27,8 @@ KIND_NAMES = {
 #: Characters that XML 1.0 forbids (control characters, lone surrogates and two noncharacters), and
 #: the C1 controls, which can steer a terminal.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+#: With more ops than this, drawings do not tell what ranks wait for.
+MAX_EXPLAINED_OPS = 20_000
 #: Lists with more entries are written as their range.
 _LONG_LIST = 16
 
@@ -90,6 +93,36 @@ def busy_shares(panel: Timeline) -> list[float]:
     return [seconds / panel.makespan if panel.makespan else 0.0 for seconds in panel.busy]
 
 
+def shown_idle(panel: Timeline) -> tuple[IdleInterval, ...]:
+    """Return the idle intervals that drawings explain: those of measured timelines.
+
+    They are also left out where there are no transfers, and where there are so many ops that it
+    would take seconds to find them.
+    """
+    measured = panel.source == "measured" and len(panel.log.start) <= MAX_EXPLAINED_OPS
+    if not measured or len(panel.events) == len(panel.compute):
+        return ()
+    return idle_intervals(panel)
+
+
+def idle_item(panel: Timeline) -> str:
+    """Return the key figure of what idle ranks wait for; empty if that is not known."""
+    intervals = shown_idle(panel)
+    if not intervals:
+        return ""
+    lists = []
+    seconds = idle_seconds(panel, intervals)
+    for name, values in (
+        ("neighbour", [row.neighbour for row in seconds]),
+        ("link", [row.link for row in seconds]),
+        ("rest", [row.rest for row in seconds]),
+    ):
+        shares = [value / panel.makespan for value in values]
+        texts = [format_number(100 * share, 0) for share in shares]
+        lists.append(f"{name} {_list_or_range(texts, shares)} %")
+    return f"idle per rank for {'; '.join(lists)}"
+
+
 def percent(share: float) -> str:
     """Format a share as a percentage: `0.3333` as `33.3 %`."""
     return f"{100 * share:.1f} %"
@@ -99,7 +132,8 @@ def summary_items(panel: Timeline, clock: Clock) -> list[str]:
     """Return the key figures of a timeline as text, one item each.
 
     These are makespan, bubble ratio, busy share per rank, peak in flight per stage and, if known,
-    peak memory per rank with the contents of the rank with the highest.
+    what idle ranks wait for, and peak memory per rank with the contents of the rank with the
+    highest.
     """
     busy = [format_number(100 * share, 0) for share in busy_shares(panel)]
     busy_list = _list_or_range(busy, [float(share) for share in busy])
@@ -110,6 +144,9 @@ def summary_items(panel: Timeline, clock: Clock) -> list[str]:
         f"busy per rank {busy_list}" + (" %" if busy else ""),
         f"peak in flight {_list_or_range(in_flight, panel.peak_in_flight)}",
     ]
+    idle = idle_item(panel)
+    if idle:
+        items.append(idle)
     if panel.peak_memory is not None:
         sizes = [format_bytes(peak) for peak in panel.peak_memory]
         items.append(f"peak memory {_list_or_range(sizes, panel.peak_memory, ' / ')}")

@@ -9,13 +9,21 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
-from penstock.draw.facts import busy_shares, clean, heading, percent, stages_of_rank
+from penstock.draw.facts import (
+    busy_shares,
+    clean,
+    heading,
+    percent,
+    shown_idle,
+    stages_of_rank,
+)
 from penstock.draw.memory import holder_text
 from penstock.draw.palette import dark_style
 from penstock.draw.scale import Clock, format_number
 from penstock.draw.svg import svg
 from penstock.draw.viewer import MAX_VIEWER_OPS, viewer
 from penstock.event import Timeline
+from penstock.idle import idle_seconds, link_traffic
 from penstock.units import format_bytes
 
 #: With more ops than this, the page has no static picture for browsers without scripts: it would
@@ -46,7 +54,8 @@ def html(panels: Sequence[Timeline], note: str = "") -> str:
     for panel in panels:
         if not single:
             body += [f"<h2>{escape(heading(panel))}</h2>", _key_figures(panel, clock)]
-        body.append(f'<div class="tables">{_rank_table(panel, clock)}{_stage_table(panel)}</div>')
+        tables = [_rank_table(panel, clock), _stage_table(panel), *_traffic_tables(panel, clock)]
+        body.append(f'<div class="tables">{"".join(tables)}</div>')
     dark = _style_sheet("page_dark.css") + dark_style("main")
     style = _style_sheet("viewer.css") + _style_sheet("page.css")
     style += f"@media screen and (prefers-color-scheme:dark){{{dark}}}"
@@ -110,6 +119,11 @@ def _rank_table(panel: Timeline, clock: Clock) -> str:
                 percent(1 - share),
             ]
         )
+    idle = shown_idle(panel)
+    if idle:
+        columns += ["waits for neighbours", "waits for links", "rest"]
+        for row, seconds in zip(rows, idle_seconds(panel, idle), strict=True):
+            row.extend(map(clock.exact, (seconds.neighbour, seconds.link, seconds.rest)))
     if panel.peak_memory is not None:
         columns.append("peak memory")
         for row, peak in zip(rows, panel.peak_memory, strict=True):
@@ -133,6 +147,28 @@ def _stage_table(panel: Timeline) -> str:
         ranks = ", ".join(map(str, ranks_of_stage[stage])) or "none"
         rows.append([str(stage), ranks, format_number(peak, 2)])
     return _table("per stage", ["stage", "ranks", "peak in flight"], rows)
+
+
+def _traffic_tables(panel: Timeline, clock: Clock) -> list[str]:
+    """Return the tables of messages between ranks and between hosts, if they are measured."""
+    tables = []
+    idle = shown_idle(panel)
+    for ends, by_host in (("rank", False), ("host", True)):
+        rows = []
+        for link in link_traffic(panel, idle, by_host=by_host) if idle else ():
+            rows.append(
+                [
+                    escape(clean(f"{link.source} → {link.target}")),
+                    str(link.messages),
+                    format_bytes(link.bytes),
+                    clock.exact(link.busy_s),
+                    clock.exact(link.waited_s),
+                ]
+            )
+        if rows:
+            columns = ["from → to", "messages", "bytes", "on their way", "target waits for them"]
+            tables.append(_table(f"messages by {ends}", columns, rows))
+    return tables
 
 
 def _table(caption: str, columns: list[str], rows: list[list[str]]) -> str:

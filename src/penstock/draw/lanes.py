@@ -13,15 +13,17 @@ import numpy as np
 
 from penstock.draw.box_shades import BoxShades
 from penstock.draw.columns import Spans, column_shares
-from penstock.draw.facts import kinds_in, op_name, op_number
+from penstock.draw.facts import kinds_in, op_name, op_number, shown_idle
 from penstock.draw.memory import downsample, holder_text, memory_steps
 from penstock.draw.page import NUMBER_SIZES, PADDING, SMALL, TINY, Page, n
 from penstock.draw.pairs import events_by_rank, pair_halves
 from penstock.draw.palette import DARK_FILLS, FILLS, fill_class
 from penstock.draw.stage_order import StageOrder
 from penstock.draw.text_size import text_width
+from penstock.draw.transfers import timed_transfers, transfer_direction
 from penstock.event import Event, MemoryCurve, Timeline
-from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
+from penstock.idle import IdleCause
+from penstock.schedule.op import Kind, Op
 from penstock.units import format_bytes
 
 # Heights in points: gaps between lanes (the wide one has room for arrows), lanes (tall ones have
@@ -33,6 +35,8 @@ _MAX_ARROW_HEADS = 400
 MAX_BOXES, _MIN_BOX_WIDTH = 20_000, 0.5
 #: Columns per lane of summed ops, and columns of all these lanes together.
 _COLUMNS, _ALL_COLUMNS = 800, 100_000
+#: Idle intervals narrower than this many points are not drawn.
+_MIN_IDLE_WIDTH = 0.5
 #: With more ranks than this, lanes of summed ops are low.
 _MANY_RANKS = 64
 #: Lanes above this height have room for two lines of text.
@@ -72,6 +76,8 @@ def draw_lanes(page: Page, panel: Timeline) -> None:
     tops = [page.y + rank * pitch for rank in range(panel.ranks)]
     lanes = _Lanes(page, panel, stage_order, height, tops)
     lanes.add_backgrounds()
+    if not summed:
+        lanes.add_idle()
     if curves:
         lanes.add_memory(curves)
     lanes.add_transfers(transfers)
@@ -159,6 +165,27 @@ class _Lanes:
             if has_stages:
                 page.y += 13
                 page.text(page.left - 8, stages, "s e")
+
+    def add_idle(self) -> None:
+        """Add what ranks wait for: times of waiting for the link have a colour of their own."""
+        page = self.page
+        for interval in shown_idle(self.panel):
+            x, width = page.x(interval.start), page.x(interval.end) - page.x(interval.start)
+            if interval.transfer is None or width < _MIN_IDLE_WIDTH:
+                continue
+            top = self.tops[interval.rank]
+            name = op_name(self.panel, interval.transfer.op)
+            time = page.clock.exact(interval.end - interval.start)
+            title = f"rank {interval.transfer.rank} still computes {name}: {time}"
+            css_class = "lane"
+            if interval.cause is IdleCause.LINK:
+                title = f"{name} is on its way from rank {interval.transfer.rank}: {time}"
+                css_class = "link"
+                page.link_waits = True
+            page.parts.append(
+                f'<rect class="{css_class}" x="{n(x)}" y="{n(top)}" width="{n(width)}" '
+                f'height="{n(self.height)}"><title>{title}</title></rect>'
+            )
 
     def add_memory(self, curves: Sequence[MemoryCurve]) -> None:
         """Add each rank's memory curve below its lane, all on the common scale of the page."""
@@ -363,24 +390,6 @@ class _Lanes:
         """Return duration and start of an event: `2 ms at 3 ms`."""
         clock = self.page.clock
         return f"{clock.exact(event.end - event.start)} at {clock.exact(event.start)}"
-
-
-def timed_transfers(panel: Timeline) -> list[Event]:
-    """Return the transfers that take time; only they are drawn."""
-    return [
-        event for event in panel.events if event.to_rank is not None and event.end > event.start
-    ]
-
-
-def transfer_direction(event: Event) -> str:
-    """Return the direction of a transfer.
-
-    It is "on" for activations, "back" for gradients, and "pass" for activations that another rank
-    stores.
-    """
-    if event.op.kind in ACTIVATION_MOVES:
-        return "pass"
-    return "on" if event.op.kind is Kind.F else "back"
 
 
 def _box_label(number: str, stage: str, box: _Box, style: _NumberStyle, *, ink: str) -> list[str]:

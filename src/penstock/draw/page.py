@@ -74,6 +74,7 @@ class Page:
         numbered: kinds of op with a number in at least one box.
         paired: whether two ops run as one in any panel.
         summed: whether any panel shows time shares instead of boxes.
+        link_waits: whether any panel shows times of waiting for a link.
     """
 
     clock: Clock
@@ -87,6 +88,7 @@ class Page:
     numbered: set[Kind] = field(default_factory=set)
     paired: bool = False
     summed: bool = False
+    link_waits: bool = False
 
     @classmethod
     def of(cls, panels: Sequence[Timeline]) -> Page:
@@ -217,7 +219,7 @@ class Page:
             '<svg xmlns="http://www.w3.org/2000/svg" class="penstock" '
             f'viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
             f'aria-label="{label}">\n'
-            f"<style>{light_style()}{_STYLE}</style>\n<defs>{markers}</defs>\n"
+            f"<style>{light_style(link_waits=self.link_waits)}{_STYLE}</style>\n<defs>{markers}</defs>\n"
             f'<rect class="bg" width="{width}" height="{height}"/>\n'
             f"{elements}\n</svg>\n"
         )

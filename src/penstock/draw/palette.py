@@ -39,6 +39,7 @@ _RULES = (
     (".head.r", "fill", "#9a4a10", "#f0b070"),
     (".t.p", "stroke", "#87101e", "#f0a0b4"),
     (".head.p", "fill", "#87101e", "#f0a0b4"),
+    (".link", "fill", "#e6c3c8", "#5e3840"),
     (".held", "fill", "#c3c9d2", "#46515f"),
     (".held", "stroke", "#7b8695", "#8e9aab"),
 )
@@ -54,13 +55,20 @@ def fill_class(kind: Kind, second_shade: bool) -> str:
     return f"{kind}2" if second_shade else str(kind)
 
 
-def light_style() -> str:
+def light_style(*, link_waits: bool = False) -> str:
     """Return the style sheet of a stand-alone drawing.
 
     It has plain rules only: few SVG viewers other than browsers support variables and media
     queries.
+
+    Args:
+        link_waits: whether the drawing has times of waiting for a link.
     """
-    rules = [f".penstock {selector}{{{key}:{light}}}" for selector, key, light, _ in _RULES]
+    rules = [
+        f".penstock {selector}{{{key}:{light}}}"
+        for selector, key, light, _ in _RULES
+        if link_waits or selector != ".link"
+    ]
     for kind, (first, second) in FILLS.items():
         rules.append(f".penstock .{kind}{{fill:{first}}}")
         rules.append(f".penstock .{kind}2{{fill:{second}}}")

@@ -12,9 +12,10 @@ from html import escape
 
 from penstock.draw.box_shades import BoxShades
 from penstock.draw.facts import KIND_NAMES, clean, heading, kinds_in, summary_items
-from penstock.draw.lanes import ARROW_CLASSES, draw_lanes, timed_transfers, transfer_direction
+from penstock.draw.lanes import ARROW_CLASSES, draw_lanes
 from penstock.draw.page import LABEL, SMALL, TITLE, Page
 from penstock.draw.stage_order import StageOrder
+from penstock.draw.transfers import timed_transfers, transfer_direction
 from penstock.event import Timeline
 from penstock.schedule.op import Kind
 
@@ -66,6 +67,8 @@ def _legend(page: Page, panels: Sequence[Timeline]) -> list[tuple[str, str]]:
         meanings = {BoxShades.of(panel).meaning for panel in panels} - {""}
     entries = _kind_entries(panels, two_shades=bool(meanings))
     entries.append(('<rect class="lane" width="18" height="12"/>', "idle"))
+    if page.link_waits:
+        entries.append(('<rect class="link" width="18" height="12"/>', "waits for the link"))
     if page.paired:
         halves = (
             '<rect class="F" width="18" height="6"/><rect class="B" y="6" width="18" height="6"/>'

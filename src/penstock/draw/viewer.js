@@ -73,7 +73,7 @@ function penstockViewer(figure, data) {
   let colour = {};
   function colours() {
     const style = getComputedStyle(document.documentElement);
-    colour = Object.fromEntries(["ground", "ink", "soft", "line", "lane", "held", "edge", "on", "back", "pass"].map(
+    colour = Object.fromEntries(["ground", "ink", "soft", "line", "lane", "held", "edge", "on", "back", "pass", "link"].map(
       (name) => [name, style.getPropertyValue(`--${name}`).trim()]));
   }
   const fill = (kind, odd) => { const of = data.kinds[kind]; return (dark.matches && of.dark) || of.fills[odd]; };
@@ -128,6 +128,9 @@ function penstockViewer(figure, data) {
     paint.fillRect(x(0), rank.y, x(panel.makespan) - x(0), rank.high);
     paint.fillStyle = colour.line;
     for (const at of ticks.at) paint.fillRect(x(at), rank.y, 1, rank.high);
+    paint.fillStyle = colour.link;
+    for (const [start, end, cause] of rank.idle || [])
+      if (cause === "l" && end > view.from && start < view.to) paint.fillRect(x(start), rank.y, x(end) - x(start), rank.high);
     if (!rank.memory) return;
     const { t, b } = rank.memory, base = rank.y + rank.high + STRIP - 2, most = data.most || 1;
     paint.beginPath(); paint.moveTo(x(t[0]), base);
@@ -317,6 +320,14 @@ function penstockViewer(figure, data) {
     const end = next < rank.t.length ? rank.t[next] : panel.makespan;
     const lines = [`${rank.name} idle for ${duration(end - start)}`];
     if (next === rank.t.length) return [...lines, "has no more ops"];
+    const now = (rank.idle || []).find(([from, to]) => from <= seconds && seconds < to);
+    if (now) {
+      const [from, to, cause, op, sender, bytes] = now, name = `${rank.s[next]}${rank.k[next]}${rank.n[next]}`;
+      if (cause === "n") lines.push(`of these ${duration(to - from)} for the neighbour:`, `${name} waits for ${op}, which rank ${sender} still computes`);
+      else if (cause === "l") lines.push(`of these ${duration(to - from)} for the link:`, `${name} waits for ${op}, on its way from rank ${sender}${bytes ? `, ${size(bytes)}` : ""}`);
+      else lines.push(`of these ${duration(to - from)} for neither a neighbour nor a link`);
+      return lines;
+    }
     const wait = rank.waits && rank.waits[next];
     if (!wait) return lines;
     const [op, from, ended, arrived] = wait;

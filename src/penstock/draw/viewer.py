@@ -16,24 +16,30 @@ import numpy as np
 
 from penstock.draw.box_shades import BoxShades
 from penstock.draw.columns import Spans, column_shares
-from penstock.draw.facts import KIND_NAMES, heading, kinds_in, op_name, op_number
-from penstock.draw.lanes import timed_transfers, transfer_direction
+from penstock.draw.facts import (
+    KIND_NAMES,
+    MAX_EXPLAINED_OPS,
+    heading,
+    kinds_in,
+    op_name,
+    op_number,
+    shown_idle,
+)
 from penstock.draw.memory import downsample, holders_at_peak, memory_steps
 from penstock.draw.pairs import events_by_rank, pair_halves
 from penstock.draw.palette import FILLS, FILLS_ON_DARK, number_colours
 from penstock.draw.scale import Clock, axis_seconds
 from penstock.draw.stage_order import StageOrder
+from penstock.draw.transfers import timed_transfers, transfer_direction
 from penstock.draw.waits import critical_path, dependencies_of_timeline, waits
 from penstock.event import Event, MemoryCurve, Timeline
+from penstock.idle import IdleCause
 from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.op import Kind, Op
 
 #: With more ops than this the page would have tens of megabytes; it then has a static figure with
 #: columns instead of boxes.
 MAX_VIEWER_OPS = 300_000
-#: With more ops than this, the page shows neither what ranks wait for nor the critical path, unless
-#: the caller has the dependencies.
-_MAX_WAITS_OPS = 20_000
 #: Columns of time of a timeline with too many ops for boxes: about the points of a wide screen.
 _COLUMNS = 600
 
@@ -142,6 +148,8 @@ def viewer_legend(panels: Sequence[Timeline], max_ops: int = MAX_VIEWER_OPS) -> 
             fill = f"{first};background:light-dark({first},{FILLS_ON_DARK[kind]})"
         entries.append((_colour_sign(fill), f"{kind} {KIND_NAMES[kind]}"))
     entries.append((_colour_sign("var(--lane)"), "idle"))
+    if boxed and any(_waits_for_link(panel) for panel in panels):
+        entries.append((_colour_sign("var(--link)"), "waits for the link"))
     if any(panel.memory for panel in panels):
         sign = _colour_sign("var(--held);border-bottom:1px solid var(--edge)")
         entries.append((sign, "memory, its peak before it"))
@@ -171,6 +179,11 @@ def _number_text(panels: Sequence[Timeline]) -> str:
 def _colour_sign(background: str) -> str:
     """Return a small box with a CSS background."""
     return f'<i style="background:{background}"></i>'
+
+
+def _waits_for_link(panel: Timeline) -> bool:
+    """Return whether any rank is shown to wait for a link."""
+    return any(interval.cause is IdleCause.LINK for interval in shown_idle(panel))
 
 
 def _has_pairs(panel: Timeline) -> bool:
@@ -268,9 +281,10 @@ def _rank_shares(
 
 def _panel_data(panel: Timeline, dependencies: Dependencies | None) -> dict[str, object]:
     """Return the data of one timeline."""
-    if dependencies is None and len(panel.log.start) <= _MAX_WAITS_OPS:
+    if dependencies is None and len(panel.log.start) <= MAX_EXPLAINED_OPS:
         dependencies = dependencies_of_timeline(panel)
     rank_waits = _waits_data(panel, dependencies)
+    rank_idle = _idle_data(panel)
     no_path: list[list[int]] = [[] for _ in range(panel.ranks)]
     path = no_path if dependencies is None else critical_path(panel, dependencies)
     stage_order = StageOrder.of(panel)
@@ -290,6 +304,7 @@ def _panel_data(panel: Timeline, dependencies: Dependencies | None) -> dict[str,
             "b": _sent_bytes(rank, row, transfer_bytes),
             "memory": None if curves is None else _memory_data(panel, rank, curves[rank]),
             "waits": rank_waits[rank],
+            "idle": rank_idle[rank],
             "path": path[rank],
         }
         ranks.append(rank_data)
@@ -321,6 +336,23 @@ def _waits_data(
             times = (_compact(wait.end), _compact(wait.arrival))
             rank_data[str(position)] = (name, wait.rank, *times)
         data.append(rank_data)
+    return data
+
+
+def _idle_data(panel: Timeline) -> list[list[tuple[float, float, str, str, int, int]]]:
+    """Return per rank its idle intervals; empty lists for a simulated timeline.
+
+    The values are start and end in seconds; the cause, n for the neighbour, l for the link, r for
+    the rest; and of the transfer that is waited for: its op, its sender, and its bytes.
+    """
+    data: list[list[tuple[float, float, str, str, int, int]]] = [[] for _ in range(panel.ranks)]
+    for interval in shown_idle(panel):
+        transfer = interval.transfer
+        awaited = ("", -1, 0)
+        if transfer is not None:
+            awaited = (op_name(panel, transfer.op), transfer.rank, transfer.bytes)
+        times = (_compact(interval.start), _compact(interval.end))
+        data[interval.rank].append((*times, interval.cause.value[0], *awaited))
     return data
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.draw.facts import busy_shares
+from collections.abc import Sequence
+
+from penstock.draw.facts import busy_shares, shown_idle
 from penstock.event import Timeline
+from penstock.idle import LinkTraffic, idle_seconds, link_traffic
 from penstock.profile.profile import Profile
 from penstock.report.cells import without_empty_columns
 from penstock.report.difference import Difference, explain_difference
@@ -162,13 +165,57 @@ def timeline_section(run: RunFolder) -> Section | None:
         title = "Measured step"
         caption += " The folder has no cluster.yaml, from which the prediction would be drawn."
     figure = TimelineFigure("timelines", title, timelines, caption)
-    blocks: tuple[TimelineFigure | Text, ...] = (figure,)
+    blocks: list[TimelineFigure | Text | Table] = [figure]
     if run.measured is not None and run.plan.synchronous:
-        blocks = (
-            *blocks,
+        blocks.append(
             Text(
                 "The measured timeline is that of the recorded step of the last epoch whose length "
                 f"is the median; its file is {TIMELINE}."
-            ),
+            )
         )
-    return Section("Timeline", blocks)
+    if run.measured is not None:
+        blocks += _waiting_tables(run.measured)
+    return Section("Timeline", tuple(blocks))
+
+
+def _waiting_tables(measured: Timeline) -> list[Table]:
+    """Return what idle ranks waited for, and the messages between ranks and between hosts."""
+    intervals = shown_idle(measured)
+    if not intervals:
+        return []
+    rows: list[tuple[Value, ...]] = []
+    for rank, seconds in enumerate(idle_seconds(measured, intervals)):
+        rows.append((rank, seconds.neighbour, seconds.link, seconds.rest))
+    columns = (
+        Column("rank", "number"),
+        Column("waits for neighbours", "seconds", about="values that are not computed yet"),
+        Column("waits for links", "seconds", about="values that are computed and on their way"),
+        Column("rest", "seconds", about="gradient sums, overhead, and no more ops"),
+    )
+    caption = (
+        "A rank that waits for links needs a faster network or smaller messages; one that waits for "
+        "neighbours needs another cut or schedule."
+    )
+    tables = [Table("idle", "Idle time", columns, tuple(rows), caption, (TIMELINE,))]
+    for ends, by_host in (("rank", False), ("host", True)):
+        traffic = link_traffic(measured, intervals, by_host=by_host)
+        if traffic:
+            title = f"Messages between {ends}s"
+            tables.append(_traffic_table(f"messages-by-{ends}", title, traffic))
+    return tables
+
+
+def _traffic_table(name: str, title: str, traffic: Sequence[LinkTraffic]) -> Table:
+    """Return the messages of every direction between two ranks or hosts."""
+    columns = (
+        Column("from"),
+        Column("to"),
+        Column("messages", "number"),
+        Column("bytes", "bytes"),
+        Column("on their way", "seconds", about="seconds in which at least one is on its way"),
+        Column("target waits for them", "seconds"),
+    )
+    rows: list[tuple[Value, ...]] = [
+        (str(link.source), str(link.target), *link[2:]) for link in traffic
+    ]
+    return Table(name, title, columns, tuple(rows), source=(TIMELINE,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -37,7 +38,8 @@ class TimelineFile:
         programs: one line of ops per rank, in the order in which they ran.
         start, end: per rank, the seconds of these ops.
         transfers: between ranks.
-        stages, title, source, peak_memory, slicing: see `Timeline`.
+        stages, title, source, peak_memory, slicing, hosts: see `Timeline`.
+        wait_s: per rank, for each op its `Event.wait_s`; empty if none is known.
         schema: version of the file format.
     """
 
@@ -50,6 +52,8 @@ class TimelineFile:
     source: str
     peak_memory: tuple[int, ...] | None = None
     slicing: Slicing | None = None
+    hosts: tuple[str, ...] = ()
+    wait_s: tuple[tuple[float | None, ...], ...] = ()
     schema: int = SCHEMA
 
 
@@ -77,8 +81,20 @@ def save_timeline(timeline: Timeline, path: Path) -> None:
         timeline.source,
         timeline.peak_memory,
         timeline.slicing,
+        timeline.hosts,
+        _waits(timeline),
     )
     write_json(path, content)
+
+
+def _waits(timeline: Timeline) -> tuple[tuple[float | None, ...], ...]:
+    """Return `Event.wait_s` of the ops of each rank; empty if none is known."""
+    rows: list[list[float | None]] = [[] for _ in range(timeline.ranks)]
+    known = False
+    for event in timeline.compute:
+        rows[event.rank].append(event.wait_s)
+        known |= event.wait_s is not None
+    return tuple(map(tuple, rows)) if known else ()
 
 
 def _transfer_times(transfers: list[Event]) -> TransferTimes:
@@ -117,16 +133,17 @@ def _timeline_of(content: TimelineFile) -> Timeline:
     rows: list[EventRow] = []
     programs = [tuple(Op.parse(word) for word in row.split()) for row in content.programs]
     check_ops("a timeline", programs)
-    for rank, (program, starts, ends) in enumerate(
-        zip(programs, content.start, content.end, strict=True)
+    waits = content.wait_s or tuple((None,) * len(program) for program in programs)
+    for rank, (program, starts, ends, rank_waits) in enumerate(
+        zip(programs, content.start, content.end, waits, strict=True)
     ):
-        for op, start, end in zip(program, starts, ends, strict=True):
-            rows.append((rank, op, start, end, 0, None))
+        for op, start, end, wait_s in zip(program, starts, ends, rank_waits, strict=True):
+            rows.append((rank, op, start, end, 0, None, wait_s))
     sent = content.transfers
     for rank, to_rank, op_text, start, end, size in zip(
         sent.rank, sent.to_rank, sent.op, sent.start, sent.end, sent.bytes, strict=True
     ):
-        rows.append((rank, Op.parse(op_text), start, end, size, to_rank))
+        rows.append((rank, Op.parse(op_text), start, end, size, to_rank, None))
     _check_rows(rows, content)
     timeline = Timeline.of(
         rows,
@@ -136,7 +153,7 @@ def _timeline_of(content: TimelineFile) -> Timeline:
         content.source,
         content.title,
     )
-    return replace(timeline, slicing=content.slicing)
+    return replace(timeline, slicing=content.slicing, hosts=content.hosts)
 
 
 def _check_rows(rows: list[EventRow], content: TimelineFile) -> None:
@@ -146,7 +163,7 @@ def _check_rows(rows: list[EventRow], content: TimelineFile) -> None:
         ValueError: they do not.
     """
     ranks = len(content.programs)
-    for rank, op, start, end, _, to_rank in rows:
+    for rank, op, start, end, _, to_rank, wait_s in rows:
         receiver = 0 if to_rank is None else to_rank
         if not (0 <= rank < ranks and 0 <= receiver < ranks and op.stage < content.stages):
             raise ValueError(
@@ -154,5 +171,9 @@ def _check_rows(rows: list[EventRow], content: TimelineFile) -> None:
             )
         if not 0 <= start <= end:
             raise ValueError(f"{op} on rank {rank} lasts from {start} to {end} s")
+        if wait_s is not None and not 0 <= wait_s < math.inf:
+            raise ValueError(f"{op} on rank {rank} waited for {wait_s} s")
+    if content.hosts and len(content.hosts) != ranks:
+        raise ValueError(f"hosts of {len(content.hosts)} ranks, ops of {ranks}")
     if content.peak_memory is not None and len(content.peak_memory) != ranks:
         raise ValueError(f"peak memory of {len(content.peak_memory)} ranks, ops of {ranks}")

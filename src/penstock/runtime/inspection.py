@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +11,15 @@ from torch import Tensor, nn
 
 from penstock.batches.sample_order import sample_order
 from penstock.errors import RunError
-from penstock.event import Event, MeasuredMemory, Timeline
-from penstock.optim.stage_weights import StageWeights
-from penstock.ranks.device_memory import device_peaks
+from penstock.event import Timeline
 from penstock.ranks.settings.run_config import RunConfig
+from penstock.ranks.settings.settings_exchange import SettingsExchange
 from penstock.ranks.world import World
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.batch_needs import BatchNeeds, BatchReader, needs_of
-from penstock.runtime.interpreter import Interpreter
+from penstock.runtime.measured_timeline import measured_timeline
 from penstock.runtime.player import Player
 from penstock.runtime.streaming import Streaming
-from penstock.schedule.op import Op, Schedule
-from penstock.transport.payload import TensorForm
-
-#: By rank, ops in order; each as the timeline shows it, and as it was run.
-Rows = Mapping[int, Sequence[tuple[Op, Op]]]
 
 
 class Inspection:
@@ -33,6 +27,7 @@ class Inspection:
 
     setting: RunConfig
     _world: World
+    _meeting: SettingsExchange | None
     _assembly: Assembly
     _player: Player
     _stream: Streaming | None
@@ -40,8 +35,9 @@ class Inspection:
     def timeline(self) -> Timeline:
         """Return the measured timeline of the last step on every rank.
 
-        It has the same type as the result of `simulate`. All times are on the clock of rank 0:
-        offsets between the clocks of hosts are measured, see `clock_offsets`.
+        It has the same type as the result of `simulate`, and has the messages between ranks with
+        their bytes. `penstock.idle` tells what idle ranks waited for. All times are on the clock of
+        rank 0: offsets between the clocks of hosts are measured, see `clock_offsets`.
 
         Raises:
             RunError: no batch has been trained or evaluated yet.
@@ -56,9 +52,11 @@ class Inspection:
         if not any(rows.values()):
             raise RunError("there is no timeline yet: train a batch first")
         weights = {} if self._stream is None else self._stream.weights.by_rank
-        timeline = measured(
+        timeline = measured_timeline(
             self._world, self.setting.schedule, self._assembly.interpreters, rows, weights
         )
+        hosts = () if self._meeting is None else tuple(self._meeting.hosts)
+        timeline = replace(timeline, hosts=hosts)
         if played is None:
             return timeline
         return replace(
@@ -151,57 +149,3 @@ class Inspection:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the local stages, for an optimizer outside of the pipeline."""
         return (parameter for _, parameter in self.named_parameters())
-
-
-def measured(
-    world: World,
-    schedule: Schedule,
-    interpreters: Mapping[int, Interpreter],
-    rows: Rows,
-    weights: Mapping[int, Mapping[int, StageWeights]],
-) -> Timeline:
-    """Gather the times of some ops and the peak memory of all ranks. Every process calls it.
-
-    Args:
-        world: the ranks.
-        schedule: the schedule.
-        interpreters: those of the ranks of this process.
-        rows: the ops of all ranks.
-        weights: in a stream, by rank and stage, its weight rule.
-
-    Returns:
-        The timeline, the same in every process.
-    """
-    # One row of start and end per op, and two last rows for the peak bytes.
-    local = {}
-    to_first_clock = world.to_first_clock()
-    for rank, interpreter in interpreters.items():
-        seconds = [
-            (to_first_clock(start), to_first_clock(end))
-            for start, end in interpreter.seconds([run_op for _, run_op in rows[rank]])
-        ]
-        peak_bytes = interpreter.peak_bytes(weights.get(rank, {}))
-        memory = [(peak_bytes, world.buffer_bytes(rank)), device_peaks(world.device(rank))]
-        local[rank] = [torch.tensor([*seconds, *memory], dtype=torch.float64)]
-    forms = {
-        rank: [TensorForm((len(ops) + 2, 2), "float64", wants_grad=False)]
-        for rank, ops in rows.items()
-    }
-    gathered = world.gather(local, forms)
-    count = sum(len(ops) + 2 for ops in rows.values())
-    table = torch.cat([gathered[rank][0] for rank in rows]) if gathered else None
-    table = world.broadcast(table, 0, TensorForm((count, 2), "float64", wants_grad=False))
-    table_rows = iter(table.tolist())
-    events: list[Event] = []
-    peaks: list[int] = []
-    measured_memory: list[MeasuredMemory] = []
-    for rank, ops in rows.items():
-        events += [Event(rank, op, *next(table_rows)) for op, _ in ops]
-        peak, buffers = next(table_rows)
-        allocated, reserved = next(table_rows)
-        peaks.append(int(peak))
-        measured_memory.append(MeasuredMemory(int(buffers), int(allocated), int(reserved)))
-    timeline = Timeline.of(
-        events, len(rows), schedule.stages, tuple(peaks), source="measured", title=schedule.name
-    )
-    return replace(timeline, measured_memory=tuple(measured_memory))

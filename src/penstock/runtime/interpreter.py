@@ -18,6 +18,7 @@ from penstock.ranks.peer_guard import PeerGuard
 from penstock.ranks.status_board import Board
 from penstock.runtime.out_of_memory import MemoryUse, is_out_of_memory, out_of_memory
 from penstock.runtime.program_steps import Step, steps_of
+from penstock.runtime.transfer_record import TransferRecord
 from penstock.schedule.lower import Action, Message
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
 from penstock.stage.activation_meter import ActivationMeter, optimizer_bytes
@@ -92,6 +93,7 @@ class Interpreter:
 
     def __post_init__(self) -> None:
         self.guard = PeerGuard(self.rank, self.board)
+        self.transfers = TransferRecord(self.clock)
 
     def play(self, program: Sequence[Action], batch: Batch, *, update: bool = True) -> None:
         """Run a program on one batch.
@@ -120,6 +122,7 @@ class Interpreter:
     def begin(self) -> None:
         """Reset times and memory counters, before a batch or a stream."""
         self.marks.clear()
+        self.transfers.clear()
         self.clock.begin()
         self.activation_meter.begin()
 
@@ -236,10 +239,7 @@ class Interpreter:
                 self._values[step.output_message] = result
         for peer, message in step.sends:
             if (entry := batches.find(message.micro_batch)) is not None:
-                self._waits_for, self._waits_since = peer, time.monotonic()
-                self.transport.send(
-                    peer, message, self._values.pop(message), entry[0].forms[entry[1]]
-                )
+                self._send(peer, message, entry[0].forms[entry[1]])
         # After the sends, since other stages wait for these.
         if step.completes and step.stage in self.replicas:
             self.replicas[step.stage].start()
@@ -252,6 +252,13 @@ class Interpreter:
     def _end_op(self, op: Op) -> None:
         self.marks[op] = self._op_start, self.clock.mark()
         self._computing = False
+
+    def _send(self, peer: int, message: Message, signature: str) -> None:
+        """Send a value to another rank."""
+        self._waits_for, self._waits_since = peer, time.monotonic()
+        size = self.transport.send(peer, message, self._values.pop(message), signature)
+        arrived = self.transport.arrives_at_once(peer)
+        self.transfers.end_send(message, peer, size, arrived=arrived)
 
     def _receive(self, step: Step, batch: Batch) -> Payload | None:
         """Return the input of an op, which this rank has or another one sends; wait for it."""
@@ -268,6 +275,7 @@ class Interpreter:
             batch.checksum()  # while the message is on its way
         self.board.doing(step.waits)
         self._waits_for, self._waits_since = step.maker, time.monotonic()
+        self.transfers.begin_wait(message)
         return arrival.wait()
 
     def _translate_error(

@@ -180,6 +180,7 @@ class Streaming:
         marks = interpreter.marks
         for op in list(islice(marks, max(0, len(marks) - self._most_marks[rank]))):
             del marks[op]
+        interpreter.transfers.keep(self._most_marks[rank])
 
     def _drain(self, rank: int) -> None:
         """Run a rank's remaining ops, and bring all replicas to the same weights."""

@@ -298,8 +298,11 @@ class WaveReplicaExchange:
         """
         for rank in self._others:
             payload = Payload.row(tensors)
-            send = partial(self.replica.transport.send, rank, self._message(wave), payload, "wave")
-            self.replica.guard(rank, send)
+            self.replica.guard(rank, partial(self._send, rank, wave, payload))
+
+    def _send(self, rank: int, wave: int, payload: Payload) -> None:
+        """Start to send the tensors of a wave to one other replica."""
+        self.replica.transport.send(rank, self._message(wave), payload, "wave")
 
     def receive_wave(self, wave: int) -> list[list[Tensor]]:
         """Wait for the tensors that the other replicas have sent for a wave.

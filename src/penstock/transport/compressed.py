@@ -96,14 +96,18 @@ class CompressedTransport:
     # Quantization errors to be added to the next gradient, by peer, stage, leaf and shape.
     _errors: dict[tuple[int, int, int, torch.Size], Tensor] = field(default_factory=dict)
 
-    def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
+    def arrives_at_once(self, peer: int) -> bool:
+        """See `Transport.arrives_at_once`."""
+        return self.inner.arrives_at_once(peer)
+
+    def send(self, peer: int, message: Message, payload: Payload, signature: str) -> int:
         """See `Transport.send`."""
         if message.kind in (Kind.F, Kind.B):
             feedback = None
             if message.kind is Kind.B and self.code == "int8":
                 feedback = self._with_error_feedback(peer, message)
             payload = compress(payload, self.code, feedback)
-        self.inner.send(peer, message, payload, signature)
+        return self.inner.send(peer, message, payload, signature)
 
     def post(self, peer: int, message: Message, signature: str) -> Arrival:
         """See `Transport.post`."""

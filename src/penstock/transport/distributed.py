@@ -279,7 +279,12 @@ class DistributedTransport:
     _unposted: list[_Arrival] = field(default_factory=list)
     _updates: deque[tuple[int, Message]] = field(default_factory=deque)  # sends of kind U
 
-    def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
+    def arrives_at_once(self, peer: int) -> bool:
+        """See `Transport.arrives_at_once`."""
+        del peer
+        return False
+
+    def send(self, peer: int, message: Message, payload: Payload, signature: str) -> int:
         """See `Transport.send`.
 
         Raises:
@@ -295,6 +300,7 @@ class DistributedTransport:
             forms = self._announce(key, message, payload)
         group = self.wire.communicator(link, message)
         transfers = self._in_flight.setdefault((peer, message), [])
+        sent_bytes = 0
         for number, (tensor_form, tensor) in enumerate(zip(forms, tensors, strict=True)):
             # The bytes in memory are sent, so lazy conjugation and negation must be resolved.
             ready = tensor_form.packed(tensor.detach().resolve_conj().resolve_neg()).contiguous()
@@ -303,6 +309,7 @@ class DistributedTransport:
             if group is not None and not ready.numel():
                 continue  # the receiver knows from the form that there is nothing to receive
             work = self._begin(partial(dist.isend, dst=peer), link, message, number, ready)
+            sent_bytes += ready.nbytes
             if work is not None:
                 self.wire.buffers.take(ready.nbytes)
                 transfers.append((work, ready))
@@ -312,6 +319,7 @@ class DistributedTransport:
             # waiting for an early send cannot deadlock.
             while len(self._updates) > MAX_IN_FLIGHT:
                 self._complete_send(*self._updates.popleft())
+        return sent_bytes
 
     def _announce(self, key: HeaderKey, message: Message, payload: Payload) -> list[TensorForm]:
         """Store the header of the first message of its key; check the form of later ones.

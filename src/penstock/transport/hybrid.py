@@ -23,9 +23,13 @@ class HybridTransport:
         """Return the transport that reaches a peer."""
         return self._near if peer in self._near.reachable else self._far
 
-    def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
+    def arrives_at_once(self, peer: int) -> bool:
+        """See `Transport.arrives_at_once`."""
+        return self._to(peer).arrives_at_once(peer)
+
+    def send(self, peer: int, message: Message, payload: Payload, signature: str) -> int:
         """See `Transport.send`."""
-        self._to(peer).send(peer, message, payload, signature)
+        return self._to(peer).send(peer, message, payload, signature)
 
     def post(self, peer: int, message: Message, signature: str) -> Arrival:
         """See `Transport.post`."""

@@ -86,10 +86,16 @@ class MemoryTransport:
     deadline_s: float
     shares: bool = True
 
-    def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
+    def arrives_at_once(self, peer: int) -> bool:
+        """See `Transport.arrives_at_once`."""
+        del peer
+        return True
+
+    def send(self, peer: int, message: Message, payload: Payload, signature: str) -> int:
         """See `Transport.send`; the receiver gets the sender's tensors, not copies."""
         del signature
         self.exchange.put((self.rank, peer, message), payload)
+        return payload.nbytes
 
     def post(self, peer: int, message: Message, signature: str) -> _Arrival:
         """See `Transport.post`."""

@@ -20,8 +20,11 @@ class PayloadWriter(QueueWriter):
         super().__init__(mailbox, rank)
         self._layouts: dict[tuple[object, ...], Layout] = {}
 
-    def send(self, name: int, payload: Payload) -> None:
+    def send(self, name: int, payload: Payload) -> int:
         """Copy the payload's tensors into a slot, enter it into the queue, and wake the receiver.
+
+        Returns:
+            The bytes of the slot that are used.
 
         Raises:
             OutOfSharedMemory: there is no memory for another message in flight.
@@ -38,6 +41,7 @@ class PayloadWriter(QueueWriter):
             slot.free()
             raise
         self.notifier.notify()
+        return layout.nbytes
 
     def _add_layout(self, payload: Payload) -> Layout:
         """Announce the payload's layout to the receiver."""

@@ -31,9 +31,16 @@ class Transport(Protocol):
         """Whether a received tensor is the sender's own tensor and not a copy."""
         ...
 
-    def send(self, peer: int, message: Message, payload: Payload, signature: str) -> None:
+    def arrives_at_once(self, peer: int) -> bool:
+        """Return whether a message to `peer` is in the receiver's memory when `send` returns."""
+        ...
+
+    def send(self, peer: int, message: Message, payload: Payload, signature: str) -> int:
         """Start to send a payload, without waiting. Messages of a kind and stage with the same
         `signature` have the same form.
+
+        Returns:
+            The bytes that are sent.
 
         The gradient of a micro-batch is sent by the rank that has received its activation, as the
         rule table requires: transports may rely on this to release the activation's send buffer

@@ -1,0 +1,136 @@
+"""Weights in folders of torch.distributed.checkpoint: read exactly, and nothing in them is executed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import penstock as ps
+from penstock.checkpoint.weight_files import load_weights
+from penstock.errors import FileError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def model():
+    """A model with buffers and two dtypes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).to(torch.bfloat16))
+
+
+def assert_same(weights, state):
+    """Compare names, dtypes and bits."""
+    assert weights.keys() == state.keys()
+    for name, tensor in state.items():
+        assert weights[name].dtype == tensor.dtype
+        assert torch.equal(weights[name], tensor)
+
+
+@pytest.mark.parametrize("part", ["", "model", "app"])
+def test_the_weights_of_a_training_state_are_found(tmp_path, part):
+    """A model alone, beside other values as torchtitan saves it, or within an application's state."""
+    trained = model().float()
+    optimizer = torch.optim.Adam(trained.parameters())
+    trained(torch.randn(3, 6)).sum().backward()
+    optimizer.step()
+    weights, state = get_state_dict(trained, optimizer)
+    content = {
+        "": weights,
+        "model": {"model": weights, "optimizer": state, "step": 3, "seen": torch.ones(2)},
+        "app": {"app": {"model": weights, "optim": state}},
+    }[part]
+    dcp.save(content, checkpoint_id=tmp_path, no_dist=True)
+    assert_same(load_weights(tmp_path), trained.state_dict())
+
+
+def save_sharded(folder):
+    """Save a model whose parameters are sharded over the ranks."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    from penstock.transport.process_group import join
+
+    join()
+    sharded = model().float()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    dcp.save({"model": sharded.state_dict()}, checkpoint_id=folder)
+
+
+def test_weights_that_fsdp2_has_sharded_are_read_whole(tmp_path):
+    """One process puts the parts together."""
+    ps.launch(save_sharded, 2, tmp_path, threads=1)
+    assert_same(load_weights(tmp_path), model().float().state_dict())
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def changed(change):
+    """Return a function that changes the metadata of a folder."""
+
+    def write(folder):
+        path = folder / ".metadata"
+        metadata = pickle.loads(path.read_bytes())
+        change(metadata)
+        path.write_bytes(pickle.dumps(metadata))
+
+    return write
+
+
+def outside(metadata):
+    """Name a file outside of the folder."""
+    for info in metadata.storage_data.values():
+        info.relative_path = f"../{info.relative_path}"
+
+
+def huge(metadata):
+    """Give a tensor a size that would fill the memory."""
+    metadata.state_dict_metadata["0.weight"].size = torch.Size([2**40, 2**20])
+
+
+PATCH = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n(N}\x8c\x04evil\x8c\x01xstb."
+HOSTILE = {
+    "code": (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Evil())), "system"),
+    "a changed class": (
+        lambda folder: (folder / ".metadata").write_bytes(PATCH),
+        "changes a class",
+    ),
+    "cut off": (lambda folder: os.truncate(folder / ".metadata", 100), "no metadata that"),
+    "a file outside": (changed(outside), "which is no file in the folder"),
+    "a huge tensor": (changed(huge), "is larger than all files"),
+    "no file": (lambda folder: next(folder.glob("*.distcp")).unlink(), "there is no file"),
+    "damaged": (lambda folder: os.truncate(next(folder.glob("*.distcp")), 1000), "cannot read the"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_damaged_and_hostile_folders_are_refused(tmp_path, monkeypatch, name):
+    """With one message, and nothing is executed."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "saved"
+    dcp.save(model().state_dict(), checkpoint_id=folder, no_dist=True)
+    damage, message = HOSTILE[name]
+    damage(folder)
+    with pytest.raises(FileError, match=message):
+        load_weights(folder)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_folder_without_weights_says_what_it_has(tmp_path):
+    """Such as the state of an optimizer alone."""
+    dcp.save({"optim": {"state": torch.ones(1)}}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(
+        FileError, match=r"holds no weights of a model: its tensors are optim\.state"
+    ):
+        load_weights(tmp_path)

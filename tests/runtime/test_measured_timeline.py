@@ -1,0 +1,114 @@
+"""The messages of measured timelines."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.event import Event
+from penstock.idle import idle_intervals, idle_seconds, link_traffic
+from penstock.ranks.clock import HostClock
+from penstock.runtime.transfer_record import TransferRecord
+from penstock.schedule.lower import Message
+from penstock.schedule.op import Kind
+
+WIDTH, ROWS = 32, 4
+
+
+def train(schedule, stages, batches, **options):
+    """Train a chain of equal layers; return the measured timeline."""
+    torch.manual_seed(0)
+    model = [nn.Linear(WIDTH, WIDTH) for _ in range(stages)]
+    pipe = ps.Pipeline(
+        model,
+        loss=nn.functional.mse_loss,
+        balance=[1] * stages,
+        schedule=schedule,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        deadline_s=60,
+        **options,
+    )
+    x = torch.randn(4 * ROWS, WIDTH)
+    assert len([*pipe.train([(x, x)] * batches)]) == batches
+    return pipe.timeline()
+
+
+def transfers_of(timeline):
+    """Return what is sent: op, sender and receiver."""
+    return sorted(
+        (str(event.op), event.rank, event.to_rank)
+        for event in timeline.events
+        if event.to_rank is not None
+    )
+
+
+def check(timeline, expected):
+    """Compare the transfers of a timeline with those of a simulation; return their total size."""
+    assert transfers_of(timeline) == transfers_of(expected)
+    ends = {(event.rank, event.op): event.end for event in timeline.compute}
+    for event in timeline.events:
+        if event.to_rank is not None:
+            assert event.bytes >= ROWS * WIDTH * 4
+            assert event.start == ends[event.rank, event.op] <= event.end
+    for busy, row in zip(timeline.busy, idle_seconds(timeline), strict=True):
+        idle = row.neighbour + row.link + row.rest
+        assert busy + idle == pytest.approx(timeline.makespan)
+    for interval in idle_intervals(timeline):
+        if interval.transfer is not None:
+            assert interval.transfer.to_rank == interval.rank
+    total = sum(link.bytes for link in link_traffic(timeline))
+    assert total == sum(event.bytes for event in timeline.events)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "bpipe"])
+def test_the_messages_of_a_step_are_those_of_the_simulation(schedule):
+    """Activations, gradients, and activations that a partner stores, with their bytes."""
+    stages = 4
+    programs = ps.schedule(schedule, stages, 4)
+    timeline = train(programs, stages, 2, executor="threads")
+    check(timeline, ps.simulate(programs, ps.Costs()))
+
+
+def test_interleaved_stages_send_to_a_rank_that_has_sent_to_them():
+    """A message is the op of its stage, not of its rank."""
+    programs = ps.schedule("interleaved", 4, 4, chunks=2)
+    timeline = train(programs, 4, 1, executor="threads")
+    check(timeline, ps.simulate(programs, ps.Costs()))
+
+
+def test_messages_of_a_stream_are_numbered_as_its_ops():
+    """The timeline of an asynchronous schedule starts at micro-batch 0, whatever has run before."""
+    programs = ps.schedule("pipedream-2bw", 3, 4)
+    timeline = train(programs, 3, 12, executor="threads")
+    ops = {(event.rank, str(event.op)) for event in timeline.compute}
+    sent = transfers_of(timeline)
+    assert len(sent) == len(set(sent)) > 0
+    for op, rank, to_rank in sent:
+        assert (rank, op) in ops
+        assert (to_rank, f"{to_rank}{op[1:]}") in ops
+    forwards = sum(event.op.kind is Kind.F and event.rank < 2 for event in timeline.compute)
+    assert sum(op[1] == "F" for op, _, _ in sent) == forwards
+
+
+def test_an_event_of_an_op_has_no_wait_unless_it_was_measured():
+    """A wait of 0 s would say that the message was there."""
+    assert Event(0, (Kind.F, 0, 0), 0.0, 1.0).wait_s is None
+
+
+def test_a_record_keeps_the_last_messages():
+    """The memory of a stream does not grow."""
+    record = TransferRecord(HostClock())
+    messages = [Message(Kind.F, 0, number) for number in range(5)]
+    for message in messages:
+        record.begin_wait(message)
+        record.end_send(message, 1, 10, arrived=True)
+    record.keep(2)
+    assert [record.wait_start(message) is not None for message in messages] == [False] * 3 + [
+        True
+    ] * 2
+    assert [record.sent(message) is not None for message in messages] == [False] * 3 + [True] * 2
+    record.clear()
+    assert record.sent(messages[-1]) is None
+    assert record.wait_start(None) is record.sent(None) is None
