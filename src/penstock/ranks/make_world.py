@@ -118,10 +118,13 @@ def world_of(
         for ranks in schedule.ranks_of_stage
         for pair in itertools.permutations(ranks, 2)
     }
+    replicas = {
+        stage: ranks for stage, ranks in enumerate(schedule.ranks_of_stage) if len(ranks) > 1
+    }
     for shared in shared_tensors(description, setting.lengths, schedule):
         sync_links |= shared.links
     with naming_lost_ranks("could not connect to the other ranks"):
-        return DistributedWorld(place.device, place.deadline_s, links, sync_links, group)
+        return DistributedWorld(place.device, place.deadline_s, links, sync_links, replicas, group)
 
 
 def _check_devices(setting: RunConfig) -> None:

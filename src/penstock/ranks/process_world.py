@@ -9,6 +9,7 @@ import atexit
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +38,11 @@ from penstock.transport.distributed import (
 from penstock.transport.hybrid import route
 from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.transport.process_group import join, started
+from penstock.transport.replica_collectives import (
+    ReplicaCollectives,
+    all_on_host,
+    make_replica_collectives,
+)
 from penstock.transport.same_host import SameHostTransport
 from penstock.transport.transport import Arrival, Transport, TransportLost, TransportTimeout
 from penstock.transport.wire import Wire, is_lost
@@ -73,6 +79,7 @@ class DistributedWorld:
         deadline_s: seconds for which a rank waits for another.
         links: links between stages.
         copies: links between replicas of a stage.
+        replicas: by stage with gradients that its replicas sum, the ranks that hold it.
         group: the processes of the pipeline; by default all of the job.
     """
 
@@ -82,6 +89,7 @@ class DistributedWorld:
         deadline_s: float,
         links: Collection[Link],
         copies: Collection[Link] = (),
+        replicas: Mapping[int, Sequence[int]] = MappingProxyType({}),
         group: RankGroup | None = None,
     ) -> None:
         group = group or RankGroup.whole_job(deadline_s)
@@ -103,6 +111,12 @@ class DistributedWorld:
         self._near = SameHostTransport(self._rank, deadline_s, self._device)
         self._near.connect(store, self.size, willing=not groups)
         self._transport = route(self._near, DistributedTransport(self._wire), self.size - 1)
+        self._collectives: dict[int, ReplicaCollectives] = {}
+        # torch creates process groups in all processes of a job in one order, so that one of
+        # several pipelines cannot have groups of its own for its replicas.
+        if group.job is None and all_on_host(store, self._rank, self.size, self._device):
+            apart = {s: ranks for s, ranks in replicas.items() if not self._near.connects(ranks)}
+            self._collectives = make_replica_collectives(self._wire, apart)
         late = self._late if groups else None
         self._board = StoreBoard(store, self._rank, self.size, self._stop, late)
         self.calls: Calls = ComparedCalls(store, self._board, self._rank, self.size, deadline_s)
@@ -166,6 +180,10 @@ class DistributedWorld:
         """See `World.open_segment`."""
         on_host = self._device.type == "cpu"
         return self._near.open_segment if on_host and self._near.connects(ranks) else None
+
+    def replica_collectives(self, stage: int) -> ReplicaCollectives | None:
+        """See `World.replica_collectives`."""
+        return self._collectives.get(stage)
 
     def board(self, rank: int) -> StoreBoard:
         """See `World.board`."""

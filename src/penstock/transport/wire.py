@@ -55,6 +55,7 @@ class Wire:
             (key True) for what they exchange at an update (U), whose receives are not posted in one
             order with those of the programs.
         everyone: under NCCL a group of all ranks, for losses and norms.
+        replica_groups: the groups of `ReplicaCollectives`.
         lost: whether the links were closed.
         buffers: the bytes of messages.
     """
@@ -67,6 +68,7 @@ class Wire:
     ranks: Sequence[int]
     groups: Mapping[LinkKey, dist.ProcessGroup] = field(default_factory=dict)
     everyone: dist.ProcessGroup | None = None
+    replica_groups: list[dist.ProcessGroup] = field(default_factory=list)
     lost: bool = False
     buffers: BufferMeter = field(default_factory=BufferMeter)
     _awaited: deque[DeviceTransfer] = field(default_factory=deque)
@@ -172,14 +174,26 @@ class Wire:
         self.lost = True
         everyone = [] if self.everyone is None else [self.everyone]
         abort_communicators([*self.groups.values(), *everyone])
-        others = [other for number, other in enumerate(self.ranks) if number != self.rank]
-        if others:
-            try:
-                receive = dist.irecv(torch.empty(1), others[0], group=self.shared, tag=2**31 - 1)
-                if receive is not None:
-                    receive.wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                return
+        for group in (self.shared, *self.replica_groups):
+            _close_group(group, self.ranks[self.rank])
+
+
+def _close_group(group: dist.ProcessGroup, rank: int) -> None:
+    """End all waits in a group of gloo, by a receive that times out.
+
+    Args:
+        group: to close.
+        rank: of this process in the job.
+    """
+    others = [other for other in dist.get_process_group_ranks(group) if other != rank]
+    if not others:
+        return
+    try:
+        receive = dist.irecv(torch.empty(1), others[0], group=group, tag=2**31 - 1)
+        if receive is not None:
+            receive.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return
 
 
 def is_lost(error: RuntimeError) -> bool:
