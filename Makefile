@@ -54,7 +54,7 @@ bench: $(STAMP) ## run every benchmark again, but that of GPUs (benchmarks/gpu)
 
 docs: $(STAMP) ## the documentation as a site, in build/site; open build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
-	@echo "wrote build/site/index.html"
+	@echo "wrote build/site/index.html: open it as a file, its search needs no server"
 
 package: $(STAMP) ## wheel and source distribution in build/dist, checked
 	rm -rf build/dist build/lib

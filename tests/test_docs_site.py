@@ -108,3 +108,14 @@ def test_the_navigation_names_pages_that_exist_and_each_once():
     pages = re.findall(r"^\s+- (\S+\.md)$", text, re.MULTILINE)
     assert [page for page in pages if not (DOCS / page).is_file()] == []
     assert len(pages) == len(set(pages))
+
+
+def test_the_search_of_the_site_works_from_a_folder_and_loads_nothing_from_elsewhere():
+    """The index is a script, and the polyfill for web workers is a file of the site."""
+    configuration = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    assert re.search(r"^  - offline$", configuration, re.MULTILINE)
+    polyfills = re.search(r"^  polyfills: \[(.*)\]$", configuration, re.MULTILINE)
+    assert polyfills is not None
+    # The plugin adds its own address unless one of the names has this word.
+    assert "iframe-worker" in polyfills[1]
+    assert (DOCS / polyfills[1]).is_file()

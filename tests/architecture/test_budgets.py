@@ -33,7 +33,7 @@ EXCEPTIONS: dict[tuple[str, str], tuple[int, str, str]] = {
         "front door: 2 arguments and 7 keyword-only settings",
     ),
     ("arguments", "runtime/pipeline.py:Pipeline.__init__"): (
-        16,
+        17,
         "2026-11-23",
         "front door: a plan or its parts, and options",
     ),

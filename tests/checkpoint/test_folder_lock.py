@@ -24,6 +24,19 @@ def test_a_second_run_is_refused_until_the_first_ends(tmp_path):
     FolderLock(tmp_path).release()
 
 
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path):
+    """A run would wait at metrics.jsonl for a process that reads it. Links to devices as well."""
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(
+        FileError, match=r"metrics\.jsonl is a pipe, and the folder of a run has files"
+    ):
+        FolderLock(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "plan.json").symlink_to(os.devnull)
+    with pytest.raises(FileError, match=r"plan\.json is a device"):
+        FolderLock(tmp_path)
+
+
 def test_a_lock_ends_with_its_process(tmp_path):
     """The kernel releases it, whatever has ended the process."""
     reader, writer = os.pipe()
@@ -95,7 +108,7 @@ def test_a_lock_file_that_is_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / ".lock")
     descriptor = os.open(tmp_path / ".lock", os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(FileError, match="another run writes"):
+    with pytest.raises(FileError, match=r"\.lock is a pipe"):
         FolderLock(tmp_path)
     os.close(descriptor)
 

@@ -22,14 +22,15 @@ from penstock.transport.communicators import (
     as_bytes,
     communicator_keys,
 )
-from penstock.transport.distributed import DeviceTransfer, DistributedTransport, Wire, is_lost
+from penstock.transport.distributed import DistributedTransport
 from penstock.transport.payload import Payload
 from penstock.transport.transport import TransportLost, TransportTimeout
+from penstock.transport.wire import DeviceTransfer, Wire, is_lost
 
 
 def wire(**options) -> Wire:
     """Rank 0's wire, with no process group behind it."""
-    return Wire(0, torch.device("cpu"), {}, 5.0, None, **options)
+    return Wire(0, torch.device("cpu"), {}, 5.0, None, range(2), **options)
 
 
 class Store(dict):
@@ -117,7 +118,7 @@ def test_the_device_is_late_when_nothing_has_come_for_longer_than_the_deadline(m
     messages at once.
     """
     clock = [100.0]
-    monkeypatch.setattr("penstock.transport.distributed.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("penstock.transport.wire.time.monotonic", lambda: clock[0])
     over = [False, False]
     works = [
         SimpleNamespace(wait=lambda: None, is_completed=lambda number=number: over[number])

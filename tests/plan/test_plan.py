@@ -104,7 +104,7 @@ def test_the_schedule_is_read_back_whole():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 2}, "is no plan of schema 3: its schema is 2"),
+        ({"schema": 2}, "is no plan of schema 3 or 4: its schema is 2"),
         ({"colour": "red"}, "is no plan: at colour: unknown key"),
         ({"batch": "many"}, "is no plan: at batch"),
         ({"recompute": "sometimes"}, "is no plan: at recompute"),

@@ -226,7 +226,9 @@ def test_the_clock_does_not_change_a_plan_but_ends_its_search(profile_of, monkey
         ticks = count()
         monkeypatch.setattr(deadline.time, "monotonic", lambda t=ticks, s=tick_s: next(t) * s)
         plans.append(plan(profile, on, 8, budget_s=4.0, max_replicas=None))
-    quick, slow, late = plans
+    plans.append(plan(profile, on, 8, budget_s=4.0, max_replicas=None, time_limit_s=40.0))
+    quick, slow, slowest, late = plans
+    assert slowest == quick
     assert slow == quick
     assert "by the clock" not in slow.search_note
     assert "search cut short by the clock after" in str(late)

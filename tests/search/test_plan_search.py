@@ -9,6 +9,7 @@ from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.search_space import SearchSpace
 from penstock.search.shapes import shapes
+from penstock.synthesis.deadline import Deadline
 
 
 def on(ranks: int, memory: int = 10**12) -> Cluster:
@@ -123,9 +124,8 @@ def test_a_search_ends_by_its_work_but_not_before_something_fits(profile_of):
     assert hunt.is_over
     hunt.allow(10**6)
     assert not hunt.is_over
-    late = PlanSearch(PlanRequest(profile_of([1.0] * 4), on(2), 16, budget_s=0))
-    assert not late.is_over
-    late.evaluate(Proposal((2, 2), "1f1b", 4))
+    request = PlanRequest(profile_of([1.0] * 4), on(2), 16, deadline=Deadline(0))
+    late = PlanSearch(request)
     assert late.is_over
     assert late.deadline.remaining_s == 0
     assert late.stopped_by == "time"

@@ -14,7 +14,8 @@ from penstock.search.evaluate import evaluate
 from penstock.search.instantiate import instantiate
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.search_space import SearchSpace, schedule_bound_s
+from penstock.search.schedule_bound import schedule_bound_s
+from penstock.search.search_space import SearchSpace
 from penstock.search.shapes import shapes
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule

@@ -23,10 +23,11 @@ from penstock.ranks.processes.launch import launch
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
 from penstock.transport.buffer_meter import BufferMeter
-from penstock.transport.distributed import DistributedTransport, Wire
+from penstock.transport.distributed import DistributedTransport
 from penstock.transport.messages import header_name, message_tag
 from penstock.transport.payload import Payload
 from penstock.transport.transport import TransportLost, TransportTimeout
+from penstock.transport.wire import Wire
 
 SCENES: dict[str, Callable[[DistributedTransport, int], Any]] = {}
 
@@ -53,7 +54,8 @@ def _play_all():
     join()
     rank = dist.get_rank()
     store = PrefixStore("scenes", dist.distributed_c10d._get_default_store())
-    wire = Wire(rank, torch.device("cpu"), store, 60.0, dist.new_group(backend="gloo"))
+    shared = dist.new_group(backend="gloo")
+    wire = Wire(rank, torch.device("cpu"), store, 60.0, shared, range(dist.get_world_size()))
     transport = DistributedTransport(wire)
     results = {}
     for name, play in SCENES.items():

@@ -11,11 +11,13 @@ import fcntl
 import json
 import os
 import socket
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from penstock.errors import FileError
+from penstock.files.text import quote_path
 
 #: Name of the file in a folder.
 _LOCK = ".lock"
@@ -32,12 +34,13 @@ class FolderLock:
         folder: the folder, which exists.
 
     Raises:
-        FileError: another run has the lock.
+        FileError: another run has the lock, or something in the folder is no file, see `check_files`.
     """
 
     _descriptor: int | None = None
 
     def __init__(self, folder: Path) -> None:
+        check_files(folder)
         self._path = folder / _LOCK
         self._descriptor = _locked(self._path)
         if self._descriptor is not None:
@@ -63,6 +66,36 @@ class FolderLock:
 
     def __del__(self) -> None:
         self.release()
+
+
+def check_files(folder: Path) -> None:
+    """Refuse a folder with pipes, devices or sockets in the place of files.
+
+    A run reads and writes its files by name, such as metrics.jsonl; it would wait for another
+    process at a pipe, and lose what it writes into a device.
+
+    Raises:
+        FileError: there is one, in the folder itself.
+    """
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:  # the first file that is written into the folder reports it
+        return
+    for path in entries:
+        with suppress(OSError):  # removed meanwhile, or a link that leads nowhere
+            mode = path.stat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise FileError(
+                    f"{quote_path(path)} is {_kind(mode)}, and the folder of a run has files alone: "
+                    "remove it, or choose another folder"
+                )
+
+
+def _kind(mode: int) -> str:
+    """Return what something other than a file or a folder is."""
+    if stat.S_ISFIFO(mode):
+        return "a pipe"
+    return "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
 def _locked(path: Path) -> int | None:

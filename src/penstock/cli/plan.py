@@ -78,9 +78,26 @@ def plan(
     budget: Annotated[
         float,
         typer.Option(
-            help="Budget of the search in seconds: its evaluations follow from it, and it ends then."
+            help="Work of the search, as seconds of one core that is not busy: its evaluations follow from it."
         ),
     ] = 10.0,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Hard limit on the seconds of the search.")
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(help="Devices that share a layer; default: every width of the profile."),
+    ] = None,
+    sequence_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="Whether they share what lies between as well.",
+        ),
+    ] = None,
+    zero: Annotated[
+        str, typer.Option(help="Level of ZeRO among replicas: 0, 1, 2, 3, or auto for all.")
+    ] = "0",
     out: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     json: Json = False,
 ) -> None:
@@ -122,6 +139,10 @@ def plan(
         "weights": weights,
         "weights_options": options.named_numbers("weights-option", weights_option),
         "budget_s": budget,
+        "time_limit_s": time_limit,
+        "tensor_parallel": tensor_parallel,
+        "sequence_parallel": sequence_parallel,
+        "zero": _zero_level(zero),
     }
     comparison: tuple[PlannerResult, ...] = ()
     if compare:
@@ -141,6 +162,17 @@ def plan(
     print(best)
     timeline = simulate_plan(best, costs, target)
     print(draw(timeline, width=options.columns(), colour=options.colour()))
+
+
+def _zero_level(text: str) -> int | None:
+    """Return the level of ZeRO of a flag; None for all.
+
+    Raises:
+        SettingError: there is no such level.
+    """
+    if text not in ("auto", "0", "1", "2", "3"):
+        raise SettingError(f"--zero must be 0, 1, 2, 3 or auto, not {text!r}")
+    return None if text == "auto" else int(text)
 
 
 def _best_plan(comparison: tuple[PlannerResult, ...]) -> Plan:

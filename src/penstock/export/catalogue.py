@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import final
 
 from penstock.deprecation import renamed_arguments
-from penstock.errors import RunError, SettingError
+from penstock.errors import PlanError, RunError, SettingError
 from penstock.plan.plan import Plan
 from penstock.registry import Registry
 from penstock.schedule.op import Schedule
@@ -98,6 +98,12 @@ def exported(source: Plan | Schedule, to: str) -> Exported:
     """
     entry = EXPORTERS.find(to)
     if isinstance(source, Plan):
+        if source.sharding.words and not entry.facts.get("shards_stages"):
+            raise PlanError(
+                f"{entry.name} cannot run this plan\n  its stages are shared "
+                f"({source.sharding.words}), which this format cannot express: export it to "
+                "torchtitan or megatron"
+            )
         return entry.make(source)
     export_schedule = entry.facts.get("of_schedule")
     if not callable(export_schedule):

@@ -26,7 +26,11 @@ _NUMBERED = re.compile(r"(?P<list>.+?)\.(?P<number>\d+)(\..+)?")
 _MIN_REPETITIONS = 3
 
 
-@register("megatron", source="Megatron-Core 0.16.1, transformer/pipeline_parallel_layer_layout.py")
+@register(
+    "megatron",
+    source="Megatron-Core 0.16.1, transformer/pipeline_parallel_layer_layout.py",
+    shards_stages=True,
+)
 def megatron(plan: Plan) -> Exported:
     """Export as a layout such as `Et*3|(t*4|)*6ttL`: E is the embedding, t a decoder layer, L the
     output layers (norm, output layer, loss).
@@ -67,7 +71,27 @@ def megatron(plan: Plan) -> Exported:
         f"--pipeline-model-parallel-layout '{layout}' --num-layers {decoders} "
         f"--micro-batch-size {plan.batch // plan.micro_batches} --global-batch-size {plan.batch}"
     )
+    use += _sharding_flags(plan)
     return Exported(layout, use, tuple(_notes(plan, pipelines)))
+
+
+#: Megatron-FSDP's names of the levels of ZeRO above 1.
+_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
+
+
+def _sharding_flags(plan: Plan) -> str:
+    """Return the flags for how devices share stages, each after a space."""
+    flags = ""
+    if plan.tensor_parallel > 1:
+        flags += f" --tensor-model-parallel-size {plan.tensor_parallel}"
+    if plan.sequence_parallel:
+        flags += " --sequence-parallel"
+    if plan.zero:
+        flags += " --use-distributed-optimizer"
+    if plan.zero in _STRATEGIES:
+        strategy = _STRATEGIES[plan.zero]
+        flags += f" --use-megatron-fsdp --data-parallel-sharding-strategy {strategy}"
+    return flags
 
 
 def _layout_reasons(plan: Plan) -> list[str]:
@@ -202,7 +226,7 @@ def _notes(plan: Plan, pipelines: Pipelines) -> list[str]:
         notes = unsupported_notes(plan, "1f1b", "1F1B")
     if pipelines.count > 1:
         notes.append(
-            f"{pipelines.count} pipelines: start {plan.ranks} ranks; Megatron numbers them stage "
+            f"{pipelines.count} pipelines: start {plan.ranks * plan.tensor_parallel} ranks; Megatron numbers them stage "
             "by stage, the plan pipeline by pipeline"
         )
     if plan.recomputed:

@@ -33,6 +33,7 @@ TORCH_SCHEDULES = {
 @register(
     "torchtitan",
     source="torchtitan 0.3.0, distributed/pipeline_parallel.py; config parallelism.module_fqns_per_model_part",
+    shards_stages=True,
 )
 def torchtitan(plan: Plan) -> Exported:
     """Export as a list of lists of names, valid in JSON, TOML and Python: one list per stage, in
@@ -70,13 +71,27 @@ def torchtitan(plan: Plan) -> Exported:
         f"pipeline_parallel_degree = {len(pipelines.placement)}, "
         f"pipeline_parallel_microbatch_size = {plan.batch // plan.micro_batches}, {schedule}"
     )
+    if plan.tensor_parallel > 1:
+        use += f", tensor_parallel_degree = {plan.tensor_parallel}"
+    if plan.zero:
+        reshard = "always" if plan.zero == 3 else "never"
+        use += (
+            f", data_parallel_shard_degree = {pipelines.count}, data_parallel_replicate_degree = 1, "
+            f'fsdp_reshard_after_forward = "{reshard}"'
+        )
     return Exported(text, use, tuple(_notes(plan, pipelines)))
 
 
 def _notes(plan: Plan, pipelines: Pipelines) -> list[str]:
     """Return notes on what is to be set by hand."""
     notes = device_notes(plan)
-    if pipelines.count > 1:
+    if plan.tensor_parallel > 1 and not plan.sequence_parallel:
+        notes.append("no sequence parallelism: torchtitan's tensor parallelism includes it")
+    if plan.zero == 1:
+        notes.append(
+            "ZeRO 1: torchtitan's fully_shard also shards gradients and, between steps, parameters"
+        )
+    if pipelines.count > 1 and not plan.zero:
         notes.append(
             f"{pipelines.count} pipelines: data_parallel_replicate_degree = {pipelines.count}"
         )

@@ -20,6 +20,8 @@ _INDENT = "    "
 def describe(plan: Plan) -> str:
     """Describe a plan in lines for a terminal."""
     lines = [_summary(plan), _prediction(plan)]
+    if plan.sharding.words:
+        lines.append(f"  {_sharding(plan)}")
     if not plan.synchronous:
         lines.append(_asynchrony(plan))
     if plan.planner != "auto":
@@ -48,6 +50,13 @@ def _summary(plan: Plan) -> str:
         f"batch {plan.batch} in {plan.micro_batches} micro-batch{plural}, "
         f"recompute {plan.recompute}, weights {plan.weights}"
     )
+
+
+def _sharding(plan: Plan) -> str:
+    """Write how devices share stages, and where such a plan runs."""
+    devices = plan.ranks * plan.tensor_parallel
+    group = f"; each rank is {plan.tensor_parallel} devices" if plan.tensor_parallel > 1 else ""
+    return f"{plan.sharding.words}, {devices} devices{group}; runs in torchtitan or Megatron: export it"
 
 
 def _prediction(plan: Plan) -> str:

@@ -14,6 +14,7 @@ from penstock.files.text import read_text
 from penstock.notebook import NotebookText
 from penstock.plan.prediction import Candidate, Objective, Prediction, Remedy
 from penstock.plan.segments import Selection
+from penstock.plan.sharding import Sharding
 from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.schedule.size_limit import check_ops
@@ -24,7 +25,9 @@ from penstock.units import format_seconds
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.compatibility import rule_of
 
-SCHEMA = 3
+SCHEMA = 4
+#: Versions that can be read: 3 has no sharding.
+READABLE = (3, SCHEMA)
 
 #: Types of a schedule's options: plain values, because a plan is stored as JSON.
 Option = bool | int | float | str | tuple[int, ...] | None
@@ -71,6 +74,9 @@ class Plan(NotebookText):
         pipeline: the best candidate whose ranks hold different stages, if this plan is none, as
             data parallelism is none; else None, or if there is no such candidate that fits.
         pipeline_note: why this plan is faster than `pipeline`.
+        tensor_parallel: devices that share every layer of a rank: a rank of the programs is a group
+            of this number of devices, and memory is that of one of them.
+        sequence_parallel, zero: see `Sharding`.
         schema: version of the file format.
 
     Examples:
@@ -113,6 +119,9 @@ class Plan(NotebookText):
     search_note: str = field(default="", compare=False)
     pipeline: Candidate | None = None
     pipeline_note: str = ""
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    zero: int = 0
     schema: int = SCHEMA
 
     @property
@@ -164,6 +173,11 @@ class Plan(NotebookText):
         return rule_of(self.schedule, self.weights)
 
     @property
+    def sharding(self) -> Sharding:
+        """How the devices of a stage share its layers and its state."""
+        return Sharding(self.tensor_parallel, self.sequence_parallel, self.zero)
+
+    @property
     def selection(self) -> Selection:
         """The layers that selective recompute runs again, and their segments."""
         return Selection(self.recomputed, self.segment_starts)
@@ -183,6 +197,8 @@ class Plan(NotebookText):
         self._check_devices()
         self._check_recomputed()
         self._check_stream()
+        if self.sharding.zero and self.stream is not None:
+            raise PlanError("zero is for synchronous plans, and this one is asynchronous")
         self.rule.with_defaults(dict(self.weights_options))
 
     def _check_sizes(self) -> None:
@@ -226,7 +242,7 @@ class Plan(NotebookText):
         distinct = set(self.devices)
         if self.devices and not (
             len(self.devices) == len(distinct) == self.ranks
-            and distinct <= set(range(self.cluster_ranks))
+            and distinct <= set(range(self.cluster_ranks // self.tensor_parallel))
         ):
             raise PlanError(
                 f"devices {list(self.devices)} must be {self.ranks} different ones "
@@ -274,6 +290,12 @@ class Plan(NotebookText):
             PlanError: it was not; the message has all differences.
         """
         findings = []
+        if self.sharding.words:
+            findings.append(
+                f"its stages are shared ({self.sharding.words}), which Penstock plans and simulates "
+                "but does not run: export it to torchtitan or Megatron, or plan with "
+                "tensor_parallel=1 and zero=0"
+            )
         if chain_fingerprint != self.fingerprint:
             findings.append(
                 f"it was made for a chain of {self.layers} layers with fingerprint "
@@ -324,7 +346,8 @@ class Plan(NotebookText):
         Raises:
             FileError: see `load`.
         """
-        plan = parse_json(text, cls, source, SCHEMA)
+        plan = parse_json(text, cls, source, READABLE)
+        plan = replace(plan, schema=SCHEMA)
         try:
             plan.check()
         except PenstockError as error:

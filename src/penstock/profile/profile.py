@@ -151,6 +151,12 @@ class Profile(NotebookText):
         busy_ranks: number of ranks of the host that were busy while it was measured; with more than
             one, its seconds are those of busy ranks.
         conditions: of the machine while it was measured; None if it was estimated.
+        tensor_parallel: number of devices that share every layer; seconds and bytes are those of
+            one of them.
+        sequence_parallel: whether these devices also share what lies between the shared parts.
+        boundary_replicas: bytes of a boundary that a device holds / bytes that it sends: above 1
+            where all devices hold the whole boundary, and each sends its share.
+        widths: profiles of the same model at other widths of tensor parallelism.
         schema: version of the file format.
 
     Examples:
@@ -171,6 +177,10 @@ class Profile(NotebookText):
     optimizer_states: float = 1.0
     busy_ranks: int = 1
     conditions: Conditions | None = None
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    boundary_replicas: int = 1
+    widths: tuple[Profile, ...] = ()
     schema: int = SCHEMA
 
     def __repr__(self) -> str:

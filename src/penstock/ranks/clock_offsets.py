@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +69,7 @@ class ClockOffsets:
 
     Args:
         rank: this rank.
-        size: number of ranks.
+        ranks: by rank, the rank of its process in the job.
         group: of all ranks, on the CPU.
         wait: waits for a message; the second argument names what is waited for.
     """
@@ -77,11 +77,11 @@ class ClockOffsets:
     def __init__(
         self,
         rank: int,
-        size: int,
+        ranks: Sequence[int],
         group: dist.ProcessGroup,
         wait: Callable[[dist.Work | None, str], None],
     ) -> None:
-        self._rank, self._size, self._group, self._wait = rank, size, group, wait
+        self._rank, self._ranks, self._group, self._wait = rank, ranks, group, wait
         self.readings: deque[Reading] = deque(maxlen=_MAX_READINGS)
 
     def measure(self) -> None:
@@ -91,7 +91,7 @@ class ClockOffsets:
             DeadlineExceeded, PeerFailed: another rank did not answer.
         """
         if self._rank == 0:
-            for peer in range(1, self._size):
+            for peer in range(1, len(self._ranks)):
                 self._answer(peer)
             return
         best: Reading | None = None
@@ -130,12 +130,14 @@ class ClockOffsets:
     def _send(self, value: float, peer: int) -> None:
         """Send a number to a rank."""
         number = torch.tensor([value], dtype=torch.float64)
-        self._wait(dist.isend(number, peer, group=self._group, tag=_TAG), f"rank {peer}")
+        target = self._ranks[peer]
+        self._wait(dist.isend(number, target, group=self._group, tag=_TAG), f"rank {peer}")
 
     def _receive(self, peer: int) -> float:
         """Receive a number from a rank."""
         number = torch.empty(1, dtype=torch.float64)
-        self._wait(dist.irecv(number, peer, group=self._group, tag=_TAG), f"rank {peer}")
+        source = self._ranks[peer]
+        self._wait(dist.irecv(number, source, group=self._group, tag=_TAG), f"rank {peer}")
         return number.item()
 
 

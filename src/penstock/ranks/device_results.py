@@ -26,7 +26,7 @@ from penstock.ranks.results import (
 from penstock.ranks.world import World
 from penstock.schedule.op import Schedule
 from penstock.transport.devices.device_collectives import DeviceCollectives
-from penstock.transport.distributed import DeviceTransfer
+from penstock.transport.wire import DeviceTransfer
 
 #: Batches after which checksums are compared. The hosts of all ranks run ahead of their devices
 #: equally far, but not equally fast: what a host sent two batches ago is there.

@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from penstock.errors import PlanError, SettingError
 from penstock.model.chain import Chain
+from penstock.ranks.pipeline_mesh import PipelineMesh
 from penstock.ranks.placement import announce_idle_ranks
 from penstock.ranks.process_world import DistributedWorld, join, started
+from penstock.ranks.rank_group import RankGroup
 from penstock.ranks.settings.run_config import RunConfig
 from penstock.ranks.thread_world import ThreadWorld
 from penstock.ranks.tied_weights import shared_tensors
@@ -30,11 +32,29 @@ class Place:
         executor: "processes", "threads", or None to choose.
         device: the device of this process, None to choose.
         deadline_s: seconds for which a rank waits for another.
+        mesh: where the pipeline is among the processes of a job; None if it has them all.
     """
 
     executor: str | None
     device: torch.device | None
     deadline_s: float
+    mesh: PipelineMesh | None = None
+
+    @classmethod
+    def of(
+        cls,
+        executor: str | None,
+        device: str | torch.device | None,
+        deadline_s: float,
+        mesh: object,
+    ) -> Place:
+        """Return the place for the arguments of `Pipeline`.
+
+        Raises:
+            SettingError: `mesh` is not the mesh of a pipeline.
+        """
+        wanted_device = None if device is None else torch.device(device)
+        return cls(executor, wanted_device, deadline_s, PipelineMesh.of(mesh))
 
 
 def in_threads(schedule: Schedule, place: Place) -> bool:
@@ -47,17 +67,22 @@ def in_threads(schedule: Schedule, place: Place) -> bool:
         raise SettingError(f"executor is 'processes' or 'threads', not {place.executor!r}")
     if place.deadline_s <= 0:
         raise SettingError(f"deadline_s is above 0, not {place.deadline_s}")
-    single_rank = place.executor is None and schedule.ranks == 1 and not started()
+    single_rank = (
+        place.executor is None and place.mesh is None and schedule.ranks == 1 and not started()
+    )
     return place.executor == "threads" or single_rank
 
 
-def world_of(setting: RunConfig, description: Chain, place: Place) -> World:
+def world_of(
+    setting: RunConfig, description: Chain, place: Place, group: RankGroup | None = None
+) -> World:
     """Return the ranks to run on.
 
     Args:
         setting: what they run.
         description: the model's chain.
         place: where they run.
+        group: the processes of the pipeline, None for all of the job.
 
     Raises:
         SettingError, PlanError: an invalid setting, devices that the ranks cannot have, or another
@@ -71,8 +96,13 @@ def world_of(setting: RunConfig, description: Chain, place: Place) -> World:
         device = local_device(place.device, "each rank is a thread of this process and")
         return ThreadWorld(schedule.ranks, device, place.deadline_s)
     _check_devices(setting)
-    rank_count = join(place.deadline_s)
+    rank_count = join(place.deadline_s) if group is None else group.size
     if rank_count != schedule.ranks:
+        if group is not None:
+            raise PlanError(
+                f"the schedule is for {schedule.ranks} ranks, and the dimension 'pp' of the mesh has "
+                f"{rank_count}: make a mesh with {schedule.ranks} there, or plan for {rank_count}"
+            )
         raise PlanError(_rank_count_message(schedule, rank_count))
     if setting.cluster_devices:
         raise PlanError(
@@ -80,7 +110,7 @@ def world_of(setting: RunConfig, description: Chain, place: Place) -> World:
             "with one process on each device; or measure these hosts by penstock profile --cluster "
             "here, and plan for them"
         )
-    announce_idle_ranks(schedule, dist.get_rank())
+    announce_idle_ranks(schedule, dist.get_rank() if group is None else group.rank)
     links = {link for link, *_ in messages(schedule)}
     links |= {Link(link.target, link.source) for link in links}
     sync_links = {
@@ -88,10 +118,13 @@ def world_of(setting: RunConfig, description: Chain, place: Place) -> World:
         for ranks in schedule.ranks_of_stage
         for pair in itertools.permutations(ranks, 2)
     }
+    replicas = {
+        stage: ranks for stage, ranks in enumerate(schedule.ranks_of_stage) if len(ranks) > 1
+    }
     for shared in shared_tensors(description, setting.lengths, schedule):
         sync_links |= shared.links
     with naming_lost_ranks("could not connect to the other ranks"):
-        return DistributedWorld(place.device, place.deadline_s, links, sync_links)
+        return DistributedWorld(place.device, place.deadline_s, links, sync_links, replicas, group)
 
 
 def _check_devices(setting: RunConfig) -> None:

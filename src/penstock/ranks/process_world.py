@@ -9,17 +9,17 @@ import atexit
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 
 from penstock.errors import DeadlineExceeded, PeerFailed, RanksDiffer, StageFailed
 from penstock.ranks.calls import CLOSED, Calls, ComparedCalls
 from penstock.ranks.clock_offsets import ClockOffsets
+from penstock.ranks.rank_group import RankGroup
 from penstock.ranks.status_board import reason_of
 from penstock.ranks.store_status_board import StoreBoard
 from penstock.schedule.lower import Link, Message
@@ -28,23 +28,24 @@ from penstock.shared_memory.segment import Segment
 from penstock.transport.communicators import (
     LinkKey,
     communicator_keys,
-    make_common_communicator,
-    make_communicators,
 )
 from penstock.transport.devices.device_collectives import DeviceCollectives
-from penstock.transport.devices.device_discovery import assign_device
 from penstock.transport.distributed import (
     LOSS_TAG,
     MAX_IN_FLIGHT,
     DistributedTransport,
-    Wire,
-    is_lost,
 )
 from penstock.transport.hybrid import route
 from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.transport.process_group import join, started
+from penstock.transport.replica_collectives import (
+    ReplicaCollectives,
+    all_on_host,
+    make_replica_collectives,
+)
 from penstock.transport.same_host import SameHostTransport
 from penstock.transport.transport import Arrival, Transport, TransportLost, TransportTimeout
+from penstock.transport.wire import Wire, is_lost
 
 __all__ = ["DistributedWorld", "join", "started"]
 
@@ -78,6 +79,8 @@ class DistributedWorld:
         deadline_s: seconds for which a rank waits for another.
         links: links between stages.
         copies: links between replicas of a stage.
+        replicas: by stage with gradients that its replicas sum, the ranks that hold it.
+        group: the processes of the pipeline; by default all of the job.
     """
 
     def __init__(
@@ -86,26 +89,34 @@ class DistributedWorld:
         deadline_s: float,
         links: Collection[Link],
         copies: Collection[Link] = (),
+        replicas: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        group: RankGroup | None = None,
     ) -> None:
-        self.size = join(deadline_s)
-        self._rank = dist.get_rank()
+        group = group or RankGroup.whole_job(deadline_s)
+        self.size, self._rank, shared = group.size, group.rank, group.shared
         self.local_ranks: tuple[int, ...] = (self._rank,)
-        store = PrefixStore(f"penstock/{next(_WORLDS)}", dist.distributed_c10d._get_default_store())
-        shared = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
-        assert shared is not None
-        assignment = assign_device(device, shared)
+        store = group.store(f"penstock/{next(_WORLDS)}")
+        assignment = group.device(device)
         self._device = torch.device(assignment.device)
         groups: dict[LinkKey, dist.ProcessGroup] = {}
+        everyone: dist.ProcessGroup | None = None
         if assignment.transport == "nccl":
             keys = communicator_keys(links, copies)
-            groups = make_communicators(keys, self._rank, self._device, shared)
+            groups, everyone = group.communicators(keys, self._device)
         self.receives_on_device = bool(groups)
-        everyone = make_common_communicator(self._device) if groups else None
-        self._wire = Wire(self._rank, self._device, store, deadline_s, shared, groups, everyone)
+        self._wire = Wire(
+            self._rank, self._device, store, deadline_s, shared, group.ranks, groups, everyone
+        )
         self.collectives = None if everyone is None else DeviceCollectives(self._wire)
         self._near = SameHostTransport(self._rank, deadline_s, self._device)
         self._near.connect(store, self.size, willing=not groups)
         self._transport = route(self._near, DistributedTransport(self._wire), self.size - 1)
+        self._collectives: dict[int, ReplicaCollectives] = {}
+        # torch creates process groups in all processes of a job in one order, so that one of
+        # several pipelines cannot have groups of its own for its replicas.
+        if group.job is None and all_on_host(store, self._rank, self.size, self._device):
+            apart = {s: ranks for s, ranks in replicas.items() if not self._near.connects(ranks)}
+            self._collectives = make_replica_collectives(self._wire, apart)
         late = self._late if groups else None
         self._board = StoreBoard(store, self._rank, self.size, self._stop, late)
         self.calls: Calls = ComparedCalls(store, self._board, self._rank, self.size, deadline_s)
@@ -114,7 +125,7 @@ class DistributedWorld:
         # Sends of `tell` that may not have left, with their buffers.
         self._pending_tells: deque[tuple[dist.Work, Tensor]] = deque()
         atexit.register(self.close)
-        self._clocks = ClockOffsets(self._rank, self.size, shared, self._wait)
+        self._clocks = ClockOffsets(self._rank, group.ranks, shared, self._wait)
         self._clocks.measure()
 
     def device(self, rank: int) -> torch.device:
@@ -169,6 +180,10 @@ class DistributedWorld:
         """See `World.open_segment`."""
         on_host = self._device.type == "cpu"
         return self._near.open_segment if on_host and self._near.connects(ranks) else None
+
+    def replica_collectives(self, stage: int) -> ReplicaCollectives | None:
+        """See `World.replica_collectives`."""
+        return self._collectives.get(stage)
 
     def board(self, rank: int) -> StoreBoard:
         """See `World.board`."""
@@ -253,15 +268,19 @@ class DistributedWorld:
             tensors = [tensor.detach().cpu().contiguous() for tensor in local.get(rank, [])]
             if rank != 0:
                 for tensor in tensors:
-                    self._wait(dist.isend(tensor, 0, group=self._wire.shared, tag=0), "rank 0")
+                    self._wait(
+                        dist.isend(tensor, self._wire.ranks[0], group=self._wire.shared, tag=0),
+                        "rank 0",
+                    )
                 return {}
             gathered = {0: [tensor.clone() for tensor in tensors]}
             for peer in range(1, self.size):
                 # A rank may have no tensors.
                 gathered[peer] = [form.empty() for form in forms.get(peer, [])]
                 for tensor in gathered[peer]:
+                    source = self._wire.ranks[peer]
                     self._wait(
-                        dist.irecv(tensor, peer, group=self._wire.shared, tag=0), f"rank {peer}"
+                        dist.irecv(tensor, source, group=self._wire.shared, tag=0), f"rank {peer}"
                     )
             return gathered
 
@@ -286,7 +305,9 @@ class DistributedWorld:
             TransportLost: the links are closed.
         """
         try:
-            work = dist.isend(numbers, peer, group=self._wire.shared, tag=LOSS_TAG)
+            work = dist.isend(
+                numbers, self._wire.ranks[peer], group=self._wire.shared, tag=LOSS_TAG
+            )
         except RuntimeError as error:
             if not self._wire.lost and not is_lost(error):
                 raise
@@ -300,8 +321,9 @@ class DistributedWorld:
             arrival = self._near.post(source, _TELL_MESSAGE, "")
             return lambda: self.run(lambda _: self._wait_for_arrival(arrival, source))[self._rank]
         numbers = torch.empty(count, dtype=torch.float64)
+        process = self._wire.ranks[source]
         work = self.run(
-            lambda _: dist.irecv(numbers, source, group=self._wire.shared, tag=LOSS_TAG)
+            lambda _: dist.irecv(numbers, process, group=self._wire.shared, tag=LOSS_TAG)
         )[self._rank]
 
         def wait_for_numbers() -> Tensor:
@@ -332,8 +354,10 @@ class DistributedWorld:
 
     def _share(self, tensor: Tensor, source: int) -> None:
         """Broadcast a tensor from rank `source` in place."""
+        process = self._wire.ranks[source]
         self._wait(
-            dist.broadcast(tensor, source, group=self._wire.shared, async_op=True), f"rank {source}"
+            dist.broadcast(tensor, process, group=self._wire.shared, async_op=True),
+            f"rank {source}",
         )
 
     def _wait_for_arrival(self, arrival: Arrival, source: int) -> Tensor:

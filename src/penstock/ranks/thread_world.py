@@ -20,6 +20,7 @@ from penstock.transport.devices.device_collectives import DeviceCollectives
 from penstock.transport.devices.device_discovery import set_current_device
 from penstock.transport.in_process import Exchange, MemoryTransport
 from penstock.transport.payload import TensorForm
+from penstock.transport.replica_collectives import ReplicaCollectives
 
 T = TypeVar("T")
 
@@ -74,6 +75,11 @@ class ThreadWorld:
     def open_segment(self, ranks: Sequence[int]) -> Callable[[int, int], Segment] | None:
         """See `World.open_segment`. Threads exchange the tensors themselves."""
         del ranks
+        return None
+
+    def replica_collectives(self, stage: int) -> ReplicaCollectives | None:
+        """See `World.replica_collectives`."""
+        del stage
         return None
 
     def board(self, rank: int) -> ThreadBoard:

@@ -13,6 +13,7 @@ from penstock.ranks.status_board import Board
 from penstock.shared_memory.segment import Segment
 from penstock.transport.devices.device_collectives import DeviceCollectives
 from penstock.transport.payload import TensorForm
+from penstock.transport.replica_collectives import ReplicaCollectives
 from penstock.transport.transport import Transport
 
 T = TypeVar("T")
@@ -54,6 +55,13 @@ class World(Protocol):
 
         It takes the rank and the file descriptor that the rank has. None unless all of them are
         processes of one host whose tensors are in host memory; the same on each of them.
+        """
+        ...
+
+    def replica_collectives(self, stage: int) -> ReplicaCollectives | None:
+        """Return the collective operations among the replicas of a stage; None without any.
+
+        There are some if the replicas are CPU processes, and not all on one host.
         """
         ...
 

@@ -69,11 +69,12 @@ class Difference:
         sentences = [f"The step was {change}: {measured} instead of {predicted}."]
         if self.parts:
             sentences.append(self.parts)
-        sentences.append(self._reason())
+        sentences.append(self.reason)
         return " ".join(sentences)
 
-    def _reason(self) -> str:
-        """Return the sentences on the causes."""
+    @property
+    def reason(self) -> str:
+        """The sentences on the causes."""
         if not self.recorded:
             return (
                 "Its cause is unknown: the conditions of the machine were not recorded both when "

@@ -10,7 +10,7 @@ from penstock.plan.plan import Plan
 from penstock.report.document import Code, Facts, Page, Report, Section, Text
 from penstock.report.plan_sections import plan_sections, plan_summary
 from penstock.report.run_folder import CONFIG, RunFolder, read_run
-from penstock.report.run_results import prediction_section, timeline_section
+from penstock.report.run_results import prediction_section, run_difference, timeline_section
 from penstock.report.training_curves import training_section
 from penstock.units import format_seconds
 
@@ -85,6 +85,9 @@ def _run_summary(run: RunFolder) -> tuple[str, ...]:
     step_text = f"{step} {format_seconds(outcome.measured_step_s)}"
     difference = _difference(outcome.measured_step_s, outcome.predicted_step_s)
     sentences = [f"{result} after {duration}.", f"{step_text}, {difference}."]
+    large = run_difference(run)
+    if large is not None:
+        sentences.append(large.reason)
     if outcome.speed_up is not None:
         baseline = "with one thread" if outcome.device == "cpu" else f"on {outcome.device}"
         sentences.append(

@@ -21,6 +21,8 @@ from penstock.runtime.interpreter import Interpreter
 from penstock.schedule.op import Schedule
 from penstock.stage.activation_meter import ActivationMeter
 from penstock.stage.finite_check import FiniteCheck
+from penstock.stage.gradients.bucket_reduction import reduction_factory
+from penstock.stage.gradients.bucket_sum import BucketSum
 from penstock.stage.replicas import ReplicaGroup
 from penstock.stage.stage import Stage
 from penstock.stage.stage_builder import StageBuilder, Training, parameter_names
@@ -89,6 +91,17 @@ class Assembly:
         tied_over_ranks = any(len(shared.ranks) > 1 for shared in self.shared)
         if replicated or tied_over_ranks:
             self.world.run(share)
+
+    def reset_gradient_hooks(self) -> None:
+        """Forget what gradient hooks have kept from earlier steps.
+
+        At every checkpoint, which does not hold it: so a run that is continued from the checkpoint
+        trains as the one that goes on.
+        """
+        for interpreter in self.interpreters.values():
+            for replicas in interpreter.replicas.values():
+                if replicas.buckets is not None:
+                    replicas.buckets.reset()
 
     @property
     def placed(self) -> Placed:
@@ -172,7 +185,9 @@ def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Tr
         meter = ActivationMeter()
         stages, shared_here = builder.build_stages(rank, meter)
         guard = PeerGuard(rank, world.board(rank))
-        replicas = _make_replicas(rank, stages, guard, world, setting.schedule, shared_here)
+        replicas = _make_replicas(
+            stages, guard, world, setting.schedule, shared_here, training.options.gradient_hook
+        )
         wave_replicas[rank] = replicas if in_waves else {}
         interpreters[rank] = Interpreter(
             rank,
@@ -201,23 +216,24 @@ def _stage_links(transport: Transport, boundary: str | None) -> Transport:
 
 
 def _make_replicas(
-    rank: int,
     stages: Mapping[int, Stage],
     guard: PeerGuard,
     world: World,
     schedule: Schedule,
     shared: Sequence[tuple[Shared, Tensor]],
+    gradient_hook: str,
 ) -> dict[int, ReplicaGroup]:
     """Make the replica groups of a rank's stages that other ranks have too.
 
     Args:
-        rank: the rank.
-        stages: its stages.
-        guard: converts errors of the transport.
+        stages: the stages of a rank.
+        guard: converts errors of its transport.
         world: all ranks.
         schedule: which ranks have which stages.
         shared: tensors of this rank that several stages use.
+        gradient_hook: see `parse_hook`.
     """
+    rank = guard.rank
     shared_tensors_here = [tensor for _, tensor in shared]
     replicas: dict[int, ReplicaGroup] = {}
     for index, stage in stages.items():
@@ -231,8 +247,19 @@ def _make_replicas(
                 guard,
                 shared_tensors_here,
                 world.open_segment(ranks),
+                _bucket_sum(index, world, guard, gradient_hook),
             )
     return replicas
+
+
+def _bucket_sum(stage: int, world: World, guard: PeerGuard, gradient_hook: str) -> BucketSum | None:
+    """Return the sum in buckets of a stage's gradients, where collective operations join it."""
+    collectives = world.replica_collectives(stage)
+    if collectives is None:
+        return None
+    return BucketSum(
+        stage, collectives, reduction_factory(collectives, gradient_hook), guard.during
+    )
 
 
 def _local_layers(interpreters: Mapping[int, Interpreter]) -> set[int]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.batches.batch import Batch
 from penstock.batches.sample_order import sample_order
 from penstock.errors import RunError
 from penstock.event import Timeline
@@ -17,9 +18,11 @@ from penstock.ranks.settings.settings_exchange import SettingsExchange
 from penstock.ranks.world import World
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.batch_needs import BatchNeeds, BatchReader, needs_of
+from penstock.runtime.comparison.one_device_comparison import Comparison, compare
 from penstock.runtime.measured_timeline import measured_timeline
-from penstock.runtime.player import Player
+from penstock.runtime.player import Mode, Player
 from penstock.runtime.streaming import Streaming
+from penstock.stage.stage_builder import Training
 
 
 class Inspection:
@@ -31,6 +34,15 @@ class Inspection:
     _assembly: Assembly
     _player: Player
     _stream: Streaming | None
+    _training: Training
+
+    def _drain(self) -> None:
+        """End all batches in flight; see `Pipeline`."""
+        raise NotImplementedError
+
+    def _batch(self, x: Any, y: Any, *, training: bool, call: str) -> Batch:
+        """Return a batch with targets; see `Pipeline`."""
+        raise NotImplementedError
 
     def timeline(self) -> Timeline:
         """Return the measured timeline of the last step on every rank.
@@ -134,6 +146,23 @@ class Inspection:
             return torch.arange(samples) if seed is None else sample_order(samples, seed, epoch)
 
         return BatchReader(self.needs, inputs, targets, batch, order, drop_last=drop_last)
+
+    def compare_with_one_device(self, x: Any, y: Any) -> Comparison:
+        """Run one batch in the pipeline and on one device, and compare. Weights are not updated.
+
+        Returns:
+            On rank 0, a printable comparison with the largest error of each parameter's gradient,
+            each buffer, the outputs and the loss; on other ranks an empty comparison.
+        """
+        self._drain()
+        batch = self._batch(x, y, training=True, call="compare_with_one_device")
+        batch.keeps_outputs = True
+
+        def play() -> Tensor:
+            self._player.play(batch, Mode.COMPARE)
+            return self._player.mean_loss(batch)
+
+        return compare(self._assembly, play, batch, self._training)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the local stages with their names in the model.

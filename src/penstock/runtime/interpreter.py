@@ -230,6 +230,8 @@ class Interpreter:
             batch, _ = entry
             self._batch_step = batch.step
             arrived = None if step.input_message is None else self._receive(step, batch)
+            if step.completes and step.stage in self.replicas:
+                self.replicas[step.stage].watch()
             self._start_op(step)
             result = self._compute(op, entry, arrived, context)
             self._end_op(op)

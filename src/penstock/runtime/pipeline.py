@@ -7,6 +7,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.batches.batch import Batch, make_batch, parse_pair
 from penstock.errors import SettingError
@@ -22,7 +23,6 @@ from penstock.ranks.results import outputs
 from penstock.ranks.settings.run_config import Overrides, check, make_run_config
 from penstock.ranks.settings.settings_exchange import report_failures
 from penstock.runtime.assembly import assemble
-from penstock.runtime.comparison.one_device_comparison import Comparison, compare
 from penstock.runtime.global_step import GlobalStep
 from penstock.runtime.graph_preparation import Preparation
 from penstock.runtime.inspection import Inspection
@@ -87,6 +87,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         check_data: compare the batches of ranks in processes (docs/training.md). All ranks must
             have the same value.
         example: inputs on which a model that is no list of layers is traced, as for `chain`.
+        mesh: `mesh["pp"]` of a torch `DeviceMesh`, for several pipelines in one job (docs/mesh.md).
         options: further options of training, the fields of `TrainingOptions`:
             {options}
 
@@ -125,6 +126,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         executor: str | None = None,
         check_data: bool = True,
         example: Any = None,
+        mesh: DeviceMesh | None = None,
         **options: Unpack[TrainingArguments],
     ) -> None:
         training_options = parse_options(options)
@@ -139,17 +141,17 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         check_slices(self.chain, self.setting.schedule)
         check_replicas(self.chain, self.setting)
         scaling = LossScaler.of(training_options.scaler)
-        place = Place(executor, None if device is None else torch.device(device), deadline_s)
-        self._training = Training(loss, optimizer, seed, training_options)
-        self._meeting = meeting = next_settings_exchange(self.setting, place)
-        self.setting = place_on_hosts(meeting, self.setting)
-        compare_settings(meeting, self.chain, self.setting, self._training, check_data=check_data)
-        self._world = world_of(self.setting, self.chain.description, place)
+        place = Place.of(executor, device, deadline_s, mesh)
+        self._training = training = Training(loss, optimizer, seed, training_options)
+        self._meeting, group = next_settings_exchange(self.setting, place)
+        self.setting = place_on_hosts(self._meeting, self.setting)
+        compare_settings(self._meeting, self.chain, self.setting, training, check_data=check_data)
+        self._world = world_of(self.setting, self.chain.description, place, group)
         training_options.check_compiler(self._world.device(self._world.local_ranks[0]))
         self._step = self._accumulated = 0
         self._accumulate = training_options.accumulate
         self._assembly = assemble(self.chain, self.setting, self._world, self._training)
-        compare_optimizers(meeting, self._assembly)
+        compare_optimizers(self._meeting, self._assembly)
         self._guard = guard_for(self.chain, self._assembly)
         whole_chain, self.chain = self.chain, self._assembly.traced
         if plan is not None and optimizer is not None:
@@ -164,7 +166,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         autocast_dtype = training_options.autocast_dtype
         self._preparation = Preparation(self._assembly, autocast_dtype, self._drain)
         self._preparation.begin()
-        self._busy_times = BusyTimes(meeting, self.setting)
+        self._busy_times = BusyTimes(self._meeting, self.setting)
 
     # -- training and evaluation
 
@@ -378,23 +380,6 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         """
         self._world.calls.enter("scheduler")
         return self._persistence.scheduler(make)
-
-    def compare_with_one_device(self, x: Any, y: Any) -> Comparison:
-        """Run one batch in the pipeline and on one device, and compare. Weights are not updated.
-
-        Returns:
-            On rank 0, a printable comparison with the largest error of each parameter's gradient,
-            each buffer, the outputs and the loss; on other ranks an empty comparison.
-        """
-        self._drain()
-        batch = self._batch(x, y, training=True, call="compare_with_one_device")
-        batch.keeps_outputs = True
-
-        def play() -> Tensor:
-            self._player.play(batch, Mode.COMPARE)
-            return self._player.mean_loss(batch)
-
-        return compare(self._assembly, play, batch, self._training)
 
     # -- saving and loading
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from penstock.errors import SettingError
 from penstock.ranks.make_world import Place, in_threads
 from penstock.ranks.placement import place
+from penstock.ranks.rank_group import RankGroup
 from penstock.ranks.settings.run_config import RunConfig
 from penstock.ranks.settings.settings_exchange import SettingsExchange
 from penstock.runtime.assembly import Assembly
@@ -20,20 +22,31 @@ from penstock.transport.hosts import Host, host_names, this_host
 from penstock.transport.process_group import join
 
 
-def next_settings_exchange(setting: RunConfig, place: Place) -> SettingsExchange | None:
+def next_settings_exchange(
+    setting: RunConfig, place: Place
+) -> tuple[SettingsExchange | None, RankGroup | None]:
     """Return the object by which the ranks compare one pipeline's settings.
 
     Returns:
-        None where all ranks are threads of this process, which have nothing to compare.
+        None where all ranks are threads of this process, which have nothing to compare; and the
+        ranks of the pipeline, None where it has all processes of the job.
 
     Raises:
-        SettingError: the settings contradict each other.
+        SettingError: the settings contradict each other, or the mesh has not all processes.
         RunError: this process is the only one of the run.
     """
     if in_threads(setting.schedule, place):
-        return None
+        if place.mesh is not None:
+            raise SettingError(
+                "mesh= is for ranks that are processes: leave out executor='threads', or mesh="
+            )
+        return None, None
     join(place.deadline_s)
-    return SettingsExchange.next(place.deadline_s)
+    exchange = SettingsExchange.next(place.deadline_s)
+    if place.mesh is None:
+        return exchange, None
+    group = RankGroup.of_pipeline(place.mesh.pipeline, exchange, place.device)
+    return group.settings_exchange(exchange.number, place.deadline_s), group
 
 
 def place_on_hosts(exchange: SettingsExchange | None, setting: RunConfig) -> RunConfig:

@@ -55,10 +55,7 @@ def best_plan(request: PlanRequest, proposals: Iterable[Proposal]) -> Plan:
     others = sorted((candidate for candidate in feasible if candidate is not coarse), key=by_time)
     note = ""
     if cut_short:
-        note = (
-            f"search cut short by the clock after budget_s={request.budget_s:g} s: another run may "
-            "find another plan"
-        )
+        note = "search cut short by the clock, at time_limit_s: another run may find another plan"
     plan = build_plan(request, chosen, first_of_kind([chosen, *others]))
     return replace(plan, search_note=note) if note else plan
 

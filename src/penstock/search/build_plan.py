@@ -73,7 +73,7 @@ def build_plan(
         weights=placed.rule.name,
         weights_options=request.weights_options,
         cluster=request.cluster.name,
-        cluster_ranks=request.cluster.ranks,
+        cluster_ranks=request.cluster.ranks * request.sharding.tensor_parallel,
         predicted=prediction(request, chosen, lower_bound_s),
         candidates=tuple(candidate.candidate for candidate in table),
         devices=devices,
@@ -83,6 +83,9 @@ def build_plan(
         remedies=tuple(suggestions),
         optimizer=request.optimizer or "",
         optimizer_states=request.profile.optimizer_states,
+        tensor_parallel=request.sharding.tensor_parallel,
+        sequence_parallel=request.sharding.sequence_parallel,
+        zero=request.sharding.zero,
         memory_limits=tuple(placed.request.memory_bytes(rank) for rank in range(schedule.ranks)),
     )
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from penstock.cluster.cluster import Cluster
+from penstock.errors import PlanError
 from penstock.plan.plan import Plan
+from penstock.plan.sharding import Sharding, ShardingOptions
 from penstock.profile.device_profiles import Profiles
+from penstock.profile.profile import Profile
 from penstock.registry import Registry
 from penstock.schedule.recompute import Recompute
 from penstock.search.check_plan import checked_plan
@@ -19,6 +23,15 @@ from penstock.weights.catalogue import WeightRule
 
 PLANNERS: Registry[Callable[[PlanRequest], Plan]] = Registry("planner", "penstock.search.planners")
 register = PLANNERS.register
+
+
+class SharingOptions(TypedDict, total=False):
+    """Further settings of `plan`, described there."""
+
+    tensor_parallel: int | None
+    sequence_parallel: bool | None
+    zero: int | None
+    time_limit_s: float | None
 
 
 def plan(
@@ -39,6 +52,7 @@ def plan(
     weights: str | WeightRule | None = None,
     weights_options: Mapping[str, float] | None = None,
     optimizer: object = None,
+    **sharing: Unpack[SharingOptions],
 ) -> Plan:
     """Return the best plan that a planner finds. Print it to see the candidates.
 
@@ -60,10 +74,8 @@ def plan(
             their backward, those that free enough memory in the least time; "auto" recomputes only
             if memory does not suffice otherwise, and then what is fastest.
         budget_s: budget of the search. The number of its evaluations follows from it, so that the
-            same question has the same answer on a busy machine. As a limit on time it is a hard
-            stop; the plan says so if the clock or the work ended the search early. The seconds in
-            which Numba compiles kernels, once on a machine, do not count. While nothing fits, the
-            search continues.
+            same question has the same answer on a busy machine; the plan says so if that ended the
+            search early. While nothing fits, the search continues.
         stages: number of stages; None leaves it to the planner.
         micro_batches: number of micro-batches in a batch; None leaves it to the planner.
         partition: how to cut: the name of a method, or the number of layers in every stage.
@@ -76,6 +88,13 @@ def plan(
             per parameter (2 for Adam), an optimizer, or a function from parameters to an optimizer,
             which is called once. Without it memory is that of SGD with momentum: one number per
             parameter.
+        tensor_parallel: devices that share every layer; None is every width that the profile has
+            (see `penstock.profile.transformer`).
+        sequence_parallel: whether they also share what lies between; None where possible.
+        zero: level of ZeRO among the replicas of a stage, 0 to 3, 0 by default; None tries all.
+            Plans with any of the three are simulated and exported to Megatron and torchtitan.
+        time_limit_s: hard limit on the seconds of the search, None is none; the plan says so if the
+            clock ended the search. Seconds in which Numba compiles kernels do not count.
 
     Raises:
         PlanError: nothing fits the memory, a number is out of its range, the weight rule does not
@@ -109,7 +128,7 @@ def plan(
         weights=weights,
         weights_options=weights_options,
         optimizer=optimizer,
-        deadline=Deadline(budget_s),
+        **sharing,
     )
     return checked_plan(entry.make(request), request, entry.name)
 
@@ -135,6 +154,22 @@ def make_request(
         partition = "bottleneck"
     weights_options = options.pop("weights_options", None) or {}
     optimizer = options.pop("optimizer", None)
+    sharding_options = ShardingOptions(
+        options.pop("tensor_parallel", None),
+        options.pop("sequence_parallel", None),
+        options.pop("zero", 0),
+    )
+    time_limit_s = options.pop("time_limit_s", None)
+    if time_limit_s is not None and not time_limit_s >= 0:
+        raise PlanError(f"time_limit_s is {time_limit_s!r}; it must be 0 s or more")
+    options.setdefault("deadline", Deadline(math.inf if time_limit_s is None else time_limit_s))
+    has_widths = isinstance(profile, Profile) and bool(profile.widths)
+    if not has_widths and (sharding_options.tensor_parallel or 1) > 1:
+        width = sharding_options.tensor_parallel
+        raise PlanError(
+            f"tensor_parallel is {width}, and the profile has no costs of layers that {width} "
+            "devices share: make it with penstock.profile.transformer.transformer_profile"
+        )
     kind = None if optimizer is None else optimizer_kind(optimizer)
     return PlanRequest(
         profile,
@@ -146,6 +181,8 @@ def make_request(
         weights_options=_float_items(weights_options),
         optimizer=None if kind is None else kind.name or None,
         optimizer_states=None if kind is None else kind.states,
+        sharding=Sharding(zero=0 if has_widths else sharding_options.zero or 0),
+        sharding_options=sharding_options,
         **options,
     )
 

@@ -20,11 +20,11 @@ from penstock.search.request import PlanRequest
 from penstock.search.schedules import COST_SCHEDULES
 from penstock.search.schedules import schedule as make_schedule
 from penstock.simulate.costs import Costs
-from penstock.simulate.gradient_sync import all_reduce_seconds
-from penstock.simulate.plan_costs import schedule_costs, stage_costs
+from penstock.simulate.plan_costs import schedule_costs, stage_costs, with_plan_zero
 from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.stage_seconds import parts_of
 from penstock.simulate.steady_state import Steady, steady
+from penstock.simulate.zero import with_zero
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.compatibility import rule_of
 
@@ -208,6 +208,10 @@ def instantiate(request: PlanRequest, proposal: Proposal) -> PlacedSchedule:
     rule = _rule(request, proposal, schedule)
     profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
     costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, request.batch, rule)
+    if request.sharding.zero:
+        costs = with_plan_zero(
+            costs, schedule, proposal.lengths, local.cluster, request.sharding.zero
+        )
     return PlacedSchedule(local, proposal, schedule, rule, costs)
 
 
@@ -302,17 +306,14 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
     profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
     batch = request.batch * micro_batches / proposal.micro_batches
     costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, batch, rule)
-    gradient_bytes = costs.spread("gradient_bytes", schedule.stages) or ()
-    update_s = costs.spread("update", schedule.stages) or ()
-    synced_update_s = []
-    for (first_rank, *_), seconds, size in zip(
-        schedule.ranks_of_stage, update_s, gradient_bytes, strict=True
-    ):
-        replicas = devices[first_rank : needed : schedule.ranks]
-        synced_update_s.append(seconds + all_reduce_seconds(replicas, size, request.cluster))
+    replicas = [
+        devices[first_rank : needed : schedule.ranks] for first_rank, *_ in schedule.ranks_of_stage
+    ]
+    zero = request.sharding.zero
+    synced = with_zero(costs, replicas, request.cluster, proposal.lengths, zero)
     # Messages of the other pipelines, which are left out, use the same cards.
     network = None if costs.network is None else costs.network.unshared
-    synced_costs = replace(costs, update=synced_update_s, network=network)
+    synced_costs = replace(synced, network=network)
     return PlacedSchedule(local, proposal, schedule, rule, synced_costs, pipelines)
 
 

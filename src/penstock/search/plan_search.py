@@ -24,7 +24,8 @@ from penstock.search.instantiate import (
 )
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
-from penstock.search.search_space import Configuration, schedule_bound_s
+from penstock.search.schedule_bound import schedule_bound_s
+from penstock.search.search_space import Configuration
 from penstock.search.shapes import Shape
 from penstock.synthesis.deadline import Deadline
 
@@ -32,7 +33,7 @@ from penstock.synthesis.deadline import Deadline
 #: does that work in about half the time, so that the clock seldom ends a search.
 USUAL_BUDGET_S = 10.0
 
-#: Share of the budget after which the clock stops the search; the rest is for the plan's table and
+#: Share of the time limit after which the clock stops the search; the rest is for the plan's table and
 #: its suggestions.
 SEARCH_SHARE = 0.85
 
@@ -79,11 +80,9 @@ class PlanSearch:
         self.best_s = math.inf
         self.work = 0.0
         self.evaluated = 0
-        self.deadline = (request.deadline or Deadline(request.budget_s)).part(
-            SEARCH_SHARE * request.budget_s
-        )
+        limit = request.deadline or Deadline()
+        self.deadline = limit.part(SEARCH_SHARE * limit.budget_s)
         self.stopped_by = ""
-        self._unfit_deadline = Deadline(SEARCH_SHARE * max(request.budget_s, USUAL_BUDGET_S))
         self._most_work = most_work
         self._most_work_unfit = math.inf
         self._local_requests: dict[tuple[tuple[int, ...], tuple[int, ...]], PlanRequest] = {}
@@ -101,8 +100,7 @@ class PlanSearch:
         """Whether to stop: the budget of work or time is spent. While nothing fits, it is larger, see
         `UNFIT`.
         """
-        deadline = self.deadline if self.feasible else self._unfit_deadline
-        if deadline.is_over():
+        if self.deadline.is_over():
             self.stopped_by = "time"
             return True
         if self.work >= (self._most_work if self.feasible else self._most_work_unfit):
@@ -124,7 +122,7 @@ class PlanSearch:
             return (
                 f"search cut short by the clock after {self.deadline.spent_s:.1f} s and "
                 f"{self.evaluated:,} evaluations: another run may find another plan; allow more "
-                f"than budget_s={budget}"
+                "than this time_limit_s"
             )
         if self.stopped_by == "work":
             return (

@@ -9,6 +9,7 @@ from typing import Literal, final
 
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError, SettingError
+from penstock.plan.sharding import Sharding, ShardingOptions
 from penstock.profile.device_profiles import (
     Profiles,
     profiles_of,
@@ -60,6 +61,8 @@ class PlanRequest:
             consists of replicas, such as Chimera, may exceed it.
         optimizer_states: numbers that the optimizer keeps per parameter; by default the count that
             the profiles say.
+        sharding: of the devices; the profile and the cluster are those of its groups.
+        sharding_options: what the planner may choose there.
         deadline: the hard stop of the search that the request belongs to; None if it has none.
 
     Raises:
@@ -84,6 +87,8 @@ class PlanRequest:
     optimizer: str | None = None
     max_replicas: int | None = None
     optimizer_states: float | None = None
+    sharding: Sharding = field(default_factory=Sharding)
+    sharding_options: ShardingOptions = field(default_factory=ShardingOptions)
     deadline: Deadline | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
@@ -17,11 +17,8 @@ import numpy as np
 from penstock.errors import ScheduleError
 from penstock.plan.plan import Option
 from penstock.schedule.catalogue import ScheduleFacts, schedule
-from penstock.schedule.op import BACKWARD_STARTS, Kind, Op, Schedule
-from penstock.schedule.streaming.period import period_of
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
-from penstock.simulate.costs import Costs
 from penstock.simulate.gradient_sync import all_reduce_seconds
 from penstock.simulate.stage_seconds import PHASES
 
@@ -164,6 +161,23 @@ class SearchSpace:
                 yield Configuration(
                     shape, facts.name, stages, micro_batches, options, estimate, bound
                 )
+
+    def layouts_of(
+        self, facts: ScheduleFacts, ranks: int
+    ) -> list[tuple[int, tuple[tuple[str, Option], ...]]]:
+        """Return what `layouts` does; on one rank only one stage."""
+        options = layouts(facts, ranks)
+        return options if ranks > 1 else [layout for layout in options if layout[0] == 1]
+
+    def estimate_and_bound(
+        self, shape: Shape, micro_batches: int, facts: ScheduleFacts, stages: int
+    ) -> tuple[float, float]:
+        """Return an estimate and a lower bound in seconds per step, over all cuts."""
+        load = self._load(shape, micro_batches)
+        if self.request.sharding.zero >= 2:
+            # Messages of these levels run beside the ops.
+            load = replace(load, after_s=0.0)
+        return _estimate_and_bound(load, facts, stages)
 
     def _multiples(self, shape: Shape) -> Iterator[int]:
         """Yield the numbers of micro-batches that some schedules need: per pipeline, multiples of
@@ -383,68 +397,3 @@ def _bound_with_ramp(micro_batches: int, load: Load, path: float) -> float:
     if not share:
         return 0.0
     return work * share / (1 - (1 - share / micro_batches) ** load.ranks)
-
-
-def schedule_bound_s(schedule: Schedule, costs: Costs) -> float:
-    """Return a lower bound in seconds per step of a schedule with these costs; per batch for a
-    stream. Transfers and updates count as free.
-
-    For every rank:
-
-        forward of the stages before  |  its work up to its  |  backward of the stages before
-        that of its first op          |  last backward       |  that of its last backward
-
-    The sum is a lower bound since a rank is sequential, and since its first forward comes after
-    those stages and its last backward before them. A stream has no ramps: only the work of each
-    rank counts, per batch of the period after which the program repeats.
-    """
-    seconds = {
-        Kind(letter): _fastest_seconds(costs, name, schedule)
-        for letter, name in zip("FBIW", PHASES, strict=True)
-    }
-    if schedule.stream is not None:
-        period = period_of(schedule)
-        bound = 0.0
-        for loop in period.loops:
-            work = sum(seconds[op.kind][op.stage] for op in loop if op.kind in seconds)
-            bound = max(bound, work)
-        return bound / period.batches
-    backward = list(map(min, seconds[Kind.B], seconds[Kind.I]))
-    least = 0.0
-    for program in schedule.programs:
-        work_ops = [op for op in program if op.kind in seconds]
-        least = max(least, _rank_bound_s(schedule, work_ops, seconds, backward))
-    return least
-
-
-def _rank_bound_s(
-    schedule: Schedule,
-    ops: Sequence[Op],
-    seconds: dict[Kind, tuple[float, ...]],
-    backward: Sequence[float],
-) -> float:
-    """Return the lower bound that one rank of a synchronous schedule gives.
-
-    Args:
-        schedule: the schedule.
-        ops: the rank's ops that take time, in order.
-        seconds: per kind of op, its seconds on every stage.
-        backward: per stage, the least seconds of a backward up to its input gradient.
-    """
-    durations = [seconds[op.kind][op.stage] * schedule.shares[op.micro_batch] for op in ops]
-    backward_places = [place for place, op in enumerate(ops) if op.kind in BACKWARD_STARTS]
-    if not backward_places:
-        return 0.0
-    last_place = backward_places[-1]
-    first, last = ops[0], ops[last_place]
-    fill = sum(seconds[Kind.F][: first.stage]) * schedule.shares[first.micro_batch]
-    drain = sum(backward[: last.stage]) * schedule.shares[last.micro_batch]
-    return max(fill + sum(durations), fill + sum(durations[: last_place + 1]) + drain)
-
-
-def _fastest_seconds(costs: Costs, name: str, schedule: Schedule) -> tuple[float, ...]:
-    """Return the seconds of one phase per stage; on replicas of different speed, the fastest's."""
-    value = getattr(costs, name)
-    if not isinstance(value, tuple):
-        return costs.spread(name, schedule.stages) or ()
-    return tuple(float(np.min(entry)) for entry in value)

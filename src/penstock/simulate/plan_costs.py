@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.cluster.cluster import Cluster
+from penstock.cluster.groups import group_devices
 from penstock.errors import PlanError
 from penstock.event import Timeline
 from penstock.partition.catalogue import check_lengths
 from penstock.plan.plan import Plan
+from penstock.plan.sharding import Sharding
 from penstock.profile.device_profiles import (
     Profiles,
     busy_profiles,
@@ -29,6 +31,7 @@ from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.stage_seconds import largest_part, parts_of, stage_seconds, update_seconds
 from penstock.simulate.weight_versions import versions_per_stage
+from penstock.simulate.zero import with_zero
 from penstock.weights.catalogue import WeightRule
 
 
@@ -70,6 +73,8 @@ def stage_costs(
     seconds = stage_seconds(profile, stages, micro_batch)
     layers_of_stage = [profile.layers[part] for part in parts_of(stages)]
     output_bytes = [layers[-1].output_bytes_per_sample for layers in layers_of_stage[:-1]]
+    boundaries = [profile.boundary_replicas * size for size in output_bytes]
+    input_bytes = [profile.input_bytes_per_sample, *boundaries]
     return Costs(
         forward=seconds["forward"],
         backward=seconds["backward"],
@@ -77,9 +82,7 @@ def stage_costs(
         weight_grad=seconds["weight_grad"],
         activation_bytes=[largest * _activation_bytes(layers) for layers in layers_of_stage],
         update=update_seconds(profile, stages),
-        input_bytes=[
-            largest * per_sample for per_sample in (profile.input_bytes_per_sample, *output_bytes)
-        ],
+        input_bytes=[largest * per_sample for per_sample in input_bytes],
         transfer=_looped_transfers([micro_batch * size for size in output_bytes], cluster),
         weight_bytes=[_weight_bytes(layers, states) for layers in layers_of_stage],
         gradient_bytes=[_parameter_bytes(layers) for layers in layers_of_stage],
@@ -311,6 +314,9 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
         PlanError: the profile is of a different model, or the cluster has fewer ranks than the
             plan.
     """
+    if plan.tensor_parallel > 1:
+        profiles = width_profile(profiles, plan.sharding)
+        cluster = group_devices(cluster, plan.tensor_parallel)
     rank_profiles = with_optimizer_states(profiles_of(profiles, cluster), plan.optimizer_states)
     if rank_profiles[0].fingerprint != plan.fingerprint:
         raise PlanError(
@@ -332,6 +338,9 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
     costs = schedule_costs(
         plan.schedule, plan_profiles, plan.lengths, cluster.on(devices), plan.batch, plan.rule
     )
+    if plan.zero:
+        local = cluster.on(devices)
+        costs = with_plan_zero(costs, plan.schedule, plan.lengths, local, plan.zero)
     if plan.recompute is not Recompute.SELECTIVE:
         return costs
     return with_selective_recompute(
@@ -342,6 +351,44 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
         plan.batch / plan.micro_batches,
         plan.selection,
     )
+
+
+def width_profile(profiles: Profiles, sharding: Sharding) -> Profile:
+    """Return the profile of one device of a tensor-parallel group.
+
+    Raises:
+        PlanError: there are several profiles, or none of that width.
+    """
+    if not isinstance(profiles, Profile):
+        raise PlanError("tensor parallelism is planned for one kind of device: give one profile")
+    wanted = sharding.tensor_parallel, sharding.sequence_parallel
+    for profile in (profiles, *profiles.widths):
+        if (profile.tensor_parallel, profile.sequence_parallel) == wanted:
+            return profile
+    widths = sorted({profile.tensor_parallel for profile in (profiles, *profiles.widths)})
+    raise PlanError(
+        f"the profile has no costs for {sharding.words or 'single devices'}, only for layers on "
+        f"{', '.join(map(str, widths))} devices: make it with transformer_profile(widths=…)"
+    )
+
+
+def with_plan_zero(
+    costs: Costs, schedule: Schedule, lengths: Sequence[int], cluster: Cluster, zero: int
+) -> Costs:
+    """Return the costs of a schedule, which include the all-reduce at U, at a level of ZeRO.
+
+    Raises:
+        PlanError: the schedule is asynchronous.
+    """
+    if schedule.stream is not None:
+        raise PlanError(f"zero is for synchronous schedules, and {schedule.name} is asynchronous")
+    updates = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
+    gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
+    alone = []
+    for seconds, ranks, size in zip(updates, schedule.ranks_of_stage, gradients, strict=True):
+        alone.append(max(0.0, seconds - all_reduce_seconds(ranks, size, cluster)))
+    without_sync = replace(costs, update=alone)
+    return with_zero(without_sync, schedule.ranks_of_stage, cluster, lengths, zero)
 
 
 def schedule_costs(

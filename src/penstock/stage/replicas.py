@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from penstock.ranks.buckets import Packed, flat, gradient_flags, unflat
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
+from penstock.stage.gradients.bucket_sum import BucketSum
 from penstock.stage.gradients.replica_messages import Guard, ReplicaMessages, Round
 from penstock.stage.gradients.shared_memory_sum import (
     OpenSegment,
@@ -53,6 +54,7 @@ class ReplicaGroup:
         tied: parameters that other stages use too; `tied.Tied` sums their gradients.
         open_segment: opens the memory of another replica; None where the replicas are not
             processes of one host, whose gradients are in host memory.
+        buckets: sums gradients in buckets; None where no collective operations join the replicas.
     """
 
     stage: Stage
@@ -62,6 +64,7 @@ class ReplicaGroup:
     guard: Guard
     tied: Collection[Tensor] = ()
     open_segment: OpenSegment | None = None
+    buckets: BucketSum | None = None
     _previous: list[Tensor | None] | None = None
 
     def __post_init__(self) -> None:
@@ -101,6 +104,8 @@ class ReplicaGroup:
         self._previous = None
         if self._shared_memory is not None:
             self._shared_memory.forget()
+        if self.buckets is not None:
+            self.buckets.forget()
 
     def all_reduce(self) -> None:
         """Sum the gradients over all replicas, and copy the buffers of the first one.
@@ -110,12 +115,19 @@ class ReplicaGroup:
         """
         if self._parameters:
             area = self._shared_area()
-            if area is None:
-                self._sum_in_messages()
-            else:
+            if area is not None:
                 assert self._shared_memory is not None
                 self._set_grads(*self._shared_memory.finish(area), {})
+            elif self.buckets is not None and not self._sparse:
+                self._set_grads(*self.buckets.finish(self._parameters), {})
+            else:
+                self._sum_in_messages()
         self._share(Round.BUFFERS, self._buffers())
+
+    def watch(self) -> None:
+        """Before the last backward before an update, prepare to sum gradients beside it. Optional."""
+        if self.buckets is not None and self._parameters and not self._sparse:
+            self.buckets.watch(self._parameters)
 
     def start(self) -> None:
         """Begin to sum the gradients, which are complete, without waiting for other replicas.
@@ -123,7 +135,11 @@ class ReplicaGroup:
         Optional; `all_reduce` ends it. Called after the last backward before an update, so that
         what follows in the program runs beside it.
         """
-        if self._shared_memory is not None and self._parameters and not self._sparse:
+        if not self._parameters or self._sparse:
+            return
+        if self.buckets is not None:
+            self.buckets.start(self._parameters)
+        if self._shared_memory is not None:
             # Shared memory is made in `all_reduce`, where this rank may wait for the others.
             area = self._shared_memory.known_area(self._parameters)
             if area is not None:

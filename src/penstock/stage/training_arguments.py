@@ -31,5 +31,6 @@ class TrainingArguments(TypedDict, total=False):
     deferred_batch_norm: bool
     offload: bool | float
     boundary: str | None
+    gradient_hook: str
     loss_weight: Callable[[Any], Any] | None
     loss_on: str

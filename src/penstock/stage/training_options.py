@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -19,6 +20,7 @@ from penstock.modules.deferred_batch_norm import check_not_traced, convert
 from penstock.optim.groups import GroupsOf
 from penstock.option import CommonOptions, OnNonfinite, option, options_of
 from penstock.schedule.op import Schedule
+from penstock.stage.gradients.bucket_reduction import parse_hook
 from penstock.tracing.traced_chain import TracedChain
 from penstock.transport.compressed import check_compression
 
@@ -77,6 +79,14 @@ class TrainingOptions(CommonOptions):
         '"bfloat16" or "int8" to send activations and their gradients in fewer bits. This changes '
         "the training result slightly (benchmarks/boundary).",
     )
+    gradient_hook: str = option(
+        "none",
+        '"fp16", "bf16", "powersgd" or "powersgd-R" (of rank R) to send the gradients of copies of '
+        "a stage between CPU hosts in fewer bytes. This changes the training result; on one host, "
+        "and over NCCL, gradients are sent as they are.",
+        synchronous=True,
+        fixed=True,
+    )
     loss_weight: Callable[[Any], Any] | None = option(
         None,
         "A function from the targets of a micro-batch to its weight, for a loss whose weights "
@@ -134,6 +144,7 @@ class TrainingOptions(CommonOptions):
             )
         if self.boundary is not None:
             check_compression(self.boundary)
+        _check_hook(self.gradient_hook)
         if self.memory_format not in _MEMORY_FORMATS:
             raise SettingError(
                 "memory_format is torch.channels_last or torch.channels_last_3d, not "
@@ -286,6 +297,18 @@ def parse_options(values: Mapping[str, Any]) -> TrainingOptions:
     if values.get("autocast") in _AUTOCAST_DTYPES:
         values["autocast"] = _dtype_name(values["autocast"])  # as files hold it
     return TrainingOptions(**values)
+
+
+def _check_hook(hook: object) -> None:
+    """Reject an invalid gradient hook."""
+    if isinstance(hook, str):
+        with suppress(ValueError):
+            parse_hook(hook)
+            return
+    raise SettingError(
+        "gradient_hook is 'none', 'fp16', 'bf16', 'powersgd', or 'powersgd-R' with a rank R from 1 "
+        f"to 1024, not {hook!r}"
+    )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

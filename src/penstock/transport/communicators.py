@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -89,16 +89,23 @@ def make_communicators(
     return groups
 
 
-def make_common_communicator(device: torch.device) -> dist.ProcessGroup:
-    """Create the communicator of all ranks, connected. Every rank calls it.
+def make_common_communicator(
+    device: torch.device, ranks: Sequence[int]
+) -> dist.ProcessGroup | None:
+    """Create the communicator of all ranks of a pipeline, connected. Every process calls it.
 
     Args:
-        device: the GPU of this rank, with an index.
+        device: the GPU of this process, with an index.
+        ranks: of the pipeline's processes in the job.
+
+    Returns:
+        The communicator; None for a process of another pipeline.
     """
-    ranks = list(range(dist.get_world_size()))
     group: dist.ProcessGroup = dist.new_group(
-        ranks, GROUP_TIMEOUT, "nccl", **_group_options(device)
+        list(ranks), GROUP_TIMEOUT, "nccl", **_group_options(device)
     )
+    if dist.get_rank() not in ranks:
+        return None
     work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
     if work is not None:
         work.wait()

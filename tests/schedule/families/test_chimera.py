@@ -126,6 +126,13 @@ def test_forward_doubling_keeps_its_formulas(p, units):
     )
 
 
+def test_units_of_forward_doubling_follow_each_other_by_three_slots_per_stage():
+    """Closer units would take as long and hold as much, but run forwards before they are due."""
+    chimera = schedule("chimera", 4, 16, concatenation="doubling")
+    order = " ".join(map(str, chimera.programs[0]))
+    assert " 0B4 0F8 0F9 0B5 0F12 0F13 3F10 3F11 3B10 " in order
+
+
 @given(sizes, st.floats(0, 9), st.sampled_from([1, 2]))
 @settings(deadline=None, max_examples=40)
 def test_copies_meet_as_early_as_costs_nothing(size, update_s, b):

@@ -18,7 +18,8 @@ from penstock.search.evaluate import evaluate
 from penstock.search.instantiate import instantiate
 from penstock.search.plan_search import PlanSearch
 from penstock.search.request import PlanRequest
-from penstock.search.search_space import SearchSpace, schedule_bound_s
+from penstock.search.schedule_bound import schedule_bound_s
+from penstock.search.search_space import SearchSpace
 from penstock.search.shapes import Shape, shapes
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import cloudpickle
 from penstock.errors import RankDied, RunError, SettingError
 from penstock.ranks.foreign_text import foreign_text
 from penstock.ranks.processes.forked_ranks import RankProcess, search_path, start_rank
+from penstock.ranks.processes.launch_folders import locked_folder
 from penstock.ranks.processes.stopped_ranks import StoppedRanks
 from penstock.ranks.processes.termination import passing_sigterm_on
 from penstock.transport.addresses import launch_interface
@@ -155,10 +155,10 @@ def launch(
     # The folder can be entered by this user alone. The store is in this process, so that it
     # outlasts the ranks and can tell each what has happened to the others.
     with (
-        tempfile.TemporaryDirectory(prefix="penstock-launch-") as folder,
-        StoreServer(Path(folder) / "store") as store,
+        locked_folder("penstock-launch-") as folder,
+        StoreServer(folder / "store") as store,
     ):
-        job = Path(folder) / "job"
+        job = folder / "job"
         job.write_bytes(pickled)
         if recovery is not None:
             recovery.begin(store)
@@ -166,7 +166,7 @@ def launch(
         children: list[_Child] = []
         try:
             for rank in range(ranks):
-                result = Path(folder) / f"result-{rank}"
+                result = folder / f"result-{rank}"
                 environment = _environment(rank, ranks, port, threads_per_rank)
                 environment[VARIABLE] = f"{port}:{store.path}"
                 children.append(_Child(rank, start_rank(environment, job, result), result))

@@ -46,10 +46,22 @@ class SettingsExchange:
         rank: this rank.
         size: the number of ranks.
         deadline_s: seconds to wait for the other ranks.
+        job: the comparison of all processes of the job, if there are several pipelines in it; a
+            failure here is reported there, too.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        deadline_s: float,
+        job: SettingsExchange | None = None,
+    ) -> None:
         self.store, self.rank, self.size, self.deadline_s = store, rank, size, deadline_s
+        self.job = job
+        #: Its number among those of the job, by which stores are named.
+        self.number = 0
         self._round = 0
         self.closed = False
         #: The name of every rank's host, once the ranks have exchanged them.
@@ -58,10 +70,13 @@ class SettingsExchange:
     @classmethod
     def next(cls, deadline_s: float) -> SettingsExchange:
         """Return the next comparison of the ranks of torch.distributed, which is initialised."""
+        number = next(_EXCHANGES)
         store = PrefixStore(
-            f"penstock/meeting/{next(_EXCHANGES)}", dist.distributed_c10d._get_default_store()
+            f"penstock/meeting/{number}", dist.distributed_c10d._get_default_store()
         )
-        return cls(store, dist.get_rank(), dist.get_world_size(), deadline_s)
+        exchange = cls(store, dist.get_rank(), dist.get_world_size(), deadline_s)
+        exchange.number = number
+        return exchange
 
     def compare(self, description: Description) -> None:
         """Compare this rank's description with those of all other ranks.
@@ -112,6 +127,8 @@ class SettingsExchange:
 
     def fail(self, error: BaseException) -> None:
         """Report an error of this rank to the ranks that wait for it."""
+        if self.job is not None:
+            self.job.fail(error)
         self.closed = True
         reason = f"{type(error).__name__}: {error}"
         failure = json.dumps({"rank": self.rank, "reason": reason})
@@ -181,6 +198,7 @@ def report_failures(init: _Init) -> _Init:
                 dist.is_available() and dist.is_initialized()
             )
             if meeting is None and not alone:
+                # With a mesh this is the comparison of all processes of the job, which comes first.
                 meeting = SettingsExchange.next(0.0)
             if meeting is not None and not meeting.closed:
                 meeting.fail(error)

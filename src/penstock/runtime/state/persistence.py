@@ -118,6 +118,7 @@ class Persistence:
             SettingError: gradients wait for a step, or a scheduler's state cannot be saved.
             FileError: the folder cannot be written.
         """
+        self.assembly.reset_gradient_hooks()
         if waiting and self.assembly.steps:
             raise SettingError(
                 f"the gradients of {waiting} batches wait for their step, and a checkpoint does "
@@ -170,6 +171,7 @@ class Persistence:
             FileError: as for `checkpoint_load.load`.
             SettingError: `skip` has an unknown name.
         """
+        self.assembly.reset_gradient_hooks()
         parts = parse_skip(skip)
         options = CheckpointOptions(
             self._rule(),

@@ -2,7 +2,7 @@
 exactly and simulated in full.
 
 The search has these steps, in this order. Each has a limit on simulated ops, which follows from the
-budget; the clock is a hard stop for all:
+budget; the clock is a hard stop for all where the request has a time limit:
 
     1. all shapes and numbers of micro-batches with one schedule
     2. the proposals of the other planners
@@ -35,6 +35,7 @@ from penstock.search.cut_search.refine_cut import refine_cut
 from penstock.search.cut_search.share_cuts import share_cuts
 from penstock.search.cut_search.uneven_replication import uneven, uneven_configurations
 from penstock.search.cuts import Balance
+from penstock.search.device_groups import group_requests, has_groups, plan_device_groups
 from penstock.search.evaluate import refine_recompute
 from penstock.search.instantiate import (
     Evaluated,
@@ -91,7 +92,9 @@ def auto(request: PlanRequest) -> Plan:
         PlanError: nothing fits, and the message says what the nearest candidates need; or no
             schedule takes these numbers.
     """
-    request = replace(request, deadline=request.deadline or Deadline(request.budget_s))
+    request = replace(request, deadline=request.deadline or Deadline())
+    if has_groups(request):
+        return plan_device_groups(request, group_requests(request, request.sharding_options))
     search = PlanSearch(request)
     space = SearchSpace(request, shapes(request))
     slowdown = _scan(search, space)

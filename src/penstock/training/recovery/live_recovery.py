@@ -12,7 +12,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from penstock.errors import FileError
 from penstock.plan.plan import Plan
 from penstock.ranks.foreign_text import foreign_text
 from penstock.ranks.processes.forked_ranks import RankProcess
+from penstock.ranks.processes.launch_folders import make_locked_folder
 from penstock.training.devices import Devices
 from penstock.training.recovery.messages import (
     CONDITIONS,
@@ -113,7 +113,7 @@ class LiveCheckpoint:
         step: its step.
         folder: has its index, and links to its files.
         lines: lines of the metrics of its step.
-        descriptors: of its files.
+        descriptors: of its files, and of the lock of its folder.
     """
 
     step: int
@@ -282,13 +282,14 @@ def _collect(
             lambda: sum(os.fstat(descriptor).st_size for descriptor in descriptors.values()),
         )
         index = _join(writers, _receive(store, writers, delivery_key, Delivery, deadline))
-        folder = Path(tempfile.mkdtemp(prefix="penstock-live-"))
+        folder, lock = make_locked_folder("penstock-live-")
+        stack.callback(os.close, lock)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         for stage, descriptor in descriptors.items():
             (folder / index.files[stage]).symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
         write_index(folder, index)
         stack.pop_all()
-    return LiveCheckpoint(selection.step, folder, selection.lines, [*descriptors.values()])
+    return LiveCheckpoint(selection.step, folder, selection.lines, [*descriptors.values(), lock])
 
 
 def _join(ranks: Mapping[int, object], deliveries: Mapping[int, Delivery]) -> Checkpoint:

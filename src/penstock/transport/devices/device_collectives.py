@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.transport.distributed import DeviceTransfer, Wire, is_lost
 from penstock.transport.transport import TransportLost
+from penstock.transport.wire import DeviceTransfer, Wire, is_lost
 
 if TYPE_CHECKING:
     Transfer = Callable[[], dist.Work | None]
@@ -49,8 +49,9 @@ class DeviceCollectives:
             TransportLost: the communicator is closed.
             RunError: NCCL refuses the tensor.
         """
+        first = self._wire.ranks[source]
         return self._begin(
-            lambda: dist.broadcast(tensor, source, group=self._group, async_op=True),
+            lambda: dist.broadcast(tensor, first, group=self._group, async_op=True),
             f"the broadcast of rank {source}",
         )
 

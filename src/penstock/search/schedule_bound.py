@@ -1,0 +1,77 @@
+"""A lower bound of the seconds of a placed schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.schedule.op import BACKWARD_STARTS, Kind, Op, Schedule
+from penstock.schedule.streaming.period import period_of
+from penstock.simulate.costs import Costs
+from penstock.simulate.stage_seconds import PHASES
+
+
+def schedule_bound_s(schedule: Schedule, costs: Costs) -> float:
+    """Return a lower bound in seconds per step of a schedule with these costs; per batch for a
+    stream. Transfers and updates count as free.
+
+    For every rank:
+
+        forward of the stages before  |  its work up to its  |  backward of the stages before
+        that of its first op          |  last backward       |  that of its last backward
+
+    The sum is a lower bound since a rank is sequential, and since its first forward comes after
+    those stages and its last backward before them. A stream has no ramps: only the work of each
+    rank counts, per batch of the period after which the program repeats.
+    """
+    seconds = {
+        Kind(letter): _fastest_seconds(costs, name, schedule)
+        for letter, name in zip("FBIW", PHASES, strict=True)
+    }
+    if schedule.stream is not None:
+        period = period_of(schedule)
+        bound = 0.0
+        for loop in period.loops:
+            work = sum(seconds[op.kind][op.stage] for op in loop if op.kind in seconds)
+            bound = max(bound, work)
+        return bound / period.batches
+    backward = list(map(min, seconds[Kind.B], seconds[Kind.I]))
+    least = 0.0
+    for program in schedule.programs:
+        work_ops = [op for op in program if op.kind in seconds]
+        least = max(least, _rank_bound_s(schedule, work_ops, seconds, backward))
+    return least
+
+
+def _rank_bound_s(
+    schedule: Schedule,
+    ops: Sequence[Op],
+    seconds: dict[Kind, tuple[float, ...]],
+    backward: Sequence[float],
+) -> float:
+    """Return the lower bound that one rank of a synchronous schedule gives.
+
+    Args:
+        schedule: the schedule.
+        ops: the rank's ops that take time, in order.
+        seconds: per kind of op, its seconds on every stage.
+        backward: per stage, the least seconds of a backward up to its input gradient.
+    """
+    durations = [seconds[op.kind][op.stage] * schedule.shares[op.micro_batch] for op in ops]
+    backward_places = [place for place, op in enumerate(ops) if op.kind in BACKWARD_STARTS]
+    if not backward_places:
+        return 0.0
+    last_place = backward_places[-1]
+    first, last = ops[0], ops[last_place]
+    fill = sum(seconds[Kind.F][: first.stage]) * schedule.shares[first.micro_batch]
+    drain = sum(backward[: last.stage]) * schedule.shares[last.micro_batch]
+    return max(fill + sum(durations), fill + sum(durations[: last_place + 1]) + drain)
+
+
+def _fastest_seconds(costs: Costs, name: str, schedule: Schedule) -> tuple[float, ...]:
+    """Return the seconds of one phase per stage; on replicas of different speed, the fastest's."""
+    value = getattr(costs, name)
+    if not isinstance(value, tuple):
+        return costs.spread(name, schedule.stages) or ()
+    return tuple(float(np.min(entry)) for entry in value)

@@ -1,0 +1,125 @@
+"""Costs of ZeRO: replicas of a stage that share its state.
+
+Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter
+models" (arXiv 1910.02054). With d replicas of a stage, and A the seconds of the all-reduce of its
+gradients, of which a reduce-scatter or an all-gather takes half:
+
+    level | a replica stores 1/d of           | messages
+    0     | nothing                           | A at the update
+    1     | optimizer state                   | A at the update
+    2     | and gradients                     | A/2 per backward of a micro-batch, A/2 at the update
+    3     | and parameters                    | A/2 per forward, A per backward
+
+Messages of levels 2 and 3 overlap with the computation of the op but for those of its first layer.
+The update of a replica is that of its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.cluster.cluster import Cluster
+from penstock.errors import PlanError
+from penstock.simulate.costs import Costs
+from penstock.simulate.gradient_sync import all_reduce_seconds
+
+LEVELS = (0, 1, 2, 3)
+
+
+def with_zero(
+    costs: Costs,
+    replicas: Sequence[Sequence[int]],
+    cluster: Cluster,
+    lengths: Sequence[int],
+    zero: int,
+) -> Costs:
+    """Return `costs` with the all-reduce of gradients among replicas, at a level of ZeRO.
+
+    Args:
+        costs: of stages without the all-reduce; of equal devices and whole micro-batches.
+        replicas: per stage, the ranks of `cluster` that hold it.
+        cluster: of these ranks.
+        lengths: layers in every stage.
+        zero: level, 0 to 3.
+
+    Raises:
+        PlanError: there is no such level, or costs differ by micro-batch.
+    """
+    if zero not in LEVELS:
+        raise PlanError(f"zero is {zero!r}; its levels are 0, 1, 2 and 3")
+    stages = len(lengths)
+    gradients = costs.spread("gradient_bytes", stages) or (0.0,) * stages
+    sync_s = [
+        all_reduce_seconds(ranks, size, cluster)
+        for ranks, size in zip(replicas, gradients, strict=True)
+    ]
+    update = costs.spread("update", stages) or (0.0,) * stages
+    counts = [len(ranks) if zero else 1 for ranks in replicas]
+    at_update = (1.0, 1.0, 0.5, 0.0)[zero]
+    shared = replace(
+        costs,
+        update=[
+            seconds / count + at_update * sync
+            for seconds, count, sync in zip(update, counts, sync_s, strict=True)
+        ],
+    )
+    shared = _with_shared_memory(shared, counts, lengths, zero)
+    if zero < 2:
+        return shared
+    per_backward = 0.5 if zero == 2 else 1.0
+    return replace(
+        shared,
+        forward=_overlapped(costs, "forward", sync_s, lengths, 0.5 if zero == 3 else 0.0),
+        backward=_overlapped(costs, "backward", sync_s, lengths, per_backward),
+        input_grad=_overlapped(costs, "input_grad", sync_s, lengths, per_backward - 0.5),
+        weight_grad=_overlapped(costs, "weight_grad", sync_s, lengths, 0.5),
+    )
+
+
+def _with_shared_memory(
+    costs: Costs, counts: Sequence[int], lengths: Sequence[int], zero: int
+) -> Costs:
+    """Return `costs` with the bytes that a replica stores.
+
+    What is gathered or not yet reduced are up to two layers: the current one and the next.
+    """
+    stages = len(counts)
+    if zero == 0 or costs.weight_bytes is None:
+        return costs
+    total = costs.spread("weight_bytes", stages) or ()
+    gradients = costs.spread("gradient_bytes", stages) or (0.0,) * stages
+    states = costs.spread("optimizer_bytes", stages) or (0.0,) * stages
+    rows = zip(total, gradients, states, counts, lengths, strict=True)
+    weight_bytes, gradient_bytes, optimizer_bytes = [], [], []
+    for whole, gradient, state, count, length in rows:
+        weights = whole - gradient - state
+        in_use = min(1.0, 2 / length) if count > 1 else 0.0
+        state_share = state / count
+        gradient_share, weight_share = gradient, weights
+        if zero >= 2:
+            gradient_share = gradient * min(1.0, 1 / count + in_use)
+        if zero == 3:
+            weight_share = weights * min(1.0, 1 / count + in_use)
+        weight_bytes.append(weight_share + gradient_share + state_share)
+        gradient_bytes.append(gradient_share)
+        optimizer_bytes.append(state_share)
+    return replace(
+        costs,
+        weight_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=optimizer_bytes,
+    )
+
+
+def _overlapped(
+    costs: Costs, name: str, sync_s: Sequence[float], lengths: Sequence[int], share: float
+) -> list[float]:
+    """Return the seconds of one phase per stage, with its messages beside its computation."""
+    seconds = costs.spread(name, len(lengths)) or (0.0,) * len(lengths)
+    rows = []
+    for compute_s, sync, length in zip(seconds, sync_s, lengths, strict=True):
+        messages_s = share * sync
+        exposed_s = messages_s / length
+        rows.append(max(compute_s, messages_s - exposed_s) + exposed_s)
+    return rows

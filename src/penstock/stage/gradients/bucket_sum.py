@@ -1,0 +1,281 @@
+"""Sum of the gradients of replicas in buckets, which starts beside the last backward.
+
+As in torch's DistributedDataParallel (Li et al. 2020, "PyTorch Distributed", section 3.2) a bucket
+holds some MB of gradients, from the last parameter to the first, as backwards produce them. A hook
+on each parameter copies its gradient into its bucket during the last backward before an update, and
+a full bucket is sent while the backward goes on. All ranks send their buckets in one order.
+
+Unlike DDP nothing is assumed about the backward: if a gradient changes after its bucket was sent,
+since the graph reaches a parameter several times, the ranks notice it by the version counter of
+the tensor, tell each other, and send the bucket again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import Work
+
+from penstock.ranks.buckets import gradient_flags
+from penstock.stage.gradients.bucket_reduction import Reduction, ReductionFactory
+from penstock.stage.gradients.shared_memory_sum import dense
+from penstock.transport.replica_collectives import ReplicaCollectives
+
+#: Bytes of a bucket: small enough that the first one leaves early in the backward,
+#: and large beside a message's fixed costs.
+_BUCKET_BYTES = 4 << 20
+
+#: Calls a function that waits for what the text describes; converts errors of the transport.
+Waiting = Callable[[str, Callable[[], None]], None]
+
+#: What identifies the contents of a gradient: the tensor and its version counter.
+_Contents = tuple[Tensor | None, int]
+
+
+@dataclass
+class Bucket:
+    """Some parameters whose gradients are summed together.
+
+    Attributes:
+        parameters: the parameters.
+        memory: their gradients, one after the other.
+        views: the place of each gradient.
+        reduction: how the bucket is summed.
+        work: the operation that has been started; None before.
+        rounds: number of rounds that have been started.
+    """
+
+    parameters: list[nn.Parameter]
+    memory: Tensor
+    views: list[Tensor]
+    reduction: Reduction
+    work: Work | None = None
+    rounds: int = 0
+    _contents: list[_Contents] = field(default_factory=list)
+
+    def fill(self, stage: int) -> None:
+        """Copy the gradients into the bucket, zeros where there is none."""
+        self._contents = [_contents(parameter) for parameter in self.parameters]
+        with torch.no_grad():
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                if parameter.grad is None:
+                    view.zero_()
+                else:
+                    view.copy_(dense(parameter, stage))
+
+    def stale(self) -> bool:
+        """Whether a gradient has changed since `fill`."""
+        for parameter, (grad, version) in zip(self.parameters, self._contents, strict=True):
+            if parameter.grad is not grad or (grad is not None and grad._version != version):
+                return True
+        return False
+
+
+class BucketSum:
+    """The sum of a stage's gradients over replicas by collective operations.
+
+    Args:
+        stage: index of the stage.
+        collectives: those of the replicas.
+        make_reduction: see `ReductionFactory`.
+        waiting: see `Waiting`.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        collectives: ReplicaCollectives,
+        make_reduction: ReductionFactory,
+        waiting: Waiting,
+    ) -> None:
+        self._stage = stage
+        self._collectives, self._make_reduction = collectives, make_reduction
+        self._waiting = waiting
+        self._parameters: tuple[nn.Parameter, ...] = ()
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[nn.Parameter, int] = {}
+        self._missing: list[int] = []
+        self._next = 0
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._flags: Tensor | None = None
+        self._flags_work: Work | None = None
+
+    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Before the last backward: send each bucket when its gradients are complete."""
+        self._prepare(parameters)
+        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                hook: torch.utils.hooks.RemovableHandle
+                hook = parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+            else:
+                self._missing[self._bucket_of[parameter]] -= 1
+
+    def start(self, parameters: Sequence[nn.Parameter]) -> None:
+        """After the last backward: send the remaining buckets, and what else ranks must know."""
+        self._remove_hooks()
+        if self._flags_work is None:
+            self._send_all(parameters)
+
+    def finish(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[Tensor]]:
+        """Wait for the sums.
+
+        Returns:
+            For each parameter the number of replicas that have a gradient; and the sum, in the
+            memory of the gradient if there is one.
+        """
+        self._remove_hooks()
+        if self._flags_work is None:
+            self._send_all(parameters)
+        self._waiting("the other replicas", self._complete)
+        counts = self._read_flags()
+        self._flags = self._flags_work = None
+        self._next = 0
+        return counts, self._copy_out()
+
+    def forget(self) -> None:
+        """Drop the state of an unfinished sum."""
+        self._remove_hooks()
+        self._flags = self._flags_work = None
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.work, bucket.rounds = None, 0
+
+    def reset(self) -> None:
+        """Forget what reductions have kept from earlier steps."""
+        for bucket in self._buckets:
+            bucket.reduction.reset()
+
+    def _prepare(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Divide the parameters into buckets, if they are other ones than before."""
+        if len(parameters) == len(self._parameters) and all(
+            new is old for new, old in zip(parameters, self._parameters, strict=True)
+        ):
+            return
+        groups: list[list[nn.Parameter]] = []
+        open_groups: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in reversed(parameters):
+            group = open_groups.get(parameter.dtype)
+            if group is None or sum(member.nbytes for member in group) >= _BUCKET_BYTES:
+                group = open_groups[parameter.dtype] = []
+                groups.append(group)
+            group.append(parameter)
+        self._parameters = tuple(parameters)
+        self._buckets = [self._make_bucket(group) for group in groups]
+        self._bucket_of = {
+            parameter: index
+            for index, bucket in enumerate(self._buckets)
+            for parameter in bucket.parameters
+        }
+
+    def _make_bucket(self, parameters: list[nn.Parameter]) -> Bucket:
+        """Make a bucket of parameters of one dtype."""
+        counts = [parameter.numel() for parameter in parameters]
+        first = parameters[0]
+        memory = torch.zeros(sum(counts), dtype=first.dtype, device=first.device)
+        shapes = [parameter.shape for parameter in parameters]
+        views = [
+            part.view(shape)
+            for part, shape in zip(torch.split(memory, counts), shapes, strict=True)
+        ]
+        return Bucket(parameters, memory, views, self._make_reduction(memory, shapes))
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        """Note that a gradient is there; send the buckets that are full, in their order."""
+        self._missing[self._bucket_of[parameter]] -= 1
+        while self._next < len(self._buckets) and self._missing[self._next] <= 0:
+            self._send(self._buckets[self._next])
+            self._next += 1
+        self._poll()
+
+    def _send(self, bucket: Bucket) -> None:
+        """Start the first round of a bucket."""
+        bucket.fill(self._stage)
+        with torch.no_grad():
+            bucket.work, bucket.rounds = bucket.reduction.begin(), 1
+
+    def _send_all(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Send the remaining buckets, then which gradients there are and which buckets are stale."""
+        self._prepare(parameters)
+        for bucket in self._buckets[self._next :]:
+            self._send(bucket)
+        self._next = len(self._buckets)
+        has_grad = gradient_flags(self._parameters)
+        stale = [bucket.stale() for bucket in self._buckets]
+        self._flags = torch.cat([has_grad, torch.tensor(stale, dtype=torch.uint8)]).int()
+        self._flags_work = self._collectives.all_reduce(self._flags)
+
+    def _poll(self) -> None:
+        """Start the second round of buckets whose first one has ended, in order, without waiting."""
+        for bucket in self._buckets:
+            if bucket.rounds == 2:
+                continue
+            if bucket.work is None or not self._collectives.is_completed(bucket.work):
+                return
+            self._advance(bucket)
+
+    def _advance(self, bucket: Bucket) -> None:
+        """Start the second round of a bucket, after its first one."""
+        assert bucket.work is not None
+        self._collectives.wait(bucket.work)  # has ended; reports its errors
+        with torch.no_grad():
+            bucket.work, bucket.rounds = bucket.reduction.advance(), 2
+
+    def _complete(self) -> None:
+        """Wait for all buckets; send those again that were stale on any rank."""
+        self._complete_rounds(self._buckets)
+        assert self._flags is not None
+        assert self._flags_work is not None
+        self._collectives.wait(self._flags_work)
+        stale = self._flags[len(self._parameters) :].tolist()
+        again = [bucket for bucket, count in zip(self._buckets, stale, strict=True) if count]
+        for bucket in again:
+            self._send(bucket)
+        self._complete_rounds(again)
+
+    def _complete_rounds(self, buckets: Sequence[Bucket]) -> None:
+        """Wait for both rounds of some buckets."""
+        for bucket in buckets:
+            if bucket.rounds == 1:
+                self._advance(bucket)
+        for bucket in buckets:
+            if bucket.work is not None:
+                self._collectives.wait(bucket.work)
+            with torch.no_grad():
+                bucket.reduction.finish()
+            bucket.work, bucket.rounds = None, 0
+
+    def _read_flags(self) -> list[int]:
+        """Return for each parameter the number of replicas that have a gradient."""
+        assert self._flags is not None
+        return [int(flag) for flag in self._flags[: len(self._parameters)].tolist()]
+
+    def _copy_out(self) -> list[Tensor]:
+        """Copy the sums to the gradients; return them in the order of the parameters."""
+        sums: dict[nn.Parameter, Tensor] = {}
+        targets, sources = [], []
+        for bucket in self._buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                grad = parameter.grad
+                sums[parameter] = torch.empty_like(parameter) if grad is None else grad
+                targets.append(sums[parameter])
+                sources.append(view)
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
+        return [sums[parameter].detach() for parameter in self._parameters]
+
+    def _remove_hooks(self) -> None:
+        """Remove the hooks of `watch`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _contents(parameter: nn.Parameter) -> _Contents:
+    """Return what identifies the contents of a gradient."""
+    grad = parameter.grad
+    return grad, 0 if grad is None else grad._version

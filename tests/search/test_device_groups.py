@@ -1,0 +1,153 @@
+"""Plans of device groups: tensor parallelism, sequence parallelism and ZeRO."""
+
+from dataclasses import replace
+
+import pytest
+
+import penstock as ps
+from penstock.cluster.groups import group_devices
+from penstock.errors import ClusterError, PlanError
+from penstock.export.catalogue import exported
+from penstock.plan.plan import Plan
+from penstock.plan.sharding import Sharding
+from penstock.profile.matrix_product import MatrixProduct
+from penstock.profile.transformer import Transformer, transformer_profile
+from penstock.simulate.costs import Costs
+from penstock.simulate.gradient_sync import all_reduce_seconds
+from penstock.simulate.plan_costs import simulate_plan
+from penstock.simulate.zero import with_zero
+from penstock.store import to_json
+
+CLUSTER = ps.cluster("2x8xA100-80-NVLink-IB200")
+MODEL = Transformer(8, 4096, 32)
+
+
+@pytest.fixture(scope="module")
+def profile():
+    """A small transformer at widths of 1 to 8."""
+    return transformer_profile(MODEL, CLUSTER.devices[0], CLUSTER.inside, batch=32)
+
+
+@pytest.fixture(scope="module")
+def shared_plan(profile):
+    """A plan with groups of 4 and ZeRO 1."""
+    return ps.plan(profile, CLUSTER, 32, tensor_parallel=4, zero=1, stages=2, schedules="1f1b")
+
+
+def test_a_width_shares_parameters_and_saves_less(profile):
+    """Products and their weights are divided; without sequence parallelism norms are not."""
+    by_width = {(p.tensor_parallel, p.sequence_parallel): p for p in profile.widths}
+    whole, eight, split = (
+        profile.layers[1],
+        by_width[8, False].layers[1],
+        by_width[8, True].layers[1],
+    )
+    assert whole.parameter_bytes / 8 <= eight.parameter_bytes < whole.parameter_bytes / 7
+    assert split.activation_bytes_per_sample == whole.activation_bytes_per_sample / 8
+    assert split.activation_bytes_per_sample < eight.activation_bytes_per_sample
+    assert whole.forward.at(1) / 8 < split.forward.at(1) < whole.forward.at(1)
+
+
+def test_parameters_are_those_of_the_published_formula(profile):
+    """Narayanan et al. 2021, equation 2; the head's copy of the embedding counts twice here."""
+    head = profile.layers[-1].parameters
+    assert sum(layer.parameters for layer in profile) - head == pytest.approx(
+        MODEL.parameters, rel=1e-3
+    )
+
+
+def test_small_products_reach_less_of_the_peak():
+    """Each dimension that shrinks costs efficiency."""
+    large = MatrixProduct(4096, 4096, 4096)
+    for name in ("m", "n", "k"):
+        assert replace(large, **{name: 64}).efficiency < large.efficiency
+
+
+def test_a_profile_with_widths_reads_back_equal(profile, tmp_path):
+    """Widths are plain data."""
+    profile.save(tmp_path / "p.json")
+    assert ps.Profile.load(tmp_path / "p.json") == profile
+
+
+def test_zero_divides_state_and_keeps_the_bytes_on_the_wire():
+    """Levels store 1/d of states, gradients, and parameters (with two layers in use)."""
+    costs = Costs(
+        forward=[8.0],
+        backward=[8.0],
+        input_grad=[4.0],
+        weight_grad=[4.0],
+        update=[2.0],
+        weight_bytes=[800.0],
+        gradient_bytes=[200.0],
+        optimizer_bytes=[400.0],
+    )
+    ranks = [(0, 1, 2, 3)]
+    sync = all_reduce_seconds(ranks[0], 200.0, CLUSTER)
+    none, one, two, three = (with_zero(costs, ranks, CLUSTER, (8,), level) for level in range(4))
+    assert (none.weight_bytes, none.update) == ((800.0,), (2.0 + sync,))
+    assert (one.weight_bytes, one.update) == ((500.0,), (0.5 + sync,))
+    assert two.weight_bytes == (400.0,)
+    assert two.update == (0.5 + sync / 2,)
+    assert three.weight_bytes == (300.0,)
+    assert three.update == (0.5,)
+    assert three.forward == (8.0 + sync / 2 / 8,)
+
+
+def test_a_shared_plan_reads_back_is_simulated_and_shown(profile, shared_plan, tmp_path):
+    """The prediction is the simulation of the plan that was read."""
+    shared_plan.save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan == shared_plan
+    assert plan.sharding == Sharding(4, sequence_parallel=True, zero=1)
+    assert plan.cluster_ranks == 16
+    assert simulate_plan(plan, profile, CLUSTER).makespan == pytest.approx(plan.predicted.step_s)
+    assert "tensor parallel 4, sequence parallel, ZeRO 1" in str(plan)
+
+
+def test_a_plan_file_of_the_version_before_is_read(shared_plan):
+    """Version 3 has no sharding."""
+    plain = replace(shared_plan, tensor_parallel=1, sequence_parallel=False, zero=0, schema=3)
+    text = to_json(plain)
+    assert Plan.parse(text, "old") == replace(plain, schema=4)
+
+
+def test_a_shared_plan_is_refused_by_the_runtime_and_exported(shared_plan):
+    """The message says where it can run."""
+    with pytest.raises(PlanError, match="export it to torchtitan or Megatron"):
+        shared_plan.check_fits(shared_plan.fingerprint, shared_plan.ranks)
+    megatron = exported(shared_plan, "megatron").use
+    assert (
+        "--tensor-model-parallel-size 4 --sequence-parallel --use-distributed-optimizer" in megatron
+    )
+    titan = exported(shared_plan, "torchtitan").use
+    assert "tensor_parallel_degree = 4, data_parallel_shard_degree = 2" in titan
+    with pytest.raises(PlanError, match="deepspeed cannot run this plan"):
+        exported(shared_plan, "deepspeed")
+
+
+def test_the_search_is_no_slower_than_each_of_its_widths(profile):
+    """All widths and levels compete under one budget."""
+    free = ps.plan(profile, CLUSTER, 32, zero=None, budget_s=1000, schedules="1f1b")
+    for width in (1, 2, 4, 8):
+        for zero in (0, 1, 2, 3):
+            plan = ps.plan(
+                profile,
+                CLUSTER,
+                32,
+                tensor_parallel=width,
+                zero=zero,
+                budget_s=1000,
+                schedules="1f1b",
+            )
+            assert free.predicted.step_s <= plan.predicted.step_s * (1 + 1e-9)
+    assert free.batch % free.micro_batches == 0
+
+
+def test_groups_that_cannot_be_formed_are_refused(profile):
+    """A group has equal devices of one node."""
+    with pytest.raises(ClusterError, match="no groups of 3 devices"):
+        group_devices(CLUSTER, 3)
+    with pytest.raises(PlanError, match="only for layers on 1, 2, 4, 8 devices"):
+        ps.plan(profile, CLUSTER, 32, tensor_parallel=16)
+    with pytest.raises(PlanError, match="the profile has no costs of layers that 2 devices share"):
+        ps.plan(replace(profile, widths=()), CLUSTER, 32, tensor_parallel=2)
