@@ -52,6 +52,7 @@ from penstock.search.request import PlanRequest
 from penstock.search.search_space import Configuration, SearchSpace
 from penstock.search.shapes import Shape, shapes
 from penstock.search.suggestions import suggestions
+from penstock.search.zero_levels import best_zero_level
 from penstock.synthesis.deadline import Deadline
 
 NAME = "auto"
@@ -95,6 +96,8 @@ def auto(request: PlanRequest) -> Plan:
     request = replace(request, deadline=request.deadline or Deadline())
     if has_groups(request):
         return plan_device_groups(request, group_requests(request, request.sharding_options))
+    if request.sharding_options.zero is None:
+        return best_zero_level(request, auto)
     search = PlanSearch(request)
     space = SearchSpace(request, shapes(request))
     slowdown = _scan(search, space)
