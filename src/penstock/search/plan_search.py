@@ -112,6 +112,11 @@ class PlanSearch:
             return True
         return False
 
+    @property
+    def may_explain(self) -> bool:
+        """Whether to simulate what only explains the plan: rows of its table, and suggestions."""
+        return self.request.budget_s > 0 and not self.deadline.is_over()
+
     def allow(self, work: float) -> None:
         """Set the budget of work to `work` ops from now, in proportion to the request's budget, and
         less for large requests.

@@ -134,8 +134,7 @@ def auto(request: PlanRequest) -> Plan:
     bounds = [configuration.bound_s for configuration in space.configurations]
     bound = min([*bounds, space.least_s, chosen.step_s])
     table = _table(search, chosen)
-    late = search.deadline.is_over()
-    changes = [] if late else suggestions(request, chosen)
+    changes = suggestions(request, chosen) if search.may_explain else []
     plan = build_plan(request, chosen, table, bound, changes)
     pipeline = best_pipeline(search, space, chosen)
     if pipeline is not None:
@@ -297,7 +296,7 @@ def _simulate_skipped_kinds(search: PlanSearch, space: SearchSpace) -> None:
         if kind not in evaluated:
             skipped.setdefault(kind, configuration)
     for configuration in list(skipped.values())[: max(0, ROWS - len(evaluated))]:
-        if not search.deadline.is_over():
+        if search.may_explain:
             search.evaluate_configuration(configuration, force=configuration.shape.pipelines == 1)
 
 
