@@ -1,6 +1,9 @@
 """Published throughputs of GPT models on up to 3,072 GPUs beside simulations and plans.
 
-python benchmarks/scale/run.py [--out benchmarks/scale/results.json]
+python benchmarks/scale/run.py [--rows 0,5] [--out benchmarks/scale/results.json]
+
+Rows that are run replace those of the file; the others stay as they are. Seconds are those of one
+core (`time.process_time`), so that other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from penstock.simulate.plan_costs import schedule_costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.weights.catalogue import weight_rule
 
-#: Narayanan et al. 2021, table 1, from memory: billions, layers, hidden, heads, stages of the pipeline,
-#: GPUs, batch, TFLOP/s of a GPU. Tensor parallelism is 8 in all rows. The last row is not published.
+#: Narayanan et al., SC 2021, arXiv 2104.04473, table 1, from memory: billions, layers, hidden, heads,
+#: stages of the pipeline, GPUs, batch, TFLOP/s of a GPU. Tensor parallelism is 8 in all rows. The
+#: last row is not published.
 ROWS = (
     ("18.4", 40, 6144, 48, 1, 256, 1024, 135),
     ("39.1", 48, 8192, 64, 2, 512, 1536, 138),
@@ -31,8 +35,6 @@ ROWS = (
     ("1008.0", 128, 25600, 160, 64, 3072, 3072, 163),
     ("1008.0", 128, 25600, 160, 64, 10240, 10240, None),
 )
-#: Rows that are planned as well.
-PLANNED = (0, 2, 3, 5, 6, 7)
 
 
 def published_step_s(row: tuple, profile: Profile, cluster: Cluster) -> float:
@@ -60,39 +62,56 @@ def published_step_s(row: tuple, profile: Profile, cluster: Cluster) -> float:
 
 
 def measure(index: int) -> dict[str, object]:
-    """Return simulated and planned throughput of a row."""
+    """Return simulated and planned throughput of a row, in TFLOP/s of a GPU."""
     row = ROWS[index]
     name, layers, hidden, heads, _, gpus, batch, published = row
     cluster = ps.cluster(f"{gpus // 8}x8xA100-80-NVLink-IB200")
     model = Transformer(layers, hidden, heads)
     profile = transformer_profile(model, cluster.devices[0], cluster.inside, batch=batch)
     flops = model.step_flops(batch) / gpus / 1e12
-    result: dict[str, object] = {"billions": name, "gpus": gpus, "published": published}
-    result["simulated"] = round(flops / published_step_s(row, profile, cluster), 1)
-    if index in PLANNED:
-        started = time.process_time()
-        plan = ps.plan(profile, cluster, batch, recompute="always")
-        result["plan_cpu_s"] = round(time.process_time() - started, 1)
-        result["planned"] = round(flops / plan.predicted.step_s, 1)
-        replicas = len(plan.schedule.ranks_of_stage[0])
-        result["layout"] = (
+    started = time.process_time()
+    simulated_s = published_step_s(row, profile, cluster)
+    simulated = time.process_time()
+    plan = ps.plan(profile, cluster, batch, recompute="always")
+    planned = time.process_time()
+    replicas = len(plan.schedule.ranks_of_stage[0])
+    return {
+        "row": index,
+        "billions": name,
+        "gpus": gpus,
+        "published": published,
+        "simulated": round(flops / simulated_s, 1),
+        "simulation_cpu_s": round(simulated - started, 1),
+        "planned": round(flops / plan.predicted.step_s, 1),
+        "plan_cpu_s": round(planned - simulated, 1),
+        "layout": (
             f"{plan.schedule_name}, {plan.stages} stages, {plan.sharding.words}, "
             f"{replicas} replicas, {plan.micro_batches} micro-batches"
-        )
-        result["note"] = plan.search_note
-    return result
+        ),
+        "note": plan.search_note,
+    }
+
+
+def write_row(target: Path, result: dict[str, object]) -> None:
+    """Write a result into the file in place of an earlier one of the same row."""
+    results = json.loads(target.read_text(encoding="utf-8")) if target.exists() else []
+    rows = {earlier["row"]: earlier for earlier in results}
+    rows[result["row"]] = result
+    ordered = [rows[index] for index in sorted(rows)]
+    target.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    """Measure all rows, print and write them."""
-    parser = argparse.ArgumentParser()
+    """Measure rows, print and write them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    everything = ",".join(map(str, range(len(ROWS))))
+    parser.add_argument("--rows", default=everything, help="numbers of rows, default: all")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
-    results = []
-    target = parser.parse_args().out
-    for index in range(len(ROWS)):
-        results.append(measure(index))
-        print(results[-1], flush=True)
-        target.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    arguments = parser.parse_args()
+    for index in map(int, arguments.rows.split(",")):
+        result = measure(index)
+        print(result, flush=True)
+        write_row(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,26 @@ def test_the_search_is_no_slower_than_each_of_its_widths(profile):
     assert free.batch % free.micro_batches == 0
 
 
+def test_the_table_of_candidates_has_the_chosen_plan_once(shared_plan, profile):
+    """A pipeline that represents its replicas is the same candidate as all of them."""
+    free = ps.plan(profile, CLUSTER, 32, zero=None, budget_s=2)
+    for plan in (shared_plan, free):
+        kinds = [(row.schedule, row.stages, row.replicas) for row in plan.candidates]
+        assert len(kinds) == len(set(kinds))
+        assert plan.candidates[0].step_s == plan.predicted.step_s
+
+
+def test_all_levels_are_tried_without_widths(profile):
+    """The memory that is stated is that of the level that is stated."""
+    plain, cluster = replace(profile, widths=()), ps.cluster("4xA100-80-NVLink")
+    free = ps.plan(plain, cluster, 32, schedules="1f1b", zero=None)
+    fixed = [ps.plan(plain, cluster, 32, schedules="1f1b", zero=level) for level in range(4)]
+    fastest = min(plan.predicted.step_s for plan in fixed)
+    assert free.predicted.step_s == pytest.approx(fastest)
+    assert free.predicted.peak_memory == fixed[free.zero].predicted.peak_memory
+    assert free.zero > 0
+
+
 def test_groups_that_cannot_be_formed_are_refused(profile):
     """A group has equal devices of one node."""
     with pytest.raises(ClusterError, match="no groups of 3 devices"):
@@ -151,3 +171,5 @@ def test_groups_that_cannot_be_formed_are_refused(profile):
         ps.plan(profile, CLUSTER, 32, tensor_parallel=16)
     with pytest.raises(PlanError, match="the profile has no costs of layers that 2 devices share"):
         ps.plan(replace(profile, widths=()), CLUSTER, 32, tensor_parallel=2)
+    with pytest.raises(PlanError, match="tensor_parallel: 1 in the plan, 4 requested"):
+        ps.plan(profile, CLUSTER, 32, tensor_parallel=4, planner="dapple")

@@ -91,7 +91,8 @@ def plan(
         tensor_parallel: devices that share every layer; None is every width that the profile has
             (see `penstock.profile.transformer`).
         sequence_parallel: whether they also share what lies between; None where possible.
-        zero: level of ZeRO among the replicas of a stage, 0 to 3, 0 by default; None tries all.
+        zero: level of ZeRO among the replicas of a stage, 0 to 3, 0 by default; None tries all,
+            with planners other than "auto" level 0 alone.
             Plans with any of the three are simulated and exported to Megatron and torchtitan.
         time_limit_s: hard limit on the seconds of the search, None is none; the plan says so if the
             clock ended the search. Seconds in which Numba compiles kernels do not count.
@@ -181,7 +182,7 @@ def make_request(
         weights_options=_float_items(weights_options),
         optimizer=None if kind is None else kind.name or None,
         optimizer_states=None if kind is None else kind.states,
-        sharding=Sharding(zero=0 if has_widths else sharding_options.zero or 0),
+        sharding=Sharding(zero=sharding_options.zero or 0),
         sharding_options=sharding_options,
         **options,
     )

@@ -66,12 +66,16 @@ def _check_model(plan: Plan, request: PlanRequest) -> Iterator[str]:
 
 def _check_numbers(plan: Plan, request: PlanRequest) -> Iterator[str]:
     """Yield differences in values that the request fixes."""
+    options = request.sharding_options
     rows = (
         ("stages", plan.stages, request.stages),
         ("micro_batches", plan.micro_batches, request.micro_batches),
         ("weights", plan.weights, request.weights),
         ("partition", plan.lengths, None if isinstance(request.by, str) else request.by),
         ("recompute", plan.recompute, None if request.recompute == "auto" else request.recompute),
+        ("tensor_parallel", plan.tensor_parallel, options.tensor_parallel),
+        ("sequence_parallel", plan.sequence_parallel, options.sequence_parallel),
+        ("zero", plan.zero, options.zero),
     )
     for name, planned, requested in rows:
         if requested is not None and planned != requested:

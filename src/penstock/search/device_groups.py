@@ -206,7 +206,7 @@ class _GroupSearch:
                 break
         else:
             raise infeasible_error(self.request, self.infeasible, list(self.rejected), self.note)
-        rows = [chosen, *first_of_kind(ranked)][:ROWS]
+        rows = first_of_kind([chosen, *ranked])[:ROWS]
         plan = build_plan(request, chosen, rows, min(bound_s, chosen.step_s))
         return replace(plan, search_note=self.note)
 

@@ -41,6 +41,10 @@ SEARCH_SHARE = 0.85
 #: smaller than the usual one: a plan that fits matters more than the fastest one.
 UNFIT = 4
 
+#: Layers times ranks from which a request is large: cuts and bounds, which are no simulated ops, then
+#: take most of the time, and the work allowed shrinks in proportion, down to the share LEAST_SHARE.
+LARGE, LEAST_SHARE = 500, 0.05
+
 #: Fixed cost of evaluating one configuration, expressed in ops.
 OVERHEAD = 8000
 
@@ -108,9 +112,18 @@ class PlanSearch:
             return True
         return False
 
+    @property
+    def may_explain(self) -> bool:
+        """Whether to simulate what only explains the plan: rows of its table, and suggestions."""
+        return self.request.budget_s > 0 and not self.deadline.is_over()
+
     def allow(self, work: float) -> None:
-        """Set the budget of work to `work` ops from now, in proportion to the request's budget."""
+        """Set the budget of work to `work` ops from now, in proportion to the request's budget, and
+        less for large requests.
+        """
         share = self.request.budget_s / USUAL_BUDGET_S
+        size = len(self.request.profile) * self.request.cluster.ranks
+        work *= min(1.0, max(LEAST_SHARE, LARGE / size))
         self._most_work = self.work + work * share
         self._most_work_unfit = self.work + UNFIT * work * max(1.0, share)
 

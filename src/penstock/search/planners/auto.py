@@ -52,6 +52,7 @@ from penstock.search.request import PlanRequest
 from penstock.search.search_space import Configuration, SearchSpace
 from penstock.search.shapes import Shape, shapes
 from penstock.search.suggestions import suggestions
+from penstock.search.zero_levels import best_zero_level
 from penstock.synthesis.deadline import Deadline
 
 NAME = "auto"
@@ -95,6 +96,8 @@ def auto(request: PlanRequest) -> Plan:
     request = replace(request, deadline=request.deadline or Deadline())
     if has_groups(request):
         return plan_device_groups(request, group_requests(request, request.sharding_options))
+    if request.sharding_options.zero is None:
+        return best_zero_level(request, auto)
     search = PlanSearch(request)
     space = SearchSpace(request, shapes(request))
     slowdown = _scan(search, space)
@@ -131,8 +134,7 @@ def auto(request: PlanRequest) -> Plan:
     bounds = [configuration.bound_s for configuration in space.configurations]
     bound = min([*bounds, space.least_s, chosen.step_s])
     table = _table(search, chosen)
-    late = search.deadline.is_over()
-    changes = [] if late else suggestions(request, chosen)
+    changes = suggestions(request, chosen) if search.may_explain else []
     plan = build_plan(request, chosen, table, bound, changes)
     pipeline = best_pipeline(search, space, chosen)
     if pipeline is not None:
@@ -294,7 +296,7 @@ def _simulate_skipped_kinds(search: PlanSearch, space: SearchSpace) -> None:
         if kind not in evaluated:
             skipped.setdefault(kind, configuration)
     for configuration in list(skipped.values())[: max(0, ROWS - len(evaluated))]:
-        if not search.deadline.is_over():
+        if search.may_explain:
             search.evaluate_configuration(configuration, force=configuration.shape.pipelines == 1)
 
 
