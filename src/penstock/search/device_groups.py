@@ -10,7 +10,7 @@ batch are tried. The plan that is chosen is simulated with all its pipelines.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from penstock.cluster.groups import group_devices
@@ -36,6 +36,7 @@ from penstock.search.request import PlanRequest
 from penstock.search.search_space import Configuration, SearchSpace
 from penstock.search.shapes import Shape
 from penstock.simulate.plan_costs import width_profile
+from penstock.simulate.zero import LEVELS
 
 #: Schedules that are tried where none is named: those that Megatron and torchtitan run.
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
@@ -257,3 +258,29 @@ def _of_schedule(
             continue
         estimate_s, bound_s = space.estimate_and_bound(shape, micro_batches, facts, stages)
         yield Configuration(shape, facts.name, stages, micro_batches, options, estimate_s, bound_s)
+
+
+def best_zero_level(request: PlanRequest, planner: Callable[[PlanRequest], Plan]) -> Plan:
+    """Return the fastest plan over all levels of ZeRO; of equally fast ones the lowest level.
+
+    Args:
+        request: that leaves the level open, of a profile without widths. Every level has an equal
+            part of its budget.
+        planner: plans a request with a fixed level.
+
+    Raises:
+        PlanError: nothing fits at any level; the message is that of the highest.
+    """
+    budget_s = request.budget_s / len(LEVELS)
+    plans = []
+    for level in LEVELS:
+        sharding = replace(request.sharding, zero=level)
+        options = replace(request.sharding_options, zero=level)
+        fixed = replace(request, sharding=sharding, sharding_options=options, budget_s=budget_s)
+        try:
+            plans.append(planner(fixed))
+        except PlanError as error:
+            refusal = error
+    if not plans:
+        raise refusal
+    return min(plans, key=lambda plan: (plan.predicted.step_s, plan.zero))

@@ -35,7 +35,12 @@ from penstock.search.cut_search.refine_cut import refine_cut
 from penstock.search.cut_search.share_cuts import share_cuts
 from penstock.search.cut_search.uneven_replication import uneven, uneven_configurations
 from penstock.search.cuts import Balance
-from penstock.search.device_groups import group_requests, has_groups, plan_device_groups
+from penstock.search.device_groups import (
+    best_zero_level,
+    group_requests,
+    has_groups,
+    plan_device_groups,
+)
 from penstock.search.evaluate import refine_recompute
 from penstock.search.instantiate import (
     Evaluated,
@@ -52,7 +57,6 @@ from penstock.search.request import PlanRequest
 from penstock.search.search_space import Configuration, SearchSpace
 from penstock.search.shapes import Shape, shapes
 from penstock.search.suggestions import suggestions
-from penstock.search.zero_levels import best_zero_level
 from penstock.synthesis.deadline import Deadline
 
 NAME = "auto"
