@@ -56,3 +56,12 @@ def test_hooks_train_every_replica_alike_and_near_exact_sums(hook, tolerance):
         assert torch.equal(weights[0][name], weights[2][name])
         differences.append(float((weights[0][name] - value).abs().max()))
     assert 0 < max(differences) < tolerance
+
+
+@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
+def test_a_hook_without_effect_warns(hook):
+    """Threads sum exactly; who sets a hook learns that it does nothing."""
+    with pytest.warns(UserWarning, match=f"gradient_hook='{hook}' has no effect here"):
+        result = trained("two", {"gradient_hook": hook}, "threads")
+    exact = trained("two", {}, "threads")
+    assert result["losses"] == exact["losses"]
