@@ -96,6 +96,6 @@ def test_the_executed_order_is_the_programs_order(schedule):
         pipe.train_batch(x, y)
         timeline = pipe.timeline()
         for rank, program in enumerate(schedule.programs):
-            assert tuple(event.op for event in timeline.events if event.rank == rank) == program
+            assert tuple(event.op for event in timeline.compute if event.rank == rank) == program
     finally:
         pipe.close()

@@ -160,15 +160,15 @@ def test_the_timeline_has_every_op_of_every_program_in_order_with_times_that_fit
     programs = schedule.programs
     assert timeline.source == "measured"
     assert (timeline.ranks, timeline.stages) == (len(programs), schedule.stages)
-    ends = {event.op: event.end for event in timeline.events}
+    ends = {event.op: event.end for event in timeline.compute}
     for rank, program in enumerate(programs):
-        rank_events = [event for event in timeline.events if event.rank == rank]
+        rank_events = [event for event in timeline.compute if event.rank == rank]
         assert tuple(event.op for event in rank_events) == program
         assert all(a.end <= b.start for a, b in itertools.pairwise(rank_events))
-    for event in timeline.events:
+    for event in timeline.compute:
         if event.op.kind.value == "F" and event.op.stage:
             assert ends[event.op._replace(stage=event.op.stage - 1)] <= event.start
-    assert min(event.start for event in timeline.events) == 0
+    assert min(event.start for event in timeline.compute) == 0
     assert 0 <= timeline.bubble_ratio < 1
     assert timeline.peak_in_flight == ps.verify(pipe.setting.schedule).peak_in_flight
 
@@ -179,13 +179,13 @@ def test_the_timeline_is_of_the_last_batch_whatever_it_was():
     with pytest.raises(ps.PenstockError, match="there is no timeline yet: train a batch first"):
         pipe.timeline()
     pipe.train_batch(x, y)
-    assert len(pipe.timeline().events) == 3 * (2 * 4 + 1)
+    assert len(pipe.timeline().compute) == 3 * (2 * 4 + 1)
     pipe.train_batch(x[:2], y[:2])
-    assert len(pipe.timeline().events) == 3 * (2 * 2 + 1)
+    assert len(pipe.timeline().compute) == 3 * (2 * 2 + 1)
     pipe.forward(x)
-    assert len(pipe.timeline().events) == 3 * 4
+    assert len(pipe.timeline().compute) == 3 * 4
     pipe.compare_with_one_device(x, y)
-    assert len(pipe.timeline().events) == 3 * (2 * 4 + 1), (
+    assert len(pipe.timeline().compute) == 3 * (2 * 4 + 1), (
         "it comes to its updates, and leaves the weights"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,11 @@ def test_a_timeline_of_the_ranks_of_a_plan_has_no_idle_ranks():
     """It is compared with the prediction, which has the ranks of the plan."""
     rows = [Event(2, Op.parse("0F0"), 0.0, 1.0), Event(0, Op.parse("1F0"), 1.0, 2.0)]
     timeline = Timeline.of(rows, 3, 2, (10, 0, 30), "measured")
+    timeline = replace(timeline, hosts=("a", "b", "c"))
     renumbered = timeline_of_ranks(timeline, (2, 0))
     assert [(event.rank, str(event.op)) for event in renumbered.events] == [(0, "0F0"), (1, "1F0")]
     assert renumbered.peak_memory == (30, 10)
+    assert renumbered.hosts == ("c", "a")
     assert renumbered.bubble_ratio == pytest.approx(0.5)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 import penstock as ps
 from penstock.errors import FileError, PlanError, SettingError
-from penstock.training.plan_file import load_plan
+from penstock.training.plan_file import load_plan, load_plan_for
 from penstock.training.sources.user_settings import complete_settings, load_settings
 
 
@@ -55,6 +56,42 @@ def test_devices_of_the_plans_cluster_are_dropped(plan, tmp_path):
     path = tmp_path / "other.json"
     replace(plan, devices=tuple(range(plan.ranks))[::-1]).save(path)
     assert load_plan(str(path), plan.fingerprint).devices == ()
+
+
+@pytest.mark.parametrize(("hosts", "devices"), [(("a", "b"), (1, 0)), (("b", "a"), (0, 1))])
+def test_devices_are_those_of_the_hosts_of_the_plan(plan, tmp_path, hosts, devices):
+    """The launcher may number the hosts in another order than when they were measured."""
+    two_stages = ps.plan(
+        ps.Profile.load(tmp_path / "profile.json"), ps.cluster("local:2"), 8, stages=2
+    )
+    path = tmp_path / "hosts.json"
+    kinds = {"a": "cpu-0", "b": "cpu-1"}
+    replace(two_stages, devices=(1, 0), cluster_devices=tuple(kinds.items())).save(path)
+    local = ps.cluster("local:2")
+    cluster = replace(
+        local,
+        devices=tuple(
+            replace(device, name=kinds[host])
+            for device, host in zip(local.devices, hosts, strict=True)
+        ),
+        devices_per_node=1,
+        node_of=(0, 1),
+        hosts=hosts,
+    )
+    model = SimpleNamespace(fingerprint=plan.fingerprint)
+    placed = load_plan_for(str(path), model, cluster)
+    assert placed.devices == devices
+    assert placed.cluster_devices == tuple((host, kinds[host]) for host in hosts)
+
+
+def test_a_plan_for_other_hosts_keeps_its_devices(plan, tmp_path):
+    """The pipeline refuses it with a message, see `make_world.world_of`."""
+    path = tmp_path / "hosts.json"
+    places = (("a", "cpu-0"), ("b", "cpu-1"))
+    replace(plan, cluster_devices=places).save(path)
+    cluster = replace(ps.cluster("local:2"), devices_per_node=1, node_of=(0, 1), hosts=("c", "d"))
+    model = SimpleNamespace(fingerprint=plan.fingerprint)
+    assert load_plan_for(str(path), model, cluster).cluster_devices == places
 
 
 def test_the_batch_is_that_of_the_plan(plan_file):

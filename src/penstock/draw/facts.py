@@ -96,8 +96,8 @@ def busy_shares(panel: Timeline) -> list[float]:
 def shown_idle(panel: Timeline) -> tuple[IdleInterval, ...]:
     """Return the idle intervals that drawings explain: those of measured timelines.
 
-    They are also left out where there are no transfers, and where there are so many ops that it
-    would take seconds to find them.
+    They are also left out where there are no transfers, and where the timeline has more than
+    `MAX_EXPLAINED_OPS` ops: to find them would take seconds.
     """
     measured = panel.source == "measured" and len(panel.log.start) <= MAX_EXPLAINED_OPS
     if not measured or len(panel.events) == len(panel.compute):

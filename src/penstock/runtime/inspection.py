@@ -108,8 +108,9 @@ class Inspection:
         """What this process needs of a batch; other samples need not be read here.
 
         `pipe.needs.inputs` and `pipe.needs.targets` are false where nothing is needed.
-        `positions(samples)` of them returns the positions that are needed of a batch of so many
-        samples, and `read(function, indices)` reads these and returns what `train_batch` takes.
+        `positions(samples)` of them returns the positions that are needed of a batch with that
+        number of samples, and `read(function, indices)` reads these and returns what `train_batch`
+        takes.
         """
         return needs_of(self._assembly)
 

@@ -77,7 +77,7 @@ def build_plan(
         predicted=prediction(request, chosen, lower_bound_s),
         candidates=tuple(candidate.candidate for candidate in table),
         devices=devices,
-        cluster_devices=_cluster_devices(request.cluster),
+        cluster_devices=cluster_devices(request.cluster),
         torch_version=request.profile.torch_version,
         objective=proposal.objective,
         remedies=tuple(suggestions),
@@ -90,7 +90,7 @@ def build_plan(
     )
 
 
-def _cluster_devices(cluster: Cluster) -> tuple[tuple[str, str], ...]:
+def cluster_devices(cluster: Cluster) -> tuple[tuple[str, str], ...]:
     """Return host and kind of every device of a cluster; empty if it names no hosts."""
     if not cluster.hosts:
         return ()

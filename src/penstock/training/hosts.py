@@ -350,4 +350,5 @@ def timeline_of_ranks(timeline: Timeline, ranks: Sequence[int]) -> Timeline:
         ranks=len(ranks),
         peak_memory=None if peaks is None else tuple(peaks[rank] for rank in ranks),
         measured_memory=None if memory is None else tuple(memory[rank] for rank in ranks),
+        hosts=tuple(timeline.hosts[rank] for rank in ranks) if timeline.hosts else (),
     )

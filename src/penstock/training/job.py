@@ -38,7 +38,7 @@ from penstock.training.devices import Devices, device_change, with_device
 from penstock.training.measurement import Say, find_devices, measure_cluster, measure_profile
 from penstock.training.metrics import check_wandb
 from penstock.training.optimizer import sample_optimizer
-from penstock.training.plan_file import load_plan
+from penstock.training.plan_file import load_plan, load_plan_for
 from penstock.training.rank import RankResult, train_rank
 from penstock.training.resume import check_checkpoint, remove_staging, staging_folder
 from penstock.training.sources.model_sources import parse_model
@@ -131,7 +131,7 @@ def plan_run(
         PlanError, SettingError, …: the settings cannot be met.
     """
     if config.plan is not None:
-        chosen_plan = load_plan(config.plan, traced.fingerprint)
+        chosen_plan = load_plan_for(config.plan, traced, cluster)
     else:
         chosen_plan = _plan(config, profiles, cluster)
     traced.description.stage_bounds(chosen_plan.lengths)

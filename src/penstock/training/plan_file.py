@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError, SettingError
 from penstock.files.text import quote_path
 from penstock.plan.plan import Plan
+from penstock.ranks.placement import ranks_of_devices
+from penstock.ranks.settings.run_config import RunConfig
+from penstock.search.build_plan import cluster_devices
+from penstock.tracing.traced_chain import TracedChain
 
 #: Settings that a plan contains.
 _PLAN_SETTINGS = (
@@ -34,6 +39,45 @@ def load_plan(path: str, fingerprint: str) -> Plan:
         FileError: the file is missing or is no plan.
         PlanError: it is the plan of another model.
     """
+    return replace(_read_plan(path, fingerprint), devices=())
+
+
+def load_plan_for(path: str, traced: TracedChain, cluster: Cluster) -> Plan:
+    """Read the plan of a run, with its devices numbered as in the cluster of the run.
+
+    Args:
+        path: of the plan.
+        traced: the model.
+        cluster: of the run. If it names no hosts, see `load_plan`. Otherwise the devices of a host
+            are those of the host of that name, in order, however the launcher has numbered them.
+
+    Returns:
+        The plan, with the devices that it names if the cluster does not have them; then `Pipeline`
+        refuses it.
+
+    Raises:
+        FileError, PlanError: see `load_plan`.
+    """
+    if not cluster.hosts:
+        return load_plan(path, traced.fingerprint)
+    plan = _read_plan(path, traced.fingerprint)
+    places = cluster_devices(cluster)
+    ranks = ranks_of_devices(RunConfig.of_plan(plan, traced), [host for host, _ in places])
+    if ranks is None:
+        return plan
+    used = plan.devices or tuple(range(plan.ranks))
+    rank_of = dict(zip(sorted(used), ranks, strict=True))
+    return replace(
+        plan,
+        devices=tuple(rank_of[device] for device in used),
+        cluster=cluster.name,
+        cluster_ranks=cluster.ranks,
+        cluster_devices=places,
+    )
+
+
+def _read_plan(path: str, fingerprint: str) -> Plan:
+    """Read a plan, and check that it is for the model with this fingerprint."""
     plan = Plan.load(path)
     if plan.fingerprint != fingerprint:
         raise PlanError(
@@ -41,7 +85,7 @@ def load_plan(path: str, fingerprint: str) -> Plan:
             f"{plan.fingerprint}, this model's have {fingerprint}. Make one for this model: "
             "penstock plan --model …"
         )
-    return replace(plan, devices=())
+    return plan
 
 
 def settings_of_plan(values: Mapping[str, Any]) -> dict[str, Any]:
