@@ -7,7 +7,7 @@ ranks do. Printed are the medians and the median of the ratios within a round.
 
     python benchmarks/data-parallel/run.py --model gpt --ranks 2
     python benchmarks/data-parallel/run.py --model vgg19 --ranks 2 --rounds 5 --steps 2
-    python benchmarks/data-parallel/run.py --model gpt --ranks 2 --zero 2 --optimizer adamw
+    python benchmarks/data-parallel/run.py --model gpt --ranks 2 --optimizer adamw
 """
 
 from __future__ import annotations
@@ -53,14 +53,12 @@ def measured(name: str, options: dict[str, Any]) -> dict[str, float]:
     make = OPTIMIZERS[options["optimizer"]]
     layer_count = len(ps.chain(network).layers)
     programs = "\n".join(f"rank {r} | 0F{r} 0B{r} 0U1" for r in range(ranks))
-    further = {"zero": options["zero"]} if options["zero"] else {}
     pipe = ps.Pipeline(
         copy.deepcopy(network),
         loss=loss,
         optimizer=make,
         balance=[layer_count],
         schedule=ps.Schedule.parse(programs),
-        **further,
     )
     replicated = DistributedDataParallel(network, gradient_as_bucket_view=True)
     optimizer = make(replicated.parameters())
@@ -124,7 +122,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--zero", type=int, default=0)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     arguments = parser.parse_args()
     options = vars(arguments)

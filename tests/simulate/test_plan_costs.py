@@ -16,6 +16,7 @@ from penstock.simulate.gradient_sync import SUM_S_PER_BYTE, all_reduce_seconds
 from penstock.simulate.plan_costs import (
     costs_of_plan,
     place_costs,
+    schedule_costs,
     simulate_plan,
     slice_costs,
     stage_costs,
@@ -365,3 +366,23 @@ def test_a_plan_is_refused_with_another_model_s_profile():
         simulate_plan(a_plan(), replace(PROFILE, fingerprint="g"), FOUR)
     with pytest.raises(PlanError, match="runs on 2 ranks, but cluster local:1 has 1"):
         simulate_plan(a_plan(), PROFILE, cluster("local:1"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "copies"),
+    [("cpu", (0, 1), 1), ("cpu", (0, 2), 1), ("cpu", (0, 1, 2), 3), ("gpu", (0, 1), 0)],
+)
+def test_memory_counts_the_copies_of_gradients_that_are_summed(kind, devices, copies):
+    """One in shared memory or buckets; three with what is sent and received; on GPUs none."""
+    nodes = Cluster("four", (Device("d", 10**9, kind=kind),) * 4, 2, LINK, SLOW)
+    count = len(devices)
+    programs = "\n".join(f"rank {r} | 0F{r} 0B{r} 0U1" for r in range(count))
+    replicated = Schedule.parse(programs)
+    rule = weight_rule("flush")
+    local = nodes.on(devices)
+    profiles = [PROFILE] * count
+    costs = schedule_costs(replicated, profiles, [4], local, 2 * count, rule)
+    alone = stage_costs(PROFILE, [4], 2, local, micro_batches=count)
+    gradients = alone.gradient_bytes[0]
+    assert costs.gradient_bytes == ((1 + copies) * gradients,)
+    assert costs.weight_bytes == (alone.weight_bytes[0] + copies * gradients,)

@@ -112,11 +112,13 @@ class DistributedWorld:
         self._near.connect(store, self.size, willing=not groups)
         self._transport = route(self._near, DistributedTransport(self._wire), self.size - 1)
         self._collectives: dict[int, ReplicaCollectives] = {}
+        self.has_replica_collectives = False
         # torch creates process groups in all processes of a job in one order, so that one of
         # several pipelines cannot have groups of its own for its replicas.
         if group.job is None and all_on_host(store, self._rank, self.size, self._device):
             apart = {s: ranks for s, ranks in replicas.items() if not self._near.connects(ranks)}
             self._collectives = make_replica_collectives(self._wire, apart)
+            self.has_replica_collectives = bool(apart)
         late = self._late if groups else None
         self._board = StoreBoard(store, self._rank, self.size, self._stop, late)
         self.calls: Calls = ComparedCalls(store, self._board, self._rank, self.size, deadline_s)

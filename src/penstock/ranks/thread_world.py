@@ -82,6 +82,11 @@ class ThreadWorld:
         del stage
         return None
 
+    @property
+    def has_replica_collectives(self) -> bool:
+        """See `World.has_replica_collectives`."""
+        return False
+
     def board(self, rank: int) -> ThreadBoard:
         """See `World.board`."""
         return self._board.for_rank(rank)

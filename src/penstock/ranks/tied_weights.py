@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -21,11 +20,12 @@ from penstock.errors import ChainError
 from penstock.model.chain import Chain
 from penstock.modules.state_names import prefix_of
 from penstock.ranks.buckets import Packed, gradient_flags
-from penstock.schedule.lower import Link, Message
-from penstock.schedule.op import Kind, Schedule
+from penstock.schedule.lower import Link
+from penstock.schedule.op import Schedule
 from penstock.tracing.traced_chain import TracedChain
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Transport
+from penstock.transport.update_messages import UpdateMessage
 
 #: Runs a function that may wait for a rank, and converts errors of the transport into those of the
 #: run.
@@ -33,23 +33,6 @@ Guard = Callable[[int, Callable[[], Any]], Any]
 
 #: The buffers of batch norm, which every forward changes.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-class Number(IntEnum):
-    """Message numbers of the global step after a program.
-
-    Those of replicas (`copies.Round`) are below 8, those of waves from 16 on.
-    """
-
-    GRADIENTS = 8
-    WEIGHTS = 9
-    NORMS = 10
-    VERDICT = 11
-
-    @property
-    def message(self) -> Message:
-        """The message, under stage 0, which every run has, though it belongs to no stage."""
-        return Message(Kind.U, 0, self)
 
 
 @dataclass(frozen=True)
@@ -209,9 +192,9 @@ class Tied:
 
     def gather(self) -> None:
         """Send gradients to their homes, and add those that arrive, in the order of the ranks."""
-        number = Number.GRADIENTS
+        number = UpdateMessage.TIED_GRADIENTS
         arrivals = {
-            rank: self.transport.post(rank, number.message, _signature(number, tensors))
+            rank: self.transport.post(rank, number.of_run, _signature(number, tensors))
             for rank, tensors in self._home_tensors.items()
         }
         for home, tensors in self._remote_tensors.items():
@@ -237,7 +220,7 @@ class Tied:
             torch.zeros_like(tensor) if tensor.grad is None else _dense(tensor.grad)
             for tensor in tensors
         ]
-        number = Number.GRADIENTS
+        number = UpdateMessage.TIED_GRADIENTS
         self._send(home, number, [flags, *Packed.of(grads).parts], _signature(number, tensors))
         for tensor in tensors:
             tensor.grad = None
@@ -256,9 +239,9 @@ class Tied:
         remote_tensors: Mapping[int, list[Tensor]],
     ) -> None:
         """Send tensors to the ranks that hold them, and receive others; both by peer."""
-        number = Number.WEIGHTS
+        number = UpdateMessage.TIED_WEIGHTS
         arrivals = {
-            home: self.transport.post(home, number.message, _signature(number, tensors))
+            home: self.transport.post(home, number.of_run, _signature(number, tensors))
             for home, tensors in remote_tensors.items()
         }
         for rank, tensors in home_tensors.items():
@@ -270,13 +253,15 @@ class Tied:
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value)
 
-    def _send(self, rank: int, number: Number, tensors: list[Tensor], signature: str) -> None:
+    def _send(
+        self, rank: int, number: UpdateMessage, tensors: list[Tensor], signature: str
+    ) -> None:
         """Send tensors to a rank."""
         payload = Payload.row(tensors)
-        self.guard(rank, lambda: self.transport.send(rank, number.message, payload, signature))
+        self.guard(rank, lambda: self.transport.send(rank, number.of_run, payload, signature))
 
 
-def _signature(number: Number, tensors: Sequence[Tensor]) -> str:
+def _signature(number: UpdateMessage, tensors: Sequence[Tensor]) -> str:
     """Return a name for the form of a message, which depends on how many tensors are sent."""
     return f"{number.name} {len(tensors)}"
 

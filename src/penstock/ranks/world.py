@@ -65,6 +65,11 @@ class World(Protocol):
         """
         ...
 
+    @property
+    def has_replica_collectives(self) -> bool:
+        """Whether some stage has `replica_collectives`, on this process or others."""
+        ...
+
     def board(self, rank: int) -> Board:
         """Return a local rank's view of the status board."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -205,6 +206,7 @@ def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Tr
         if tied_tensors:
             tied[rank] = Tied(rank, tied_tensors, world.transport(rank), guard)
     _check_optimizers(traced, interpreters)
+    _check_gradient_hook(training.options.gradient_hook, world)
     if len(world.local_ranks) < world.size:
         traced = without_others(traced, _local_layers(interpreters))
     return Assembly(traced, world, setting, interpreters, wave_replicas, shared, tied, builder.make)
@@ -250,6 +252,16 @@ def _make_replicas(
                 _bucket_sum(index, world, guard, gradient_hook),
             )
     return replicas
+
+
+def _check_gradient_hook(gradient_hook: str, world: World) -> None:
+    """Warn, on the process of rank 0, if a gradient hook has no effect in this run."""
+    if gradient_hook != "none" and 0 in world.local_ranks and not world.has_replica_collectives:
+        warnings.warn(
+            f"gradient_hook={gradient_hook!r} has no effect here: it is for copies of a stage in "
+            "CPU processes on several hosts, and gradients of this run are summed exactly",
+            stacklevel=2,
+        )
 
 
 def _bucket_sum(stage: int, world: World, guard: PeerGuard, gradient_hook: str) -> BucketSum | None:

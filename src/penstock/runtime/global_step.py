@@ -18,12 +18,12 @@ from torch.nn.functional import pad
 from penstock.optim.clipping import clip, norms_of, total_norm
 from penstock.optim.scaling import LossScaler
 from penstock.option import OnNonfinite
-from penstock.ranks.tied_weights import Number
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.device_norms import device_norms
 from penstock.runtime.interpreter import Interpreter
 from penstock.stage.training_options import TrainingOptions
 from penstock.transport.payload import Payload
+from penstock.transport.update_messages import UpdateMessage
 
 
 @dataclass
@@ -213,12 +213,12 @@ class GlobalStep:
         self, interpreter: Interpreter, rows: list[Tensor], nonfinite: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Send a rank's norms to rank 0 and receive the result of `_global_norm`."""
-        transport, verdict = interpreter.transport, Number.VERDICT
-        arrival = transport.post(0, verdict.message, verdict.name)
+        transport, verdict = interpreter.transport, UpdateMessage.VERDICT
+        arrival = transport.post(0, verdict.of_run, verdict.name)
         payload = Payload.row([nonfinite, *self._packed(interpreter, rows)])
         interpreter.guard(
             0,
-            lambda: transport.send(0, Number.NORMS.message, payload, self._norms_signature),
+            lambda: transport.send(0, UpdateMessage.NORMS.of_run, payload, self._norms_signature),
         )
         total, nonfinite = interpreter.guard(0, arrival.wait).tensors
         return total, nonfinite
@@ -227,10 +227,10 @@ class GlobalStep:
         self, interpreter: Interpreter, rows: list[Tensor], nonfinite: Tensor
     ) -> tuple[Tensor, Tensor]:
         """On rank 0, receive all norms, add them in the order of the stages and send the result."""
-        transport, verdict = interpreter.transport, Number.VERDICT
+        transport, verdict = interpreter.transport, UpdateMessage.VERDICT
         others = range(1, self.assembly.world.size)
         arrivals = {
-            rank: transport.post(rank, Number.NORMS.message, self._norms_signature)
+            rank: transport.post(rank, UpdateMessage.NORMS.of_run, self._norms_signature)
             for rank in others
         }
         by_stage = dict(zip(self._homes[0], rows, strict=True))
@@ -248,14 +248,14 @@ class GlobalStep:
         answer = Payload.row([total, nonfinite])
         for rank in others:
             interpreter.guard(
-                rank, partial(transport.send, rank, verdict.message, answer, verdict.name)
+                rank, partial(transport.send, rank, verdict.of_run, answer, verdict.name)
             )
         return total, nonfinite
 
     @property
     def _norms_signature(self) -> str:
         """A name for the form of the norms' message, which changes with every freeze and thaw."""
-        return f"{Number.NORMS.name} {self.epoch}"
+        return f"{UpdateMessage.NORMS.name} {self.epoch}"
 
     def _packed(self, interpreter: Interpreter, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Pack the norms of a rank's stages into one tensor of a fixed form.

@@ -177,12 +177,14 @@ class Interpreter:
     def peak_bytes(self, weights: Mapping[int, StageWeights]) -> int:
         """Return the peak memory of the rank in bytes, without workspace.
 
-        Counted are weights in all their versions, gradients, optimizer state, and activations.
+        Counted are weights in all their versions, gradients, the memory in which those of replicas
+        are summed, optimizer state, and activations.
 
         Args:
             weights: in a stream, by stage, its weight rule.
         """
         total = self.activation_meter.peak
+        total += sum(replicas.sum_bytes for replicas in self.replicas.values())
         # By id of the tensor: a weight that several stages of the rank use counts once.
         tensor_bytes: dict[int, int] = {}
         gradient_bytes: dict[int, int] = {}

@@ -43,6 +43,22 @@ def all_reduce_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Clu
     return rounds * slowest
 
 
+def sum_memory_copies(ranks: Sequence[int], cluster: Cluster) -> int:
+    """Return how many copies of a stage's gradients each replica stores for their sum.
+
+    One in shared memory or in buckets (see `penstock.stage.gradients`). On several hosts three or
+    more replicas also store what they send and what they receive.
+
+    Args:
+        ranks: of the stage's replicas.
+        cluster: of the ranks.
+    """
+    if len(ranks) < 2 or any(cluster.devices[rank].kind != "cpu" for rank in ranks):
+        return 0
+    on_one_host = len(_ranks_of_nodes(ranks, cluster)) == 1
+    return 1 if on_one_host or len(ranks) == 2 else 3
+
+
 def _rounds(replicas: int) -> int:
     """Return how many pieces a replica sends, one after the other.
 

@@ -25,7 +25,7 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import Costs
 from penstock.simulate.device_costs import on_devices
-from penstock.simulate.gradient_sync import all_reduce_seconds
+from penstock.simulate.gradient_sync import all_reduce_seconds, sum_memory_copies
 from penstock.simulate.host_costs import with_host_work
 from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.simulate import simulate_schedule
@@ -382,6 +382,9 @@ def with_plan_zero(
     """
     if schedule.stream is not None:
         raise PlanError(f"zero is for synchronous schedules, and {schedule.name} is asynchronous")
+    # The levels are of devices that sum gradients without further copies.
+    copies = _sum_copies(schedule, cluster)
+    costs = _with_gradient_copies(costs, schedule, [-count / (1 + count) for count in copies])
     updates = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
     gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
     alone = []
@@ -417,4 +420,30 @@ def schedule_costs(
     costs = on_devices(costs, schedule, profiles, lengths, micro_batch)
     costs = place_costs(costs, schedule, cluster, rule)
     costs = slice_costs(costs, schedule, profiles, lengths, micro_batch)
-    return with_host_work(costs, schedule, profiles, cluster)
+    costs = with_host_work(costs, schedule, profiles, cluster)
+    return _with_gradient_copies(costs, schedule, _sum_copies(schedule, cluster))
+
+
+def _sum_copies(schedule: Schedule, cluster: Cluster) -> list[int]:
+    """Return per stage how many copies of its gradients each replica stores for their sum.
+
+    None in waves, where replicas average weights.
+    """
+    in_waves = schedule.stream is not None and schedule.stream.waves is not None
+    if in_waves:
+        return [0] * schedule.stages
+    return [sum_memory_copies(ranks, cluster) for ranks in schedule.ranks_of_stage]
+
+
+def _with_gradient_copies(costs: Costs, schedule: Schedule, copies: Sequence[float]) -> Costs:
+    """Return `costs` with more copies of the gradients of every stage, or fewer if negative."""
+    total = costs.spread("weight_bytes", schedule.stages)
+    gradients = costs.spread("gradient_bytes", schedule.stages)
+    if total is None or gradients is None or not any(copies):
+        return costs
+    further = [count * size for count, size in zip(copies, gradients, strict=True)]
+    return replace(
+        costs,
+        weight_bytes=[size + more for size, more in zip(total, further, strict=True)],
+        gradient_bytes=[size + more for size, more in zip(gradients, further, strict=True)],
+    )

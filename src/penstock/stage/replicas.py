@@ -20,10 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.ranks.buckets import Packed, flat, gradient_flags, unflat
-from penstock.schedule.lower import Message
-from penstock.schedule.op import Kind
 from penstock.stage.gradients.bucket_sum import BucketSum
-from penstock.stage.gradients.replica_messages import Guard, ReplicaMessages, Round
+from penstock.stage.gradients.replica_messages import Guard, ReplicaMessages
 from penstock.stage.gradients.shared_memory_sum import (
     OpenSegment,
     SharedArea,
@@ -34,11 +32,7 @@ from penstock.stage.stage import Stage
 from penstock.tracing.single_copy import keeps_sparse_gradients
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Transport
-
-#: The first message number of waves, after those of `Round` and `tied.Number`.
-_FIRST_WAVE_NUMBER = 16
-#: Message numbers for waves; they are reused in turn.
-_WAVE_NUMBERS = 4096
+from penstock.transport.update_messages import UpdateMessage, wave_message
 
 
 @dataclass
@@ -75,6 +69,13 @@ class ReplicaGroup:
         if self.open_segment is not None:
             self._shared_memory = SharedMemorySum(self._messages, self.open_segment)
         self.refresh()
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of this rank in which gradients are summed, in addition to the gradients."""
+        shared_bytes = 0 if self._shared_memory is None else self._shared_memory.nbytes
+        bucket_bytes = 0 if self.buckets is None else self.buckets.nbytes
+        return shared_bytes + bucket_bytes
 
     def refresh(self) -> None:
         """Update the list of parameters after some have been frozen or thawed."""
@@ -122,7 +123,7 @@ class ReplicaGroup:
                 self._set_grads(*self.buckets.finish(self._parameters), {})
             else:
                 self._sum_in_messages()
-        self._share(Round.BUFFERS, self._buffers())
+        self._share(UpdateMessage.BUFFERS, self._buffers())
 
     def watch(self) -> None:
         """Before the last backward before an update, prepare to sum gradients beside it. Optional."""
@@ -210,7 +211,7 @@ class ReplicaGroup:
             for tensor in module._parameters.values()
             if tensor is not None
         ]
-        self._share(Round.WEIGHTS, [*tensors, *self._buffers()])
+        self._share(UpdateMessage.WEIGHTS, [*tensors, *self._buffers()])
 
     def _buffers(self) -> list[Tensor]:
         """Return the buffers of the stage."""
@@ -227,18 +228,18 @@ class ReplicaGroup:
             return self._sum_of_two(flags, tensors)
         columns = [part.tensor_split(len(self.ranks)) for part in flat(tensors)]
         pieces = list(zip(*columns, strict=True))
-        received = self._exchange(Round.GRADIENTS, [[flags, *piece] for piece in pieces])
+        received = self._exchange(UpdateMessage.GRADIENTS, [[flags, *piece] for piece in pieces])
         flags = _sum([row[0] for row in received])
         grads = [row[1:] for row in received]
         sums = [_sum(column) for column in zip(*grads, strict=True)]
-        received = self._exchange(Round.SUMS, [sums] * len(self.ranks))
+        received = self._exchange(UpdateMessage.SUMS, [sums] * len(self.ranks))
         totals = [torch.cat(column) for column in zip(*received, strict=True)]
         return flags, unflat(totals, tensors)
 
     def _sum_of_two(self, flags: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Sum flags and tensors over two replicas in one round."""
         packed = Packed.of(tensors)
-        received = self._exchange(Round.GRADIENTS, [[flags, *packed.parts]] * 2)
+        received = self._exchange(UpdateMessage.GRADIENTS, [[flags, *packed.parts]] * 2)
         position = self.ranks.index(self.rank)
         local_parts, peer_parts = received[position], received[1 - position]
         # In place unless the transport shares memory with the peer: allocating a tensor of that
@@ -249,17 +250,19 @@ class ReplicaGroup:
         ]
         return sums[0], packed.unpacked(sums[1:])
 
-    def _exchange(self, number: Round, rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def _exchange(
+        self, number: UpdateMessage, rows: Sequence[Sequence[Tensor]]
+    ) -> list[list[Tensor]]:
         """Send `rows[n]` to the n-th replica, and receive one row from each."""
         # With the count: the message has another form after parameters have been thawed.
         signature = f"{number.name} {len(self._parameters)}"
         return self._messages.exchange(number, rows, signature)
 
-    def _share(self, number: Round, tensors: list[Tensor]) -> None:
+    def _share(self, number: UpdateMessage, tensors: list[Tensor]) -> None:
         """Copy the first replica's tensors to all others."""
         if not tensors:
             return
-        message = Message(Kind.U, self.stage.index, number)
+        message = number.of_stage(self.stage.index)
         first, *others = self.ranks
         if self.rank == first:
             # Flat copies, since the next batch may change the tensors before they have been sent.
@@ -302,7 +305,9 @@ class WaveReplicaExchange:
 
     def _send(self, rank: int, wave: int, payload: Payload) -> None:
         """Start to send the tensors of a wave to one other replica."""
-        self.replica.transport.send(rank, self._message(wave), payload, "wave")
+        self.replica.transport.send(
+            rank, wave_message(self.replica.stage.index, wave), payload, "wave"
+        )
 
     def receive_wave(self, wave: int) -> list[list[Tensor]]:
         """Wait for the tensors that the other replicas have sent for a wave.
@@ -311,7 +316,9 @@ class WaveReplicaExchange:
             The tensors of each other replica, in the order of the ranks.
         """
         arrivals = {
-            rank: self.replica.transport.post(rank, self._message(wave), "wave")
+            rank: self.replica.transport.post(
+                rank, wave_message(self.replica.stage.index, wave), "wave"
+            )
             for rank in self._others
         }
         payloads = [self.replica.guard(rank, arrival.wait) for rank, arrival in arrivals.items()]
@@ -321,11 +328,6 @@ class WaveReplicaExchange:
     def _others(self) -> list[int]:
         """The ranks of the other replicas."""
         return [rank for rank in self.replica.ranks if rank != self.replica.rank]
-
-    def _message(self, wave: int) -> Message:
-        """Return the message of a wave."""
-        number = _FIRST_WAVE_NUMBER + wave % _WAVE_NUMBERS
-        return Message(Kind.U, self.replica.stage.index, number)
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:

@@ -33,6 +33,11 @@ _POWER_SGD_SEED = 0x5EED
 class Reduction(Protocol):
     """The reduction of one bucket, again in every step."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory, without the bucket."""
+        ...
+
     def begin(self) -> Work:
         """Start the first round with what the bucket holds."""
         ...
@@ -64,6 +69,11 @@ class AllReduce:
 
     def __init__(self, collectives: ReplicaCollectives, bucket: Tensor) -> None:
         self._collectives, self._bucket = collectives, bucket
+
+    @property
+    def nbytes(self) -> int:
+        """See `Reduction.nbytes`."""
+        return 0
 
     def begin(self) -> Work:
         """See `Reduction.begin`."""
@@ -99,6 +109,11 @@ class InRankOrder:
         length = -(-len(bucket) // count) * count
         self._sent = torch.zeros(length, dtype=wire_dtype or bucket.dtype, device=bucket.device)
         self._received = torch.empty_like(self._sent)
+
+    @property
+    def nbytes(self) -> int:
+        """See `Reduction.nbytes`."""
+        return self._sent.nbytes + self._received.nbytes
 
     def begin(self) -> Work:
         """See `Reduction.begin`."""
@@ -189,6 +204,11 @@ class PowerSgd:
         self._rights = _factors(self._second, [n for *_, n in matrices], rank)
         self._plain = self._first[left_count:]
         self.reset()
+
+    @property
+    def nbytes(self) -> int:
+        """See `Reduction.nbytes`."""
+        return self._error.nbytes + self._first.nbytes + self._second.nbytes
 
     def begin(self) -> Work:
         """See `Reduction.begin`."""

@@ -103,6 +103,11 @@ class BucketSum:
         self._flags: Tensor | None = None
         self._flags_work: Work | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buckets and of their reductions."""
+        return sum(bucket.memory.nbytes + bucket.reduction.nbytes for bucket in self._buckets)
+
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Before the last backward: send each bucket when its gradients are complete."""
         self._prepare(parameters)

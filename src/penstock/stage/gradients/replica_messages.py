@@ -4,33 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 from torch import Tensor
 
-from penstock.schedule.lower import Message
-from penstock.schedule.op import Kind
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Transport
+from penstock.transport.update_messages import UpdateMessage
 
 #: Runs a function that may wait for a rank, and converts errors of the transport into those of the
 #: run.
 Guard = Callable[[int, Callable[[], Payload | None]], Payload | None]
-
-
-class Round(IntEnum):
-    """Message numbers of one synchronisation. `tied_weights.Number` has 8 to 11, waves 16 and more."""
-
-    GRADIENTS = 0
-    SUMS = 1
-    BUFFERS = 2
-    WEIGHTS = 3
-    SEGMENT = 4
-    READY = 5
-    SUMMED = 6
-    COPIED = 7
-    STATE_HEADER = 12
-    STATE = 13
 
 
 @dataclass(frozen=True)
@@ -61,15 +44,15 @@ class ReplicaMessages:
         """The ranks of the other replicas."""
         return [rank for rank in self.ranks if rank != self.rank]
 
-    def send(self, number: Round, row: Sequence[Tensor]) -> None:
+    def send(self, number: UpdateMessage, row: Sequence[Tensor]) -> None:
         """Send the same tensors to all others, without waiting; they must not change afterwards."""
-        message = Message(Kind.U, self.stage, number)
+        message = number.of_stage(self.stage)
         for rank in self.others:
             self.transport.send(rank, message, Payload.row(list(row)), number.name)
 
-    def receive(self, number: Round) -> dict[int, list[Tensor]]:
+    def receive(self, number: UpdateMessage) -> dict[int, list[Tensor]]:
         """Wait for the tensors that all others have sent; return them by rank."""
-        message = Message(Kind.U, self.stage, number)
+        message = number.of_stage(self.stage)
         arrivals = {rank: self.transport.post(rank, message, number.name) for rank in self.others}
         rows = {}
         for rank, arrival in arrivals.items():
@@ -79,7 +62,7 @@ class ReplicaMessages:
         return rows
 
     def exchange(
-        self, number: Round, rows: Sequence[Sequence[Tensor]], signature: str = ""
+        self, number: UpdateMessage, rows: Sequence[Sequence[Tensor]], signature: str = ""
     ) -> list[list[Tensor]]:
         """Send `rows[n]` to the n-th replica, and receive one row from each.
 
@@ -91,7 +74,7 @@ class ReplicaMessages:
         Returns:
             The rows in the order of the ranks; in the place of this rank its own.
         """
-        message = Message(Kind.U, self.stage, number)
+        message = number.of_stage(self.stage)
         signature = signature or number.name
         arrivals = {rank: self.transport.post(rank, message, signature) for rank in self.others}
         for rank, row in zip(self.ranks, rows, strict=True):

@@ -25,7 +25,8 @@ from penstock.errors import RunError, SettingError
 from penstock.ranks.buckets import gradient_flags
 from penstock.shared_memory.segment import LINE, Segment
 from penstock.stage.gradients.gradient_layout import GradientLayout
-from penstock.stage.gradients.replica_messages import ReplicaMessages, Round
+from penstock.stage.gradients.replica_messages import ReplicaMessages
+from penstock.transport.update_messages import UpdateMessage
 
 #: Opens the segment that another rank has made as a file descriptor.
 OpenSegment = Callable[[int, int], Segment]
@@ -144,6 +145,11 @@ class SharedMemorySum:
         # Whether others may still copy sums out of this rank's segment.
         self._in_use = False
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's segment."""
+        return 0 if self._area is None else self._area.layout.nbytes
+
     def known_area(self, parameters: Sequence[nn.Parameter]) -> SharedArea | None:
         """Return the segments that `area` has made for some parameters, if it has."""
         area = self._area
@@ -182,7 +188,7 @@ class SharedMemorySum:
                 torch._foreach_copy_(targets, gradients)
             if missing:
                 torch._foreach_zero_(missing)
-        self._messages.send(Round.READY, [gradient_flags(area.parameters)])
+        self._messages.send(UpdateMessage.READY, [gradient_flags(area.parameters)])
         self._started = True
 
     def finish(self, area: SharedArea) -> tuple[list[int], list[Tensor]]:
@@ -193,7 +199,7 @@ class SharedMemorySum:
             memory of the gradient if this rank has one.
         """
         counts = self.sum(area)
-        self._messages.exchange(Round.SUMMED, self._empty_rows())
+        self._messages.exchange(UpdateMessage.SUMMED, self._empty_rows())
         sums = self._copy_out(area)
         self.release()
         return counts, sums
@@ -206,7 +212,7 @@ class SharedMemorySum:
         """
         self.start(area)
         flags = gradient_flags(area.parameters).to(torch.int64)
-        for (row,) in self._messages.receive(Round.READY).values():
+        for (row,) in self._messages.receive(UpdateMessage.READY).values():
             flags = flags + row
         self._started = False
         with torch.no_grad():
@@ -215,11 +221,11 @@ class SharedMemorySum:
 
     def exchange_pieces(self) -> None:
         """Wait until all replicas have stored what they compute in their pieces."""
-        self._messages.exchange(Round.SUMMED, self._empty_rows())
+        self._messages.exchange(UpdateMessage.SUMMED, self._empty_rows())
 
     def release(self) -> None:
         """Tell the others that this rank reads nothing more from their segments."""
-        self._messages.send(Round.COPIED, [torch.empty(0)])
+        self._messages.send(UpdateMessage.COPIED, [torch.empty(0)])
         self._in_use = True
 
     def forget(self) -> None:
@@ -245,7 +251,7 @@ class SharedMemorySum:
     def _await_copies(self) -> None:
         """Wait until no other rank reads from this rank's segment any more."""
         if self._in_use:
-            self._messages.receive(Round.COPIED)
+            self._messages.receive(UpdateMessage.COPIED)
             self._in_use = False
 
     def _empty_rows(self) -> list[list[Tensor]]:
@@ -266,7 +272,9 @@ class SharedMemorySum:
                 error,
             )
         descriptor = torch.tensor([-1 if segment is None else segment.fd])
-        rows = self._messages.exchange(Round.SEGMENT, [[descriptor]] * len(self._messages.ranks))
+        rows = self._messages.exchange(
+            UpdateMessage.SEGMENT, [[descriptor]] * len(self._messages.ranks)
+        )
         descriptors = [int(row[0]) for row in rows]
         segments: list[Segment] = []
         if segment is not None and min(descriptors) >= 0:
@@ -274,7 +282,7 @@ class SharedMemorySum:
                 local = rank == self._messages.rank
                 segments.append(segment if local else self._open(rank, number))
         # A segment can be opened as long as its maker has not closed the file.
-        self._messages.exchange(Round.SUMMED, self._empty_rows())
+        self._messages.exchange(UpdateMessage.SUMMED, self._empty_rows())
         if segment is not None:
             segment.close()
         if not segments:

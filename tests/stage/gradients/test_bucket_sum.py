@@ -1,0 +1,122 @@
+"""Buckets: those whose gradients change after they were sent are sent again."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from tests.time_limits import HANG_S
+from torch import nn
+
+from penstock.stage.gradients import bucket_sum
+from penstock.stage.gradients.bucket_reduction import AllReduce
+from penstock.stage.gradients.bucket_sum import BucketSum
+
+
+class Operations:
+    """All-reduces of replicas in threads, matched by their order, as by gloo."""
+
+    def __init__(self, count):
+        self.count = count
+        self.changed = threading.Condition()
+        self.terms = {}
+
+
+class Replica:
+    """Collective operations of one replica; implements what `BucketSum` needs."""
+
+    def __init__(self, operations):
+        self.operations, self.count = operations, operations.count
+        self.tensors = []
+
+    def all_reduce(self, tensor):
+        """Start the next operation."""
+        number = len(self.tensors)
+        self.tensors.append(tensor)
+        with self.operations.changed:
+            self.operations.terms.setdefault(number, []).append(tensor.clone())
+            self.operations.changed.notify_all()
+        return number
+
+    def is_completed(self, number):
+        """Whether all replicas have started an operation."""
+        return len(self.operations.terms[number]) == self.count
+
+    def wait(self, number):
+        """Wait for all replicas, then store the sum."""
+        with self.operations.changed:
+            assert self.operations.changed.wait_for(lambda: self.is_completed(number), HANG_S)
+        terms = self.operations.terms[number]
+        self.tensors[number].copy_(sum(terms[1:], terms[0]))
+
+
+def model():
+    """Return three layers with the same weights for each replica."""
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return nn.Sequential(*[nn.Linear(5, 5, bias=False) for _ in range(3)])
+
+
+def summed(position, operations, *, changes):
+    """Return the sums of one replica, and the number of operations that it has started.
+
+    Args:
+        position: of the replica.
+        operations: of all replicas.
+        changes: whether a hook on the first layer, whose gradient comes last, triples the gradient
+            of the last layer, which has been sent by then.
+    """
+    network = model()
+    parameters = list(network.parameters())
+    first, *_, last = parameters
+    collectives = Replica(operations)
+    buckets = BucketSum(
+        0,
+        collectives,
+        lambda memory, shapes: AllReduce(collectives, memory),
+        lambda text, call: call(),
+    )
+    sent_before = []
+
+    def triple(parameter):
+        sent_before.append(len(collectives.tensors))
+        if changes:
+            last.grad.mul_(3)
+
+    first.register_post_accumulate_grad_hook(triple)
+    buckets.watch(parameters)
+    x = torch.arange(10.0).view(2, 5) + position
+    network(x).square().sum().backward()
+    buckets.start(parameters)
+    gradients = [parameter.grad.clone() for parameter in parameters]
+    _, sums = buckets.finish(parameters)
+    return gradients, [total.clone() for total in sums], sent_before, len(collectives.tensors)
+
+
+def run(monkeypatch, changes):
+    """Sum the gradients of two replicas in threads, with a bucket for each parameter."""
+    monkeypatch.setattr(bucket_sum, "_BUCKET_BYTES", 1)
+    operations = Operations(2)
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [
+            threads.submit(summed, position, operations, changes=changes[position])
+            for position in range(2)
+        ]
+        return [job.result(HANG_S) for job in jobs]
+
+
+def test_a_gradient_that_changes_after_its_bucket_was_sent_is_sent_again(monkeypatch):
+    """By all replicas, though only one has changed it."""
+    (first, sums, sent, operations), (second, others, _, _) = run(monkeypatch, (True, False))
+    assert sent == [2], "the buckets of the later layers had left"
+    for one, other, total, same in zip(first, second, sums, others, strict=True):
+        assert torch.equal(total, one + other)
+        assert torch.equal(total, same)
+    assert operations == 3 + 1 + 1, "three buckets, the flags, and one bucket again"
+
+
+def test_gradients_that_do_not_change_are_sent_once(monkeypatch):
+    """Each bucket, and the flags."""
+    for _, _, _, operations in run(monkeypatch, (False, False)):
+        assert operations == 3 + 1
