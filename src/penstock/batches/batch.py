@@ -214,15 +214,19 @@ def make_batch(
             of all tensors, or there are fewer tokens than slices.
     """
     given_x, given_y = x, y
+    given_sizes = x.sizes if isinstance(x, BatchPart) else None
     x, y = whole_value(x), whole_value(y)
-    is_plain = _is_plain(x) and _is_plain(y)
+    is_plain = given_sizes is None and _is_plain(x) and _is_plain(y)
     if slicing is None and is_plain and x.shape[0] == y.shape[0]:
         return _cut_tensors(x, y, micro_batches, step, training)
     if training:
         _check_no_grad(x, "inputs")
         _check_no_grad(y, "targets")
     samples = _sample_count(x, y)
-    sizes, slicing = micro_batch_sizes(samples, micro_batches, slicing)
+    if given_sizes is None:
+        sizes, slicing = micro_batch_sizes(samples, micro_batches, slicing)
+    else:
+        sizes = list(given_sizes)
     shares = [size / samples for size in sizes]
     inputs, targets = _cut(given_x, sizes), None if y is None else _cut(given_y, sizes)
     if slicing is not None and slicing.along == "tokens":
@@ -237,7 +241,8 @@ def make_batch(
             for length in row
         ]
     forms, structure = _describe_inputs(x)
-    signature = _signature(training, y is not None, len(sizes), forms, structure, slicing)
+    count = given_sizes or len(sizes)
+    signature = _signature(training, y is not None, count, forms, structure, slicing)
     return Batch(step, inputs, targets, shares, signature, training, slicing=slicing, whole=(x, y))
 
 

@@ -29,6 +29,8 @@ class BatchPart:
         order: a checksum of the numbers of all samples of the batch in their data set, by which
             processes that have read different parts know that these are of one batch; None if that
             is not known.
+        sizes: numbers of samples of the micro-batches, where copies of a pipeline have batches of
+            their own; None where the batch is cut evenly.
 
     Raises:
         SettingError: the value has no row for each position.
@@ -38,6 +40,7 @@ class BatchPart:
     positions: Sequence[int]
     samples: int
     order: int | None = None
+    sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         positions = list(self.positions)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from penstock.errors import PlanError, SettingError
 from penstock.model.chain import Chain
-from penstock.ranks.pipeline_mesh import PipelineMesh
+from penstock.ranks.mesh.pipeline_mesh import PipelineMesh
 from penstock.ranks.placement import announce_idle_ranks
 from penstock.ranks.process_world import DistributedWorld, join, started
 from penstock.ranks.rank_group import RankGroup
@@ -98,10 +98,11 @@ def world_of(
     _check_devices(setting)
     rank_count = join(place.deadline_s) if group is None else group.size
     if rank_count != schedule.ranks:
-        if group is not None:
+        if place.mesh is not None:
+            stages, ranks = place.mesh.stages, schedule.ranks // place.mesh.copies
             raise PlanError(
-                f"the schedule is for {schedule.ranks} ranks, and the dimension 'pp' of the mesh has "
-                f"{rank_count}: make a mesh with {schedule.ranks} there, or plan for {rank_count}"
+                f"the schedule is for {ranks} ranks, and the dimension 'pp' of the mesh has "
+                f"{stages}: make a mesh with {ranks} there, or plan for {stages}"
             )
         raise PlanError(_rank_count_message(schedule, rank_count))
     if setting.cluster_devices:

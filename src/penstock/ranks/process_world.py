@@ -115,7 +115,7 @@ class DistributedWorld:
         self.has_replica_collectives = False
         # torch creates process groups in all processes of a job in one order, so that one of
         # several pipelines cannot have groups of its own for its replicas.
-        if group.job is None and all_on_host(store, self._rank, self.size, self._device):
+        if group.has_whole_job and all_on_host(store, self._rank, self.size, self._device):
             apart = {s: ranks for s, ranks in replicas.items() if not self._near.connects(ranks)}
             self._collectives = make_replica_collectives(self._wire, apart)
             self.has_replica_collectives = bool(apart)
@@ -338,6 +338,23 @@ class DistributedWorld:
         """See `World.to_first_clock`."""
         self.run(lambda _: self._clocks.measure())
         return self._clocks.to_first
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds for which a rank waits for another."""
+        return self._wire.deadline_s
+
+    def watch_group(self, group: dist.ProcessGroup) -> None:
+        """Close a gloo group, too, when the run is stopped."""
+        self._wire.replica_groups.append(group)
+
+    def wait_for(self, work: dist.Work | None, waited_for: str) -> None:
+        """Wait for an operation of such a group.
+
+        Raises:
+            DeadlineExceeded, PeerFailed: see `run`.
+        """
+        self.run(lambda _: self._wait(work, waited_for))
 
     def barrier(self) -> None:
         """See `World.barrier`."""

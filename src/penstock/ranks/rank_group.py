@@ -94,6 +94,11 @@ class RankGroup:
         """The number of ranks."""
         return len(self.ranks)
 
+    @property
+    def has_whole_job(self) -> bool:
+        """Whether these are all processes of the job."""
+        return self.job is None or self.size == self.job.size
+
     def store(self, prefix: str) -> Store:
         """Return a store for this pipeline alone.
 

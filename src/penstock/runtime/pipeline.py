@@ -19,6 +19,8 @@ from penstock.option import describe_options, signature_with_options
 from penstock.plan.plan import Plan
 from penstock.ranks.calls import END_OF_TRAIN
 from penstock.ranks.make_world import Place, world_of
+from penstock.ranks.mesh.copy_batches import CopyBatches
+from penstock.ranks.mesh.replicated_setting import replicated
 from penstock.ranks.results import outputs
 from penstock.ranks.settings.run_config import Overrides, check, make_run_config
 from penstock.ranks.settings.settings_exchange import report_failures
@@ -132,7 +134,8 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         training_options = parse_options(options)
         traced = as_chain(model, example)
         overrides = Overrides(balance, schedule, micro_batches, recompute, weights, weights_options)
-        self.setting = make_run_config(traced, plan, overrides)
+        place = Place.of(executor, device, deadline_s, mesh)
+        self.setting = replicated(make_run_config(traced, plan, overrides), place.mesh)
         check(self.setting)
         training_options.check(self.setting.schedule, loss, steps=optimizer is not None)
         check_training(traced, loss, optimizer)
@@ -141,13 +144,19 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         check_slices(self.chain, self.setting.schedule)
         check_replicas(self.chain, self.setting)
         scaling = LossScaler.of(training_options.scaler)
-        place = Place.of(executor, device, deadline_s, mesh)
         self._training = training = Training(loss, optimizer, seed, training_options)
         self._meeting, group = next_settings_exchange(self.setting, place)
         self.setting = place_on_hosts(self._meeting, self.setting)
         compare_settings(self._meeting, self.chain, self.setting, training, check_data=check_data)
         self._world = world_of(self.setting, self.chain.description, place, group)
         training_options.check_compiler(self._world.device(self._world.local_ranks[0]))
+        self._copies = CopyBatches.of(
+            place.mesh,
+            self._world,
+            self.setting.schedule,
+            gathers_inputs=traced.variants is not None,
+            compares=check_data,
+        )
         self._step = self._accumulated = 0
         self._accumulate = training_options.accumulate
         self._assembly = assemble(self.chain, self.setting, self._world, self._training)
@@ -242,7 +251,8 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
             SettingError: the loader yields items other than pairs.
         """
         first = self._step
-        self._world.calls.check_loader(loader)
+        if self._copies is None:
+            self._world.calls.check_loader(loader)
         for item in loader:
             x, y = parse_pair(item)
             if self._stream is None:
@@ -281,6 +291,8 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
     def forward(self, x: Any) -> Any:
         """Return the model's output for `x`, with layers in evaluation mode, on every rank."""
         self._drain()
+        if self._copies is not None:
+            x, _ = self._copies.joined(x, None)
         batch = make_batch(
             x,
             None,
@@ -292,7 +304,8 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         self._world.calls.begin(batch, x, None, "forward")
         self._preparation.prepare(batch)
         self._player.play(batch, Mode.EVALUATE)
-        return outputs(self._world, self._player.one_batch, batch)
+        value = outputs(self._world, self._player.one_batch, batch)
+        return value if self._copies is None else self._copies.own_outputs(value)
 
     def zero_grad(self) -> None:
         """Drop the gradients of the local stages."""
@@ -314,6 +327,8 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
                 "a batch needs targets for its loss, not None: for a loss without targets, pass "
                 "the inputs again"
             )
+        if self._copies is not None:
+            x, y = self._copies.joined(x, y)
         batch = make_batch(
             x,
             y,

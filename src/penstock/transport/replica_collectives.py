@@ -94,7 +94,8 @@ def make_replica_collectives(
     timeout = timedelta(seconds=wire.deadline_s)
     collectives = {}
     for stage, ranks in sorted(stages.items()):
-        groups = [dist.new_group(list(ranks), timeout, "gloo") for _ in range(2)]
+        processes = [wire.ranks[rank] for rank in ranks]
+        groups = [dist.new_group(processes, timeout, "gloo") for _ in range(2)]
         if wire.rank in ranks:
             wire.replica_groups.extend(groups)
             collectives[stage] = ReplicaCollectives(wire, groups[0], groups[1], len(ranks))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import penstock as ps
-from penstock.ranks.pipeline_mesh import PipelineMesh
+from penstock.ranks.mesh.pipeline_mesh import PipelineMesh
 from penstock.ranks.process_world import join
 
 
@@ -60,7 +60,7 @@ def _run_two_pipelines(folder: str) -> dict[str, object]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "replica"))
     number = mesh.get_local_rank("replica")
     results: dict[str, object] = {"copies": _train_copies(mesh, number)}
-    with pytest.raises(ps.SettingError, match="dimension 'pp' alone"):
+    with pytest.raises(ps.SettingError, match="has the dimension 'pp', then 'dp'"):
         PipelineMesh.of(mesh)
     try:
         ps.Pipeline(

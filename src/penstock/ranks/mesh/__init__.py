@@ -1,0 +1,1 @@
+"""A pipeline in a `DeviceMesh` of torch: its processes, copies of it, and the batches of copies."""

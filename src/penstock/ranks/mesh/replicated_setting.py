@@ -1,0 +1,70 @@
+"""The configuration of a run with copies of a whole pipeline, from that of one pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.errors import SettingError
+from penstock.ranks.mesh.pipeline_mesh import PipelineMesh
+from penstock.ranks.settings.run_config import RunConfig
+from penstock.schedule.replicas import pipelines
+
+
+def replicated(setting: RunConfig, mesh: PipelineMesh | None) -> RunConfig:
+    """Return the configuration of all copies of a pipeline.
+
+    Copy n of k runs the micro-batches n, n + k, n + 2k, ... of the joined batch.
+
+    Args:
+        setting: that of one pipeline.
+        mesh: where the copies are; with None there is one pipeline.
+
+    Raises:
+        SettingError: the schedule cannot be replicated.
+    """
+    if mesh is None or mesh.copies == 1:
+        return setting
+    schedule, copies = setting.schedule, mesh.copies
+    _check(setting, copies)
+    all_copies = pipelines(schedule, copies, schedule.micro_batches * copies)
+    busy_s = {}
+    for rank, program in enumerate(all_copies.programs):
+        planned_s = setting.planned_busy_s.get(schedule.programs[rank % schedule.ranks])
+        if planned_s is not None:
+            busy_s[program] = planned_s
+    # The mesh says where ranks are, not the plan.
+    return replace(
+        setting,
+        schedule=all_copies,
+        devices=(),
+        cluster_ranks=0,
+        cluster_devices=(),
+        planned_busy_s=busy_s,
+        predicted_bytes=setting.predicted_bytes * copies,
+    )
+
+
+def _check(setting: RunConfig, copies: int) -> None:
+    """Reject schedules whose copies cannot have batches of their own.
+
+    Raises:
+        SettingError: it is such a schedule.
+    """
+    schedule = setting.schedule
+    advice = "use a synchronous schedule such as '1f1b', or mesh=mesh['pp']"
+    if schedule.stream is not None:
+        raise SettingError(
+            f"{schedule.name} is asynchronous, and the dimension 'dp' of the mesh has {copies} "
+            f"copies of the pipeline, which would update at different times: {advice}"
+        )
+    if schedule.slicing is not None:
+        raise SettingError(
+            f"{schedule.name} slices micro-batches, which the {copies} copies in the dimension "
+            f"'dp' of the mesh do not support: {advice}"
+        )
+    if any(len(ranks) > 1 for ranks in schedule.ranks_of_stage):
+        raise SettingError(
+            f"the schedule has copies of stages, and the dimension 'dp' of the mesh has {copies} "
+            f"copies of the pipeline: plan for the {schedule.ranks // copies or 1} ranks of one "
+            "pipeline (max_replicas=1); or leave out mesh=, and the plan's copies are used"
+        )
