@@ -34,6 +34,7 @@ from penstock.optim.stage_weights import StageWeights
 from penstock.stage import stage_state as state
 from penstock.stage.stage import Stage
 from penstock.stage.stage_state import Placed
+from penstock.values.sharded import is_sharded
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,10 @@ class CheckpointWriter:
             version = versions.pop((stage.index, 0), None)
             model = state.owned_tensors(self.placed, stage)
             contents[self.name(stage.index, 0)] = self.content(stage, model, version)
+        for stage in self.placed.local:
+            # The other processes that share a stage take part in gathering it.
+            if not self.placed.is_home(stage) and any(map(is_sharded, stage.tensors())):
+                self.content(stage, state.owned_tensors(self.placed, stage))
         for (index, copy), version in versions.items():
             if copy:
                 tensors, facts = _optimizer_state(version.stage, version)

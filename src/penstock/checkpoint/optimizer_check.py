@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import SettingError
+from penstock.values.sharded import is_sharded
 
 #: Attributes of every torch optimizer.
 _COMMON = ("param_groups", "defaults", "state")
@@ -40,7 +41,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 "no parameter of its groups. Store state by parameter, or save the weights alone, "
                 "by pipe.state_dict()"
             )
-        _check_tensors(name, state)
+        _check_tensors(name, state, shared=is_sharded(key))
     _check_overridden_state_dict(optimizer)
 
 
@@ -74,14 +75,24 @@ def _check_attributes(optimizer: Optimizer, parameters: set[int]) -> None:
             )
 
 
-def _check_tensors(name: str, state: Any) -> None:
-    """Reject sparse tensors and tensor subclasses (quantised, sharded), which files cannot hold.
+def _check_tensors(name: str, state: Any, *, shared: bool) -> None:
+    """Reject sparse tensors and tensor subclasses (quantised), which files cannot hold.
 
     Args:
         name: class of the optimizer.
         state: state of one parameter.
+        shared: whether processes share the parameter; its state is then shared alike.
     """
     for key, value in state.items() if hasattr(state, "items") else ():
+        if shared and isinstance(value, Tensor) and (is_sharded(value) or value.dim()):
+            if is_sharded(value):
+                continue
+            raise SettingError(
+                f"a checkpoint cannot hold the state of {name}: {key!r} of a parameter that "
+                "processes share is of this process alone. Use an optimizer whose state has the "
+                "form of the parameter, such as torch.optim.AdamW, or save the weights alone, by "
+                "pipe.state_dict()"
+            )
         if isinstance(value, Tensor) and (
             type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided
         ):

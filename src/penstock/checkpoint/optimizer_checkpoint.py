@@ -18,6 +18,7 @@ from penstock.modules.state_names import parameters_of
 from penstock.optim.class_names import class_name
 from penstock.optim.stage_weights import StageWeights
 from penstock.stage.stage import Stage
+from penstock.values.sharded import copy_whole, whole
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def optimizer_state(stage: Stage, prefix: str) -> tuple[dict[str, Tensor], dict[
             plain_state: dict[str, Any] = {}
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    saved = value.detach().to("cpu", copy=True).contiguous()
+                    saved = whole(value).detach().to("cpu", copy=True).contiguous()
                     tensors[f"{prefix}optimizer/{name}/{key}"] = saved
                 elif _is_plain(value):
                     plain_state[key] = value
@@ -141,7 +142,8 @@ def _copy_like(value: Tensor, parameter: Tensor, device: torch.device) -> Tensor
     if value.shape != parameter.shape:
         return value.to(device, copy=True)
     copy = torch.empty_like(parameter, dtype=value.dtype, device=device, requires_grad=False)
-    return copy.copy_(value)
+    copy_whole(copy, value)
+    return copy
 
 
 def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,13 @@ Norms and scaling are those of torch.nn.utils.clip_grad_norm_ on one device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from penstock.values.sharded import is_sharded, local_part, whole
 
 
 def norms_of(
@@ -33,7 +37,7 @@ def gradient_norms(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -
     is_dense = all(type(grad) is Tensor and grad.layout is torch.strided for grad in grads)
     if is_dense and len({grad.dtype for grad in grads}) == 1:
         return list(torch._foreach_norm(grads, norm_type))
-    return [torch.linalg.vector_norm(_values(grad), norm_type) for grad in grads]
+    return [whole(torch.linalg.vector_norm(_values(grad), norm_type)) for grad in grads]
 
 
 def _values(grad: Tensor) -> Tensor:
@@ -62,7 +66,7 @@ def clip(parameters: Sequence[nn.Parameter], maximum: float, total: Tensor) -> N
         maximum: maximum norm.
         total: result of `total_norm`.
     """
-    torch.nn.utils.clip_grads_with_norm_(parameters, maximum, total)
+    torch.nn.utils.clip_grads_with_norm_(_local(parameters), maximum, total)
 
 
 def clip_values(parameters: Sequence[nn.Parameter], maximum: float) -> None:
@@ -85,4 +89,23 @@ def clip_values(parameters: Sequence[nn.Parameter], maximum: float) -> None:
         else:
             dense.append(parameter)
     if dense:  # torch's function fails for an empty list
-        torch.nn.utils.clip_grad_value_(dense, maximum)
+        torch.nn.utils.clip_grad_value_(_local(dense), maximum)
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """A gradient in the form in which torch's functions read it from a parameter.
+
+    Attributes:
+        grad: the gradient.
+    """
+
+    grad: Tensor
+
+
+def _local(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    """Return parameters with the parts of their gradients that this process has."""
+    return [
+        _Gradient(local_part(parameter.grad)) if is_sharded(parameter.grad) else parameter
+        for parameter in parameters
+    ]

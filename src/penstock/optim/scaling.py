@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import SettingError
+from penstock.values.sharded import local_part
 
 _DEFAULTS: Mapping[str, float] = {
     "init_scale": 65536.0,
@@ -122,7 +123,7 @@ class LossScaler:
             if grad.is_sparse:
                 grad = parameter.grad = grad.coalesce()
                 grad = grad._values()
-            by_dtype.setdefault(grad.dtype, []).append(grad)
+            by_dtype.setdefault(grad.dtype, []).append(local_part(grad))
         for grads in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, inverse)
         return overflow

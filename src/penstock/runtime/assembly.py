@@ -32,6 +32,7 @@ from penstock.tracing.meta_layers import without_others
 from penstock.tracing.traced_chain import TracedChain
 from penstock.transport.compressed import CompressedTransport
 from penstock.transport.transport import Transport
+from penstock.values.sharded import is_sharded
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ class Assembly:
 
         def share(rank: int) -> None:
             interpreter = self.interpreters[rank]
-            for replicas in {**interpreter.replicas, **self.wave_replicas[rank]}.values():
-                replicas.share_weights()
+            for index, replicas in {**interpreter.replicas, **self.wave_replicas[rank]}.items():
+                if index not in interpreter.parallel:  # shared before they were divided
+                    replicas.share_weights()
             if rank in self.tied:
                 self.tied[rank].begin()
             interpreter.finish()
@@ -201,6 +203,7 @@ def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Tr
             meter,
             FiniteCheck(rank, training.options.on_nonfinite, gradients=checks_gradients),
             setting.predicted_bytes[rank] if setting.predicted_bytes else None,
+            builder.parallel,
         )
         tied_tensors = [(entry, tensor) for entry, tensor in shared_here if len(entry.ranks) > 1]
         if tied_tensors:
@@ -247,7 +250,7 @@ def _make_replicas(
                 rank,
                 world.transport(rank),
                 guard,
-                shared_tensors_here,
+                [*shared_tensors_here, *filter(is_sharded, stage.tensors())],
                 world.open_segment(ranks),
                 _bucket_sum(index, world, guard, gradient_hook),
             )

@@ -174,6 +174,14 @@ class GlobalStep:
         if self.scaler is not None:
             for stage in interpreter.stages.values():
                 nonfinite += self.scaler.unscale(stage.update.parameters, stage.device)
+        for parallel in [*interpreter.parallel.values()][:1]:
+            parallel.sum_over_tensor_ranks(nonfinite)
+        for index in interpreter.parallel:
+            if index not in self._homes[rank]:
+                # The processes that share a stage compute its norms together.
+                norms_of(
+                    interpreter.stages[index].update.parameters, device, self.options.clip_norm_type
+                )
         # Replicas of a stage have the same gradients, and count once: on the stage's home rank.
         rows = [
             norms_of(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from penstock.batches.batch import Batch
 from penstock.batches.in_flight import BatchesInFlight
@@ -27,6 +28,9 @@ from penstock.stage.replicas import ReplicaGroup
 from penstock.stage.stage import Stage
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Arrival, Transport, TransportLost, TransportTimeout
+
+if TYPE_CHECKING:
+    from penstock.stage.parallel.parallel_stage import ParallelStage
 
 #: Size of the cache of programs. Small batches and evaluation have other programs than training.
 _MAX_PROGRAMS = 64
@@ -65,6 +69,7 @@ class Interpreter:
         activation_meter: counts the bytes of saved activations of the stages.
         finite: checks losses and gradients; None where nothing is trained.
         predicted_bytes: the rank's peak memory that the plan predicted; None without a plan.
+        parallel: by stage, its layers that processes share, if they do.
         marks: by op, the clock marks of its start and end.
     """
 
@@ -78,6 +83,7 @@ class Interpreter:
     activation_meter: ActivationMeter
     finite: FiniteCheck | None = None
     predicted_bytes: int | None = None
+    parallel: Mapping[int, ParallelStage] = field(default_factory=dict)
     marks: dict[Op, tuple[Mark, Mark]] = field(default_factory=dict)
     _arrivals: dict[Message, Arrival] = field(default_factory=dict)
     _values: dict[Message, Payload] = field(default_factory=dict)
@@ -110,6 +116,8 @@ class Interpreter:
             DeadlineExceeded: a message did not arrive in time.
         """
         self.begin()
+        for parallel in self.parallel.values():
+            parallel.begin()
         cached = self._programs.get(id(program))
         # The id may have been reused by another program: compare the object, too.
         if cached is None or cached[0] is not program:
@@ -118,6 +126,8 @@ class Interpreter:
             cached = self._programs[id(program)] = program, steps_of(program, self.stage_count)
         self._run(cached[1], RunContext(BatchesInFlight.alone(batch), update))
         self.finish()
+        for parallel in self.parallel.values():
+            parallel.end()
 
     def begin(self) -> None:
         """Reset times and memory counters, before a batch or a stream."""
@@ -360,6 +370,8 @@ class Interpreter:
 
     def _update(self, op: Op, context: RunContext) -> None:
         """Run a U: sum the gradients of replicas, and update the weights."""
+        if op.stage in self.parallel:
+            self.parallel[op.stage].reduce()
         if self.finite is not None:
             self._check_gradients(self.finite, op, context)
         if op.stage in self.replicas:

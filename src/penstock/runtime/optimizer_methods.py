@@ -11,10 +11,12 @@ from typing import Any
 
 from penstock.errors import SettingError
 from penstock.optim.param_groups import ParameterGroup, parameter_groups_of, set_learning_rates
+from penstock.ranks.settings.run_config import RunConfig
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.global_step import GlobalStep
 from penstock.runtime.state import torch_optimizer_state as plain_state
 from penstock.runtime.streaming import Streaming
+from penstock.stage.training_options import check_accumulate
 
 
 class Optimizing:
@@ -23,6 +25,29 @@ class Optimizing:
     _assembly: Assembly
     _global_step: GlobalStep
     _stream: Streaming | None
+    _accumulate: int
+    _accumulated: int
+    setting: RunConfig
+
+    @property
+    def accumulate(self) -> int:
+        """Number of batches per step; may be set between steps."""
+        return self._accumulate
+
+    @accumulate.setter
+    def accumulate(self, count: int) -> None:
+        """Set the number of batches per step.
+
+        Raises:
+            SettingError: there are accumulated gradients, or the schedule is asynchronous.
+        """
+        check_accumulate(count, self.setting.schedule)
+        if self._accumulated:
+            raise SettingError(
+                f"accumulate cannot change while the gradients of {self._accumulated} batches wait "
+                "for their step: update() or zero_grad() first"
+            )
+        self._accumulate = count
 
     @property
     def grad_norm(self) -> float | None:

@@ -45,11 +45,12 @@ from penstock.runtime.streaming import Streaming
 from penstock.runtime.trainability import Trainability
 from penstock.schedule.op import Schedule
 from penstock.stage import stage_state as state
+from penstock.stage.parallel.parallelism import Parallelism
 from penstock.stage.replica_check import check_replicas
 from penstock.stage.stage import Loss, Stage
 from penstock.stage.stage_builder import Training
 from penstock.stage.training_arguments import TrainingArguments
-from penstock.stage.training_options import TrainingOptions, check_accumulate, parse_options
+from penstock.stage.training_options import TrainingOptions, parse_options
 from penstock.tracing.slices import check_slices
 from penstock.tracing.traced_chain import TracedChain, as_chain
 from penstock.weights.catalogue import WeightRule
@@ -89,7 +90,8 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         check_data: compare the batches of ranks in processes (docs/training.md). All ranks must
             have the same value.
         example: inputs on which a model that is no list of layers is traced, as for `chain`.
-        mesh: `mesh["pp"]` of a torch `DeviceMesh`, for several pipelines in one job (docs/mesh.md).
+        mesh: a torch `DeviceMesh` with the dimension "pp", then "dp" for copies of the pipeline,
+            which read their own data, and "tp" for shared layers (docs/mesh.md).
         options: further options of training, the fields of `TrainingOptions`:
             {options}
 
@@ -143,8 +145,9 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         self.chain.description.stage_bounds(self.setting.lengths)
         check_slices(self.chain, self.setting.schedule)
         check_replicas(self.chain, self.setting)
+        parallelism = Parallelism.of(place.mesh, training_options, self.setting)
         scaling = LossScaler.of(training_options.scaler)
-        self._training = training = Training(loss, optimizer, seed, training_options)
+        self._training = training = Training(loss, optimizer, seed, training_options, parallelism)
         self._meeting, group = next_settings_exchange(self.setting, place)
         self.setting = place_on_hosts(self._meeting, self.setting)
         compare_settings(self._meeting, self.chain, self.setting, training, check_data=check_data)
@@ -359,26 +362,6 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
     def step(self) -> int:
         """Number of batches trained so far, including those before a checkpoint."""
         return self._step
-
-    @property
-    def accumulate(self) -> int:
-        """Number of batches per step; may be set between steps."""
-        return self._accumulate
-
-    @accumulate.setter
-    def accumulate(self, count: int) -> None:
-        """Set the number of batches per step.
-
-        Raises:
-            SettingError: there are accumulated gradients, or the schedule is asynchronous.
-        """
-        check_accumulate(count, self.setting.schedule)
-        if self._accumulated:
-            raise SettingError(
-                f"accumulate cannot change while the gradients of {self._accumulated} batches wait "
-                "for their step: update() or zero_grad() first"
-            )
-        self._accumulate = count
 
     def scheduler(self, make: SchedulerFactory) -> Schedulers:
         """Make a learning-rate scheduler over the optimizers of all stages.

@@ -25,6 +25,7 @@ from penstock.optim.clipping import gradient_norms, norms_of
 from penstock.option import OnNonfinite
 from penstock.schedule.op import Op
 from penstock.stage.stage import Stage
+from penstock.values.sharded import local_part
 
 _LOGGER = logging.getLogger("penstock")
 
@@ -131,7 +132,7 @@ class FiniteCheck:
         grad = None if probe is None else probe.grad
         if grad is None or grad.is_sparse:
             return
-        total = grad.sum()
+        total = local_part(grad).sum()
         if not total.is_cpu:
             self._sums.setdefault(stage.index, []).append((number, total))
         elif not cmath.isfinite(total.item()):
@@ -258,7 +259,7 @@ def _nonfinite_names(stage: Stage) -> list[str]:
                 continue
             grad = parameter.grad
             values = grad.coalesce().values() if grad.is_sparse else grad
-            if not bool(torch.isfinite(values).all()):
+            if not bool(torch.isfinite(local_part(values)).all()):
                 names.append(f"{layer.name}.{name}")
     return names
 

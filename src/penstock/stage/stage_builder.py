@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from penstock.errors import SettingError
 from penstock.modules.module_state import computed_tensors
 from penstock.modules.state_names import parameters_of
 from penstock.optim.factory import OptimizerFactory
@@ -19,6 +21,7 @@ from penstock.ranks.world import World
 from penstock.schedule.op import Kind
 from penstock.stage.activation_meter import ActivationMeter
 from penstock.stage.foreign_parameters import ModelParameters, Reach
+from penstock.stage.parallel.parallelism import Parallelism
 from penstock.stage.replica_check import stage_class
 from penstock.stage.stage import Loss, Stage, StageLayer
 from penstock.stage.stage_layers import StageLayers
@@ -26,6 +29,10 @@ from penstock.stage.training_options import TrainingOptions
 from penstock.tracing.materialise import materialise
 from penstock.tracing.traced_chain import TracedChain
 from penstock.values.classes import remember_code
+from penstock.values.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from penstock.stage.parallel.parallel_stage import ParallelStage
 
 
 @dataclass(frozen=True)
@@ -37,12 +44,14 @@ class Training:
         optimizer: makes the optimizer of a stage from its parameters; None without updates.
         seed: seed of initial weights and of random numbers in layers.
         options: further options.
+        parallelism: how processes share the layers of stages; None if they do not.
     """
 
     loss: Loss
     optimizer: OptimizerFactory | None
     seed: int
     options: TrainingOptions = field(default_factory=TrainingOptions)
+    parallelism: Parallelism | None = None
 
 
 @dataclass
@@ -56,6 +65,7 @@ class StageBuilder:
         training: how the model is trained.
         shared: tensors that several stages use.
         make: makes the optimizer of a stage, with the parameter groups of the options.
+        parallel: by stage that has been built, its shared layers, if processes share them.
     """
 
     traced: TracedChain
@@ -63,6 +73,7 @@ class StageBuilder:
     world: World
     training: Training
     shared: tuple[Shared, ...]
+    parallel: dict[int, ParallelStage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         schedule = self.setting.schedule
@@ -95,10 +106,21 @@ class StageBuilder:
         indices = self.setting.schedule.stages_of_rank[rank]
         layers = [layer for index in indices for layer in range(*self._bounds[index])]
         modules = dict(zip(layers, self._modules(rank, indices, layers), strict=True))
+        parallelism = self.training.parallelism
+        if parallelism is not None:
+            for index in indices:
+                stage_modules = [modules[layer] for layer in range(*self._bounds[index])]
+                self.parallel[index] = parallelism.apply(index, stage_modules)
         tensors = tensors_of(
             self.traced, ((self.traced.layers[i].name, modules[i]) for i in layers)
         )
         shared_here = [(entry, tensors[entry.name]) for entry in self.shared if rank in entry.ranks]
+        for entry, tensor in shared_here:
+            if is_sharded(tensor):
+                raise SettingError(
+                    f"parallelize= divides {entry.name}, which several stages use: leave its layer "
+                    "as it is, or move the cut so that one stage uses it"
+                )
         stages: dict[int, Stage] = {}
         for index in indices:
             bounds = range(*self._bounds[index])

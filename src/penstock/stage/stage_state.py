@@ -15,6 +15,7 @@ from penstock.ranks.world import World
 from penstock.stage.stage import Stage
 from penstock.tracing.traced_chain import TracedChain
 from penstock.transport.payload import TensorForm
+from penstock.values.sharded import copy_whole, is_sharded, whole
 
 
 class IncompatibleKeys(NamedTuple):
@@ -44,6 +45,10 @@ class Placed:
     local: Sequence[Stage]
     at_home: Sequence[Stage]
     shared: Mapping[str, int] = field(default_factory=dict)
+
+    def is_home(self, stage: Stage) -> bool:
+        """Whether a local stage is no replica of another rank's stage."""
+        return any(stage is home for home in self.at_home)
 
     def layers_of_rank(self) -> dict[int, list[int]]:
         """Return the ascending indices of the layers of each rank."""
@@ -167,13 +172,13 @@ def _copy(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool) -> Non
     # Only when all pairs have been checked: a state that does not fit changes nothing.
     with torch.no_grad():
         for target, source in pairs:
-            target.copy_(source)
+            copy_whole(target, source)
 
 
 def owned_tensors(placed: Placed, stage: Stage, rank: int | None = None) -> dict[str, Tensor]:
-    """Return those tensors of a stage that count in the model's state.
+    """Return those tensors of a stage that count in the model's state, as wholes.
 
-    Each tensor is under one name, and one that several stages use is in that of its home alone.
+    Processes that share the stage call it in the same order. Each tensor is under one name, and one that several stages use is in that of its home alone.
 
     Args:
         placed: the placement of the stages.
@@ -183,7 +188,7 @@ def owned_tensors(placed: Placed, stage: Stage, rank: int | None = None) -> dict
     if rank is None:
         rank = placed.home[stage.index]
     return {
-        name: tensor
+        name: whole(tensor)
         for name, tensor in stage_tensors(stage).items()
         if _is_owned(placed, name, rank)
     }
@@ -202,13 +207,16 @@ def collect(world: World, placed: Placed) -> dict[str, Tensor]:
     """
     forms = _owned_forms(placed)
     local: dict[int, dict[str, Tensor]] = {rank: {} for rank in world.local_ranks}
-    for stage in placed.at_home:
-        local[placed.home[stage.index]] |= owned_tensors(placed, stage)
-    tensors = _gather(world, local, forms)
-    if not tensors:
+    for stage in placed.local:
+        if placed.is_home(stage) or any(map(is_sharded, stage.tensors())):
+            tensors = owned_tensors(placed, stage)
+            if placed.is_home(stage):
+                local[placed.home[stage.index]] |= tensors
+    gathered = _gather(world, local, forms)
+    if not gathered:
         return {}
     aliases = placed.traced.aliases
-    return {name: tensors[aliases.get(name, name)] for name in _names(placed.traced)}
+    return {name: gathered[aliases.get(name, name)] for name in _names(placed.traced)}
 
 
 def collect_grads(world: World, placed: Placed) -> dict[str, Tensor]:

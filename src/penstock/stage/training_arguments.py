@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, Literal, TypedDict
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.optim.groups import GroupsOf
 
@@ -34,3 +36,4 @@ class TrainingArguments(TypedDict, total=False):
     gradient_hook: str
     loss_weight: Callable[[Any], Any] | None
     loss_on: str
+    parallelize: Callable[[list[nn.Module], DeviceMesh], Any] | None

@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any, get_args
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import SettingError
 from penstock.losses.joint import check_joint
@@ -96,6 +98,12 @@ class TrainingOptions(CommonOptions):
         "micro_batch",
         '"batch" computes the loss once, on all outputs, for a loss that mixes samples (with gpipe '
         "and similar schedules).",
+    )
+    parallelize: Callable[[list[nn.Module], DeviceMesh], Any] | None = option(
+        None,
+        "A function that shares the layers of a stage between processes, by fully_shard or "
+        "parallelize_module; called with the layers and the mesh (docs/mesh.md).",
+        synchronous=True,
     )
 
     @property

@@ -1,0 +1,133 @@
+"""Apply the caller's `parallelize=` to the layers of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import SettingError
+from penstock.ranks.mesh.pipeline_mesh import COPIES, TENSOR, PipelineMesh
+from penstock.ranks.settings.run_config import RunConfig
+from penstock.schedule.op import ACTIVATION_MOVES, Kind
+from penstock.schedule.recompute import Recompute
+from penstock.stage.training_options import TrainingOptions
+
+if TYPE_CHECKING:
+    from penstock.stage.parallel.parallel_stage import ParallelStage
+
+#: Called with the layers of a stage and the mesh of the pipeline; changes the layers in place.
+Parallelize = Callable[[list[nn.Module], DeviceMesh], Any]
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How the layers of stages are shared between processes.
+
+    Attributes:
+        mesh: the place of this process.
+        function: the caller's.
+    """
+
+    mesh: PipelineMesh
+    function: Parallelize
+
+    @classmethod
+    def of(
+        cls, mesh: PipelineMesh | None, options: TrainingOptions, setting: RunConfig
+    ) -> Parallelism | None:
+        """Return how layers are shared; None if every process has its own.
+
+        Raises:
+            SettingError: the function or its dimension of the mesh is missing; or a setting is not
+                possible for such layers.
+        """
+        function = options.parallelize
+        if function is None:
+            if mesh is not None and mesh.width > 1:
+                raise SettingError(
+                    f"the dimension 'tp' of the mesh has {mesh.width} processes that share the "
+                    "layers of a rank: give the function that divides them, parallelize=, see "
+                    "docs/mesh.md; or pass mesh=mesh['pp', 'dp'] or mesh['pp']"
+                )
+            return None
+        if mesh is None or not {COPIES, TENSOR} & {*(mesh.mesh.mesh_dim_names or ())}:
+            raise SettingError(
+                "parallelize= shares the layers of a stage between the processes of a dimension "
+                "'dp' or 'tp': give mesh= with one of them, see docs/mesh.md"
+            )
+        _check(setting, options)
+        return cls(mesh, function)
+
+    def apply(self, index: int, layers: Sequence[nn.Module]) -> ParallelStage:
+        """Share the layers of a stage between processes.
+
+        They start with the weights of the first process.
+
+        Args:
+            index: the stage.
+            layers: its layers, with weights.
+
+        Raises:
+            SettingError: the function does not change the layers in place, or shares them over
+                another dimension.
+        """
+        # It imports FSDP, which takes a second that other pipelines need not spend.
+        from penstock.stage.parallel.parallel_stage import ParallelStage
+
+        for layer in layers:
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                self._share(tensor.detach())
+        modules = list(layers)
+        result = self.function(modules, self.mesh.mesh)
+        kept = result is None or result is modules
+        if not kept or any(map(lambda a, b: a is not b, modules, layers)):
+            raise SettingError(
+                "parallelize= has returned or inserted other modules: it must change the layers "
+                "in place, as fully_shard(layer, mesh=mesh['dp']) and parallelize_module(layer, "
+                "mesh['tp'], plan) do"
+            )
+        return ParallelStage(index, modules, self.mesh)
+
+    def _share(self, tensor: Tensor) -> None:
+        """Copy a tensor of the first process to all that share the stage or have a copy of it."""
+        for name in (TENSOR, COPIES):
+            if name not in (self.mesh.mesh.mesh_dim_names or ()):
+                continue
+            group = self.mesh.mesh.get_group(name)
+            content = tensor.contiguous()
+            dist.broadcast(content.view(-1).view(torch.uint8), group=group, group_src=0)
+            tensor.copy_(content)
+
+
+def _check(setting: RunConfig, options: TrainingOptions) -> None:
+    """Reject what layers that processes share do not support.
+
+    Raises:
+        SettingError: it is requested.
+    """
+    schedule = setting.schedule
+    kinds = {op.kind for op in schedule.ops}
+    refused = {
+        f"{schedule.name}, which is asynchronous": schedule.stream is not None,
+        f"{schedule.name}, which slices micro-batches": schedule.slicing is not None,
+        f"{schedule.name}, which splits backwards": Kind.W in kinds,
+        f"{schedule.name}, which moves activations": bool(kinds & {*ACTIVATION_MOVES}),
+        "recompute of single layers": setting.recompute is Recompute.SELECTIVE,
+        "compile": options.compiled is not None,
+        "offload": bool(options.offload),
+        "memory_format": options.memory_format is not None,
+        "deferred_batch_norm": options.deferred_batch_norm,
+    }
+    words = [word for word, requested in refused.items() if requested]
+    if words:
+        raise SettingError(
+            f"parallelize= is not possible with {' and '.join(words)}: leave it out, or use "
+            "schedule='1f1b', 'gpipe' or 'interleaved-1f1b', recompute='always', and mesh= "
+            "without parallelize="
+        )
