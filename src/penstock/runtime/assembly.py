@@ -24,6 +24,7 @@ from penstock.stage.activation_meter import ActivationMeter
 from penstock.stage.finite_check import FiniteCheck
 from penstock.stage.gradients.bucket_reduction import reduction_factory
 from penstock.stage.gradients.bucket_sum import BucketSum
+from penstock.stage.parallel.parallelism import Parallelism
 from penstock.stage.replicas import ReplicaGroup
 from penstock.stage.stage import Stage
 from penstock.stage.stage_builder import StageBuilder, Training, parameter_names
@@ -49,6 +50,7 @@ class Assembly:
         shared: tensors that several stages use.
         tied: by rank, its exchange of shared tensors with other ranks, if there are any.
         make: makes the optimizer of a stage; None without optimizers.
+        parallelism: how processes share the layers of stages; None if they do not.
     """
 
     traced: TracedChain
@@ -59,6 +61,7 @@ class Assembly:
     shared: tuple[Shared, ...]
     tied: Mapping[int, Tied]
     make: OptimizerFactory | None
+    parallelism: Parallelism | None = None
     _stand_ins: list[Optimizer] = field(default_factory=list)
 
     @property
@@ -212,7 +215,17 @@ def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Tr
     _check_gradient_hook(training.options.gradient_hook, world)
     if len(world.local_ranks) < world.size:
         traced = without_others(traced, _local_layers(interpreters))
-    return Assembly(traced, world, setting, interpreters, wave_replicas, shared, tied, builder.make)
+    return Assembly(
+        traced,
+        world,
+        setting,
+        interpreters,
+        wave_replicas,
+        shared,
+        tied,
+        builder.make,
+        training.parallelism,
+    )
 
 
 def _stage_links(transport: Transport, boundary: str | None) -> Transport:

@@ -90,7 +90,7 @@ def _describe_settings(
         if field.name not in ("name", "options", "programs") and not field.name.startswith("_"):
             facts[f"schedule: {field.name}"] = describe(getattr(schedule, field.name))
     for name in (field.name for field in dataclasses.fields(training)):
-        if name not in ("optimizer", "seed", "options"):
+        if name not in ("optimizer", "seed", "options", "parallelism"):
             facts[name] = describe(getattr(training, name))
     for option_field, option_facts in options_of(training.options):
         if not option_facts.private:

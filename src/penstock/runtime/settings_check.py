@@ -46,7 +46,9 @@ def next_settings_exchange(
     if place.mesh is None:
         return exchange, None
     group = RankGroup.of_pipeline(place.mesh.pipeline, exchange, place.device)
-    return group.settings_exchange(exchange.number, place.deadline_s), group
+    local_exchange = group.settings_exchange(exchange.number, place.deadline_s)
+    local_exchange.spans_job = place.mesh.width > 1
+    return local_exchange, group
 
 
 def place_on_hosts(exchange: SettingsExchange | None, setting: RunConfig) -> RunConfig:

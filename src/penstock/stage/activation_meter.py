@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.grad.saved_version import observing_saved_tensors
+from penstock.values.sharded import local_part
 
 
 class ActivationMeter:
@@ -58,7 +59,7 @@ class ActivationMeter:
             """Add the storage of a saved tensor."""
             if tensor.layout is not torch.strided:
                 return  # a sparse tensor has no storage to identify it by, and is not counted
-            storage = tensor.untyped_storage()
+            storage = local_part(tensor).untyped_storage()
             if storage.data_ptr() not in weights and storage.data_ptr() not in views:
                 saved[storage.data_ptr()] = storage
 

@@ -20,6 +20,7 @@ from penstock.stage.slice_state import SliceState
 from penstock.stage.stage_random import Place, StageDraws
 from penstock.tracing.slices import has_past
 from penstock.values.deferred_checks import DeferredChecks
+from penstock.values.sharded import local_part
 from penstock.values.structure import map_tensors
 
 
@@ -173,7 +174,7 @@ class StageLayers:
             for tensor in (*module._parameters.values(), *module._buffers.values())
         )
         return frozenset(
-            tensor.untyped_storage().data_ptr()
+            local_part(tensor).untyped_storage().data_ptr()
             for tensor in tensors
             if tensor is not None and tensor.layout is torch.strided
         )

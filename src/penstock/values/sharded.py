@@ -22,11 +22,13 @@ def local_part(tensor: Any) -> Tensor:
     """Return the part of a tensor that this process has, in the same memory; plain tensors as they
     are.
     """
-    part: Tensor = tensor
+    part: Any = tensor
     if is_sharded(tensor):
         with torch.no_grad():
             part = tensor.to_local()
-    return part
+    # The result of an operation that may not have ended holds the tensor that it will fill.
+    result: Tensor = getattr(part, "elem", part)
+    return result
 
 
 def whole(tensor: Any) -> Tensor:

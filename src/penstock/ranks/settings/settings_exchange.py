@@ -60,6 +60,8 @@ class SettingsExchange:
     ) -> None:
         self.store, self.rank, self.size, self.deadline_s = store, rank, size, deadline_s
         self.job = job
+        #: Whether all processes of the job have the same settings.
+        self.spans_job = False
         #: Its number among those of the job, by which stores are named.
         self.number = 0
         self._round = 0
@@ -85,6 +87,9 @@ class SettingsExchange:
             RanksDiffer: they differ; the message is the same on every rank.
             RunError: another rank failed to construct its pipeline, or did not answer in time.
         """
+        if self.spans_job and self.job is not None:
+            self.job.compare(description)
+            return
         # First digests of the long lists; the lists themselves only where the digests differ.
         digests = {topic: _digest(rows) for topic, rows in description.lists.items()}
         brief = {**asdict(description), "lists": {}, "digests": digests}

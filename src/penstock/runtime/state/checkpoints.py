@@ -15,7 +15,7 @@ import torch
 
 from penstock.checkpoint.folder_lock import FolderLock
 from penstock.checkpoint.interval import parse_interval
-from penstock.checkpoint.save_job import SaveJob
+from penstock.checkpoint.save_job import GatheredSave, SaveJob
 from penstock.checkpoint.series import (
     partial_folder,
     publication,
@@ -126,7 +126,7 @@ class Checkpoints:
         self._lock: FolderLock | None = None
         self.ended = False
         self.saved_step: int | None = None
-        self._job: SaveJob | None = None
+        self._job: SaveJob | GatheredSave | None = None
         self._begun_step: int | None = None
         self._due = False
         self._seen_step: int | None = None
@@ -172,6 +172,7 @@ class Checkpoints:
             FileError: another run has locked the folder; or there are checkpoints, and none of them
                 is whole, or the newest whole one does not fit the pipeline.
         """
+        _check_writers(pipe)
         errors: list[str] = []
         candidates = self._agreed_candidates(pipe._world, errors)
         for saved_step, folder in candidates:
@@ -289,6 +290,7 @@ class Checkpoints:
         Raises:
             FileError, SettingError: see `step`.
         """
+        _check_writers(pipe)
         self._complete()
         self._due, self._saved_s = False, time.monotonic()
         if self._begun_step != pipe.step or score is not None:
@@ -352,6 +354,20 @@ class Checkpoints:
         if self._job is not None and ready and self._job.advance():
             self._note_saved(self._job.step)
             self._job = None
+
+
+def _check_writers(pipe: Pipeline) -> None:
+    """Reject a series of a pipeline whose layers processes share over the dimension "tp".
+
+    Raises:
+        SettingError: it is such a pipeline.
+    """
+    parallelism = pipe._assembly.parallelism
+    if parallelism is not None and parallelism.mesh.width > 1:
+        raise SettingError(
+            "ps.Checkpoints does not agree on signals and folders between the processes of the "
+            "dimension 'tp' of a mesh: call pipe.save and pipe.load, which all of them support"
+        )
 
 
 def _combine(world: World, row: list[int], decisions: list[int]) -> list[int]:

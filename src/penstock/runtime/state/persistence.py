@@ -12,7 +12,7 @@ from penstock.checkpoint.checkpoint_fit import saved_kind
 from penstock.checkpoint.checkpoint_index import RuleFacts
 from penstock.checkpoint.checkpoint_options import CheckpointOptions, WeightAverage, parse_skip
 from penstock.checkpoint.disks import Disks, find_disks
-from penstock.checkpoint.save_job import Publication, SaveJob, make_identity
+from penstock.checkpoint.save_job import GatheredSave, Publication, SaveJob, make_identity
 from penstock.errors import SettingError
 from penstock.optim.schedulers import SchedulerFactory, Schedulers
 from penstock.runtime.assembly import Assembly
@@ -106,7 +106,7 @@ class Persistence:
         step: int,
         waiting: int,
         target: SaveTarget,
-    ) -> SaveJob:
+    ) -> SaveJob | GatheredSave:
         """Copy the state to host memory and begin to write it as a checkpoint.
 
         Args:
@@ -150,6 +150,9 @@ class Persistence:
             options,
             make_identity(world),
         )
+        parallelism = self.assembly.parallelism
+        if parallelism is not None and not parallelism.writes:
+            return GatheredSave(writer, world)
         return SaveJob(writer, world, self._disks_of(target), target.publication)
 
     def _disks_of(self, target: SaveTarget) -> Disks:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from penstock.checkpoint.save_job import SaveJob, in_place
+from penstock.checkpoint.save_job import GatheredSave, SaveJob, in_place
+from penstock.errors import FileError
 from penstock.ranks.world import World
 from penstock.runtime.state.persistence import Persistence, SaveTarget
 
@@ -44,9 +45,24 @@ class Saving:
                 optimizer cannot be written.
         """
         path = Path(folder)
-        self._begin_save(SaveTarget(path, in_place(path), allow_nonfinite)).wait()
+        job = self._begin_save(SaveTarget(path, in_place(path), allow_nonfinite))
+        parallelism = self._persistence.assembly.parallelism
+        if parallelism is None:
+            job.wait()
+            return
+        success = False
+        try:
+            job.wait()
+            success = True
+        finally:
+            written = parallelism.all_agree(success=success)
+        if not written:
+            raise FileError(
+                f"the checkpoint {path} was not written: the processes that write it, of coordinate "
+                "0 in the dimension 'tp' of the mesh, have the reason"
+            )
 
-    def _begin_save(self, target: SaveTarget) -> SaveJob:
+    def _begin_save(self, target: SaveTarget) -> SaveJob | GatheredSave:
         """Copy the state to host memory and begin to write it. All ranks call it.
 
         Raises:

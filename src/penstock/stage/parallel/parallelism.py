@@ -94,6 +94,23 @@ class Parallelism:
             )
         return ParallelStage(index, modules, self.mesh)
 
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes checkpoints for all that share its layers."""
+        return self.mesh.coordinate == 0
+
+    def all_agree(self, *, success: bool) -> bool:
+        """Return whether an action has succeeded on all processes that share this one's layers.
+
+        Args:
+            success: whether it has on this one.
+        """
+        if self.mesh.width == 1:
+            return success
+        failures = torch.tensor([not success], dtype=torch.int32, device=self.mesh.mesh.device_type)
+        dist.all_reduce(failures, group=self.mesh.mesh.get_group(TENSOR))
+        return not failures.item()
+
     def _share(self, tensor: Tensor) -> None:
         """Copy a tensor of the first process to all that share the stage or have a copy of it."""
         for name in (TENSOR, COPIES):
