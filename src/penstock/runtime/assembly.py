@@ -128,6 +128,22 @@ class Assembly:
             {shared.name: shared.home for shared in self.shared},
         )
 
+    def check_unshared(self, what: str, instead: str) -> None:
+        """Reject what is not possible where processes share the layers of a stage.
+
+        Args:
+            what: what was called.
+            instead: what to do.
+
+        Raises:
+            SettingError: they share them.
+        """
+        if self.parallelism is not None:
+            raise SettingError(
+                f"{what} is not possible where processes share the layers of a stage "
+                f"(parallelize=): {instead}"
+            )
+
     @property
     def lives(self) -> int:
         """Number of replicas of a stage that have separate optimizers."""
@@ -211,6 +227,8 @@ def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Tr
         tied_tensors = [(entry, tensor) for entry, tensor in shared_here if len(entry.ranks) > 1]
         if tied_tensors:
             tied[rank] = Tied(rank, tied_tensors, world.transport(rank), guard)
+    if training.parallelism is not None:
+        training.parallelism.watch_groups(world)
     _check_optimizers(traced, interpreters)
     _check_gradient_hook(training.options.gradient_hook, world)
     if len(world.local_ranks) < world.size:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from penstock.batches.batch import Batch
 from penstock.batches.sample_order import sample_order
-from penstock.errors import RunError
+from penstock.errors import RunError, SettingError
 from penstock.event import Timeline
+from penstock.ranks.mesh.copy_batches import CopyBatches
 from penstock.ranks.settings.run_config import RunConfig
 from penstock.ranks.settings.settings_exchange import SettingsExchange
 from penstock.ranks.world import World
@@ -35,6 +36,7 @@ class Inspection:
     _player: Player
     _stream: Streaming | None
     _training: Training
+    _copies: CopyBatches | None
 
     def _drain(self) -> None:
         """End all batches in flight; see `Pipeline`."""
@@ -154,7 +156,15 @@ class Inspection:
         Returns:
             On rank 0, a printable comparison with the largest error of each parameter's gradient,
             each buffer, the outputs and the loss; on other ranks an empty comparison.
+
+        Raises:
+            SettingError: the pipeline has copies in a mesh, or shared layers.
         """
+        if self._copies is not None:
+            raise SettingError(
+                "compare_with_one_device needs the whole batch and the whole layers on every rank, "
+                "and this pipeline has a mesh: compare a pipeline of one copy, without mesh="
+            )
         self._drain()
         batch = self._batch(x, y, training=True, call="compare_with_one_device")
         batch.keeps_outputs = True

@@ -28,6 +28,7 @@ from penstock.stage.replicas import ReplicaGroup
 from penstock.stage.stage import Stage
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Arrival, Transport, TransportLost, TransportTimeout
+from penstock.transport.wire import is_lost
 
 if TYPE_CHECKING:
     from penstock.stage.parallel.parallel_stage import ParallelStage
@@ -295,6 +296,10 @@ class Interpreter:
     ) -> BaseException:
         """Convert an exception in a step into the RunError that is reported to other ranks."""
         computing, self._computing = self._computing, False
+        if self.parallel and isinstance(error, RuntimeError) and is_lost(error):
+            # Of a collective operation in shared layers, which this rank has not failed itself.
+            error, computing = TransportLost(str(error)), False
+            self._waits_for = "the processes that share its layers"
         if isinstance(error, (TransportTimeout, TransportLost)):
             waits_for = (
                 self._waits_for if isinstance(self._waits_for, str) else f"rank {self._waits_for}"

@@ -111,6 +111,7 @@ class Optimizing:
             SettingError: there is no optimizer; the stages' optimizers have different groups; or a
                 weight rule keeps several optimizers for a stage.
         """
+        self._assembly.check_unshared("optimizer_state_dict", "use pipe.save")
         self._settle()
         self._check_single_optimizers("has no form in plain PyTorch")
         return plain_state.collect(self._assembly)
@@ -126,6 +127,7 @@ class Optimizing:
             SettingError: as for `optimizer_state_dict`; or the groups have other numbers of
                 parameters, or tensors have other shapes. No rank has changed anything.
         """
+        self._assembly.check_unshared("load_optimizer_state_dict", "use pipe.load")
         if self._stream is not None:
             self._stream.empty()
         self._check_single_optimizers("cannot be taken from plain PyTorch")

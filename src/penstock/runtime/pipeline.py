@@ -20,7 +20,7 @@ from penstock.plan.plan import Plan
 from penstock.ranks.calls import END_OF_TRAIN
 from penstock.ranks.make_world import Place, world_of
 from penstock.ranks.mesh.copy_batches import CopyBatches
-from penstock.ranks.mesh.replicated_setting import replicated
+from penstock.ranks.mesh.replicated_setting import for_mesh, replicated
 from penstock.ranks.results import outputs
 from penstock.ranks.settings.run_config import Overrides, check, make_run_config
 from penstock.ranks.settings.settings_exchange import report_failures
@@ -137,7 +137,9 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         traced = as_chain(model, example)
         overrides = Overrides(balance, schedule, micro_batches, recompute, weights, weights_options)
         place = Place.of(executor, device, deadline_s, mesh)
-        self.setting = replicated(make_run_config(traced, plan, overrides), place.mesh)
+        self.setting = replicated(
+            make_run_config(traced, for_mesh(plan, place.mesh), overrides), place.mesh
+        )
         check(self.setting)
         training_options.check(self.setting.schedule, loss, steps=optimizer is not None)
         check_training(traced, loss, optimizer)
@@ -166,7 +168,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         compare_optimizers(self._meeting, self._assembly)
         self._guard = guard_for(self.chain, self._assembly)
         whole_chain, self.chain = self.chain, self._assembly.traced
-        if plan is not None and optimizer is not None:
+        if plan is not None and optimizer is not None and parallelism is None:
             check_optimizer_memory(plan, self.chain.description, self._assembly.optimizers()[0])
         self._world.calls.check_data = check_data
         self._assembly.share_weights()

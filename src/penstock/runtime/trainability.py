@@ -91,12 +91,16 @@ class Trainability:
         """Apply what was frozen or thawed since the last batch.
 
         Raises:
-            SettingError: a parameter was thawed, and the schedule is asynchronous.
+            SettingError: a parameter was thawed, and the schedule is asynchronous; or processes
+                share the layers of a stage.
         """
         flags = [parameter.requires_grad for parameter in self._watched]
         elsewhere = self._read_elsewhere()
         if flags == self._flags and elsewhere == self._flags_elsewhere:
             return
+        self.assembly.check_unshared(
+            "to freeze or thaw parameters", "set requires_grad before the Pipeline is constructed"
+        )
         rows = zip(self._elsewhere, elsewhere, self._flags_elsewhere, strict=True)
         changed = [
             (name, trains)

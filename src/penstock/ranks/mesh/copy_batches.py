@@ -110,7 +110,7 @@ class CopyBatches:
         assert isinstance(world, DistributedWorld)
         return cls(mesh, world, schedule, gathers_inputs, compares)
 
-    def _watched(self, group: Any) -> dist.ProcessGroup:
+    def _watched(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """Return a group, which is closed when the run is stopped."""
         assert group is not None
         self.world.watch_group(group)
@@ -128,6 +128,7 @@ class CopyBatches:
             RanksDiffer: the batches of the copies cannot be joined, or processes of one copy have
                 different ones.
         """
+        self._shares = None
         if isinstance(x, BatchPart):  # of `Pipeline.reader`, which reads from the joined batch
             return x, y
         samples = sample_count(x, "the inputs of a batch")
@@ -170,7 +171,7 @@ class CopyBatches:
         self.world.wait_for(work, "the batches of all copies of the pipeline")
         by_rank = [tuple(entry.tolist()) for entry in rows]
         self._check_same(by_rank, form)
-        first_ranks = [members[:: self.mesh.stages] for members in self.mesh.pipelines][0]
+        first_ranks = self.mesh.pipeline[:: self.mesh.stages]
         counts = [by_rank[rank][0] for rank in first_ranks]
         per_copy = self.schedule.micro_batches // self.mesh.copies
         micro_batches = min(per_copy, *counts)
@@ -236,8 +237,10 @@ class CopyBatches:
                     column.append(leaf)
                     continue
                 own = rank == self.world.local_ranks[0]
-                tensor = leaf.cpu().contiguous() if own else leaf.new_empty(
-                    (count, *leaf.shape[1:]), device="cpu"
+                tensor = (
+                    leaf.cpu().contiguous()
+                    if own
+                    else leaf.new_empty((count, *leaf.shape[1:]), device="cpu")
                 )
                 column.append(tensor)
                 content = tensor.reshape(-1).view(torch.uint8)  # gloo has few dtypes
@@ -257,5 +260,5 @@ def _form(value: Any) -> str:
     words = [structure.describe()]
     for leaf in leaves:
         is_tensor = isinstance(leaf, Tensor)
-        words.append(f"{tuple(leaf.shape[1:])} {leaf.dtype}" if is_tensor else describe(leaf))
+        words.append(f"{tuple(leaf.shape[1:])} {leaf.dtype}" if is_tensor else str(describe(leaf)))
     return " ".join(words)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.errors import SettingError
+from penstock.errors import PlanError, SettingError
+from penstock.plan.plan import Plan
 from penstock.ranks.mesh.pipeline_mesh import PipelineMesh
 from penstock.ranks.settings.run_config import RunConfig
 from penstock.schedule.replicas import pipelines
@@ -22,8 +23,10 @@ def replicated(setting: RunConfig, mesh: PipelineMesh | None) -> RunConfig:
     Raises:
         SettingError: the schedule cannot be replicated.
     """
-    if mesh is None or mesh.copies == 1:
+    if mesh is None or mesh.copies * mesh.width == 1:
         return setting
+    if mesh.copies == 1:
+        return replace(setting, devices=(), cluster_ranks=0, cluster_devices=())
     schedule, copies = setting.schedule, mesh.copies
     _check(setting, copies)
     all_copies = pipelines(schedule, copies, schedule.micro_batches * copies)
@@ -42,6 +45,27 @@ def replicated(setting: RunConfig, mesh: PipelineMesh | None) -> RunConfig:
         planned_busy_s=busy_s,
         predicted_bytes=setting.predicted_bytes * copies,
     )
+
+
+def for_mesh(plan: Plan | None, mesh: PipelineMesh | None) -> Plan | None:
+    """Return the plan of the ranks alone, if processes of a mesh share the layers of a rank.
+
+    Args:
+        plan: the caller's; its ranks may be groups of devices.
+        mesh: the place of this process.
+
+    Raises:
+        PlanError: the groups are of another size than those of the mesh.
+    """
+    if plan is None or plan.tensor_parallel == 1 or mesh is None:
+        return plan
+    if plan.tensor_parallel != mesh.width:
+        raise PlanError(
+            f"each rank of the plan is {plan.tensor_parallel} devices, and the dimension 'tp' of "
+            f"the mesh has {mesh.width}: make a mesh with {plan.tensor_parallel} there, or plan "
+            f"with tensor_parallel={mesh.width}"
+        )
+    return replace(plan, tensor_parallel=1, sequence_parallel=False)
 
 
 def _check(setting: RunConfig, copies: int) -> None:

@@ -197,6 +197,7 @@ class ModelState:
             SettingError: `decay` is not between 0 and 1, or the loaded checkpoint has averages,
                 which an average restores only if it exists before `load`.
         """
+        self._assembly.check_unshared("ema", "average the weights of saved checkpoints")
         self._world.calls.enter("ema")
         self._persistence.check_averages()
         average = create_average(self, self._assembly, decay, avg_fn, use_buffers=use_buffers)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from penstock.errors import SettingError
 from penstock.ranks.buckets import flat, unflat
@@ -38,9 +39,12 @@ class ParallelStage:
         self.index = index
         self._layers, self._mesh = layers, mesh
         self._wrapped = [
-            module for layer in layers for module in layer.modules() if isinstance(module, FSDPModule)
+            module
+            for layer in layers
+            for module in layer.modules()
+            if isinstance(module, FSDPModule)
         ]
-        self._previous: dict[nn.Parameter, Tensor | None] = {}
+        self._previous: dict[nn.Parameter, Tensor] = {}
         for module in self._wrapped:
             module.set_gradient_divide_factor(1.0)
             # gloo has no product with a factor in its sum.
@@ -91,7 +95,7 @@ class ParallelStage:
         self._sum_over_copies([p for p in self._reduced_here() if p.requires_grad])
         for parameter, previous in self._previous.items():
             grad = parameter.grad
-            parameter.grad = previous if grad is None else grad + previous
+            parameter.grad = previous if grad is None else previous + grad
         self._previous.clear()
 
     def end(self) -> None:
@@ -166,10 +170,10 @@ class ParallelStage:
         names = self._mesh.mesh.mesh_dim_names or ()
         for layer in self._layers:
             for name, parameter in layer.named_parameters():
-                if not is_sharded(parameter):
+                if not isinstance(parameter, DTensor):
                     continue
                 dimensions = parameter.device_mesh.mesh_dim_names or ()
-                allowed = [(TENSOR,)]
+                allowed: list[tuple[str, ...]] = [(TENSOR,)]
                 if id(parameter) in self._fsdp_parameters:
                     allowed = [(COPIES,), (COPIES, TENSOR)]
                 if dimensions not in allowed or not {*dimensions} <= {*names}:

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import SettingError
 from penstock.ranks.mesh.pipeline_mesh import COPIES, TENSOR, PipelineMesh
+from penstock.ranks.process_world import DistributedWorld
 from penstock.ranks.settings.run_config import RunConfig
+from penstock.ranks.world import World
 from penstock.schedule.op import ACTIVATION_MOVES, Kind
 from penstock.schedule.recompute import Recompute
 from penstock.stage.training_options import TrainingOptions
@@ -93,6 +95,14 @@ class Parallelism:
                 "mesh['tp'], plan) do"
             )
         return ParallelStage(index, modules, self.mesh)
+
+    def watch_groups(self, world: World) -> None:
+        """Close the groups of the shared layers, too, when the run is stopped."""
+        assert isinstance(world, DistributedWorld)
+        for name in self.mesh.mesh.mesh_dim_names or ():
+            group = self.mesh.mesh.get_group(name)
+            if name in (COPIES, TENSOR) and dist.get_backend(group) == "gloo":
+                world.watch_group(group)
 
     @property
     def writes(self) -> bool:
