@@ -128,6 +128,12 @@ class CommonOptions:
         "ranks; warn logs a line.",
         synchronous="skip",
     )
+    zero: int | None = option(
+        None,
+        "Level of ZeRO among copies of a stage: 1 keeps the optimizer state of each parameter on one "
+        "copy, which updates it for all. By default that of the plan, or else 0.",
+        synchronous=True,
+    )
     compile: bool | dict[str, Any] = option(
         False, "Compile every stage with torch.compile; in Python and YAML also its options."
     )

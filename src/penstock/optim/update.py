@@ -50,6 +50,7 @@ class Update:
     clip_value: float | None = None
     steps: int = 0
     stepping: bool = False
+    _left_to_replicas: Sequence[nn.Parameter] = ()
     _grads_used: bool = False
     _optimizers: list[Optimizer] = field(default_factory=list)
 
@@ -108,6 +109,21 @@ class Update:
         self.borrowed[:] = _trained(self.borrowed_candidates, self.borrowed)
         self.__post_init__()
 
+    def leave_to_replicas(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let replicas of the stage update some parameters, and keep their state (ZeRO).
+
+        Args:
+            parameters: those that this replica does not update.
+        """
+        self._left_to_replicas = parameters
+        self.drop_state_of_replicas()
+
+    def drop_state_of_replicas(self) -> None:
+        """Drop the optimizer state of parameters that other replicas update."""
+        if self.optimizer is not None:
+            for parameter in self._left_to_replicas:
+                self.optimizer.state.pop(parameter, None)
+
     @property
     def trains(self) -> bool:
         """Whether any parameter requires a gradient here."""
@@ -152,6 +168,9 @@ class Update:
     def step(self) -> None:
         """Create the next weight version."""
         self.stepping = True
+        # torch's optimizers skip parameters without a gradient.
+        for parameter in self._left_to_replicas:
+            parameter.grad = None
         if self.clip_value is not None:
             clip_values(self.parameters, self.clip_value)
         if self.optimizer is not None:

@@ -290,11 +290,11 @@ class Plan(NotebookText):
             PlanError: it was not; the message has all differences.
         """
         findings = []
-        if self.sharding.words:
+        if self.tensor_parallel > 1 or self.zero > 1:
             findings.append(
-                f"its stages are shared ({self.sharding.words}), which Penstock plans and simulates "
-                "but does not run: export it to torchtitan or Megatron, or plan with "
-                "tensor_parallel=1 and zero=0"
+                f"its stages are shared ({self.sharding.words}), which a plan alone does not run: "
+                "run it over a mesh with parallelize= (docs/mesh.md), export it to torchtitan or "
+                "Megatron, or plan with tensor_parallel=1 and zero=0 or 1"
             )
         if chain_fingerprint != self.fingerprint:
             findings.append(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -24,11 +25,13 @@ from penstock.stage.activation_meter import ActivationMeter
 from penstock.stage.finite_check import FiniteCheck
 from penstock.stage.gradients.bucket_reduction import reduction_factory
 from penstock.stage.gradients.bucket_sum import BucketSum
+from penstock.stage.optimizer_shards import OptimizerShards
 from penstock.stage.parallel.parallelism import Parallelism
 from penstock.stage.replicas import ReplicaGroup
 from penstock.stage.stage import Stage
 from penstock.stage.stage_builder import StageBuilder, Training, parameter_names
 from penstock.stage.stage_state import Placed
+from penstock.stage.training_options import TrainingOptions
 from penstock.tracing.meta_layers import without_others
 from penstock.tracing.traced_chain import TracedChain
 from penstock.transport.compressed import CompressedTransport
@@ -51,6 +54,7 @@ class Assembly:
         tied: by rank, its exchange of shared tensors with other ranks, if there are any.
         make: makes the optimizer of a stage; None without optimizers.
         parallelism: how processes share the layers of stages; None if they do not.
+        zero: level of ZeRO among replicas of a stage.
     """
 
     traced: TracedChain
@@ -62,6 +66,7 @@ class Assembly:
     tied: Mapping[int, Tied]
     make: OptimizerFactory | None
     parallelism: Parallelism | None = None
+    zero: int = 0
     _stand_ins: list[Optimizer] = field(default_factory=list)
 
     @property
@@ -108,6 +113,38 @@ class Assembly:
             for replicas in interpreter.replicas.values():
                 if replicas.buckets is not None:
                     replicas.buckets.reset()
+
+    @contextmanager
+    def whole_optimizer_state(self) -> Iterator[None]:
+        """Within a `with` block, the first replica of a stage has all of its optimizer state.
+
+        Replicas may divide it among them (ZeRO). All ranks enter the block at the same time.
+        """
+        shards = self._optimizer_shards()
+
+        def gather(rank: int) -> None:
+            for part in shards[rank]:
+                part.gather_state()
+            self.interpreters[rank].finish()
+
+        if self.zero:
+            self.world.run(gather)
+        try:
+            yield
+        finally:
+            self.drop_state_of_replicas()
+
+    def drop_state_of_replicas(self) -> None:
+        """Drop the optimizer state that belongs to other replicas of a stage."""
+        for stage in self.stages:
+            stage.update.drop_state_of_replicas()
+
+    def _optimizer_shards(self) -> dict[int, list[OptimizerShards]]:
+        """Return by rank of this process its shares of the optimizer state of its stages."""
+        return {
+            rank: [group.shards for group in interpreter.replicas.values() if group.shards]
+            for rank, interpreter in self.interpreters.items()
+        }
 
     @property
     def placed(self) -> Placed:
@@ -208,7 +245,7 @@ def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Tr
         stages, shared_here = builder.build_stages(rank, meter)
         guard = PeerGuard(rank, world.board(rank))
         replicas = _make_replicas(
-            stages, guard, world, setting.schedule, shared_here, training.options.gradient_hook
+            stages, guard, world, setting.schedule, shared_here, training.options
         )
         wave_replicas[rank] = replicas if in_waves else {}
         interpreters[rank] = Interpreter(
@@ -243,6 +280,7 @@ def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Tr
         tied,
         builder.make,
         training.parallelism,
+        training.options.zero_level,
     )
 
 
@@ -257,7 +295,7 @@ def _make_replicas(
     world: World,
     schedule: Schedule,
     shared: Sequence[tuple[Shared, Tensor]],
-    gradient_hook: str,
+    options: TrainingOptions,
 ) -> dict[int, ReplicaGroup]:
     """Make the replica groups of a rank's stages that other ranks have too.
 
@@ -267,7 +305,7 @@ def _make_replicas(
         world: all ranks.
         schedule: which ranks have which stages.
         shared: tensors of this rank that several stages use.
-        gradient_hook: see `parse_hook`.
+        options: those of gradient hooks and of ZeRO are used here.
     """
     rank = guard.rank
     shared_tensors_here = [tensor for _, tensor in shared]
@@ -283,7 +321,8 @@ def _make_replicas(
                 guard,
                 [*shared_tensors_here, *filter(is_sharded, stage.tensors())],
                 world.open_segment(ranks),
-                _bucket_sum(index, world, guard, gradient_hook),
+                _bucket_sum(index, world, guard, options.gradient_hook),
+                options.zero_level,
             )
     return replicas
 

@@ -144,6 +144,12 @@ class GlobalStep:
         if interpreter.finite is not None:
             interpreter.finite.reset()
         if not nonfinite:
+            if self.assembly.zero:
+                for replicas in interpreter.replicas.values():
+                    replicas.send_updates()
+                for replicas in interpreter.replicas.values():
+                    replicas.receive_updates()
+                interpreter.finish()
             self.send_tied_weights(rank)
         return norm, nonfinite
 

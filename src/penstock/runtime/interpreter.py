@@ -387,8 +387,11 @@ class Interpreter:
         weights = context.weights.get(op.stage)
         if weights is not None:
             weights.update(op.micro_batch)
-        else:
-            self.stages[op.stage].update.step()
+            return
+        self.stages[op.stage].update.step()
+        if op.stage in self.replicas:
+            self.replicas[op.stage].send_updates()
+            self.replicas[op.stage].receive_updates()
 
     def _move_activations(
         self, op: Op, batch: Batch, number: int, arrived: Payload | None

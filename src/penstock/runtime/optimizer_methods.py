@@ -114,7 +114,8 @@ class Optimizing:
         self._assembly.check_unshared("optimizer_state_dict", "use pipe.save")
         self._settle()
         self._check_single_optimizers("has no form in plain PyTorch")
-        return plain_state.collect(self._assembly)
+        with self._assembly.whole_optimizer_state():
+            return plain_state.collect(self._assembly)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the optimizer state from plain PyTorch's form. Call it on all ranks.
@@ -132,6 +133,7 @@ class Optimizing:
             self._stream.empty()
         self._check_single_optimizers("cannot be taken from plain PyTorch")
         plain_state.restore(self._assembly, state)
+        self._assembly.drop_state_of_replicas()
         if self._stream is not None:
             self._stream.weights.restart()
 

@@ -133,7 +133,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         mesh: DeviceMesh | None = None,
         **options: Unpack[TrainingArguments],
     ) -> None:
-        training_options = parse_options(options)
+        training_options = parse_options(options).with_plan(plan)
         traced = as_chain(model, example)
         overrides = Overrides(balance, schedule, micro_batches, recompute, weights, weights_options)
         place = Place.of(executor, device, deadline_s, mesh)

@@ -13,7 +13,7 @@ its micro-batches alone, as in torch's DistributedDataParallel.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -28,6 +28,7 @@ from penstock.stage.gradients.shared_memory_sum import (
     SharedMemorySum,
     dense,
 )
+from penstock.stage.optimizer_shards import OptimizerShards
 from penstock.stage.stage import Stage
 from penstock.tracing.single_copy import keeps_sparse_gradients
 from penstock.transport.payload import Payload
@@ -49,6 +50,8 @@ class ReplicaGroup:
         open_segment: opens the memory of another replica; None where the replicas are not
             processes of one host, whose gradients are in host memory.
         buckets: sums gradients in buckets; None where no collective operations join the replicas.
+        zero: level of ZeRO, 0 or 1.
+        shards: the division of the optimizer state among the replicas; None at level 0.
     """
 
     stage: Stage
@@ -59,6 +62,8 @@ class ReplicaGroup:
     tied: Collection[Tensor] = ()
     open_segment: OpenSegment | None = None
     buckets: BucketSum | None = None
+    zero: int = 0
+    shards: OptimizerShards | None = field(default=None, init=False)
     _previous: list[Tensor | None] | None = None
 
     def __post_init__(self) -> None:
@@ -68,6 +73,10 @@ class ReplicaGroup:
         self._shared_memory: SharedMemorySum | None = None
         if self.open_segment is not None:
             self._shared_memory = SharedMemorySum(self._messages, self.open_segment)
+        if self.zero:
+            update = self.stage.update
+            divided = _without(update.candidates, self.tied)
+            self.shards = OptimizerShards(update, divided, self._messages)
         self.refresh()
 
     @property
@@ -79,10 +88,7 @@ class ReplicaGroup:
 
     def refresh(self) -> None:
         """Update the list of parameters after some have been frozen or thawed."""
-        tied_ids = set(map(id, self.tied))
-        self._parameters = [
-            parameter for parameter in self.stage.update.parameters if id(parameter) not in tied_ids
-        ]
+        self._parameters = _without(self.stage.update.parameters, self.tied)
         self._sparse = {
             id(module.weight)
             for module in self.stage.modules()
@@ -124,6 +130,16 @@ class ReplicaGroup:
             else:
                 self._sum_in_messages()
         self._share(UpdateMessage.BUFFERS, self._buffers())
+
+    def send_updates(self) -> None:
+        """After a step: send the parameters that this replica has updated for all."""
+        if self.shards is not None:
+            self.shards.send_updates()
+
+    def receive_updates(self) -> None:
+        """Wait for the parameters that other replicas have updated. All call it, as `all_reduce`."""
+        if self.shards is not None:
+            self.shards.receive_updates()
 
     def watch(self) -> None:
         """Before the last backward before an update, prepare to sum gradients beside it. Optional."""
@@ -328,6 +344,14 @@ class WaveReplicaExchange:
     def _others(self) -> list[int]:
         """The ranks of the other replicas."""
         return [rank for rank in self.replica.ranks if rank != self.replica.rank]
+
+
+def _without(
+    parameters: Sequence[nn.Parameter], excluded: Collection[Tensor]
+) -> list[nn.Parameter]:
+    """Return the parameters that are not among others."""
+    excluded_ids = set(map(id, excluded))
+    return [parameter for parameter in parameters if id(parameter) not in excluded_ids]
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:

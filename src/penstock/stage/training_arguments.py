@@ -24,6 +24,7 @@ class TrainingArguments(TypedDict, total=False):
     autocast: Literal["bfloat16", "float16"] | torch.dtype | None
     accumulate: int
     on_nonfinite: Literal["raise", "skip", "warn"]
+    zero: int | None
     compile: bool | dict[str, Any]
     clip_norm_type: float
     clip_grad_value: float | None

@@ -21,6 +21,7 @@ from penstock.losses.stage_loss import LossOptions
 from penstock.modules.deferred_batch_norm import check_not_traced, convert
 from penstock.optim.groups import GroupsOf
 from penstock.option import CommonOptions, OnNonfinite, option, options_of
+from penstock.plan.plan import Plan
 from penstock.schedule.op import Schedule
 from penstock.stage.gradients.bucket_reduction import parse_hook
 from penstock.tracing.traced_chain import TracedChain
@@ -123,6 +124,12 @@ class TrainingOptions(CommonOptions):
             return self.compile
         return {} if self.compile else None
 
+    def with_plan(self, plan: Plan | None) -> TrainingOptions:
+        """Return the options with what a plan says, where they do not."""
+        if plan is None or self.zero is not None:
+            return self
+        return replace(self, zero=plan.zero)
+
     def check(self, schedule: Schedule, loss: object, *, steps: bool) -> None:
         """Reject options that are invalid, alone or with the schedule.
 
@@ -153,12 +160,30 @@ class TrainingOptions(CommonOptions):
         if self.boundary is not None:
             check_compression(self.boundary)
         _check_hook(self.gradient_hook)
+        self._check_zero()
         if self.memory_format not in _MEMORY_FORMATS:
             raise SettingError(
                 "memory_format is torch.channels_last or torch.channels_last_3d, not "
                 f"{self.memory_format!r}"
             )
         self._check_update_options(schedule, steps=steps)
+
+    @property
+    def zero_level(self) -> int:
+        """The level of ZeRO among copies of a stage."""
+        return self.zero or 0
+
+    def _check_zero(self) -> None:
+        """Reject levels of ZeRO that do not run among copies of a stage."""
+        if self.zero in (None, 0, 1):
+            return
+        if self.zero in (2, 3):
+            raise SettingError(
+                f"zero={self.zero}: copies of a stage divide optimizer state alone (zero=1). To "
+                "divide gradients and weights as well, use fully_shard in parallelize=, see "
+                "docs/mesh.md"
+            )
+        raise SettingError(f"zero is 0 or 1, not {self.zero!r}")
 
     def _check_update_options(self, schedule: Schedule, *, steps: bool) -> None:
         """Reject options of the update that need another schedule or an optimizer."""

@@ -17,8 +17,9 @@ from penstock.schedule.op import Kind
 class UpdateMessage(IntEnum):
     """Message numbers of an update.
 
-    From GRADIENTS to COPIED those of the replicas of a stage; from TIED_GRADIENTS to VERDICT those
-    of the global step; from FIRST_WAVE on those of waves of batches.
+    From GRADIENTS to COPIED, and UPDATED_WEIGHTS and OPTIMIZER_STATE, those of the replicas of a
+    stage; from TIED_GRADIENTS to VERDICT those of the global step; from FIRST_WAVE on those of waves
+    of batches.
     """
 
     GRADIENTS = 0
@@ -33,6 +34,8 @@ class UpdateMessage(IntEnum):
     TIED_WEIGHTS = 9
     NORMS = 10
     VERDICT = 11
+    UPDATED_WEIGHTS = 12
+    OPTIMIZER_STATE = 13
     FIRST_WAVE = 16
 
     def of_stage(self, stage: int) -> Message:

@@ -150,10 +150,12 @@ class Persistence:
             options,
             make_identity(world),
         )
+        disks = self._disks_of(target)
         parallelism = self.assembly.parallelism
-        if parallelism is not None and not parallelism.writes:
-            return GatheredSave(writer, world)
-        return SaveJob(writer, world, self._disks_of(target), target.publication)
+        with self.assembly.whole_optimizer_state():  # both copy the state in their constructors
+            if parallelism is not None and not parallelism.writes:
+                return GatheredSave(writer, world)
+            return SaveJob(writer, world, disks, target.publication)
 
     def _disks_of(self, target: SaveTarget) -> Disks:
         """Return which ranks share the disk of a folder; it is found out once."""
@@ -193,6 +195,7 @@ class Persistence:
             options,
             None if self.stream is None else self._restart_stream,
         )
+        self.assembly.drop_state_of_replicas()
         self.global_step.restore(self.progress.scaler)
         # Fewer schedulers may exist than were saved: `check_schedulers` looks before training.
         for scheduler, text in zip(self.schedulers, self.progress.schedulers, strict=False):

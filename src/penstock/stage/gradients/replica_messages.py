@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock.transport.payload import Payload
@@ -44,16 +45,43 @@ class ReplicaMessages:
         """The ranks of the other replicas."""
         return [rank for rank in self.ranks if rank != self.rank]
 
-    def send(self, number: UpdateMessage, row: Sequence[Tensor]) -> None:
+    def send(self, number: UpdateMessage, row: Sequence[Tensor], signature: str = "") -> None:
         """Send the same tensors to all others, without waiting; they must not change afterwards."""
-        message = number.of_stage(self.stage)
         for rank in self.others:
-            self.transport.send(rank, message, Payload.row(list(row)), number.name)
+            self.send_row(rank, number, row, signature)
 
-    def receive(self, number: UpdateMessage) -> dict[int, list[Tensor]]:
+    def send_row(
+        self, rank: int, number: UpdateMessage, row: Sequence[Tensor], signature: str = ""
+    ) -> None:
+        """Send tensors to one other rank, as `send` does."""
+        message = number.of_stage(self.stage)
+        self.transport.send(rank, message, Payload.row(list(row)), signature or number.name)
+
+    def receive_row(self, rank: int, number: UpdateMessage, signature: str = "") -> list[Tensor]:
+        """Wait for the tensors that one other rank has sent."""
+        arrival = self.transport.post(rank, number.of_stage(self.stage), signature or number.name)
+        payload = self.guard(rank, arrival.wait)
+        assert payload is not None
+        return list(payload.tensors)
+
+    def send_text(self, rank: int, number: UpdateMessage, text: str) -> None:
+        """Send a text to one other rank, its length first."""
+        characters = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        length = len(characters)
+        self.send_row(rank, number, [torch.tensor([length])], f"{number.name} length")
+        self.send_row(rank, number, [characters], f"{number.name} {length}")
+
+    def receive_text(self, rank: int, number: UpdateMessage) -> str:
+        """Wait for a text that one other rank has sent."""
+        (length,) = self.receive_row(rank, number, f"{number.name} length")
+        (characters,) = self.receive_row(rank, number, f"{number.name} {int(length)}")
+        return bytes(characters.tolist()).decode()
+
+    def receive(self, number: UpdateMessage, signature: str = "") -> dict[int, list[Tensor]]:
         """Wait for the tensors that all others have sent; return them by rank."""
         message = number.of_stage(self.stage)
-        arrivals = {rank: self.transport.post(rank, message, number.name) for rank in self.others}
+        signature = signature or number.name
+        arrivals = {rank: self.transport.post(rank, message, signature) for rank in self.others}
         rows = {}
         for rank, arrival in arrivals.items():
             payload = self.guard(rank, arrival.wait)
