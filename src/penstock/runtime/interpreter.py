@@ -381,7 +381,7 @@ class Interpreter:
             self._check_gradients(self.finite, op, context)
         if op.stage in self.replicas:
             self.board.doing(f"waits for the other replicas at {op}")
-            self.replicas[op.stage].all_reduce()
+            self.replicas[op.stage].all_reduce(updates=context.updates)
         if not context.updates:
             return
         weights = context.weights.get(op.stage)

@@ -4,7 +4,7 @@ Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training tri
 models" (arXiv 1910.02054), section 5.1. As in torch's ZeroRedundancyOptimizer whole parameters are
 divided, so that any optimizer that updates each parameter by itself gives the same bits as without.
 
-Every replica has the sums of all gradients. It updates its parameters, and sends them to the others.
+Every replica updates the parameters that it owns, and sends them to the others.
 """
 
 from __future__ import annotations
@@ -60,27 +60,36 @@ class OptimizerShards:
     ) -> None:
         self._update, self._parameters, self._messages = update, parameters, messages
         self._owners = assign_owners(parameters, len(messages.ranks))
+        self._owner_of = dict(zip(map(id, parameters), self._owners, strict=True))
         if update.optimizer is not None:
             _check_optimizer(update.optimizer, messages.stage)
             update.leave_to_replicas(
-                [
-                    parameter
-                    for parameter, owner in zip(parameters, self._owners, strict=True)
-                    if owner != messages.position
-                ]
+                [parameter for parameter in parameters if not self.is_updated_here(parameter)]
             )
+
+    def is_updated_here(self, parameter: nn.Parameter) -> bool:
+        """Whether this replica updates a parameter."""
+        return self._owner_of[id(parameter)] == self._messages.position
+
+    def by_owner(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Return for each replica those of some divided parameters that it updates."""
+        groups: list[list[nn.Parameter]] = [[] for _ in self._messages.ranks]
+        for parameter in parameters:
+            groups[self._owner_of[id(parameter)]].append(parameter)
+        return groups
 
     def send_updates(self) -> None:
         """Send the parameters that this replica has updated, without waiting."""
         # Copies, since the next batch may change the parameters before they have been sent.
-        parts = flat(self._trained(self._messages.position)) or [torch.empty(0)]
+        parts = flat(self._trained()[self._messages.position]) or [torch.empty(0)]
         self._messages.send(UpdateMessage.UPDATED_WEIGHTS, parts, self._signature)
 
     def receive_updates(self) -> None:
         """Wait for the parameters that the other replicas have updated."""
         rows = self._messages.receive(UpdateMessage.UPDATED_WEIGHTS, self._signature)
+        groups = self._trained()
         for rank, parts in rows.items():
-            targets = self._trained(self._messages.ranks.index(rank))
+            targets: list[Tensor] = [*groups[self._messages.ranks.index(rank)]]
             if targets:
                 with torch.no_grad():
                     torch._foreach_copy_(targets, unflat(parts, targets))
@@ -88,16 +97,15 @@ class OptimizerShards:
     @property
     def _signature(self) -> str:
         """A name for the form of the parameters' message, which changes with every thaw."""
-        return f"{UpdateMessage.UPDATED_WEIGHTS.name} {len(self._trained())}"
+        count = len(self._update.parameters)
+        return f"{UpdateMessage.UPDATED_WEIGHTS.name} {count}"
 
-    def _trained(self, owner: int | None = None) -> list[nn.Parameter]:
-        """Return the divided parameters that are trained: those of a replica, or all."""
-        trained_ids = set(map(id, self._update.parameters))
-        return [
-            parameter
-            for parameter, position in zip(self._parameters, self._owners, strict=True)
-            if id(parameter) in trained_ids and owner in (None, position)
+    def _trained(self) -> list[list[nn.Parameter]]:
+        """Return for each replica the divided parameters that are trained and that it updates."""
+        trained = [
+            parameter for parameter in self._update.parameters if id(parameter) in self._owner_of
         ]
+        return self.by_owner(trained)
 
     def gather_state(self) -> None:
         """Gather the whole state of the stage's optimizer on the first replica.

@@ -114,19 +114,27 @@ class ReplicaGroup:
         if self.buckets is not None:
             self.buckets.forget()
 
-    def all_reduce(self) -> None:
+    def all_reduce(self, *, updates: bool = False) -> None:
         """Sum the gradients over all replicas, and copy the buffers of the first one.
 
         Blocks until all replicas have called it. Ranks that share several stages must call it in
         the same order of stages.
+
+        Args:
+            updates: whether the stage is updated at once. At level 1 of ZeRO a replica then needs
+                the sums of those parameters that it updates.
         """
         if self._parameters:
+            shards = self.shards if updates else None
             area = self._shared_area()
             if area is not None:
                 assert self._shared_memory is not None
-                self._set_grads(*self._shared_memory.finish(area), {})
+                needed = None if shards is None else shards.is_updated_here
+                self._set_grads(*self._shared_memory.finish(area, needed), {})
             elif self.buckets is not None and not self._sparse:
                 self._set_grads(*self.buckets.finish(self._parameters), {})
+            elif shards is not None and not self._sparse:
+                self._sum_shards(shards)
             else:
                 self._sum_in_messages()
         self._share(UpdateMessage.BUFFERS, self._buffers())
@@ -182,13 +190,38 @@ class ReplicaGroup:
         known_counts = [1] * len(parameters) if all_have else counts.tolist()
         self._set_grads(known_counts, sums[: len(parameters)], rows)
 
-    def _set_grads(self, counts: list[int], sums: list[Tensor], rows: Mapping[int, Tensor]) -> None:
+    def _sum_shards(self, shards: OptimizerShards) -> None:
+        """Sum, by messages, the gradients of those parameters that this replica updates."""
+        rows: list[list[Tensor]] = []
+        groups = shards.by_owner(self._parameters)
+        for group in groups:
+            grads = [self._dense(parameter) for parameter in group]
+            rows.append([gradient_flags(group), *flat(grads)] if group else [torch.empty(0)])
+        # The form is not that of sums of all parameters.
+        signature = f"{UpdateMessage.GRADIENTS.name} {len(self._parameters)} divided"
+        received = self._messages.exchange(UpdateMessage.GRADIENTS, rows, signature)
+        counts, *parts = [_sum(column) for column in zip(*received, strict=True)]
+        sums: dict[int, Tensor] = {}
+        flags: dict[int, int] = {}
+        updated = groups[self._messages.position]
+        if updated:
+            sums = dict(zip(map(id, updated), unflat(parts, updated), strict=True))
+            flags = dict(zip(map(id, updated), map(int, counts.tolist()), strict=True))
+        self._set_grads(
+            [flags.get(id(parameter), 0) for parameter in self._parameters],
+            [sums.get(id(parameter)) for parameter in self._parameters],
+            {},
+        )
+
+    def _set_grads(
+        self, counts: list[int], sums: Sequence[Tensor | None], rows: Mapping[int, Tensor]
+    ) -> None:
         """Set the gradients to sums over all replicas, plus those that `begin` has set aside.
 
         Args:
             counts: for each parameter the number of replicas that have a gradient, or 1 where it is
                 known that there are some.
-            sums: for each parameter the sum of the gradients.
+            sums: for each parameter the sum of the gradients; None where it is not needed.
             rows: for sparse gradients, by the `id` of the parameter, see `rows_of`.
         """
         previous = self._previous or [None] * len(self._parameters)
@@ -199,6 +232,9 @@ class ReplicaGroup:
             grad = total if count else None
             if grad is not None and id(parameter) in rows:
                 grad = sparse_of(grad, rows[id(parameter)])
+            if count and total is None:
+                parameter.grad = None
+                continue
             if earlier is not None:
                 grad = earlier if grad is None else earlier + grad
             parameter.grad = grad

@@ -96,10 +96,11 @@ class _Attempts:
 
     def attempt(self) -> Prepared:
         """Return the next attempt. Its ranks hand over their state if it may be restarted."""
-        present = self.present
-        self.recovery.prepare(
-            present.plan, present.devices, may_restart=self.count < self.first.config.max_restarts
-        )
+        present, config = self.present, self.first.config
+        # A part of the optimizer state has no copy if copies of a stage divide it.
+        divided = present.plan.zero if config.zero is None else config.zero
+        may_restart = self.count < config.max_restarts and not divided
+        self.recovery.prepare(present.plan, present.devices, may_restart=may_restart)
         return replace(present, recovery=self.recovery)
 
     def restart(self, error: RunError) -> None:

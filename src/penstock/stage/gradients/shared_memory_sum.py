@@ -191,16 +191,22 @@ class SharedMemorySum:
         self._messages.send(UpdateMessage.READY, [gradient_flags(area.parameters)])
         self._started = True
 
-    def finish(self, area: SharedArea) -> tuple[list[int], list[Tensor]]:
+    def finish(
+        self, area: SharedArea, needed: Callable[[nn.Parameter], bool] | None = None
+    ) -> tuple[list[int], list[Tensor | None]]:
         """Wait for the gradients of all replicas, and return their sums.
+
+        Args:
+            area: the memory.
+            needed: whether this rank needs the sum of a parameter; by default it needs all.
 
         Returns:
             For each parameter the number of replicas that have a gradient, and the sum: in the
-            memory of the gradient if this rank has one.
+            memory of the gradient if this rank has one, None if it is not needed.
         """
         counts = self.sum(area)
         self._messages.exchange(UpdateMessage.SUMMED, self._empty_rows())
-        sums = self._copy_out(area)
+        sums = self._copy_out(area, needed)
         self.release()
         return counts, sums
 
@@ -232,11 +238,16 @@ class SharedMemorySum:
         """Drop the state of an unfinished sum."""
         self._started = False
 
-    def _copy_out(self, area: SharedArea) -> list[Tensor]:
-        """Copy all sums to the gradients of this rank; return them."""
-        sums: list[Tensor] = []
+    def _copy_out(
+        self, area: SharedArea, needed: Callable[[nn.Parameter], bool] | None
+    ) -> list[Tensor | None]:
+        """Copy the sums that are needed to the gradients of this rank; return them."""
+        sums: list[Tensor | None] = []
         targets, sources = [], []
         for parameter, copy in zip(area.parameters, area.copies, strict=True):
+            if needed is not None and not needed(parameter):
+                sums.append(None)
+                continue
             for target, source in copy.parts:
                 target.copy_(source)
             grad = parameter.grad
@@ -244,8 +255,9 @@ class SharedMemorySum:
             targets.append(total)
             sources.append(copy.source)
             sums.append(total)
-        with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
         return sums
 
     def _await_copies(self) -> None:

@@ -154,7 +154,7 @@ class LiveRecovery:
         Args:
             plan: of the attempt.
             devices: of this host.
-            may_restart: whether there may be another attempt after it.
+            may_restart: whether there may be another attempt after it that could use their state.
         """
         copies = any(len(ranks) > 1 for ranks in plan.schedule.ranks_of_stage)
         in_processes = devices.executor(plan.ranks) == "processes"
