@@ -109,6 +109,16 @@ class ParallelStage:
             dist.all_reduce(numbers, group=self._mesh.mesh.get_group(TENSOR))
         return numbers
 
+    def share_over_tensor_ranks(self, number: Tensor) -> Tensor:
+        """Return the number of the first process that shares the layers of a rank.
+
+        Sums over several dimensions may differ in their last bits between processes, and weights
+        that all of them have must stay the same.
+        """
+        if self._mesh.width > 1:
+            dist.broadcast(number, group=self._mesh.mesh.get_group(TENSOR), group_src=0)
+        return number
+
     def _reduced_here(self) -> list[nn.Parameter]:
         """Return the shared parameters whose gradients FSDP does not sum over copies."""
         if self._mesh.copies == 1:

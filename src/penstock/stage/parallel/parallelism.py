@@ -87,8 +87,11 @@ class Parallelism:
                 self._share(tensor.detach())
         modules = list(layers)
         result = self.function(modules, self.mesh.mesh)
-        kept = result is None or result is modules
-        if not kept or any(map(lambda a, b: a is not b, modules, layers)):
+        returned = modules
+        if isinstance(result, (nn.Module, list, tuple)):
+            returned = [result] if isinstance(result, nn.Module) else [*result]
+        known = {id(layer) for layer in layers}
+        if [*map(id, modules)] != [*map(id, layers)] or not {*map(id, returned)} <= known:
             raise SettingError(
                 "parallelize= has returned or inserted other modules: it must change the layers "
                 "in place, as fully_shard(layer, mesh=mesh['dp']) and parallelize_module(layer, "
