@@ -147,7 +147,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         self.chain.description.stage_bounds(self.setting.lengths)
         check_slices(self.chain, self.setting.schedule)
         check_replicas(self.chain, self.setting)
-        parallelism = Parallelism.of(place.mesh, training_options, self.setting)
+        parallelism = Parallelism.of(place.mesh, training_options, self.setting, traced)
         scaling = LossScaler.of(training_options.scaler)
         self._training = training = Training(loss, optimizer, seed, training_options, parallelism)
         self._meeting, group = next_settings_exchange(self.setting, place)

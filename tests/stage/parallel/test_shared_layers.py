@@ -214,6 +214,10 @@ def _refuse(meshes: dict[str, DeviceMesh]) -> None:
     ):
         with pytest.raises(ps.PenstockError, match=text):
             pipeline(**{"mesh": mesh, "parallelize": shard, **options})
+    wrapped = model()
+    fully_shard(wrapped[1], mesh=mesh["dp"])
+    with pytest.raises(ps.SettingError, match="construct the Pipeline from whole layers"):
+        pipeline(wrapped, mesh=mesh, parallelize=shard)
     tied = model()
     tied[3] = nn.Linear(8, WORDS, bias=False).double()
     tied[3].weight = tied[0].weight

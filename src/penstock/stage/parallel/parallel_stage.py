@@ -66,6 +66,12 @@ class ParallelStage:
             if is_sharded(parameter)
         ]
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole weights and gradients that FSDP holds during a batch."""
+        shared = [p for p in self.sharded if id(p) in self._fsdp_parameters]
+        return 2 * self._mesh.copies * sum(local_part(parameter).nbytes for parameter in shared)
+
     def begin(self) -> None:
         """Before a batch: gather the weights.
 
