@@ -192,6 +192,12 @@ def test_every_parameter_has_one_owner_and_the_largest_are_spread():
     assert set(assign_owners(parameters, 3)) == {0, 1, 2}
 
 
+def test_gradient_hooks_are_refused_beside_divided_state():
+    """A hook would have no effect, and a user would believe that it had."""
+    with pytest.raises(SettingError, match="zero=1 and gradient_hook='fp16'"):
+        pipeline(model(), ps.schedule("chimera", 2, 4), 1, gradient_hook="fp16")
+
+
 class Coupled(torch.optim.SGD):
     """An optimizer of a user, which may look at all of its parameters."""
 

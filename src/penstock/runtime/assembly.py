@@ -321,7 +321,10 @@ def _make_replicas(
                 guard,
                 [*shared_tensors_here, *filter(is_sharded, stage.tensors())],
                 world.open_segment(ranks),
-                _bucket_sum(index, world, guard, options.gradient_hook),
+                # Buckets bring every sum to every replica; at level 1 each needs those of its part.
+                None
+                if options.zero_level
+                else _bucket_sum(index, world, guard, options.gradient_hook),
                 options.zero_level,
             )
     return replicas

@@ -196,6 +196,8 @@ class GlobalStep:
             for stage in self._homes[rank]
         ]
         total, nonfinite = self._global_norm(interpreter, rows, nonfinite)
+        for parallel in [*interpreter.parallel.values()][:1]:
+            total = parallel.share_over_tensor_ranks(total.contiguous())
         # If nothing is ever skipped, to read the number would make the host wait for nothing.
         return total, float(nonfinite) if self.may_skip else 0.0
 

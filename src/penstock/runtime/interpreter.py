@@ -29,6 +29,7 @@ from penstock.stage.stage import Stage
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Arrival, Transport, TransportLost, TransportTimeout
 from penstock.transport.wire import is_lost
+from penstock.values.sharded import local_part
 
 if TYPE_CHECKING:
     from penstock.stage.parallel.parallel_stage import ParallelStage
@@ -202,9 +203,11 @@ class Interpreter:
         for index, stage in self.stages.items():
             update, rule = stage.update, weights.get(index)
             for tensor in stage.tensors():
-                tensor_bytes[id(tensor)] = tensor.nbytes
+                tensor_bytes[id(tensor)] = local_part(tensor).nbytes
             for parameter in (*update.parameters, *update.borrowed):
-                gradient_bytes[id(parameter)] = parameter.nbytes
+                gradient_bytes[id(parameter)] = local_part(parameter).nbytes
+            if index in self.parallel:
+                total += self.parallel[index].gathered_bytes
             total += optimizer_bytes(update.optimizer)
             if rule is not None:
                 # The newest version is the parameters, which are counted above.

@@ -137,9 +137,8 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         traced = as_chain(model, example)
         overrides = Overrides(balance, schedule, micro_batches, recompute, weights, weights_options)
         place = Place.of(executor, device, deadline_s, mesh)
-        self.setting = replicated(
-            make_run_config(traced, for_mesh(plan, place.mesh), overrides), place.mesh
-        )
+        run_config = make_run_config(traced, for_mesh(plan, place.mesh), overrides)
+        self.setting = replicated(run_config, place.mesh)
         check(self.setting)
         training_options.check(self.setting.schedule, loss, steps=optimizer is not None)
         check_training(traced, loss, optimizer)
@@ -147,7 +146,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         self.chain.description.stage_bounds(self.setting.lengths)
         check_slices(self.chain, self.setting.schedule)
         check_replicas(self.chain, self.setting)
-        parallelism = Parallelism.of(place.mesh, training_options, self.setting)
+        parallelism = Parallelism.of(place.mesh, training_options, self.setting, traced)
         scaling = LossScaler.of(training_options.scaler)
         self._training = training = Training(loss, optimizer, seed, training_options, parallelism)
         self._meeting, group = next_settings_exchange(self.setting, place)
@@ -156,11 +155,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         self._world = world_of(self.setting, self.chain.description, place, group)
         training_options.check_compiler(self._world.device(self._world.local_ranks[0]))
         self._copies = CopyBatches.of(
-            place.mesh,
-            self._world,
-            self.setting.schedule,
-            gathers_inputs=traced.variants is not None,
-            compares=check_data,
+            place.mesh, self._world, self.setting, traced, compares=check_data
         )
         self._step = self._accumulated = 0
         self._accumulate = training_options.accumulate
@@ -172,6 +167,16 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
             check_optimizer_memory(plan, self.chain.description, self._assembly.optimizers()[0])
         self._world.calls.check_data = check_data
         self._assembly.share_weights()
+        self._begin(scaling, whole_chain)
+
+    def _begin(self, scaling: LossScaler | None, whole_chain: TracedChain) -> None:
+        """Make what plays batches, when the stages have their weights.
+
+        Args:
+            scaling: the loss scaler, if any.
+            whole_chain: the model as the caller has it, with the layers of other ranks.
+        """
+        training_options = self._training.options
         self._global_step = GlobalStep(self._assembly, scaling, training_options)
         self._trainability = Trainability(self._assembly, self._global_step, whole_chain)
         self._player = Player(self._assembly, self._global_step)

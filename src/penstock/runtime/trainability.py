@@ -98,15 +98,16 @@ class Trainability:
         elsewhere = self._read_elsewhere()
         if flags == self._flags and elsewhere == self._flags_elsewhere:
             return
-        self.assembly.check_unshared(
-            "to freeze or thaw parameters", "set requires_grad before the Pipeline is constructed"
-        )
         rows = zip(self._elsewhere, elsewhere, self._flags_elsewhere, strict=True)
         changed = [
             (name, trains)
             for name, trains, trained in rows
             if trains is not None and trains != trained
         ]
+        if changed or flags != self._flags:
+            self.assembly.check_unshared(
+                "to freeze or thaw parameters", "set requires_grad before constructing the Pipeline"
+            )
         # All processes refuse together what one of them cannot do.
         self._check_stream(
             [name for name, trains in changed if trains and name in self._frozen_elsewhere]

@@ -105,7 +105,7 @@ def optimizer_bytes(optimizer: Optimizer | None) -> int:
     if optimizer is None:
         return 0
     return sum(
-        value.nbytes
+        local_part(value).nbytes
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, Tensor)

@@ -175,6 +175,12 @@ class TrainingOptions(CommonOptions):
 
     def _check_zero(self) -> None:
         """Reject levels of ZeRO that do not run among copies of a stage."""
+        if self.zero == 1 and self.gradient_hook != "none":
+            raise SettingError(
+                f"zero=1 and gradient_hook={self.gradient_hook!r}: hooks change the sums of all "
+                "gradients on all copies, and with zero=1 a copy sums those of its part. Give one "
+                "of them"
+            )
         if self.zero in (None, 0, 1):
             return
         if self.zero in (2, 3):

@@ -6,9 +6,8 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
 from penstock.ranks.mesh.pipeline_mesh import PipelineMesh
@@ -34,32 +33,12 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def _train_copies(mesh: DeviceMesh, number: int) -> dict[str, torch.Tensor]:
-    """Train copies of a pipeline as docs/mesh.md shows: gradients are averaged outside."""
-    pipe = ps.Pipeline(
-        model(0), loss=nn.functional.mse_loss, balance=[2, 3], micro_batches=2, mesh=mesh["pp"]
-    )
-    parameters = list(pipe.parameters())
-    optimizer = sgd(parameters)
-    copies = mesh["replica"].get_group()
-    for step in range(3):
-        pipe.zero_grad()
-        pipe.train_batch(*batch(number + 10 * step))
-        for parameter in parameters:
-            dist.all_reduce(parameter.grad, group=copies)
-            parameter.grad /= dist.get_world_size(copies)
-        optimizer.step()
-    state = pipe.state_dict()
-    pipe.close()
-    return state
-
-
 def _run_two_pipelines(folder: str) -> dict[str, object]:
     """Train two pipelines of two ranks on unlike data, with unlike schedules."""
     join()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "replica"))
     number = mesh.get_local_rank("replica")
-    results: dict[str, object] = {"copies": _train_copies(mesh, number)}
+    results: dict[str, object] = {}
     with pytest.raises(ps.SettingError, match="has the dimension 'pp', then 'dp'"):
         PipelineMesh.of(mesh)
     try:
@@ -129,21 +108,6 @@ def test_two_pipelines_train_as_two_models_do(two_pipelines):
         torch.testing.assert_close(result["output"], output, rtol=1e-12, atol=1e-12)
         if result["rank"] == 0:
             torch.testing.assert_close(dict(result["state"]), dict(state), rtol=1e-12, atol=1e-12)
-
-
-def test_copies_that_average_their_gradients_train_as_one_model(two_pipelines):
-    """The loop of docs/mesh.md is data parallelism over the whole pipeline."""
-    reference = model(0)
-    optimizer = sgd(list(reference.parameters()))
-    for step in range(3):
-        pairs = [batch(number + 10 * step) for number in range(2)]
-        x, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        optimizer.zero_grad()
-        nn.functional.mse_loss(reference(x), y).backward()
-        optimizer.step()
-    for result in two_pipelines[:2]:
-        expected = dict(reference.state_dict())
-        torch.testing.assert_close(dict(result["copies"]), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_another_number_of_ranks_is_refused(two_pipelines):

@@ -30,7 +30,10 @@ from penstock.ranks.calls import FIRST_BATCHES
 from penstock.ranks.checksum import whole_checksum
 from penstock.ranks.mesh.pipeline_mesh import PipelineMesh
 from penstock.ranks.process_world import DistributedWorld
+from penstock.ranks.settings.run_config import RunConfig
+from penstock.ranks.world import World
 from penstock.schedule.op import Schedule
+from penstock.tracing.traced_chain import TracedChain
 from penstock.values.constants import describe
 from penstock.values.structure import flatten, tensors_of, unflatten
 
@@ -98,17 +101,26 @@ class CopyBatches:
     def of(
         cls,
         mesh: PipelineMesh | None,
-        world: object,
-        schedule: Schedule,
+        world: World,
+        setting: RunConfig,
+        traced: TracedChain,
         *,
-        gathers_inputs: bool,
         compares: bool,
     ) -> CopyBatches | None:
-        """Return what joins batches; None where all ranks get the same batch."""
+        """Return what joins batches; None where all ranks get the same batch.
+
+        Args:
+            mesh: the place of this process.
+            world: the ranks of all copies.
+            setting: what they run.
+            traced: the model.
+            compares: see `CopyBatches`.
+        """
         if mesh is None or mesh.copies * mesh.width == 1:
             return None
         assert isinstance(world, DistributedWorld)
-        return cls(mesh, world, schedule, gathers_inputs, compares)
+        # A loss that a traced model computes is counted by the inputs.
+        return cls(mesh, world, setting.schedule, traced.variants is not None, compares)
 
     def _watched(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """Return a group, which is closed when the run is stopped."""

@@ -66,6 +66,12 @@ class ParallelStage:
             if is_sharded(parameter)
         ]
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole weights and gradients that FSDP holds during a batch."""
+        shared = [p for p in self.sharded if id(p) in self._fsdp_parameters]
+        return 2 * self._mesh.copies * sum(local_part(parameter).nbytes for parameter in shared)
+
     def begin(self) -> None:
         """Before a batch: gather the weights.
 
@@ -108,6 +114,16 @@ class ParallelStage:
         if self._mesh.width > 1:
             dist.all_reduce(numbers, group=self._mesh.mesh.get_group(TENSOR))
         return numbers
+
+    def share_over_tensor_ranks(self, number: Tensor) -> Tensor:
+        """Return the number of the first process that shares the layers of a rank.
+
+        Sums over several dimensions may differ in their last bits between processes, and weights
+        that all of them have must stay the same.
+        """
+        if self._mesh.width > 1:
+            dist.broadcast(number, group=self._mesh.mesh.get_group(TENSOR), group_src=0)
+        return number
 
     def _reduced_here(self) -> list[nn.Parameter]:
         """Return the shared parameters whose gradients FSDP does not sum over copies."""

@@ -19,6 +19,8 @@ from penstock.ranks.world import World
 from penstock.schedule.op import ACTIVATION_MOVES, Kind
 from penstock.schedule.recompute import Recompute
 from penstock.stage.training_options import TrainingOptions
+from penstock.tracing.traced_chain import TracedChain
+from penstock.values.sharded import is_sharded
 
 if TYPE_CHECKING:
     from penstock.stage.parallel.parallel_stage import ParallelStage
@@ -41,15 +43,32 @@ class Parallelism:
 
     @classmethod
     def of(
-        cls, mesh: PipelineMesh | None, options: TrainingOptions, setting: RunConfig
+        cls,
+        mesh: PipelineMesh | None,
+        options: TrainingOptions,
+        setting: RunConfig,
+        traced: TracedChain,
     ) -> Parallelism | None:
         """Return how layers are shared; None if every process has its own.
 
+        Args:
+            mesh: the place of this process.
+            options: the caller's.
+            setting: what is run.
+            traced: the model, whose layers are whole.
+
         Raises:
-            SettingError: the function or its dimension of the mesh is missing; or a setting is not
-                possible for such layers.
+            SettingError: the function or its dimension of the mesh is missing; a setting is not
+                possible for such layers; or the layers are shared already.
         """
         function = options.parallelize
+        for module in traced.modules:
+            if any(map(is_sharded, module.parameters())):
+                raise SettingError(
+                    f"{type(module).__name__} has weights that processes share already: construct "
+                    "the Pipeline from whole layers, and share them in parallelize=, which is "
+                    "called with the layers of each stage, see docs/mesh.md"
+                )
         if function is None:
             if mesh is not None and mesh.width > 1:
                 raise SettingError(
@@ -87,8 +106,11 @@ class Parallelism:
                 self._share(tensor.detach())
         modules = list(layers)
         result = self.function(modules, self.mesh.mesh)
-        kept = result is None or result is modules
-        if not kept or any(map(lambda a, b: a is not b, modules, layers)):
+        returned = modules
+        if isinstance(result, (nn.Module, list, tuple)):
+            returned = [result] if isinstance(result, nn.Module) else [*result]
+        known = {id(layer) for layer in layers}
+        if [*map(id, modules)] != [*map(id, layers)] or not {*map(id, returned)} <= known:
             raise SettingError(
                 "parallelize= has returned or inserted other modules: it must change the layers "
                 "in place, as fully_shard(layer, mesh=mesh['dp']) and parallelize_module(layer, "
