@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd import Variable
 
-from penstock.modules.recomputing import recomputing
+#: The engine itself: torch's function around it asks the logger at every call whether to log.
+_ENGINE = Variable._execution_engine
 
 
 def whole_grad(root: Tensor, grad: Tensor) -> None:
@@ -18,8 +19,7 @@ def whole_grad(root: Tensor, grad: Tensor) -> None:
         root: output of the stage.
         grad: gradient of `root`, of its shape.
     """
-    # A layer that recomputes by itself runs its second forward in here.
-    with recomputing():
-        _engine_run_backward(
-            (root,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
+    # A layer that recomputes by itself runs its second forward in here, see `is_recomputing`.
+    _ENGINE.run_backward(
+        (root,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )

@@ -35,6 +35,8 @@ __all__ = ["Loss", "Stage", "StageLayer"]
 _Key = tuple[int, int]
 
 _NO_GRADS = Payload("*", (), ())
+#: `Payload.wants_grad` of one gradient.
+_ONE_GRAD = (False,)
 
 
 @dataclass(frozen=True)
@@ -347,7 +349,8 @@ class Stage:
         self.activation_meter.give(saved.size)
         if leaf is None:
             return _NO_GRADS
-        return Payload.flat([leaf.grad])
+        grad = leaf.grad
+        return Payload.flat([None]) if grad is None else Payload("", (grad,), _ONE_GRAD)
 
     def _root_grad(
         self, batch: Batch, micro_batch: int, arrived: Payload | None, root: Tensor
@@ -355,7 +358,8 @@ class Stage:
         """Return the gradient of the only root of a graph of the fast path."""
         if arrived is None:
             return self._first_grad(batch, micro_batch, root)
-        return moved(arrived.leaves[0], self.device)
+        grad: Tensor | None = arrived.leaves[0]
+        return grad if self._on_host else moved(grad, self.device)
 
     def _first_grad(
         self, batch: Batch, micro_batch: int, root: Tensor, *, side: bool = False
