@@ -35,8 +35,6 @@ __all__ = ["Loss", "Stage", "StageLayer"]
 _Key = tuple[int, int]
 
 _NO_GRADS = Payload("*", (), ())
-#: `Payload.wants_grad` of one gradient.
-_ONE_GRAD = (False,)
 
 
 @dataclass(frozen=True)
@@ -349,8 +347,7 @@ class Stage:
         self.activation_meter.give(saved.size)
         if leaf is None:
             return _NO_GRADS
-        grad = leaf.grad
-        return Payload.flat([None]) if grad is None else Payload("", (grad,), _ONE_GRAD)
+        return Payload.flat([leaf.grad])
 
     def _root_grad(
         self, batch: Batch, micro_batch: int, arrived: Payload | None, root: Tensor
@@ -358,8 +355,7 @@ class Stage:
         """Return the gradient of the only root of a graph of the fast path."""
         if arrived is None:
             return self._first_grad(batch, micro_batch, root)
-        grad: Tensor | None = arrived.leaves[0]
-        return grad if self._on_host else moved(grad, self.device)
+        return moved(arrived.leaves[0], self.device)
 
     def _first_grad(
         self, batch: Batch, micro_batch: int, root: Tensor, *, side: bool = False
