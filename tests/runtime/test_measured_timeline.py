@@ -99,11 +99,11 @@ def test_an_event_of_an_op_has_no_wait_unless_it_was_measured():
 
 def test_a_record_keeps_the_last_messages():
     """The memory of a stream does not grow."""
-    record = TransferRecord(HostClock())
+    record = TransferRecord(HostClock(), arrives_at_once=bool)
     messages = [Message(Kind.F, 0, number) for number in range(5)]
     for message in messages:
-        record.begin_wait(message)
-        record.end_send(message, 1, 10, arrived=True)
+        record.begin_wait(message, 0.0)
+        record.end_send(message, 1, 10)
     record.keep(2)
     assert [record.wait_start(message) is not None for message in messages] == [False] * 3 + [
         True

@@ -43,7 +43,8 @@ class Batch:
             sliced. Side losses are weighted by it.
         signature: identifies the shapes of the micro-batches; equal in all processes.
         training: whether gradients are computed.
-        losses: by number, the loss as a share of the batch's loss, set by the last stage.
+        losses: by number, the loss, set by the last stage; see `loss_shares`.
+        loss_factors: by number, what its loss is multiplied by for its share; 1 by default.
         outputs: by number, the outputs of the model, set by the last stage.
         slicing: how the micro-batches are sliced, if they are.
         keeps_outputs: store the outputs even though there are targets.
@@ -64,6 +65,7 @@ class Batch:
     signature: str
     training: bool
     losses: dict[int, Tensor] = field(default_factory=dict)
+    loss_factors: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     slicing: Slicing | None = None
     keeps_outputs: bool = False
@@ -98,7 +100,7 @@ class Batch:
         """The numbers of the ops on this batch."""
         return range(len(self.inputs))
 
-    @property
+    @cached_property
     def cuts_tokens(self) -> bool:
         """Whether ops work on slices of sequences, which pass state to the next slice."""
         return self.slicing is not None and self.slicing.along == "tokens"
@@ -121,6 +123,16 @@ class Batch:
             if self.slicing is not None and self.cuts_tokens
             else None
         )
+
+    def loss_shares(self, numbers: Sequence[int]) -> Tensor:
+        """Return the losses of some numbers as shares of the batch's loss, shape (numbers,)."""
+        losses = [self.losses[number] for number in numbers]
+        factors = [self.loss_factors.get(number, 1.0) for number in numbers]
+        if factors.count(factors[0]) == len(factors):
+            # One multiplication instead of one per micro-batch, of the same bits.
+            return torch.stack(losses) * factors[0]
+        pairs = zip(losses, factors, strict=True)
+        return torch.stack([loss * factor for loss, factor in pairs])
 
     def rows(self) -> list[list[int]]:
         """Return, by micro-batch, the numbers of its slices; one number each without slices."""

@@ -59,6 +59,7 @@ class StageLoss:
         self._call = LossCall(self.loss, self.device, self.seed)
         self._weights = LossWeights(self._call, self.options.loss_weight, self.layers)
         self._joint = JointLosses(self._call) if self.options.loss_on == "batch" else None
+        self._on_host = self.device.type == "cpu"
 
     def of(self, batch: Batch, micro_batch: int, value: Any, sides: Sequence[Tensor]) -> Any:
         """Return the loss of a micro-batch, and store its part of the reported loss.
@@ -103,8 +104,8 @@ class StageLoss:
         """Return the tensors among the targets of a micro-batch or slice, on the device."""
         if batch.targets is None:
             return []
-        on_host = self.device.type == "cpu"
-        return tensors_of(batch.targets[number] if on_host else self._call.target(batch, number))
+        target = batch.targets[number] if self._on_host else self._call.target(batch, number)
+        return tensors_of(target)
 
     def _by_share(self, batch: Batch, number: int, value: Any, weight: float) -> Tensor:
         """Return the loss of a micro-batch for one of torch's own losses, whose divisor is known.
@@ -113,13 +114,13 @@ class StageLoss:
         """
         assert batch.targets is not None
         target = batch.targets[number]
-        if type(target) is not Tensor or target.device != self.device:
+        if type(target) is not Tensor or not (self._on_host and target.is_cpu):
             target = self._call.target(batch, number)
         loss: Tensor = self._call.loss(value, target)
         if loss.dim():
             loss = one_number(loss)
         if number not in batch.losses:
-            batch.losses[number] = loss.detach() * weight
+            batch.losses[number], batch.loss_factors[number] = loss.detach(), weight
         return loss
 
     def _divided(self, batch: Batch, number: int, loss: tuple[Any, ...]) -> Tensor:

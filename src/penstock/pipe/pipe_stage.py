@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
+from penstock.grad.full_backward import whole_grad
 from penstock.modules.recomputing import checkpointing, recomputing
 from penstock.modules.side_loss import collecting_side_losses
 from penstock.modules.skippable import Skip, Skippable, Waiting, waiting_skips
@@ -265,7 +266,7 @@ class PipeStage:
         if roots:
             # A layer that recomputes by itself runs its second forward in here.
             with recomputing(), self.randomness.backward(self.device):
-                torch.autograd.backward(roots, root_grads)
+                whole_grad(roots, root_grads)
         return [gradients_of(value) for value in saved.inputs]
 
     def _make_leaves(self, value: Payload, has_backward: bool) -> Payload:

@@ -206,7 +206,7 @@ class ScheduledRun:
                 del failure
         if timed:
             self.choice.seconds_per_op = seconds / programs.op_count
-        return torch.stack([batch.losses[number] for number in sorted(batch.losses)]).sum()
+        return batch.loss_shares(sorted(batch.losses)).sum()
 
     def _run_in_threads(
         self, programs: _Programs, batch: Batch, autocast: AutocastState, *, timed: bool

@@ -203,7 +203,7 @@ def _loss_message(batch: Batch, numbers: Sequence[int]) -> Tensor:
 
     The second number, a checksum in messages through host memory, is not used.
     """
-    losses = torch.stack([batch.losses[number] for number in numbers])
+    losses = batch.loss_shares(numbers)
     # Filled on the device: nothing is copied there.
     code = torch.full_like(losses[:1], DTYPES.index(losses.dtype), dtype=torch.float64)
     return torch.cat([code, code, losses.double()])

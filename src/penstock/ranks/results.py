@@ -50,7 +50,7 @@ def sum_of_local(batch: Batch) -> Tensor:
 
     It stays on the device: nothing waits for it.
     """
-    return torch.stack([batch.losses[m] for m in sorted(batch.losses)]).sum().float()
+    return batch.loss_shares(sorted(batch.losses)).sum().float()
 
 
 def _on_device(world: World, loss: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def _loss_message(batch: Batch, numbers: list[int]) -> Tensor:
     Values of any float type are exact as doubles.
     """
     dtype = batch.losses[numbers[0]].dtype
-    losses = [float(batch.losses[m]) for m in numbers]
+    losses = batch.loss_shares(numbers).tolist()
     return torch.tensor([DTYPES.index(dtype), batch.checksum(), *losses], dtype=torch.float64)
 
 

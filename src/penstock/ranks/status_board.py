@@ -14,8 +14,10 @@ _NOT_STARTED = "has not begun"
 class Board(Protocol):
     """One rank's view of the board."""
 
-    def doing(self, status: str) -> None:
-        """Set this rank's status and the time of its beginning. Called for every op, so cheap."""
+    def doing(self, status: str) -> float:
+        """Set this rank's status and the time of its beginning, and return this time, of
+        `time.monotonic`. Called for every op, so cheap.
+        """
         ...
 
     def fail(self, reason: str) -> None:
@@ -71,9 +73,11 @@ class ThreadBoard:
     def __init__(self, shared: SharedBoard, rank: int) -> None:
         self._shared, self._rank = shared, rank
 
-    def doing(self, status: str) -> None:
+    def doing(self, status: str) -> float:
         """See `Board.doing`."""
-        self._shared.current[self._rank] = (status, time.monotonic())
+        begun_s = time.monotonic()
+        self._shared.current[self._rank] = (status, begun_s)
+        return begun_s
 
     def fail(self, reason: str) -> None:
         """See `Board.fail`."""

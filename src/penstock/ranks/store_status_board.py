@@ -82,9 +82,11 @@ class StoreBoard:
         if self._heartbeats is not None:
             self._heartbeats.on_loss(on_failure)
 
-    def doing(self, status: str) -> None:
+    def doing(self, status: str) -> float:
         """See `Board.doing`."""
-        self._current = (status, time.monotonic())
+        begun_s = time.monotonic()
+        self._current = (status, begun_s)
+        return begun_s
 
     def fail(self, reason: str, *, differs: bool = False) -> None:
         """Record that the run has failed, see `Board.fail`.

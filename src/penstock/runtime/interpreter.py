@@ -14,7 +14,7 @@ from penstock.batches.batch import Batch
 from penstock.batches.in_flight import BatchesInFlight
 from penstock.errors import DeadlineExceeded, NonFinite, PeerFailed, RunError, StageFailed
 from penstock.optim.stage_weights import StageWeights
-from penstock.ranks.clock import Clock, Mark
+from penstock.ranks.clock import Clock, HostClock, Mark
 from penstock.ranks.peer_guard import PeerGuard
 from penstock.ranks.status_board import Board
 from penstock.runtime.out_of_memory import MemoryUse, is_out_of_memory, out_of_memory
@@ -101,7 +101,8 @@ class Interpreter:
 
     def __post_init__(self) -> None:
         self.guard = PeerGuard(self.rank, self.board)
-        self.transfers = TransferRecord(self.clock)
+        self.transfers = TransferRecord(self.clock, self.transport.arrives_at_once)
+        self._on_host = isinstance(self.clock, HostClock)
 
     def play(self, program: Sequence[Action], batch: Batch, *, update: bool = True) -> None:
         """Run a program on one batch.
@@ -229,9 +230,9 @@ class Interpreter:
         Called from outside where one thread runs several ranks in turn. Exceptions are those of the
         op or the transport, unconverted.
         """
-        batches = context.batches
+        find = context.batches.find
         for peer, message in step.posts:
-            if (entry := batches.find(message.micro_batch)) is not None:
+            if (entry := find(message.micro_batch)) is not None:
                 self._waits_for, self._waits_since = peer, time.monotonic()
                 self._arrivals[message] = self.transport.post(
                     peer, message, entry[0].forms[entry[1]]
@@ -242,7 +243,7 @@ class Interpreter:
                 self._start_op(step)
                 self._update(op, context)
                 self._end_op(op)
-        elif (entry := batches.find(step.number)) is not None:
+        elif (entry := find(step.number)) is not None:
             batch, _ = entry
             self._batch_step = batch.step
             arrived = None if step.input_message is None else self._receive(step, batch)
@@ -254,27 +255,27 @@ class Interpreter:
             if result is not None and step.output_message is not None:
                 self._values[step.output_message] = result
         for peer, message in step.sends:
-            if (entry := batches.find(message.micro_batch)) is not None:
+            if (entry := find(message.micro_batch)) is not None:
                 self._send(peer, message, entry[0].forms[entry[1]])
         # After the sends, since other stages wait for these.
         if step.completes and step.stage in self.replicas:
             self.replicas[step.stage].start()
 
     def _start_op(self, step: Step) -> None:
-        self.board.doing(step.text)
+        begun_s = self.board.doing(step.text)
         self._computing = True
-        self._op_start = self.clock.mark()
+        self._op_start = begun_s if self._on_host else self.clock.mark()
 
     def _end_op(self, op: Op) -> None:
-        self.marks[op] = self._op_start, self.clock.mark()
+        end = time.monotonic() if self._on_host else self.clock.mark()
+        self.marks[op] = self._op_start, end
         self._computing = False
 
     def _send(self, peer: int, message: Message, signature: str) -> None:
         """Send a value to another rank."""
         self._waits_for, self._waits_since = peer, time.monotonic()
         size = self.transport.send(peer, message, self._values.pop(message), signature)
-        arrived = self.transport.arrives_at_once(peer)
-        self.transfers.end_send(message, peer, size, arrived=arrived)
+        self.transfers.end_send(message, peer, size)
 
     def _receive(self, step: Step, batch: Batch) -> Payload | None:
         """Return the input of an op, which this rank has or another one sends; wait for it."""
@@ -289,9 +290,8 @@ class Interpreter:
         assert arrival is not None
         if batch.pending_check is not None:
             batch.checksum()  # while the message is on its way
-        self.board.doing(step.waits)
-        self._waits_for, self._waits_since = step.maker, time.monotonic()
-        self.transfers.begin_wait(message)
+        self._waits_for, self._waits_since = step.maker, self.board.doing(step.waits)
+        self.transfers.begin_wait(message, self._waits_since)
         return arrival.wait()
 
     def _translate_error(
@@ -334,33 +334,35 @@ class Interpreter:
             context: what ops read and change beside the stages.
         """
         batch, number = entry
-        if op.kind in ACTIVATION_MOVES:
+        kind, index, micro_batch = op
+        if kind in ACTIVATION_MOVES:
             return self._move_activations(op, batch, number, arrived)
-        stage = self.stages[op.stage]
-        weights = context.weights.get(op.stage) if context.weights else None
-        if op.kind is Kind.F:
+        stage = self.stages[index]
+        weights = context.weights.get(index) if context.weights else None
+        if kind is Kind.F:
             if weights is not None:
-                weights.before_forward(op.micro_batch)
+                weights.before_forward(micro_batch)
             output = stage.forward(batch, number, arrived)
-            if self.finite is not None:
-                self.finite.after_forward(stage, batch, number, op)
-            if context.on_loss is not None and stage.loss is not None:
-                on_loss = context.on_loss
-                self.guard.during("its loss to leave", lambda: on_loss(batch))
+            if stage.loss is not None:
+                if self.finite is not None:
+                    self.finite.after_loss(stage, batch, number, op)
+                if context.on_loss is not None:
+                    on_loss = context.on_loss
+                    self.guard.during("its loss to leave", lambda: on_loss(batch))
             return output
         if weights is not None:
-            weights.before_backward(op.micro_batch)
+            weights.before_backward(micro_batch)
         result: Payload | None = None
-        if op.kind is Kind.B:
+        if kind is Kind.B:
             result = stage.backward(batch, number, arrived)
-        elif op.kind is Kind.I:
-            result = stage.input_grad(batch, number, arrived)
+        elif kind is Kind.I:
+            return stage.input_grad(batch, number, arrived)
         else:
             stage.weight_grad(batch, number)
-        if self.finite is not None and op.kind is not Kind.I:
+        if self.finite is not None:
             self.finite.after_backward(stage, batch, number)
-        if weights is not None and op.kind is not Kind.I:
-            weights.finished(op.micro_batch)
+        if weights is not None:
+            weights.finished(micro_batch)
         return result
 
     def _check_gradients(self, finite: FiniteCheck, op: Op, context: RunContext) -> None:

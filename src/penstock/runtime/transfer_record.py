@@ -1,11 +1,13 @@
 """Records when a rank waited for messages and sent them, for its timeline.
 
-A record costs one reading of the clock per message: the start of a send is the end of its op, and
-the end of a wait is the start of its op, which are measured anyway.
+A record costs one reading of the clock per message that is sent: the start of a send is the end of
+its op, and the end of a wait is the start of its op, which are measured anyway.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
 
@@ -34,12 +36,15 @@ class TransferRecord:
     Args:
         clock: of the rank's ops. Where a device computes while the host runs ahead, the host's
             waits say nothing about the device, and are not recorded.
+        arrives_at_once: of the transport.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock if isinstance(clock, HostClock) else None
+    def __init__(self, clock: Clock, arrives_at_once: Callable[[int], bool]) -> None:
+        self._on_host = isinstance(clock, HostClock)
+        self._arrives_at_once = arrives_at_once
         self._wait_start: dict[Message, float] = {}
-        self._sent: dict[Message, Sent] = {}
+        # By message, the receiver, the bytes, and when the message had been handed over.
+        self._sent: dict[Message, tuple[int, int, float]] = {}
 
     def clear(self) -> None:
         """Drop all records."""
@@ -52,22 +57,25 @@ class TransferRecord:
             for message in list(islice(record, max(0, len(record) - count))):
                 del record[message]
 
-    def begin_wait(self, message: Message) -> None:
-        """Record that the rank begins to wait for a message."""
-        if self._clock is not None:
-            self._wait_start[message] = self._clock.mark()
+    def begin_wait(self, message: Message, start_s: float) -> None:
+        """Record that the rank begins to wait for a message.
 
-    def end_send(self, message: Message, peer: int, size: int, *, arrived: bool) -> None:
-        """Record a message that has been handed over to the transport.
+        Args:
+            message: the message.
+            start_s: the time, of `time.monotonic`, which is that of `HostClock`.
+        """
+        if self._on_host:
+            self._wait_start[message] = start_s
+
+    def end_send(self, message: Message, peer: int, size: int) -> None:
+        """Record a message that has now been handed over to the transport.
 
         Args:
             message: the message.
             peer: the receiving rank.
             size: bytes that were sent.
-            arrived: whether it is in the receiver's memory now.
         """
-        arrived_s = self._clock.mark() if arrived and self._clock is not None else None
-        self._sent[message] = Sent(peer, size, arrived_s)
+        self._sent[message] = peer, size, time.monotonic()
 
     def wait_start(self, message: Message | None) -> float | None:
         """Return when the rank began to wait for a message, on its clock; None if unknown."""
@@ -75,4 +83,9 @@ class TransferRecord:
 
     def sent(self, message: Message | None) -> Sent | None:
         """Return how a message was sent; None if this rank has not sent it to another one."""
-        return None if message is None else self._sent.get(message)
+        row = None if message is None else self._sent.get(message)
+        if row is None:
+            return None
+        peer, size, sent_s = row
+        is_there = self._on_host and self._arrives_at_once(peer)
+        return Sent(peer, size, sent_s if is_there else None)

@@ -7,8 +7,6 @@ nothing of it is needed.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,6 @@ from penstock.transport.payload import Payload
 _MAX_FORMS = 4096
 
 _NO_SLICE_STATE = SliceState(keeps=False)
-_NO_CONTEXT = nullcontext()
 
 
 class FastPath:
@@ -44,6 +41,7 @@ class FastPath:
     def __init__(self, builder: GraphBuilder, activation_meter: ActivationMeter) -> None:
         self._builder, self._activation_meter = builder, activation_meter
         self._on_host = builder.layers.device.type == "cpu"
+        self._mixed = builder.mixed
         self.bytes_by_form: dict[str, int] = {}
         # Forms of micro-batches whose input gradients have the memory layout of the inputs.
         self._same_layouts: set[str] = set()
@@ -103,7 +101,12 @@ class FastPath:
         """
         builder = self._builder
         leaf = None
-        value = batch.inputs[micro_batch] if arrived is None else arrived.leaves[0].detach()
+        if arrived is None:
+            value = batch.inputs[micro_batch]
+        else:
+            value = arrived.leaves[0]
+            if value.requires_grad:  # the sender's own tensor, in the same process
+                value = value.detach()
         if not self._on_host:
             device = builder.layers.device
             if arrived is None:
@@ -116,15 +119,12 @@ class FastPath:
         sides: list[Tensor] = []
         outer = collect_side_losses(sides)
         try:
-            with (
-                _NO_CONTEXT if torch.is_grad_enabled() else torch.enable_grad(),
-                builder.autocast(),
-            ):
-                value = builder.layers.run(batch, micro_batch, value, _NO_SLICE_STATE)
-                if builder.loss is not None:
-                    output, value = value, builder.loss.of(batch, micro_batch, value, sides)
-                    if builder.reach is not None and builder.reach.step != batch.step:
-                        builder.reach.check_loss(batch, value, output)
+            # Entering contexts that change nothing would take longer than this check.
+            if self._mixed or not torch.is_grad_enabled():
+                with torch.enable_grad(), builder.autocast():
+                    value = self._run(batch, micro_batch, value, sides)
+            else:
+                value = self._run(batch, micro_batch, value, sides)
         finally:
             collect_side_losses(outer)
         root = value if value.requires_grad else None
@@ -135,6 +135,17 @@ class FastPath:
         is_last = builder.loss is not None
         sent = None if is_last else Payload("", (value,), (root is not None,))
         return FastForward(leaf, root, size), sent
+
+    def _run(self, batch: Batch, micro_batch: int, value: Tensor, sides: list[Tensor]) -> Tensor:
+        """Run the layers and, on the last stage, the loss; return its value or the output."""
+        builder = self._builder
+        output: Tensor = builder.layers.run(batch, micro_batch, value, _NO_SLICE_STATE)
+        if builder.loss is None:
+            return output
+        loss: Tensor = builder.loss.of(batch, micro_batch, output, sides)
+        if builder.reach is not None and builder.reach.step != batch.step:
+            builder.reach.check_loss(batch, loss, output)
+        return loss
 
     def _with_sides(
         self, inputs: Payload, value: Tensor, sides: list[Tensor], size: int

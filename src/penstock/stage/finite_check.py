@@ -88,11 +88,11 @@ class FiniteCheck:
         self._sums.clear()
         self._losses.clear()
 
-    def after_forward(self, stage: Stage, batch: Batch, number: int, op: Op) -> None:
-        """Check the loss of a micro-batch, on the last stage.
+    def after_loss(self, stage: Stage, batch: Batch, number: int, op: Op) -> None:
+        """Check the loss of a micro-batch after the forward of the last stage.
 
         Args:
-            stage: the stage that has run.
+            stage: the last stage.
             batch: its batch.
             number: the micro-batch in the batch.
             op: the op.
@@ -101,7 +101,7 @@ class FiniteCheck:
             NonFinite: the loss is not finite, and the policy is "raise".
         """
         self._step, self._active = batch.step, batch.training and not batch.keeps_outputs
-        if stage.loss is None or not self._active:
+        if not self._active:
             return
         if stage.loss_options.loss_on != "batch":
             self._check_loss(stage, batch, number, op)
@@ -111,7 +111,7 @@ class FiniteCheck:
             self._check_loss(stage, batch, loss_number, op)
 
     def _check_loss(self, stage: Stage, batch: Batch, number: int, op: Op) -> None:
-        """Check the loss of one micro-batch, if it has one. Arguments as for `after_forward`."""
+        """Check the loss of one micro-batch, if it has one. Arguments as for `after_loss`."""
         loss = batch.losses.get(number)
         if loss is None:
             return
@@ -123,7 +123,7 @@ class FiniteCheck:
             self._report(text, stage.index, op, number)
 
     def after_backward(self, stage: Stage, batch: Batch, number: int) -> None:
-        """Probe the gradients of a stage after a micro-batch. Arguments as for `after_forward`."""
+        """Probe the gradients of a stage after a micro-batch. Arguments as for `after_loss`."""
         # A comparison with one device keeps outputs, and shows NaN by itself.
         self._step, self._active = batch.step, batch.training and not batch.keeps_outputs
         if not (self._active and self.gradients):

@@ -54,6 +54,7 @@ class GraphBuilder:
 
     Attributes:
         in_place: whether the layers change their inputs in place.
+        mixed: whether forwards run in mixed precision.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class GraphBuilder:
         self.in_place = InPlaceChanges()
         self._index, self._device = index, layers.device
         self._autocast, self._activation_meter = autocast, activation_meter
+        self.mixed = autocast is not None
 
     def renew(self) -> None:
         """Drop what was observed of the layers; see `Stage.renew`."""

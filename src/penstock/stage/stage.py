@@ -341,9 +341,9 @@ class Stage:
             grad = self._root_grad(batch, micro_batch, arrived, root)
             if grad is not None and self.runner.draws.watches_backward:
                 with self._builder.backward_context(batch, micro_batch):
-                    whole_grad(root, grad)
+                    whole_grad((root,), (grad,))
             elif grad is not None:
-                whole_grad(root, grad)
+                whole_grad((root,), (grad,))
         self.activation_meter.give(saved.size)
         if leaf is None:
             return _NO_GRADS

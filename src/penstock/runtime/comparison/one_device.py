@@ -104,7 +104,7 @@ class OneDevice:
         with self._mixed(), collecting_side_losses() as sides:
             loss = stage_loss.of(batch, 0, self._forward(batch, 0, {}), sides)
         _backward([_weighted(loss, sides, 1.0, 1.0)])
-        self.loss = float(batch.losses[0])
+        self.loss = float(batch.loss_shares([0]))
 
     def _begin(self, values: Mapping[str, Tensor], micro_batches: int) -> None:
         """Build the model with these values for a new run."""
