@@ -7,14 +7,57 @@ in both directions by a token bucket (tbf).
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+#: Names of namespaces begin with it and the process that made them.
+_PREFIX = "hosts-"
 
 
 def _run(*words: str) -> None:
     """Run a command, and raise an error with its message if it fails."""
     subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+def _remove(namespace: str) -> None:
+    """End the processes of a namespace, and remove it, if it exists."""
+    words = ["ip", "netns", "pids", namespace]
+    listed = subprocess.run(words, check=False, capture_output=True, text=True)
+    for process in map(int, listed.stdout.split()):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
+
+
+def remove_stale() -> None:
+    """Remove the namespaces of runs that were killed and so could not remove them."""
+    for path in Path("/run/netns").glob(f"{_PREFIX}*"):
+        process = path.name.removeprefix(_PREFIX).partition("-")[0]
+        if not Path("/proc", process).exists():
+            _remove(path.name)
+
+
+@contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """Exit on SIGTERM and SIGHUP as on Ctrl-C, so that `Hosts` removes its namespaces."""
+
+    def leave(number: int, frame: object) -> None:
+        del frame
+        sys.exit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, leave) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 class Hosts:
@@ -26,13 +69,14 @@ class Hosts:
     """
 
     def __init__(self, count: int, mbit: int) -> None:
-        self._prefix = f"hosts-{os.getpid()}"
+        self._prefix = f"{_PREFIX}{os.getpid()}"
         self._switch = f"{self._prefix}-switch"
         self._mbit = mbit
         self.names = [f"{self._prefix}-{index}" for index in range(count)]
         self.addresses = [f"10.77.0.{index + 1}" for index in range(count)]
 
     def __enter__(self) -> Self:
+        remove_stale()
         try:
             self._make()
         except BaseException:
@@ -77,14 +121,14 @@ class Hosts:
         _run(*words, *rate)
 
     def remove(self) -> None:
-        """Remove all namespaces, and with them their interfaces."""
+        """End all processes of the namespaces, and remove these and their interfaces."""
         for name in (*self.names, self._switch):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            _remove(name)
 
     def start(
         self, index: int, words: list[str], variables: dict[str, str], output: int
     ) -> subprocess.Popen[str]:
-        """Start a program on a host.
+        """Start a program on a host. Its standard input is a pipe.
 
         Args:
             index: of the host.
@@ -95,6 +139,7 @@ class Hosts:
         return subprocess.Popen(
             ["ip", "netns", "exec", self.names[index], *words],
             env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,

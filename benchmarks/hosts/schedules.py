@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from namespaces import Hosts
+from host_processes import HostProcesses
+from namespaces import Hosts, ending_on_signals
 from workloads import WORKLOADS
 
 import penstock as ps
@@ -33,7 +33,6 @@ from penstock.search.request import PlanRequest
 
 HERE = Path(__file__).parent
 SCHEDULES = ("1f1b", "eager-1f1b", "gpipe", "zb-h1", "interleaved", "data-parallel")
-LIMIT_S = 300
 #: Rate of a link's payload over TCP to its nominal rate, and seconds of a message's way.
 PAYLOAD, LATENCY_S = 0.95, 100e-6
 
@@ -77,54 +76,6 @@ def predict(
     }
 
 
-def run_hosts(hosts: Hosts, job: dict[str, Any], count: int, folder: Path) -> dict[str, Any]:
-    """Run the worker on every host, and return the result of the first.
-
-    Raises:
-        RuntimeError: a process failed or took too long.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    processes, logs = [], []
-    result = folder / "result.json"
-    result.unlink(missing_ok=True)
-    for rank in range(count):
-        log = folder / f"{rank}.log"
-        variables = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(count),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": hosts.addresses[0],
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "OMP_NUM_THREADS": "1",
-            "PENSTOCK_SHARED_MEMORY": "0",
-        }
-        words = [
-            sys.executable,
-            str(HERE / "schedules_worker.py"),
-            json.dumps(job),
-            str(result),
-        ]
-        with log.open("wb") as output:
-            processes.append(hosts.start(rank, words, variables, output.fileno()))
-        logs.append(log)
-    try:
-        for process in processes:
-            process.wait(LIMIT_S)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if not result.exists():
-        ends = "\n".join(log.read_text(errors="replace")[-1500:] for log in logs)
-        raise RuntimeError(f"the schedules failed:\n{ends}")
-    content: dict[str, Any] = json.loads(result.read_text())
-    return content
-
-
 def measure(
     workload: str, count: int, mbit: int, micro_batches: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
@@ -160,7 +111,8 @@ def measure(
             "rounds": arguments.rounds,
             "steps": arguments.steps,
         }
-        result = run_hosts(hosts, job, count, folder)
+        with HostProcesses(hosts, HERE / "schedules_worker.py", folder) as processes:
+            result = processes.run(job, count)[0]
     return {
         "workload": workload,
         "hosts": count,
@@ -280,4 +232,5 @@ def key_of(cell: dict[str, Any]) -> tuple[Any, ...]:
 
 
 if __name__ == "__main__":
-    main()
+    with ending_on_signals():
+        main()

@@ -1,28 +1,27 @@
-"""One host's process: train some steps with each of several plans in turn, and write their times.
-
-python schedules_worker.py '{"workload": "sleep", "plans": {…}, …}' OUT.json
-"""
+"""One host's process: train some steps with each of several plans in turn; see `host_processes`."""
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from host_processes import serve
 from workloads import WORKLOADS
 
 import penstock as ps
 from penstock.measure.host_links import measure_host_links
 
 
-def main() -> None:
-    """Train, and write the result on the first rank."""
-    job = json.loads(sys.argv[1])
+def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    """Train, and return times by plan, and the measured link.
+
+    Args:
+        job: workload, files of plans by name, rounds, and steps of a round.
+    """
     torch.set_num_threads(1)
     workload = WORKLOADS[job["workload"]]
     dist.init_process_group("gloo")
@@ -56,20 +55,18 @@ def main() -> None:
                     op_seconds[name].setdefault(event.op.kind.value, []).append(
                         event.end - event.start
                     )
-    if dist.get_rank() == 0:
-        assert link is not None
-        result = {
-            "link": asdict(link),
-            "seconds": seconds,
-            "cpu": cpu,
-            "op_s": {
-                name: {kind: statistics.mean(row) for kind, row in rows.items()}
-                for name, rows in op_seconds.items()
-            },
-        }
-        Path(sys.argv[2]).write_text(json.dumps(result))
+    assert link is not None
     dist.barrier()
+    return {
+        "link": asdict(link),
+        "seconds": seconds,
+        "cpu": cpu,
+        "op_s": {
+            name: {kind: statistics.mean(row) for kind, row in rows.items()}
+            for name, rows in op_seconds.items()
+        },
+    }
 
 
 if __name__ == "__main__":
-    main()
+    serve(run_job)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.zoo.catalogue import model
+from penstock.zoo.gpt import gpt_loss
 
 #: Seconds per sample for which a layer of the sleeping workloads sleeps, in each phase.
 SLEEP_S = 2e-3
@@ -36,6 +37,26 @@ class Workload:
 def _vgg16() -> nn.Sequential:
     """Return VGG-16 for images of 32 pixels: 34 million parameters."""
     return model("vgg16", classes=100, image=32, dropout=0.0)
+
+
+def _vgg19() -> nn.Sequential:
+    """Return VGG-19 for images of 32 pixels: 39 million parameters."""
+    return model("vgg19", classes=100, image=32, dropout=0.0)
+
+
+def _gpt() -> nn.Sequential:
+    """Return a GPT of 4 blocks whose vocabulary has most of its 12 million parameters."""
+    return model("gpt", layers=4, width=256, heads=4, tokens=64, vocabulary=16_384)
+
+
+def _gnmt() -> nn.Sequential:
+    """Return a translation model of LSTMs with a vocabulary of 8,192 words."""
+    return model("gnmt", layers=4, hidden=256, vocabulary=8_192, dropout=0.0)
+
+
+def _words(*shape: int, vocabulary: int) -> Tensor:
+    """Return random words."""
+    return torch.randint(0, vocabulary, shape)
 
 
 def _mlp() -> nn.Sequential:
@@ -101,6 +122,21 @@ WORKLOADS = {
     "sleep-wide": _sleeping(250_000),
     "vgg16": Workload(
         _vgg16, lambda: (torch.randn(32, 3, 32, 32), torch.randint(0, 100, (32,))), 32
+    ),
+    "vgg19": Workload(
+        _vgg19, lambda: (torch.randn(32, 3, 32, 32), torch.randint(0, 100, (32,))), 32
+    ),
+    "gpt": Workload(
+        _gpt,
+        lambda: (_words(16, 64, vocabulary=16_384), _words(16, 64, vocabulary=16_384)),
+        16,
+        gpt_loss,
+    ),
+    "gnmt": Workload(
+        _gnmt,
+        lambda: (_words(16, 2, 24, vocabulary=8_192), _words(16, 24, vocabulary=8_192)),
+        16,
+        gpt_loss,
     ),
     "mlp": Workload(_mlp, lambda: (torch.randn(256, 64), torch.randint(0, 100, (256,))), 256),
 }

@@ -19,7 +19,9 @@ class AdditivityTest:
 
     _warned: bool = False
 
-    def ways(self, views: Sequence[View], *, has_counts: bool) -> dict[bool, Way]:
+    def ways(
+        self, views: Sequence[View], *, has_counts: bool, brief: bool = False
+    ) -> dict[bool, Way]:
         """Return how the loss adds up, over samples (False) and over the tokens of slices (True).
 
         What cannot be tested is missing.
@@ -27,6 +29,7 @@ class AdditivityTest:
         Args:
             views: evaluations of the loss.
             has_counts: whether the graph shows divisors, which are then tried first.
+            brief: see `probe.readings`.
 
         Raises:
             ReturnsCount: the loss returns (sum, count).
@@ -34,12 +37,12 @@ class AdditivityTest:
         """
         ways: dict[bool, Way] = {}
         for view in views:
-            way = self._way(view, has_counts=has_counts)
+            way = self._way(view, has_counts=has_counts, brief=brief)
             if way is not None:
                 ways[view.along_tokens] = way
         return ways
 
-    def _way(self, view: View, *, has_counts: bool) -> Way | None:
+    def _way(self, view: View, *, has_counts: bool, brief: bool) -> Way | None:
         """Return how the losses of the view's pair add up; None if that cannot be tested."""
         sizes = view.sizes
         total = sum(sizes)
@@ -50,7 +53,7 @@ class AdditivityTest:
         try:
             if has_counts:
                 weights = {"counts": _pair_weights(view), **weights}
-            readings = view.readings()
+            readings = view.readings(brief=brief)
         except ReturnsCount:
             raise
         except Draws:

@@ -151,14 +151,19 @@ class Reading:
         return all(math.isfinite(value) for value in (self.first, self.second, self.joined))
 
 
-def readings(loss: Loss, pair: Pair) -> list[Reading]:
+def readings(loss: Loss, pair: Pair, *, brief: bool = False) -> list[Reading]:
     """Evaluate the loss on several different outputs.
+
+    Args:
+        loss: the loss.
+        pair: the parts on which it is evaluated.
+        brief: whether to take the model's own outputs only.
 
     Raises:
         Exception: any exception of the loss on the model's own outputs.
     """
     results = [_reading(loss, pair, _rolled)]
-    for change in (_mirrored, _moved, _amplified, _attenuated):
+    for change in () if brief else (_mirrored, _moved, _amplified, _attenuated):
         with suppress(
             ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
         ):  # values that the loss was not made for

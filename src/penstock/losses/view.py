@@ -143,8 +143,11 @@ class View:
         output = outputs_like(self.value, self.extents(self.number), extents)
         return evaluate(self.call.untouched(), output, target)
 
-    def readings(self) -> list[Reading]:
+    def readings(self, *, brief: bool = False) -> list[Reading]:
         """Evaluate the loss on both micro-batches of the pair and on both joined, in numbers.
+
+        Args:
+            brief: see `probe.readings`.
 
         Raises:
             Draws: the loss draws random numbers, which differ at every call.
@@ -159,7 +162,7 @@ class View:
         with apart_from_stage(), drawing(device):
             seed_generators(device, 0)
             before = generator_states(device)
-            results = readings(loss, pair)
+            results = readings(loss, pair, brief=brief)
             if not torch.equal(before, generator_states(device)):
                 raise Draws
             return results
