@@ -43,8 +43,15 @@ SECRET = "PENSTOCK_SECRET"  # noqa: S105 - the name of a variable
 #: Seconds after a loss in which the main thread is to raise the error; then it is printed.
 _EXCEPTION_S = 2.0
 
-#: Seconds after which a process that is still in the same native call is ended.
-_LAST_RESORT_S = 20.0
+#: Seconds after which a process is ended whose main thread has not raised the error: one that waits
+#: in native code, so that all have ended within 10 s, and one that computes.
+_WAITING_S, _COMPUTING_S = 2.0, 20.0
+
+#: Seconds that the exit of a process may take after a loss, such as in a library's own farewell.
+_FAREWELL_S = 4.0
+
+#: Share of a core from which on a process counts as computing. One that waits in gloo takes 0.1 %.
+_COMPUTING_SHARE = 0.05
 
 #: Seconds that a store may take to answer after a loss.
 _STORE_S = 1.0
@@ -223,8 +230,11 @@ class Heartbeats:
         if self._acknowledged.wait(_EXCEPTION_S) or self._closed:
             return
         write_line(f"error: rank {self._rank}: {reason}")
-        if not self._acknowledged.wait(_LAST_RESORT_S) and not self._closed:
-            os._exit(1)
+        before_s, end_s = time.process_time(), time.monotonic() + _COMPUTING_S
+        while not self._acknowledged.wait(_WAITING_S) and not self._closed:
+            used_s, before_s = time.process_time() - before_s, time.process_time()
+            if used_s < _COMPUTING_SHARE * _WAITING_S or time.monotonic() >= end_s:
+                os._exit(1)
 
     def _release_store(self) -> None:
         """Close the connection to a store that does not answer, so that waits for it end."""
@@ -243,7 +253,7 @@ class Heartbeats:
     def _leave(self) -> None:
         """At the exit of the process: close, and do not stay in a library's own farewell."""
         if self.loss is not None:
-            timer = threading.Timer(_LAST_RESORT_S / 2, os._exit, (1,))
+            timer = threading.Timer(_FAREWELL_S, os._exit, (1,))
             timer.daemon = True
             timer.start()
         self.close()
