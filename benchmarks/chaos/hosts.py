@@ -83,6 +83,8 @@ class Moment:
         named: pairs of a rank and a host that messages on other hosts name as lost.
         named_step: the step of the checkpoint that they name.
         rejoined: whether a host that was stopped or cut off ended as well, when it came back.
+        waits: whether a host was lost before its rank had joined, which is named at the deadline of
+            300 s (docs/security.md): the launch was ended after `HANG_S`.
         left: processes that had not ended by themselves.
         problem: what is wrong; empty if nothing.
     """
@@ -100,6 +102,7 @@ class Moment:
     named: list[tuple[int, str]] = field(default_factory=list)
     named_step: int | None = None
     rejoined: bool | None = None
+    waits: bool = False
     left: list[str] = field(default_factory=list)
     problem: str = ""
 
@@ -327,18 +330,23 @@ class Round:
             return moment
         others = [host for host in hosts if host != victim or not fault.lost]
         started = time.monotonic()
-        run.wait(lambda: all(run.rank(host) is None for host in others), HANG_S)
+        if moment.phase != "start":  # else torchrun may not have started a rank yet
+            run.wait(lambda: all(run.rank(host) is None for host in others), HANG_S)
         rank_seconds = time.monotonic() - started
         run.wait(lambda: run.gone(others), HANG_S - rank_seconds)
         if run.gone(others):
             moment.seconds = round(time.monotonic() - started, 1)
-        moment.rank_seconds = round(rank_seconds, 1)
-        if fault.lost and name != "power off":
+            early = moment.phase == "start"
+            moment.rank_seconds = moment.seconds if early else round(rank_seconds, 1)
+        elif moment.phase == "start" and fault.lost:
+            moment.waits = True
+        if fault.lost and name != "power off" and not moment.waits:
             signal_all(run.processes(victim), signal.SIGCONT)
             moment.rejoined = run.wait(lambda: run.gone(hosts), HANG_S) is not None
         for host, present in run.close().items():
             moment.left += [f"host {host}: {words[:80]}" for words in present.values()]
-        self._check_end(run, moment, others)
+        if not moment.waits:
+            self._check_end(run, moment, others)
         return moment
 
     def _check_going_on(self, run: HostRun, moment: Moment) -> None:
@@ -422,8 +430,9 @@ def measure(arguments: argparse.Namespace, content: dict) -> None:
     # Not a TemporaryDirectory: a forked rank would remove it at its end.
     name = tempfile.mkdtemp(prefix="penstock-chaos-")
     try:
-        reference = Path(name) / "reference"
-        reference_run(reference, arguments.epochs, arguments.hosts)
+        reference = arguments.reference or Path(name) / "reference"
+        if not (reference / "weights.safetensors").exists():
+            reference_run(reference, arguments.epochs, arguments.hosts)
         seed = arguments.seed
         while count < arguments.moments:
             folder = Path(name) / f"round-{seed}"
@@ -454,16 +463,16 @@ def measure(arguments: argparse.Namespace, content: dict) -> None:
 def summary(content: dict) -> int:
     """Print a table of all moments. Returns the exit status."""
     rows = [moment for row in content["rounds"] for moment in row["moments"]]
-    print("| fault | moments | seconds, median | longest | ranks alone, longest | problems |")
+    print("| fault | moments | ranks: median | longest | with launchers: longest | problems |")
     print("|---|---:|---:|---:|---:|---:|")
     for name in FAULTS:
         of_fault = [row for row in rows if row["fault"] == name]
         seconds = [row["seconds"] for row in of_fault if row["seconds"] is not None]
         ranks = [row["rank_seconds"] for row in of_fault if row["rank_seconds"] is not None]
         cells = [
-            f"{statistics.median(seconds):.1f}" if seconds else "",
-            f"{max(seconds):.1f}" if seconds else "",
-            f"{max(ranks):.1f}" if ranks else "",
+            f"{statistics.median(ranks):.1f} s" if ranks else "",
+            f"{max(ranks):.1f} s" if ranks else "",
+            f"{max(seconds):.1f} s" if seconds else "",
             str(sum(bool(row["problem"]) for row in of_fault)),
         ]
         print(f"| {name} | {len(of_fault)} | {' | '.join(cells)} |")
@@ -487,6 +496,7 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=12, help="length of a run")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--reference", type=Path, help="folder of the undisturbed run, to keep it")
     parser.add_argument("--append", action="store_true", help="add to the results")
     parser.add_argument("--summary", action="store_true", help="print the results alone")
     parser.add_argument("--results", type=Path, default=HERE / "hosts.json")
