@@ -34,6 +34,14 @@ from namespaces import Hosts
 #: Port of the store on the first host.
 PORT = 29500
 
+#: Environment of all ranks.
+VARIABLES = {
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "OMP_NUM_THREADS": "1",
+    # Namespaces share the machine's memory, which hosts do not.
+    "PENSTOCK_SHARED_MEMORY": "0",
+}
+
 #: Seconds between two looks at the processes.
 LOOK_S = 0.05
 
@@ -156,21 +164,11 @@ class HostRun:
         """
         size = len(self.hosts.names)
         for rank, space in enumerate(self.hosts.names):
-            variables = {
-                "GLOO_SOCKET_IFNAME": "eth0",
-                "OMP_NUM_THREADS": "1",
-                # Namespaces share the machine's memory, which hosts do not.
-                "PENSTOCK_SHARED_MEMORY": "0",
-            }
             if launcher == "torchrun":
                 program = [*self._torchrun(rank, size), sys.executable, "-m", "penstock", *words]
-                named = f'hostname host-{rank} && exec "$@"'
-                shell = ["unshare", "--uts", "sh", "-c", named, "sh", *program]
-                with self.log(rank).open("wb") as output:
-                    process = self.hosts.start(rank, shell, variables, output.fileno())
-                self.launchers.append(process)
+                self.launchers.append(self.start_program(rank, program))
                 continue
-            variables |= {
+            variables = VARIABLES | {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(size),
                 "LOCAL_RANK": "0",
@@ -179,6 +177,21 @@ class HostRun:
                 "MASTER_PORT": str(PORT),
             }
             self.launchers.append(ForkedRank(rank, space, words, variables, self.log(rank)))
+
+    def start_program(
+        self, host: int, program: list[str], variables: Mapping[str, str] | None = None
+    ) -> Process:
+        """Start a program on a host; its output is added to that of the host.
+
+        Args:
+            host: index of the host.
+            program: the program and its arguments.
+            variables: added to its environment.
+        """
+        shell = ["unshare", "--uts", "sh", "-c", f'hostname host-{host} && exec "$@"', "sh"]
+        with self.log(host).open("ab") as output:
+            everything = {**VARIABLES, **(variables or {})}
+            return self.hosts.start(host, [*shell, *program], everything, output.fileno())
 
     def _torchrun(self, rank: int, size: int) -> list[str]:
         """Return the words that start a program by torchrun on a host."""

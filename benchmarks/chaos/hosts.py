@@ -443,7 +443,7 @@ def measure(arguments: argparse.Namespace, content: dict) -> None:
                 try:
                     while not this_round.over:
                         enough = count + len(this_round.moments) >= arguments.moments
-                        launcher = LAUNCHERS[number % len(LAUNCHERS)]
+                        launcher = LAUNCHERS[(seed + number) % len(LAUNCHERS)]
                         this_round.launch(launcher, faults=not enough)
                         number += 1
                 except RuntimeError as error:

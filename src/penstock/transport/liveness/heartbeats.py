@@ -41,14 +41,14 @@ from penstock.transport.liveness.stopped_processes import LIMIT_S, LostSiblings
 SECRET = "PENSTOCK_SECRET"  # noqa: S105 - the name of a variable
 
 #: Seconds after a loss in which the main thread is to raise the error; then it is printed.
-_EXCEPTION_S = 2.0
+_EXCEPTION_S = 1.5
 
 #: Seconds after which a process is ended whose main thread has not raised the error: one that waits
 #: in native code, so that all have ended within 10 s, and one that computes.
-_WAITING_S, _COMPUTING_S = 2.0, 20.0
+_WAITING_S, _COMPUTING_S = 1.5, 20.0
 
 #: Seconds that the exit of a process may take after a loss, such as in a library's own farewell.
-_FAREWELL_S = 4.0
+_FAREWELL_S = 3.0
 
 #: Share of a core from which on a process counts as computing. One that waits in gloo takes 0.1 %.
 _COMPUTING_SHARE = 0.05
