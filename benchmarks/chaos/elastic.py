@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 RANKS = 4
 
 #: Seconds for which one change of the run may take.
-LIMIT_S = 240.0
+LIMIT_S = 400.0
 
 PENSTOCK = [sys.executable, "-m", "penstock"]
 
@@ -118,7 +118,12 @@ def on_hosts(folder: Path, epochs: int) -> None:
                 *(sys.executable, "-m", "torch.distributed.run"),
                 *("--nnodes", f"{RANKS - 1}:{RANKS}", "--nproc-per-node", "1"),
                 *("--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--max-restarts", "5"),
-                *("--rdzv-endpoint", f"{hosts.addresses[0]}:{PORT}"),
+                *(
+                    "--rdzv-endpoint",
+                    f"{hosts.addresses[0]}:{PORT}",
+                    "--rdzv-conf",
+                    "last_call_timeout=15",
+                ),
                 *("--local-addr", hosts.addresses[host], "--no-python", *PENSTOCK, *words),
             ]
             # A host that joins torchrun 2.13 later waits for an address otherwise.

@@ -188,7 +188,11 @@ class HostRun:
             program: the program and its arguments.
             variables: added to its environment.
         """
-        shell = ["unshare", "--uts", "sh", "-c", f'hostname host-{host} && exec "$@"', "sh"]
+        table = self.folder / "hosts"
+        rows = [f"{address} host-{i}" for i, address in enumerate(self.hosts.addresses)]
+        table.write_text("\n".join(["127.0.0.1 localhost", *rows]) + "\n")
+        named = f'mount --bind {table} /etc/hosts && hostname host-{host} && exec "$@"'
+        shell = ["unshare", "--uts", "--mount", "sh", "-c", named, "sh"]
         with self.log(host).open("ab") as output:
             everything = {**VARIABLES, **(variables or {})}
             return self.hosts.start(host, [*shell, *program], everything, output.fileno())
