@@ -29,8 +29,9 @@ from penstock.measure.profiler import machine_facts
 
 HERE = Path(__file__).parent
 
-#: A round that takes this long, whatever happens in it, counts as a hang.
-ROUND_LIMIT_S = 420.0
+#: A round that takes this long, whatever happens in it, counts as a hang: at least so many seconds,
+#: and so many times as long as the undisturbed run, which other work on the machine slows down too.
+ROUND_LIMIT_S, ROUND_LIMIT = 420.0, 25.0
 
 #: Share of faults that hit an attempt at any time, also before its ranks have met. The others wait
 #: until the run has got beyond the step at which the last one hit, so that it comes to an end.
@@ -112,7 +113,7 @@ def undisturbed(folder: Path, epochs: int) -> float:
     return time.monotonic() - started
 
 
-def disturbed(reference: Path, disk: Path, epochs: int, seed: int) -> Round:
+def disturbed(reference: Path, disk: Path, epochs: int, seed: int, limit_s: float) -> Round:
     """Train with random faults until the run is over.
 
     Args:
@@ -120,6 +121,7 @@ def disturbed(reference: Path, disk: Path, epochs: int, seed: int) -> Round:
         disk: a file system of its own, which faults may fill; or a plain folder.
         epochs: of the run.
         seed: of the faults.
+        limit_s: seconds that the round may take.
     """
     result, generator = Round(seed), random.Random(seed)
     folder, log = disk / "run", disk.parent / f"log-{seed}"
@@ -135,15 +137,15 @@ def disturbed(reference: Path, disk: Path, epochs: int, seed: int) -> Round:
             )
         target = Target(launcher.pid, disk, generator)
         try:
-            while launcher.poll() is None and time.monotonic() - started < ROUND_LIMIT_S:
-                if _wait_for_fault(target, launcher, folder, started + ROUND_LIMIT_S):
+            while launcher.poll() is None and time.monotonic() - started < limit_s:
+                if _wait_for_fault(target, launcher, folder, started + limit_s):
                     name = generator.choice(sorted(faults))
                     result.faults[name] = result.faults.get(name, 0) + faults[name](target)
         finally:
             if launcher.poll() is None:
                 launcher.send_signal(signal.SIGKILL)
                 launcher.wait()
-                result.problem = f"not over after {ROUND_LIMIT_S:.0f} s"
+                result.problem = f"not over after {limit_s:.0f} s: {_last_line(log)}"
         if result.problem:
             break
         if launcher.returncode not in (0, -signal.SIGKILL, 128 + signal.SIGTERM):
@@ -220,11 +222,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as name:
         reference = Path(name) / "reference"
         undisturbed_s = undisturbed(reference, arguments.epochs)
+        limit_s = max(ROUND_LIMIT_S, ROUND_LIMIT * undisturbed_s)
         print(f"undisturbed: {len(losses(reference))} steps, {undisturbed_s:.1f} s", flush=True)
         while not rounds or time.monotonic() - started < 60.0 * arguments.minutes:
             with tmpfs(Path(name) / f"disk-{len(rounds)}") as disk:
                 seed = arguments.seed + len(rounds)
-                result = disturbed(reference, disk, arguments.epochs, seed)
+                result = disturbed(reference, disk, arguments.epochs, seed, limit_s)
             rounds.append(result)
             print(json.dumps(asdict(result)), flush=True)
     facts = {

@@ -54,6 +54,9 @@ class Cost:
         step_s: median seconds of a step without the variant.
         extra_percent: median over blocks of the further time per step, in percent of it.
         lowest_percent, highest_percent: the quartiles of the blocks.
+        cpu_percent: median over blocks of the further CPU seconds of all ranks per step, until the
+            checkpoint is complete, in percent; other work on the machine hardly changes it.
+        cpu_lowest_percent, cpu_highest_percent: its quartiles.
         blocks: number of pairs of blocks.
         saves: checkpoints that were written in the blocks of the variant.
     """
@@ -64,8 +67,26 @@ class Cost:
     extra_percent: float
     lowest_percent: float
     highest_percent: float
+    cpu_percent: float
+    cpu_lowest_percent: float
+    cpu_highest_percent: float
     blocks: int
     saves: int = 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Steps with or without a variant, on a rank.
+
+    Attributes:
+        step_s: seconds per step.
+        cpu_s: CPU seconds of this process per step, with those of the checkpoint's thread.
+        saves: checkpoints that were written.
+    """
+
+    step_s: float
+    cpu_s: float
+    saves: int
 
 
 def set_checks(pipe: ps.Pipeline, checks: dict[int, object]) -> None:
@@ -75,40 +96,51 @@ def set_checks(pipe: ps.Pipeline, checks: dict[int, object]) -> None:
 
 
 def steps(
-    pipe: ps.Pipeline, batch: tuple[Tensor, Tensor], seconds: float, saver: ps.Checkpoints | None
-) -> tuple[float, int]:
-    """Train for some time.
-
-    Returns:
-        Seconds per step, and the number of checkpoints that were begun.
-    """
+    pipe: ps.Pipeline, batch: tuple[Tensor, Tensor], number: int, saver: ps.Checkpoints | None
+) -> Block:
+    """Train a number of steps; with a saver, a checkpoint begins after the first one."""
     x, y = batch
-    count, saves, started = 0, 0, time.perf_counter()
-    # All ranks have to make the same number of steps: rank 0's clock counts.
-    number = max(1, math.ceil(seconds / _probe(pipe, batch)))
-    started = time.perf_counter()
+    saves, cpu_s, started = 0, time.process_time(), time.perf_counter()
     for index in range(number):
         pipe.train_batch(x, y)
-        count += 1
         if saver is not None:
             if index == 0:
                 saver.save(pipe)
                 saves += 1
             saver.step(pipe)
-    return (time.perf_counter() - started) / count, saves
+    step_s = (time.perf_counter() - started) / number
+    if saver is not None:
+        saver.finish(pipe)
+    return Block(step_s, (time.process_time() - cpu_s) / number, saves)
 
 
-def _probe(pipe: ps.Pipeline, batch: tuple[Tensor, Tensor]) -> float:
-    """Return the seconds of a step on rank 0, on all ranks."""
-    x, y = batch
-    started = time.perf_counter()
-    pipe.train_batch(x, y)
-    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-    return float(pipe._world.broadcast(seconds, 0))
+def steps_of(pipe: ps.Pipeline, batch: tuple[Tensor, Tensor], seconds: float) -> int:
+    """Return how many steps take some seconds by rank 0's clock, the same on all ranks."""
+    trained = steps(pipe, batch, 3, None)
+    number = torch.tensor(max(2.0, math.ceil(seconds / trained.step_s)), dtype=torch.float64)
+    return int(pipe._world.broadcast(number, 0))
 
 
-def measure(name: str, blocks: int, folder: str) -> list[Cost]:
-    """Measure both variants of a model, on a rank."""
+def pairs_of(
+    variant: str, pipe: ps.Pipeline, batch: tuple[Tensor, Tensor], blocks: int, folder: Path
+) -> list[tuple[Block, Block]]:
+    """Return pairs of neighbouring blocks, without and with a variant, that take turns in front."""
+    checks = {rank: one.finite for rank, one in pipe._assembly.interpreters.items()}
+    number = steps_of(pipe, batch, 2.0 if variant == "on_nonfinite" else SAVE_EVERY_S)
+    pairs = []
+    for block in range(blocks):
+        pair: dict[bool, Block] = {}
+        for present in (block % 2 == 1, block % 2 == 0):
+            set_checks(pipe, dict(checks) if present or variant == "checkpoint" else {})
+            saver = ps.Checkpoints(folder / str(block), keep=1) if variant == "checkpoint" else None
+            pair[present] = steps(pipe, batch, number, saver if present else None)
+        pairs.append((pair[False], pair[True]))
+    set_checks(pipe, dict(checks))
+    return pairs
+
+
+def measure(name: str, blocks: int, folder: str) -> dict[str, list[tuple[Block, Block]]]:
+    """Measure both variants of a model, on a rank. Returns the pairs of blocks by variant."""
     config = MODELS[name]
     task = make_task(config)
     batch = next(iter(task.epoch(config, 0)))
@@ -121,30 +153,29 @@ def measure(name: str, blocks: int, folder: str) -> list[Cost]:
         micro_batches=MICRO_BATCHES,
         optimizer=_adamw,
     )
-    checks = {rank: one.finite for rank, one in pipe._assembly.interpreters.items()}
-    steps(pipe, batch, 2.0, None)
-    costs = []
+    steps_of(pipe, batch, 1.0)  # the first steps warm up
+    results = {}
     for variant in ("on_nonfinite", "checkpoint"):
-        plain, ratios, saves = [], [], 0
-        for block in range(blocks):
-            with ps.Checkpoints(Path(folder) / name / str(block), keep=1) as checkpoints:
-                set_checks(pipe, {} if variant == "on_nonfinite" else dict(checks))
-                seconds = 2.0 if variant == "on_nonfinite" else SAVE_EVERY_S
-                without_s, _ = steps(pipe, batch, seconds, None)
-                set_checks(pipe, dict(checks))
-                saver = checkpoints if variant == "checkpoint" else None
-                with_s, count = steps(pipe, batch, seconds, saver)
-                saves += count
-                if saver is not None:
-                    saver.finish(pipe)
-            plain.append(without_s)
-            ratios.append(100.0 * (with_s / without_s - 1.0))
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        costs.append(
-            Cost(name, variant, statistics.median(plain), middle, low, high, blocks, saves)
-        )
+        results[variant] = pairs_of(variant, pipe, batch, blocks, Path(folder) / name)
     pipe.close()
-    return costs
+    return results
+
+
+def cost_of(name: str, variant: str, ranks: list[list[tuple[Block, Block]]]) -> Cost:
+    """Combine the pairs of blocks of all ranks."""
+    extra = [100.0 * (present.step_s / plain.step_s - 1.0) for plain, present in ranks[0]]
+    cpu = []
+    for pairs in zip(*ranks, strict=True):
+        plain_s = sum(plain.cpu_s for plain, _ in pairs)
+        cpu.append(100.0 * (sum(present.cpu_s for _, present in pairs) / plain_s - 1.0))
+    low, middle, high = statistics.quantiles(extra, n=4)
+    cpu_low, cpu_middle, cpu_high = statistics.quantiles(cpu, n=4)
+    return Cost(
+        *(name, variant, statistics.median(plain.step_s for plain, _ in ranks[0])),
+        *(middle, low, high, cpu_middle, cpu_low, cpu_high),
+        blocks=len(extra),
+        saves=sum(present.saves for _, present in ranks[0]),
+    )
 
 
 def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -157,16 +188,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=5, help="pairs of blocks per variant")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--results", type=Path, default=HERE / "results.json")
     arguments = parser.parse_args()
     costs: list[Cost] = []
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as folder:
-            costs += ps.launch(measure, RANKS, name, arguments.blocks, folder, threads=1)[0]
-        for cost in costs[-2:]:
+            ranks = ps.launch(measure, RANKS, name, arguments.blocks, folder, threads=1)
+        for variant in ranks[0]:
+            cost = cost_of(name, variant, [results[variant] for results in ranks])
+            costs.append(cost)
             print(
                 f"{cost.model:10} {cost.variant:12} step {1e3 * cost.step_s:8.2f} ms  "
                 f"{cost.extra_percent:+.2f} % ({cost.lowest_percent:+.2f} to "
-                f"{cost.highest_percent:+.2f})",
+                f"{cost.highest_percent:+.2f}), CPU seconds {cost.cpu_percent:+.2f} % "
+                f"({cost.cpu_lowest_percent:+.2f} to {cost.cpu_highest_percent:+.2f})",
                 flush=True,
             )
     results = {
@@ -174,7 +209,7 @@ def main() -> int:
         "save_every_s": SAVE_EVERY_S,
         "costs": [asdict(cost) for cost in costs],
     }
-    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    arguments.results.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

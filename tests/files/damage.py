@@ -24,6 +24,15 @@ VALUES = st.one_of(
     st.sampled_from([float("nan"), float("inf"), "@huge@", "@long@"]),
     st.sampled_from(["", "0", "x" * 3000, "a\nb", "\x1b[2J", "0F999999999", "@half@", "@nul@"]),
     st.sampled_from([json.loads("[" * 60 + "]" * 60), json.loads('{"a":' * 300 + "1" + "}" * 300)]),
+    st.sampled_from(
+        ["\u202eevil", "a\u2028b", "\x85", "\x9b31m", "\ufeff", "e\u0301", "../../x", "/dev/zero"]
+    ),
+    st.sampled_from(
+        [2**53 + 1, 2**63, 2**64, -(10**300), 1e-320, "1e400", "NaN", "-Infinity", "0x10"]
+    ),
+    st.sampled_from(
+        [[0] * 3000, {str(n): n for n in range(500)}, {"__class__": "x"}, {"a\x1b": 1}]
+    ),
 )
 #: Bytes that end up in files by accident or on purpose.
 CHUNKS = st.one_of(
@@ -33,6 +42,11 @@ CHUNKS = st.one_of(
         [b"[" * 20_000, b"{a: " * 2000, b"1e400", b".nan", b"9" * 6000, b"%YAML 9.9\n"]
     ),
     st.sampled_from([b"\n---\n", b"\t", b'"', b"'", b"\\u0000", b"-"]),
+    st.sampled_from([b"\xe2\x80\xae", b"\xe2\x80\xa8", b"\xc2\x9b", b"\x1b]0;x\x07", b"\x7f"]),
+    st.sampled_from([b"\xff" * 8, b"\x80\x04", b"cos\nsystem\n", b"\x00" * 4096, b"PK\x03\x04"]),
+    st.sampled_from(
+        [b'{"a":' * 5000, b"-" * 3000, b"? ", b"!!binary x", b"&a *a", b"1_000", b"1:30"]
+    ),
 )
 
 

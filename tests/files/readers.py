@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.files.folder_readers import FOLDER_READERS
 from tests.study.grid_text import GRID
 
 from penstock.checkpoint.checkpoint_files import read_header, write_file
@@ -258,6 +259,7 @@ READERS = {
         load_csv,
         None,
     ),
+    **{kind: Reader(*parts) for kind, parts in FOLDER_READERS.items()},
 }
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.files.damage import damaged
 from tests.files.readers import READERS, run
 
-#: Damaged files of each kind, and so 1,140 in all.
+#: Damaged files of each kind.
 EXAMPLES = 60
 
 

@@ -13,8 +13,9 @@ from penstock.checkpoint.checkpoint_index import INDEX
 from penstock.errors import PenstockError, SettingError
 from penstock.event import Event, Timeline
 from penstock.schedule.op import Op
+from penstock.store import write_json
 from penstock.training.config import TrainConfig
-from penstock.training.hosts import _resumed, timeline_of_ranks
+from penstock.training.hosts import _job, _resumed, timeline_of_ranks
 from penstock.training.run_checkpoints import SINGLE_CHECKPOINT
 
 
@@ -30,16 +31,60 @@ def test_a_timeline_of_the_ranks_of_a_plan_has_no_idle_ranks():
     assert renumbered.bubble_ratio == pytest.approx(0.5)
 
 
-def test_ranks_that_torchrun_has_restarted_continue(tmp_path, monkeypatch):
-    """From the checkpoints of the attempt before, if there are any; a first attempt does not."""
-    config = TrainConfig(out=str(tmp_path))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert not _resumed(config).resume
-    (tmp_path / SINGLE_CHECKPOINT).mkdir()
-    (tmp_path / SINGLE_CHECKPOINT / INDEX).write_text("{}")
-    assert _resumed(config).resume
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """The configuration of a run that a job of torchrun has begun, and that has no checkpoint."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert not _resumed(config).resume
+    config = TrainConfig(out=str(tmp_path))
+    (tmp_path / "config.yaml").write_text(config.as_yaml())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    write_json(tmp_path / "job.json", _job())
+    return config
+
+
+def save_checkpoint(folder):
+    """Write what counts as a checkpoint."""
+    (folder / SINGLE_CHECKPOINT).mkdir()
+    (folder / SINGLE_CHECKPOINT / INDEX).write_text("{}")
+
+
+def test_a_job_of_torchrun_continues_its_run_after_every_change_of_its_hosts(
+    begun, tmp_path, monkeypatch
+):
+    """torchrun counts no restart when a host has joined, which may have rank 0; another job is
+    refused, also after it has been restarted.
+    """
+    save_checkpoint(tmp_path)
+    assert _resumed(begun).resume
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    assert _resumed(begun) == begun
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert _resumed(begun) == begun
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert _resumed(begun).resume, "torchrun alone knows whether it is the same job"
+
+
+def test_a_job_of_torchrun_begins_anew_if_it_was_restarted_before_the_first_checkpoint(
+    begun, tmp_path, monkeypatch
+):
+    """The folder of another job stays as it is: a new run there is refused later."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    assert _resumed(begun) == begun
+    assert (tmp_path / "config.yaml").exists()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    assert _resumed(begun) == begun
+    assert not (tmp_path / "config.yaml").exists()
+    assert not (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_job_of_torchrun_without_an_id_is_that_of_its_agent(begun, tmp_path, monkeypatch):
+    """Which restarts the ranks of a single host, or of hosts that stay the same."""
+    save_checkpoint(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert _resumed(begun) == begun
+    write_json(tmp_path / "job.json", _job())
+    assert _resumed(begun).resume
 
 
 def _train(folder, changes):

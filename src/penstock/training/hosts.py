@@ -10,7 +10,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,12 +23,14 @@ from penstock.cluster.device import Kind
 from penstock.cluster.local import available_cores, available_memory_bytes
 from penstock.errors import PenstockError, SettingError
 from penstock.event import Event, Timeline
+from penstock.files.read import read_json
 from penstock.measure.device_kinds import name_by_kind
 from penstock.measure.host_links import measure_host_links
 from penstock.plan.plan import Plan
 from penstock.profile.conditions import RankConditions
 from penstock.profile.profile import Profile
-from penstock.store import to_json
+from penstock.report.run_folder import CONFIG
+from penstock.store import to_json, write_json
 from penstock.tracing.traced_chain import TracedChain
 from penstock.training.checks import check_settings
 from penstock.training.config import TrainConfig, validate_settings
@@ -36,7 +38,7 @@ from penstock.training.data.batches import count_batches
 from penstock.training.job import Prepared, make_folder, plan_run
 from penstock.training.measurement import Say, find_devices
 from penstock.training.rank import RankResult, profile_rank, train_on
-from penstock.training.resume import check_checkpoint, remove_staging
+from penstock.training.resume import check_checkpoint, drop_later_metrics, remove_staging
 from penstock.training.run_checkpoints import checkpoint_folders
 from penstock.training.task import make_task
 from penstock.transport.collectives import all_gather, broadcast
@@ -44,8 +46,21 @@ from penstock.transport.devices.device_discovery import assign_device
 from penstock.transport.hosts import Host, host_names, this_host
 from penstock.transport.process_group import join
 
+#: File in a run's folder with the job of torchrun that has begun it.
+JOB = "job.json"
+
+#: The id of a job of torchrun without `--rdzv-id`.
+_NO_ID = "none"
+
 #: Most hosts that the name of a cluster lists.
 _NAMED_HOSTS = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """The content of `job.json`: what tells a job of torchrun from others, see `_job`."""
+
+    id: str
 
 
 class FailedOnFirst(PenstockError):
@@ -103,12 +118,47 @@ def share_config(load: Callable[[], TrainConfig]) -> TrainConfig:
 def _resumed(config: TrainConfig) -> TrainConfig:
     """Return the configuration of an attempt after torchrun has restarted the ranks.
 
-    It continues from the checkpoints of the attempt before, if that has left any.
+    It continues from the checkpoints of the attempt before, or begins anew if that has left none.
+
+    Raises:
+        FileError: another run writes into the folder.
     """
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if not restarted or config.out is None or not checkpoint_folders(Path(config.out)):
+    if config.out is None or config.resume:
         return config
-    return replace(config, resume=True)
+    folder, job = Path(config.out), _job()
+    path = folder / JOB
+    same = job is not None and path.exists() and read_json(path, Job) == job
+    # Without an id of its own, a job is not recognised when rank 0 has moved to another host.
+    restarted = _run_id() == _NO_ID and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if (same or restarted) and checkpoint_folders(folder):
+        return replace(config, resume=True)
+    if same:
+        with FolderLock(folder):
+            (folder / CONFIG).unlink(missing_ok=True)
+            drop_later_metrics(folder, 0)
+    return config
+
+
+def _run_id() -> str | None:
+    """Return the id of the job, `torchrun --rdzv-id`; None if torchrun has not started this rank."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def _job() -> Job | None:
+    """Return the job of torchrun that has started this rank; None without torchrun.
+
+    torchrun does not count a restart when hosts join or leave, and rank 0 may be on a host whose
+    agent has just started: the id of the job tells it from others. Without an id it is that of the
+    agent of this host.
+    """
+    name = _run_id()
+    if name != _NO_ID:
+        return None if name is None else Job(name)
+    agent, started = os.getppid(), ""
+    with suppress(OSError):  # there is no /proc
+        # Field 22 of proc(5), in ticks since boot: an id may be that of another process later.
+        started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+    return Job(f"torchrun {agent} on {socket.gethostname()} since {started}")
 
 
 @dataclass(frozen=True)
@@ -202,6 +252,8 @@ def prepare_on_hosts(config: TrainConfig, say: Say) -> HostRun:
             if config.out is not None:
                 locks.enter_context(FolderLock(make_folder(config)))
             prepared = plan_run(config, traced, by_device, cluster, devices, locks)
+            if (job := _job()) is not None:
+                write_json(prepared.folder / JOB, job)
         return json.dumps({"plan": to_json(prepared.plan), "folder": str(prepared.folder)})
 
     answer = json.loads(on_first(plan_here))

@@ -169,6 +169,10 @@ class TestHuggingFace:
             ({"vocab_size": 9}, {}, 16, "vocabulary of 9 tokens, and data text has"),
             ({}, {}, 17, "16 positions, and the sequences of data text have 17 tokens"),
             ({}, {"layers": 2}, 16, "has no option 'layers'; it has"),
+            ({"n_layer": 10**9}, {}, 16, "has 1,000,000,000 layers, more than 10,000"),
+            ({"n_embd": 10**7}, {}, 16, "has weights of .*, and .* of memory are free"),
+            ({"n_head": 0}, {}, 16, "transformers cannot make this model: ZeroDivisionError"),
+            ({}, {"n_layer": "two"}, 16, "--model-option: .*n_layer"),
         ],
     )
     def test_a_model_that_does_not_fit_is_refused(
@@ -191,6 +195,8 @@ class TestHuggingFace:
             self.make("hf:gpt2")
         with pytest.raises(FileError, match=r"its model_type is 'gpt99'"):
             self.make(self.write(tmp_path, model_type="gpt99"))
+        with pytest.raises(FileError, match=r"is no configuration of gpt2: .*n_layer"):
+            self.make(self.write(tmp_path, n_layer=[2]))
         (tmp_path / "list.json").write_text("[]")
         with pytest.raises(FileError, match="is no configuration of a model"):
             self.make(f"hf:{tmp_path / 'list.json'}")

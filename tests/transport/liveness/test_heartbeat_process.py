@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from torch.distributed import HashStore
+from tests.time_limits import HANG_S
+from torch.distributed import FileStore, HashStore
 
 from penstock.errors import RunError
 from penstock.transport.liveness.heartbeat_process import Peer, Pulse, process_state
@@ -104,6 +105,37 @@ def test_an_address_of_another_host_is_refused_with_the_variable_that_sets_it(mo
         match=r"rank 0 cannot send heartbeats from 192\.0\.2\.1: Cannot assign.*PENSTOCK_BIND",
     ):
         Heartbeats(HashStore(), 0, 2, timeout_s=0.0)
+
+
+#: A rank that waits for two others until it may end.
+EARLY = """
+import os, sys, threading
+from torch.distributed import FileStore
+from penstock.transport.liveness.heartbeats import Heartbeats
+
+path = sys.argv[1]
+threading.Thread(target=Heartbeats, args=(FileStore(path, 3), 1, 3, 600.0), daemon=True).start()
+FileStore(path, 3).wait(["go"])
+os._exit(0)
+"""
+
+
+def test_a_rank_that_is_lost_while_others_are_waited_for_is_named(tmp_path, monkeypatch):
+    """One host may be slow to start; the others are watched meanwhile, not only afterwards."""
+    store = FileStore(str(tmp_path / "store"), 3)
+    add_peer = Heartbeats._add_peer
+
+    def add_and_let_go(self, rank):
+        add_peer(self, rank)
+        store.set("go", "")
+
+    monkeypatch.setattr(Heartbeats, "_add_peer", add_and_let_go)
+    with (
+        subprocess.Popen([sys.executable, "-c", EARLY, str(tmp_path / "store")]) as child,
+        pytest.raises(RunError, match=r"rank 1 on host .* has ended without a message"),
+    ):
+        Heartbeats(FileStore(str(tmp_path / "store"), 3), 0, 3, timeout_s=HANG_S)
+    assert child.returncode == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is in Linux's /proc")

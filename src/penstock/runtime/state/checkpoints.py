@@ -321,9 +321,13 @@ class Checkpoints:
         if self._job is not None:
             job, self._job = self._job, None
             job.wait()
-            self._note_saved(job.step)
-            if self._context.on_saved is not None:
-                self._context.on_saved(job.step, self.path(job.step))
+            self._tell_saved(job)
+
+    def _tell_saved(self, job: SaveJob) -> None:
+        """Note that a checkpoint is complete, and tell the program."""
+        self._note_saved(job.step)
+        if self._context.on_saved is not None:
+            self._context.on_saved(job.step, self.path(job.step))
 
     def _note_saved(self, step: int) -> None:
         """Note the step of the newest whole checkpoint, also for the message on a lost rank."""
@@ -352,8 +356,8 @@ class Checkpoints:
         self._polls = self._countdown = countdown
         self._agreed_s = time.monotonic()
         if self._job is not None and ready and self._job.advance():
-            self._note_saved(self._job.step)
-            self._job = None
+            job, self._job = self._job, None
+            self._tell_saved(job)
 
 
 def _check_writers(pipe: Pipeline) -> None:

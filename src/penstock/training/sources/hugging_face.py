@@ -8,14 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from penstock.cluster.local import available_memory_bytes
 from penstock.errors import FileError, MissingExtra, SettingError
 from penstock.files.read import read_json
-from penstock.files.text import shorten
+from penstock.files.text import quote, shorten
 from penstock.training.data.batches import Dataset
 from penstock.training.scores import scores_of
+from penstock.units import format_bytes
 
 #: By task, the class of transformers that makes the model.
 _AUTO_CLASSES = {
@@ -24,6 +27,9 @@ _AUTO_CLASSES = {
 }
 #: Weights in a folder of Hugging Face.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+#: Most layers of a model: making 10,000 of them takes a minute.
+_MAX_LAYERS = 10_000
 
 
 def make_model(path: str, data: Dataset, options: Mapping[str, Any]) -> nn.Module:
@@ -54,6 +60,7 @@ def make_model(path: str, data: Dataset, options: Mapping[str, Any]) -> nn.Modul
     config = _configuration(config_file, options)
     _fit_to_data(config, config_file, data)
     auto_class = getattr(transformers, _AUTO_CLASSES[data.task])
+    _check_size(config, auto_class, path)
     has_weights = place.is_dir() and any((place / name).exists() for name in _WEIGHTS)
     try:
         if has_weights:
@@ -66,12 +73,45 @@ def make_model(path: str, data: Dataset, options: Mapping[str, Any]) -> nn.Modul
             )
         else:
             model = auto_class.from_config(config, trust_remote_code=False)
-    except (ValueError, OSError, ImportError) as error:
-        raise SettingError(
-            f"--model hf:{path}: transformers cannot make this model: {shorten(str(error), 300)}"
-        ) from error
+    except Exception as error:
+        raise _refusal(path, error) from error
     # `from_pretrained` leaves the model in evaluation mode, without dropout.
     return model.float().train()
+
+
+def _check_size(config: Any, auto_class: Any, path: str) -> None:
+    """Refuse a model that cannot be made: it is made without memory for its weights first.
+
+    Raises:
+        SettingError: transformers cannot make it, or its weights take more than the free memory.
+    """
+    layers = getattr(config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > _MAX_LAYERS:
+        raise SettingError(f"--model hf:{path} has {layers:,} layers, more than {_MAX_LAYERS:,}")
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            model: nn.Module = auto_class.from_config(config, trust_remote_code=False)
+        # The numbers become float32, see `make_model`.
+        needed = 4 * sum(parameter.numel() for parameter in model.parameters())
+    except Exception as error:
+        raise _refusal(path, error) from error
+    free = available_memory_bytes()
+    if needed > free:
+        raise SettingError(
+            f"--model hf:{path} has weights of {format_bytes(needed)}, and {format_bytes(free)} of "
+            "memory are free"
+        )
+
+
+def _refusal(path: str, error: Exception) -> SettingError:
+    """Return the refusal of a model that transformers cannot make, for whatever reason.
+
+    It checks few of the values in a configuration, and raises what the code raises that meets them.
+    """
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return SettingError(
+        f"--model hf:{path}: transformers cannot make this model: {shorten(ascii(reason)[1:-1], 300)}"
+    )
 
 
 def _configuration(file: Path, options: Mapping[str, Any]) -> Any:
@@ -87,8 +127,9 @@ def _configuration(file: Path, options: Mapping[str, Any]) -> Any:
         )
     try:
         config = CONFIG_MAPPING[kind].from_dict(values)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise FileError(f"{file} is no configuration of {kind}: {shorten(str(error))}") from error
+    except Exception as error:  # of the class of the configuration, which checks its values
+        reason = ascii(" ".join(str(error).split()))[1:-1]
+        raise FileError(f"{file} is no configuration of {kind}: {shorten(reason)}") from error
     for name in options:
         if not hasattr(config, name):
             names = ", ".join(sorted(config.to_dict()))
@@ -96,8 +137,9 @@ def _configuration(file: Path, options: Mapping[str, Any]) -> Any:
     if options:
         try:
             config = CONFIG_MAPPING[kind].from_dict({**config.to_dict(), **options})
-        except (TypeError, ValueError) as error:
-            raise SettingError(f"--model-option: {shorten(str(error))}") from error
+        except Exception as error:
+            reason = ascii(" ".join(str(error).split()))[1:-1]
+            raise SettingError(f"--model-option: {shorten(reason)}") from error
     # Training does not use the cache of keys and values, which would cross the stages.
     config.use_cache = False
     return config
@@ -109,6 +151,8 @@ def _fit_to_data(config: Any, file: Path, data: Dataset) -> None:
         config.num_labels = data.classes
         return
     vocabulary = getattr(config, "vocab_size", data.classes)
+    if not isinstance(vocabulary, int):
+        raise SettingError(f"{file} has a vocab_size that is no number: {quote(vocabulary)}")
     if vocabulary < data.classes:
         raise SettingError(
             f"{file} has a vocabulary of {vocabulary} tokens, and data {data.name} has "

@@ -41,10 +41,17 @@ from penstock.transport.liveness.stopped_processes import LIMIT_S, LostSiblings
 SECRET = "PENSTOCK_SECRET"  # noqa: S105 - the name of a variable
 
 #: Seconds after a loss in which the main thread is to raise the error; then it is printed.
-_EXCEPTION_S = 2.0
+_EXCEPTION_S = 1.5
 
-#: Seconds after which a process that is still in the same native call is ended.
-_LAST_RESORT_S = 20.0
+#: Seconds after which a process is ended whose main thread has not raised the error: one that waits
+#: in native code, so that all have ended within 10 s, and one that computes.
+_WAITING_S, _COMPUTING_S = 1.5, 20.0
+
+#: Seconds that the exit of a process may take after a loss, such as in a library's own farewell.
+_FAREWELL_S = 3.0
+
+#: Share of a core from which on a process counts as computing. One that waits in gloo takes 0.1 %.
+_COMPUTING_SHARE = 0.05
 
 #: Seconds that a store may take to answer after a loss.
 _STORE_S = 1.0
@@ -117,10 +124,12 @@ class Heartbeats:
         port = self._read_port(address)
         this_rank = RankAddress(socket.gethostname(), address, port, os.getpid())
         store.set(f"heartbeat/{rank}", json.dumps(list(this_rank.__dict__.values())))
-        self._ranks = _addresses(store, size, deadline_s)
-        self._write({"peers": self._peers()})
+        self._ranks = {rank: this_rank}
         self._thread = threading.Thread(target=self._watch, name="penstock-heartbeats", daemon=True)
         self._thread.start()
+        # Each rank is watched from when it has come, while others are still waited for.
+        keys = {peer: f"heartbeat/{peer}" for peer in range(size) if peer != rank}
+        wait_for_keys(store, keys, deadline_s, _MeetingWatch(self), self._add_peer)
         atexit.register(self._leave)
 
     def on_loss(self, callback: Callable[[], None]) -> None:
@@ -158,22 +167,18 @@ class Heartbeats:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STORE_S)
 
-    def _peers(self) -> dict[int, tuple[str, int]]:
-        """Return the addresses of the other ranks' heartbeat processes.
+    def _add_peer(self, rank: int) -> None:
+        """Exchange heartbeats with a rank that has written its address.
 
         A host's own name may stand for its loopback address in its own tables (Debian's default).
         Such an address is that of the store's host, whose address the other hosts know.
         """
-        this_host = self._ranks[self._rank].host
-        peers = {}
-        for rank, entry in self._ranks.items():
-            if rank == self._rank:
-                continue
-            address = entry.address
-            if address.startswith("127.") and entry.host != this_host:
-                address = store_address()
-            peers[rank] = (address, entry.port)
-        return peers
+        entry = RankAddress(*json.loads(self._store.get(f"heartbeat/{rank}")))
+        self._ranks = {**self._ranks, rank: entry}
+        address = entry.address
+        if address.startswith("127.") and entry.host != self._ranks[self._rank].host:
+            address = store_address()
+        self._write({"peers": {rank: (address, entry.port)}})
 
     def _watch(self) -> None:
         """Read the reports of the heartbeat process until a rank is lost."""
@@ -223,8 +228,11 @@ class Heartbeats:
         if self._acknowledged.wait(_EXCEPTION_S) or self._closed:
             return
         write_line(f"error: rank {self._rank}: {reason}")
-        if not self._acknowledged.wait(_LAST_RESORT_S) and not self._closed:
-            os._exit(1)
+        before_s, end_s = time.process_time(), time.monotonic() + _COMPUTING_S
+        while not self._acknowledged.wait(_WAITING_S) and not self._closed:
+            used_s, before_s = time.process_time() - before_s, time.process_time()
+            if used_s < _COMPUTING_SHARE * _WAITING_S or time.monotonic() >= end_s:
+                os._exit(1)
 
     def _release_store(self) -> None:
         """Close the connection to a store that does not answer, so that waits for it end."""
@@ -243,7 +251,7 @@ class Heartbeats:
     def _leave(self) -> None:
         """At the exit of the process: close, and do not stay in a library's own farewell."""
         if self.loss is not None:
-            timer = threading.Timer(_LAST_RESORT_S / 2, os._exit, (1,))
+            timer = threading.Timer(_FAREWELL_S, os._exit, (1,))
             timer.daemon = True
             timer.start()
         self.close()
@@ -320,14 +328,27 @@ def _shared_secret(store: Store, rank: int, deadline_s: float) -> str:
     return store.get("heartbeat-secret").decode()
 
 
-def _addresses(store: Store, size: int, deadline_s: float) -> dict[int, RankAddress]:
-    """Return the addresses of all ranks, waiting until all have published theirs."""
-    keys = {rank: f"heartbeat/{rank}" for rank in range(size)}
-    wait_for_keys(store, keys, deadline_s, LostSiblings())
-    return {rank: RankAddress(*json.loads(store.get(key))) for rank, key in keys.items()}
+class _MeetingWatch:
+    """Finds the ranks that are lost before all have come: by their heartbeats, or on this host.
+
+    Args:
+        heartbeats: of this rank.
+    """
+
+    def __init__(self, heartbeats: Heartbeats) -> None:
+        self._heartbeats, self._siblings = heartbeats, LostSiblings()
+
+    def check(self, missing: Collection[int]) -> None:
+        """See `LostSiblings.check`."""
+        reason = self._heartbeats.reason()
+        if reason is not None:
+            raise RunError(reason)
+        self._siblings.check(missing)
 
 
-def _check_siblings(store: Store, siblings: LostSiblings | None, missing: Collection[int]) -> None:
+def _check_siblings(
+    store: Store, siblings: LostSiblings | _MeetingWatch | None, missing: Collection[int]
+) -> None:
     """Look for lost ranks on this host, and tell the ranks of other hosts, which cannot see them.
 
     Raises:
@@ -348,7 +369,8 @@ def wait_for_keys(
     store: Store,
     keys: Mapping[int, str],
     deadline_s: float,
-    siblings: LostSiblings | None = None,
+    siblings: LostSiblings | _MeetingWatch | None = None,
+    on_key: Callable[[int], None] | None = None,
 ) -> None:
     """Wait until a store has the keys of all ranks.
 
@@ -357,6 +379,7 @@ def wait_for_keys(
         keys: a key of every rank.
         deadline_s: time on the monotonic clock at which waiting ends.
         siblings: looks for ranks that were stopped or ended; None if their launcher does.
+        on_key: called with every rank that has written its key.
 
     Raises:
         RunError: ranks did not write their keys in time, have been stopped by a signal, or have ended.
@@ -367,6 +390,8 @@ def wait_for_keys(
         for rank, key in list(missing.items()):
             if store.check([key]):
                 del missing[rank]
+                if on_key is not None:
+                    on_key(rank)
         if missing and time.monotonic() > deadline_s:
             names = ", ".join(str(rank) for rank in sorted(missing))
             word = "ranks" if len(missing) > 1 else "rank"
