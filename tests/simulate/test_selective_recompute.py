@@ -188,6 +188,6 @@ def test_devices_that_differ_run_layers_again_at_their_own_pace():
     slow = replace(fast, layers=tuple(replace(layer, forward=timing(0.0, 10.0)) for layer in fast))
     case_schedule = schedule("1f1b", 1, 4, replicas=2)
     selected = with_selective_recompute(
-        Costs(), case_schedule, [fast, slow], (2,), 1.0, Selection((1,))
+        Costs(), case_schedule, [fast, slow], (2,), [1.0], Selection((1,))
     )
     assert selected.recompute == ((2.0, 10.0, 2.0, 10.0),)

@@ -22,7 +22,7 @@ from penstock.search.schedules import schedule as make_schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import schedule_costs, stage_costs, with_plan_zero
 from penstock.simulate.selective_recompute import with_selective_recompute
-from penstock.simulate.stage_seconds import parts_of
+from penstock.simulate.stage_seconds import micro_batch_sizes, parts_of
 from penstock.simulate.steady_state import Steady, steady
 from penstock.simulate.zero import with_zero
 from penstock.weights.catalogue import WeightRule
@@ -64,14 +64,18 @@ class PlacedSchedule:
     pipelines: int = 1
     selection: Selection | None = None
 
+    @property
+    def sizes(self) -> list[float]:
+        """Samples of every micro-batch of `schedule`; of several pipelines those of the first."""
+        return _sizes(self.request, self.proposal, self.schedule, self.pipelines)
+
     def with_selective_recompute(self, selection: Selection | None) -> PlacedSchedule:
         """Return the same with these layers recomputed; None changes nothing."""
         if selection is None:
             return self
         profiles = [self.request.profile_of(rank) for rank in range(self.schedule.ranks)]
-        micro_batch = self.request.batch / self.proposal.micro_batches
         costs = with_selective_recompute(
-            self.costs, self.schedule, profiles, self.proposal.lengths, micro_batch, selection
+            self.costs, self.schedule, profiles, self.proposal.lengths, self.sizes, selection
         )
         return replace(self, costs=costs, selection=selection)
 
@@ -304,8 +308,8 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
     local = request.busy_on(devices[: schedule.ranks], devices[:needed])
     rule = _rule(request, proposal, schedule)
     profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
-    batch = request.batch * micro_batches / proposal.micro_batches
-    costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, batch, rule)
+    sizes = _sizes(request, proposal, schedule, pipelines)
+    costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, sizes, rule)
     replicas = [
         devices[first_rank : needed : schedule.ranks] for first_rank, *_ in schedule.ranks_of_stage
     ]
@@ -315,6 +319,16 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
     network = None if costs.network is None else costs.network.unshared
     synced_costs = replace(synced, network=network)
     return PlacedSchedule(local, proposal, schedule, rule, synced_costs, pipelines)
+
+
+def _sizes(
+    request: PlanRequest, proposal: Proposal, schedule: Schedule, pipelines: int
+) -> list[float]:
+    """Return the samples of every micro-batch of a schedule; of several pipelines, which take turns,
+    those of the first.
+    """
+    sizes = micro_batch_sizes(request.batch, schedule, proposal.micro_batches)
+    return sizes[::pipelines]
 
 
 def _schedule_of(request: PlanRequest, proposal: Proposal) -> Schedule:

@@ -29,7 +29,14 @@ from penstock.simulate.gradient_sync import all_reduce_seconds, sum_memory_copie
 from penstock.simulate.host_costs import with_host_work
 from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.simulate import simulate_schedule
-from penstock.simulate.stage_seconds import largest_part, parts_of, stage_seconds, update_seconds
+from penstock.simulate.stage_seconds import (
+    largest_part,
+    micro_batch_sizes,
+    parts_of,
+    stage_seconds,
+    update_seconds,
+)
+from penstock.simulate.uneven_costs import costs_by_size
 from penstock.simulate.weight_versions import versions_per_stage
 from penstock.simulate.zero import with_zero
 from penstock.weights.catalogue import WeightRule
@@ -348,7 +355,7 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
         plan.schedule,
         plan_profiles,
         plan.lengths,
-        plan.batch / plan.micro_batches,
+        micro_batch_sizes(plan.batch, plan.schedule),
         plan.selection,
     )
 
@@ -399,7 +406,7 @@ def schedule_costs(
     profiles: Sequence[Profile],
     lengths: Sequence[int],
     cluster: Cluster,
-    batch: float,
+    batch: float | Sequence[float],
     rule: WeightRule,
 ) -> Costs:
     """Return the costs of every op of a schedule.
@@ -409,18 +416,23 @@ def schedule_costs(
         profiles: per rank; equal ranks share one object.
         lengths: layers in every stage.
         cluster: rank r of the schedule is its rank r.
-        batch: samples in a batch.
+        batch: samples in a batch, or in each of its micro-batches, the largest first.
         rule: defines the stored versions of the weights.
     """
-    micro_batch = batch / schedule.micro_batches
-    costs = stage_costs(
-        profiles[0], lengths, micro_batch, cluster, micro_batches=schedule.micro_batches
-    )
-    # The order matters: host work is added to the seconds that the steps before replace.
-    costs = on_devices(costs, schedule, profiles, lengths, micro_batch)
-    costs = place_costs(costs, schedule, cluster, rule)
-    costs = slice_costs(costs, schedule, profiles, lengths, micro_batch)
-    costs = with_host_work(costs, schedule, profiles, cluster)
+    sizes = batch if isinstance(batch, Sequence) else micro_batch_sizes(batch, schedule)
+
+    def of_size(micro_batch: float) -> Costs:
+        """Return the costs if all micro-batches have this many samples."""
+        costs = stage_costs(
+            profiles[0], lengths, micro_batch, cluster, micro_batches=schedule.micro_batches
+        )
+        # The order matters: host work is added to the seconds that the steps before replace.
+        costs = on_devices(costs, schedule, profiles, lengths, micro_batch)
+        costs = place_costs(costs, schedule, cluster, rule)
+        costs = slice_costs(costs, schedule, profiles, lengths, micro_batch)
+        return with_host_work(costs, schedule, profiles, cluster)
+
+    costs = costs_by_size(of_size, sizes)
     return _with_gradient_copies(costs, schedule, _sum_copies(schedule, cluster))
 
 

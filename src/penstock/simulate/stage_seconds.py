@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from penstock.profile.profile import Phase, Profile
+from penstock.schedule.op import Schedule
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "input_grad", "weight_grad")
 
@@ -24,6 +25,32 @@ def largest_part(micro_batch: float, micro_batches: int) -> float:
         micro_batches: number of micro-batches.
     """
     return max(micro_batch, -(-round(micro_batch * micro_batches) // micro_batches))
+
+
+def micro_batch_sizes(
+    batch: float, schedule: Schedule, micro_batches: int | None = None
+) -> list[float]:
+    """Return the samples of every micro-batch of a batch, as the runtime splits it: sizes differ by
+    at most one, and the larger ones come first.
+
+    They count as equal where micro-batches are slices along samples, and in a stream, whose period
+    is sought for costs that do not differ by micro-batch.
+
+    Args:
+        batch: samples in a batch.
+        schedule: whose micro-batches they are.
+        micro_batches: their number, if the schedule is that of one of several pipelines.
+
+    >>> from penstock.schedule.catalogue import schedule
+    >>> micro_batch_sizes(10, schedule("1f1b", 2, 4))
+    [3.0, 3.0, 2.0, 2.0]
+    """
+    count = micro_batches or schedule.micro_batches
+    along_samples = schedule.slicing is not None and schedule.slicing.along == "samples"
+    if along_samples or schedule.stream is not None or batch != int(batch) or batch < count:
+        return [batch / count] * count
+    smaller, rest = divmod(int(batch), count)
+    return [float(smaller + (number < rest)) for number in range(count)]
 
 
 def stage_seconds(

@@ -112,8 +112,7 @@ def _bound_s(request: PlanRequest, replicas: tuple[int, ...], micro_batches: int
     """Return a lower bound in seconds per step over all cuts: the work of the slowest stage, shared
     by its ranks.
     """
-    samples = request.batch / micro_batches
-    f, b, i, w = (np.array(request.profile.seconds(phase, samples)) for phase in PHASES)
+    f, b, i, w = (request.mean_seconds(0, phase, micro_batches) for phase in PHASES)
     sums = np.concatenate([[0.0], np.cumsum(f + np.minimum(b, i + w))])
     ends = all_cuts(len(request.profile), len(replicas))
     stage_s = (sums[ends[:, 1:]] - sums[ends[:, :-1]]) / np.array(replicas)
@@ -177,11 +176,16 @@ def _cuts(request: PlanRequest, micro_batches: int) -> list[ReplicatedCut]:
 
 
 def _micro_batch_counts(request: PlanRequest) -> list[int]:
-    """Return the numbers of micro-batches to try: small multiples of the number of ranks."""
+    """Return the numbers of micro-batches to try: small multiples of the number of ranks, and on few
+    ranks also those of other configurations.
+    """
     if request.micro_batches is not None:
         return [request.micro_batches]
     ranks = request.cluster.ranks
-    return [multiple * ranks for multiple in (1, 2, 4, 8) if multiple * ranks <= request.batch]
+    counts = {multiple * ranks for multiple in (1, 2, 4, 8) if multiple * ranks <= request.batch}
+    if ranks <= MOST_ENUMERATED:
+        counts.update(request.micro_batch_counts())
+    return sorted(counts)
 
 
 def _stage_seconds_table(request: PlanRequest, micro_batches: int) -> np.ndarray:
