@@ -37,6 +37,9 @@ CLOSE = 1e-6
 #: worth that little memory.
 LEAN = 0.02
 
+#: Stages times micro-batches up to which a schedule is small: about 0.1 MB with its dependencies.
+SMALL = 256
+
 #: Number of candidates that the error shows when nothing fits.
 INFEASIBLE_ROWS = 4
 
@@ -269,14 +272,26 @@ def with_request(placed: PlacedSchedule, request: PlanRequest) -> PlacedSchedule
     return replace(placed, request=local, costs=costs).with_selective_recompute(placed.selection)
 
 
-# A search asks for the same schedule several times in a row.
-@lru_cache(maxsize=8)
 def cached_schedule(
     name: str, stages: int, micro_batches: int, options: tuple[tuple[str, Option], ...]
 ) -> Schedule:
-    """Return a schedule that needs no costs; the last few are cached."""
+    """Return a schedule that needs no costs. A search asks for the same ones again and again: the last
+    few are cached, and of small ones many.
+    """
+    make = _small_schedule if stages * micro_batches <= SMALL else _large_schedule
+    return make(name, stages, micro_batches, options)
+
+
+def _make_schedule(
+    name: str, stages: int, micro_batches: int, options: tuple[tuple[str, Option], ...]
+) -> Schedule:
+    """Return a schedule that needs no costs."""
     keywords: dict[str, Any] = dict(options)
     return make_schedule(name, stages, micro_batches, **keywords)
+
+
+_small_schedule = lru_cache(maxsize=512)(_make_schedule)
+_large_schedule = lru_cache(maxsize=8)(_make_schedule)
 
 
 def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedSchedule | None:

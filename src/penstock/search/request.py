@@ -184,6 +184,11 @@ class PlanRequest:
         that slice sequences, since they need a causal model, which a profile does not reveal; and
         those with replicas of stages.
         """
+        return self._families
+
+    @cached_property
+    def _families(self) -> tuple[ScheduleFacts, ...]:
+        """What `families` returns."""
         catalogue = schedules()
         if self.schedules is not None:
             return tuple(catalogue[name] for name in self.schedules)
@@ -279,8 +284,18 @@ class PlanRequest:
 
     def on(self, devices: Sequence[int]) -> PlanRequest:
         """Return the same request for some of the cluster's devices, in this order."""
-        kinds = {self.cluster.devices[rank].name: self.profile_of(rank) for rank in devices}
-        return replace(self, profiles=kinds, cluster=self.cluster.on(devices))
+        chosen = tuple(devices)
+        if chosen not in self._local_requests:
+            kinds = {self.cluster.devices[rank].name: self.profile_of(rank) for rank in chosen}
+            self._local_requests[chosen] = replace(
+                self, profiles=kinds, cluster=self.cluster.on(chosen)
+            )
+        return self._local_requests[chosen]
+
+    @cached_property
+    def _local_requests(self) -> dict[tuple[int, ...], PlanRequest]:
+        """Results of `on`."""
+        return {}
 
     def busy_on(self, devices: Sequence[int], busy: Sequence[int] = ()) -> PlanRequest:
         """Return the same request for some of the cluster's devices, in this order, with their

@@ -73,9 +73,7 @@ class _PhaseSeconds:
     def before(self, op: Op) -> list[float]:
         """Return the seconds of the op's micro-batch on every stage before."""
         entries = self.entries[: op.stage]
-        return [
-            entry[op.micro_batch] if isinstance(entry, tuple) else entry for entry in entries
-        ]
+        return [entry[op.micro_batch] if isinstance(entry, tuple) else entry for entry in entries]
 
 
 def _rank_bound_s(

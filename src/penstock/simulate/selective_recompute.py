@@ -103,7 +103,9 @@ def with_selective_recompute(
 
     def of_size(micro_batch: float) -> Costs:
         """Return the seconds if all micro-batches have this many samples."""
-        return Costs(recompute=_recompute_seconds(schedule, profiles, parts, micro_batch, selection))
+        return Costs(
+            recompute=_recompute_seconds(schedule, profiles, parts, micro_batch, selection)
+        )
 
     return replace(
         costs,

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
+
 from penstock.profile.profile import Phase, Profile
+from penstock.schedule.arrays import Array
 from penstock.schedule.op import Schedule
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "input_grad", "weight_grad")
@@ -69,6 +72,19 @@ def stage_seconds(
     if lengths:
         seconds["input_grad"][0], seconds["weight_grad"][0] = 0.0, seconds["backward"][0]
     return seconds
+
+
+def prefix_seconds(profile: Profile, samples: float) -> Array:
+    """Return the seconds of the layers before every layer, and of all, shape (phases, layers + 1);
+    cached by the profile.
+    """
+    cache: dict[float, Array] = profile.__dict__.setdefault("_prefix_seconds", {})
+    if samples not in cache:
+        rows = np.zeros((len(PHASES), len(profile) + 1))
+        seconds = [profile.seconds(phase, samples) for phase in PHASES]
+        rows[:, 1:] = np.cumsum(seconds, axis=1)
+        cache[samples] = rows
+    return cache[samples]
 
 
 def update_seconds(profile: Profile, lengths: Sequence[int]) -> list[float]:

@@ -19,10 +19,11 @@ have two sizes, all entries exist for both.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,7 +35,9 @@ from penstock.schedule.streaming.period import period_of
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
 from penstock.simulate.gradient_sync import all_reduce_seconds
-from penstock.simulate.stage_seconds import PHASES, micro_batch_sizes
+from penstock.simulate.stage_seconds import PHASES, micro_batch_sizes, prefix_seconds
+
+Cached = TypeVar("Cached")
 
 #: Columns of the matrix, in blocks of one entry per stage. "least backward" is the smaller of a
 #: backward and an input gradient, "transfer" that of the boundary after the stage, and "card" the
@@ -104,8 +107,7 @@ class CutBounds:
         stages).
         """
         values = np.zeros((len(ends), len(COLUMNS), self.schedule.stages))
-        for phase in range(len(PHASES)):
-            values[:, phase] = self._phase_seconds(phase, ends, samples)
+        values[:, : len(PHASES)] = self._phase_seconds(ends, samples)
         # The first stage's I does nothing, and its W all that a B does (see `stage_seconds`).
         values[:, 2, 0], values[:, 3, 0] = 0.0, values[:, 1, 0]
         values[:, 4] = self._update_seconds(ends)
@@ -124,11 +126,19 @@ class CutBounds:
             for loop in period.loops:
                 rows.append(self._row(loop) / period.batches)
             return np.array(rows)
-        for program in schedule.programs:
-            rows += self._rank_rows(program)
+        rows += _cached(
+            schedule, f"_bound_rows_{self._size_of if len(self._sizes) > 1 else ''}", self._all_rows
+        )
         if self._has_cards:
             rows += self._card_rows()
         return np.array(rows).reshape(len(rows), self._zeros().size)
+
+    def _all_rows(self) -> list[Array]:
+        """Return the sums that all ranks of a synchronous schedule give."""
+        rows = []
+        for program in self.schedule.programs:
+            rows += self._rank_rows(program)
+        return rows
 
     def _zeros(self) -> Array:
         """Return a sum of nothing, shape (sizes, columns, stages)."""
@@ -170,18 +180,18 @@ class CutBounds:
         count = self.shape.pipelines * self.schedule.ranks
         return frozenset(self.shape.devices[:count] or range(count))
 
-    def _phase_seconds(self, phase: int, ends: Array, samples: float) -> Array:
-        """Return the seconds of one phase of every stage, on the fastest of its devices."""
-        seconds = np.zeros((len(ends), self.schedule.stages))
-        sums: dict[int, Array] = {}
+    def _phase_seconds(self, ends: Array, samples: float) -> Array:
+        """Return the seconds of the phases of every stage, on the fastest of its devices, shape
+        (cuts, phases, stages).
+        """
+        seconds = np.zeros((len(ends), len(PHASES), self.schedule.stages))
         for stage, devices in enumerate(self._kinds_of_stage):
+            first, end = ends[:, stage], ends[:, stage + 1]
             options = []
             for device in devices:
-                if device not in sums:
-                    layer_seconds = self._profile(device).seconds(PHASES[phase], samples)
-                    sums[device] = np.concatenate([[0.0], np.cumsum(layer_seconds)])
-                options.append(sums[device][ends[:, stage + 1]] - sums[device][ends[:, stage]])
-            seconds[:, stage] = np.min(options, axis=0)
+                sums = prefix_seconds(self._profile(device), samples)
+                options.append(sums[:, end] - sums[:, first])
+            seconds[:, :, stage] = (np.min(options, axis=0) if len(options) > 1 else options[0]).T
         return seconds
 
     def _update_seconds(self, ends: Array) -> Array:
@@ -225,22 +235,32 @@ class CutBounds:
         seconds = np.zeros((len(ends), schedule.stages - 1))
         if schedule.slicing is not None:
             return seconds
-        output_bytes = [layer.output_bytes_per_sample for layer in self.request.profile]
-        for stage in range(schedule.stages - 1):
-            pairs = {
-                (schedule.placement[stage, m], schedule.placement[stage + 1, m])
-                for m in range(schedule.slices)
-            }
+        for stage, pairs in enumerate(self._pairs):
             if any(source == target for source, target in pairs):
                 continue
-            devices = [(self._device(source), self._device(target)) for source, target in pairs]
-            after_layer = []
-            for size in output_bytes:
-                message_bytes = samples * size
-                times = [cluster.transfer_seconds(message_bytes, *pair) for pair in devices]
-                after_layer.append(min(times))
-            seconds[:, stage] = np.array(after_layer)[ends[:, stage + 1] - 1]
+            links = {cluster.link(self._device(low), self._device(high)) for low, high in pairs}
+            message_bytes = samples * self._output_bytes[ends[:, stage + 1] - 1]
+            times = [link.latency_s + message_bytes / link.bandwidth_bytes_per_s for link in links]
+            seconds[:, stage] = np.min(times, axis=0)
         return seconds
+
+    @cached_property
+    def _output_bytes(self) -> Array:
+        """Bytes of every layer's output for one sample."""
+        return np.array([layer.output_bytes_per_sample for layer in self.request.profile], float)
+
+    @cached_property
+    def _pairs(self) -> list[set[tuple[int, int]]]:
+        """Per boundary, the ranks of the two stages, of all micro-batches."""
+
+        def make() -> list[set[tuple[int, int]]]:
+            placement = self.schedule.placement
+            return [
+                {(placement[s, m], placement[s + 1, m]) for m in range(self.schedule.slices)}
+                for s in range(self.schedule.stages - 1)
+            ]
+
+        return _cached(self.schedule, "_boundary_pairs", make)
 
     @property
     def _has_cards(self) -> bool:
@@ -255,10 +275,7 @@ class CutBounds:
         """Return the seconds for which a message over every boundary occupies the cards of two
         hosts, shape (cuts, stages - 1).
         """
-        output_bytes = np.array(
-            [layer.output_bytes_per_sample for layer in self.request.profile], float
-        )
-        seconds: Array = samples * output_bytes[ends[:, 1:-1] - 1]
+        seconds: Array = samples * self._output_bytes[ends[:, 1:-1] - 1]
         return seconds / self.request.cluster.between.bandwidth_bytes_per_s
 
     def _card_rows(self) -> list[Array]:
@@ -326,6 +343,15 @@ class CutBounds:
         for place, count in counts.items():
             row[place] = count
         return row.ravel()
+
+
+def _cached(schedule: Schedule, name: str, make: Callable[[], Cached]) -> Cached:
+    """Return what `make` returns, computed once and cached on the schedule under this name."""
+    cache = schedule.__dict__
+    if name not in cache:
+        cache[name] = make()
+    value: Cached = cache[name]
+    return value
 
 
 def _share(schedule: Schedule, op: Op) -> float:
