@@ -40,7 +40,7 @@ def _better_exchange(
     """Return the first exchange that is faster by enough, or None."""
     cluster = search.request.cluster
     proposal = candidate.placed.proposal
-    devices = _devices_of(search, candidate)
+    devices = _devices_of(candidate)
     tried.add((placement_key(cluster, devices), proposal.lengths))
     for other in _exchanges(search, candidate):
         key = placement_key(cluster, other.devices), other.lengths
@@ -58,7 +58,7 @@ def _better_exchange(
 def _exchanges(search: PlanSearch, candidate: Evaluated) -> Iterator[Proposal]:
     """Yield the proposals with two devices exchanged, or one for an unused one."""
     schedule, proposal = candidate.placed.schedule, candidate.placed.proposal
-    devices = _devices_of(search, candidate)
+    devices = _devices_of(candidate)
     is_plain = all(stages == (rank,) for rank, stages in enumerate(schedule.stages_of_rank))
     for a, b in combinations(range(len(devices)), 2):
         exchanged, lengths = list(devices), list(proposal.lengths)
@@ -75,7 +75,7 @@ def _exchanges(search: PlanSearch, candidate: Evaluated) -> Iterator[Proposal]:
                 yield replace(proposal, devices=tuple(exchanged))
 
 
-def _devices_of(search: PlanSearch, candidate: Evaluated) -> tuple[int, ...]:
+def _devices_of(candidate: Evaluated) -> tuple[int, ...]:
     """Return the devices of a candidate's ranks."""
     ranks = candidate.placed.schedule.ranks
     return candidate.placed.proposal.devices[:ranks] or tuple(range(ranks))

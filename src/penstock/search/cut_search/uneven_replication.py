@@ -17,6 +17,7 @@ from penstock.plan.plan import Option
 from penstock.schedule.arrays import Array
 from penstock.schedule.catalogue import schedule
 from penstock.search.cut_search.cut_bounds import ROUNDING, all_cuts, lengths_of
+from penstock.search.cuts import layer_bytes
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.search_space import Configuration
@@ -41,6 +42,9 @@ MOST_ENUMERATED = 4
 #: Numbers of stages that are tried besides the one with the fastest slowest stage: fewer stages
 #: fill and drain faster.
 STAGES = (2, 3, 4)
+
+#: What recompute of everything multiplies the seconds by, if a backward takes two forwards.
+RECOMPUTED = 4 / 3
 
 #: A cut with replicas: per stage, its number of layers and its number of ranks.
 ReplicatedCut = tuple[tuple[int, int], ...]
@@ -107,10 +111,13 @@ def _estimate(
     request: PlanRequest, shape: Shape, replicas: tuple[int, ...], micro_batches: int
 ) -> tuple[float, int, tuple[int, ...]]:
     """Return the estimated seconds per step of the best cut, the number of micro-batches, and the
-    lengths of that cut: the work of the slowest stage, and the path of a micro-batch through all.
+    lengths of that cut: the work of the slowest stage, and the path of a micro-batch through all;
+    longer where memory does not suffice without recompute.
     """
     ends = all_cuts(len(request.profile), len(replicas))
     stage_s = np.zeros((len(ends), len(replicas)))
+    memory_share = np.zeros_like(stage_s)
+    weights, activations = map(np.array, layer_bytes(request, micro_batches))
     first = 0
     for stage, count in enumerate(replicas):
         devices = shape.devices[first : first + count]
@@ -118,8 +125,13 @@ def _estimate(
         layer_s = np.max([_layer_seconds(request, rank, micro_batches) for rank in devices], axis=0)
         sums = np.concatenate([[0.0], np.cumsum(layer_s)])
         stage_s[:, stage] = sums[ends[:, stage + 1]] - sums[ends[:, stage]]
+        in_flight = -(-(len(replicas) - stage) // count)
+        held = np.concatenate([[0.0], np.cumsum(weights + in_flight * activations)])
+        room = min(map(request.memory_bytes, devices))
+        memory_share[:, stage] = (held[ends[:, stage + 1]] - held[ends[:, stage]]) / room
     slowest = (stage_s / np.array(replicas)).max(axis=1)
     seconds = micro_batches * slowest + stage_s.sum(axis=1)
+    seconds[(memory_share > 1).any(axis=1)] *= RECOMPUTED
     best = int(np.argmin(seconds))
     return float(seconds[best]), micro_batches, lengths_of(ends[best])
 
