@@ -251,7 +251,7 @@ class PlanRequest:
         """
         profile = self.profile_of(rank)
         smaller, rest = divmod(self.batch, micro_batches)
-        seconds = np.array(profile.seconds(phase, smaller)) if rest < micro_batches else 0.0
+        seconds = np.array(profile.seconds(phase, smaller))
         if not rest:
             return seconds
         larger = np.array(profile.seconds(phase, smaller + 1))
