@@ -18,6 +18,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import schedule_costs
 from penstock.simulate.selective_recompute import LayerBytes, with_selective_recompute
 from penstock.simulate.simulate import peak_memory, simulate_schedule
+from penstock.simulate.stage_seconds import micro_batch_sizes
 from penstock.simulate.sweep import simulate_many
 from penstock.weights.catalogue import weight_rule
 
@@ -171,7 +172,7 @@ def test_all_layers_of_a_stage_together_are_as_always(data, name, micro_batches)
             case_schedule,
             [profile] * case_schedule.ranks,
             lengths,
-            16 / case_schedule.micro_batches,
+            micro_batch_sizes(16, case_schedule),
             selection,
         )
         selective, other = (

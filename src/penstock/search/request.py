@@ -255,7 +255,8 @@ class PlanRequest:
         if not rest:
             return seconds
         larger = np.array(profile.seconds(phase, smaller + 1))
-        return (rest * larger + (micro_batches - rest) * seconds) / micro_batches
+        mean: Array = (rest * larger + (micro_batches - rest) * seconds) / micro_batches
+        return mean
 
     def micro_batch_counts(self, pipelines: int = 1) -> tuple[int, ...]:
         """Return the numbers of micro-batches to try, ascending, up to 64 per pipeline; or the

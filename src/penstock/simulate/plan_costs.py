@@ -19,7 +19,7 @@ from penstock.profile.device_profiles import (
     profiles_of,
     with_optimizer_states,
 )
-from penstock.profile.profile import LayerProfile, Phase, Profile
+from penstock.profile.profile import LayerProfile, Profile
 from penstock.schedule.lower import partners_of
 from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
@@ -29,6 +29,7 @@ from penstock.simulate.gradient_sync import all_reduce_seconds, sum_memory_copie
 from penstock.simulate.host_costs import with_host_work
 from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.simulate import simulate_schedule
+from penstock.simulate.slice_costs import slice_costs
 from penstock.simulate.stage_seconds import (
     largest_part,
     micro_batch_sizes,
@@ -254,49 +255,6 @@ def _with_trained_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -
         for count, total, trained, state in rows
     ]
     return replace(costs, weight_versions=versions)
-
-
-def slice_costs(
-    costs: Costs,
-    schedule: Schedule,
-    profiles: Sequence[Profile],
-    lengths: Sequence[int],
-    micro_batch: float,
-) -> Costs:
-    """Return `costs` with the measured seconds of slices on their devices.
-
-    The fixed cost of a call does not shrink with its micro-batch. Slices of one micro-batch are
-    assumed to be equally long, and to be on one rank. Unchanged if micro-batches are whole.
-    """
-    slicing = schedule.slicing
-    if slicing is None:
-        return costs
-    slice_counts = [len(shares) for shares in slicing.shares]
-    seconds_of: dict[tuple[int, int], dict[Phase, list[float]]] = {}
-    for profile in profiles:
-        for count in slice_counts:
-            if (id(profile), count) not in seconds_of:
-                seconds = stage_seconds(profile, lengths, micro_batch / count)
-                seconds_of[id(profile), count] = seconds
-
-    def phase_seconds(phase: Phase) -> list[list[float]]:
-        """Return the seconds of a phase per stage and micro-batch: of all its slices together."""
-        rows = []
-        for stage in range(len(lengths)):
-            row = []
-            for count, first in zip(slice_counts, slicing.first_of, strict=True):
-                profile = profiles[schedule.placement[stage, first]]
-                row.append(count * seconds_of[id(profile), count][phase][stage])
-            rows.append(row)
-        return rows
-
-    return replace(
-        costs,
-        forward=phase_seconds("forward"),
-        backward=phase_seconds("backward"),
-        input_grad=phase_seconds("input_grad"),
-        weight_grad=phase_seconds("weight_grad"),
-    )
 
 
 def simulate_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Timeline:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from penstock.simulate.costs import Costs, PerStage
+from penstock.simulate.costs import Costs
 
 #: Fields that depend on the size of a micro-batch. Memory is that of the largest.
 _BY_SIZE = (
@@ -30,7 +31,7 @@ def costs_by_size(of_size: Callable[[float], Costs], sizes: Sequence[float]) -> 
     largest = costs[sizes[0]]
     if len(costs) == 1:
         return largest
-    fields: dict[str, PerStage] = {}
+    fields: dict[str, Any] = {}
     for name in _BY_SIZE:
         entries = [getattr(costs[size], name) for size in sizes]
         if isinstance(entries[0], tuple):
