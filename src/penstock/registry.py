@@ -104,6 +104,11 @@ class Registry(Generic[T]):
 
     def entries(self) -> dict[str, Registered[T]]:
         """Return all entries by name, in alphabetical order, without aliases."""
+        self._load()
+        return dict(sorted(self._entries.items()))
+
+    def _load(self) -> None:
+        """Import the modules that register entries, once."""
         if not self._loaded:
             package = importlib.import_module(self._package)
             for module in pkgutil.iter_modules(package.__path__, f"{self._package}."):
@@ -111,7 +116,6 @@ class Registry(Generic[T]):
             # Set first: a plug-in may look up entries while it is imported.
             self._loaded = True
             import_plugins()
-        return dict(sorted(self._entries.items()))
 
     def find(self, name: str) -> Registered[T]:
         """Return the entry called `name`, or with `name` as an alias.
@@ -119,9 +123,9 @@ class Registry(Generic[T]):
         Raises:
             UnknownName: no entry has that name; the message lists all names and the closest one.
         """
-        entries = self.entries()
+        self._load()
         # Names take precedence over aliases.
-        entry = entries.get(name) or entries.get(self._aliases.get(name, name))
+        entry = self._entries.get(name) or self._entries.get(self._aliases.get(name, name))
         if entry is None:
-            raise UnknownName(self.kind, name, [*entries, *sorted(self._aliases)])
+            raise UnknownName(self.kind, name, [*self.entries(), *sorted(self._aliases)])
         return entry

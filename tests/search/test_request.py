@@ -49,16 +49,18 @@ def test_part_of_the_cluster_is_the_same_question_about_those_devices(profile_of
     ("batch", "pipelines", "expected"),
     [
         (1, 1, (1,)),
-        (7, 1, (1, 2, 4)),
+        (7, 1, (1, 2, 4, 7)),
         (8, 1, (1, 2, 4, 8)),
-        (1000, 1, (1, 2, 4, 8, 16, 32, 64)),
-        (1000, 4, (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+        (10, 1, (1, 2, 5, 10)),
+        (97, 1, (1, 2, 4, 8, 16, 32, 64)),
+        (1000, 1, (1, 2, 4, 5, 8, 10, 20, 25, 40, 50)),
+        (1024, 4, (1, 2, 4, 8, 16, 32, 64, 128, 256)),
     ],
 )
-def test_numbers_of_micro_batches_are_powers_of_two_up_to_what_pays(
+def test_numbers_of_micro_batches_divide_the_batch_or_are_powers_of_two(
     profile_of, batch, pipelines, expected
 ):
-    """64 for each pipeline."""
+    """Up to what pays, which is 64 for each pipeline. A prime number has no other divisors."""
     assert MOST_IN_A_PIPELINE == 64
     assert PlanRequest(profile_of([1.0]), MIXED, batch).micro_batch_counts(pipelines) == expected
     assert PlanRequest(profile_of([1.0]), MIXED, batch, micro_batches=1).micro_batch_counts(

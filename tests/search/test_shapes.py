@@ -1,5 +1,7 @@
 """How devices are shared out among pipelines."""
 
+from itertools import permutations
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from tests.search.random_requests import FAST, SLOW, clusters, profiles
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.search.request import PlanRequest
-from penstock.search.shapes import Shape, shapes
+from penstock.search.shapes import Shape, placement_key, placements, shapes
 
 LINK = Link(0.0, 1e12)
 
@@ -106,3 +108,29 @@ def test_a_thousand_mixed_devices_have_few_shapes(profile_of):
     )
     found = shapes(PlanRequest(profile_of([1.0] * 100), Cluster("c", devices, 8, LINK, LINK), 4096))
     assert 2 <= len(found) <= 200
+
+
+@settings(max_examples=30, deadline=None)
+@given(profiles(), clusters(4), st.integers(1, 8), st.sampled_from([None, 1]))
+def test_every_choice_and_order_of_few_devices_is_equal_to_a_placement(profile, on, batch, most):
+    """Equal means that devices and nodes can be renamed. One node of equal devices has no orders."""
+    request = PlanRequest(profile, on, batch, max_replicas=most)
+    found = placements(request)
+    if on.nodes == 1 and len(on.kinds) == 1:
+        assert not found
+        return
+    keys = [(shape.pipelines, placement_key(on, shape.devices)) for shape in found]
+    assert len(set(keys)) == len(keys)
+    for count in range(1, min(on.ranks, len(profile)) + 1):
+        for devices in permutations(range(on.ranks), count):
+            assert (1, placement_key(on, devices)) in keys
+
+
+def test_placements_are_for_few_devices_that_differ(profile_of):
+    """Of four equal devices on two hosts, a pipeline of two is inside a host or on both."""
+    request = PlanRequest(profile_of([1.0] * 4), cluster("2x2xV100-NVLink-25GbE"), 8)
+    pairs = [
+        shape.devices for shape in placements(request) if (shape.pipelines, shape.ranks) == (1, 2)
+    ]
+    assert pairs == [(0, 1), (0, 2)]
+    assert not placements(PlanRequest(profile_of([1.0] * 4), cluster("2x4xV100-NVLink-25GbE"), 8))

@@ -18,10 +18,10 @@ from penstock.simulate.plan_costs import (
     place_costs,
     schedule_costs,
     simulate_plan,
-    slice_costs,
     stage_costs,
 )
 from penstock.simulate.simulate import peak_memory
+from penstock.simulate.slice_costs import slice_costs
 from penstock.simulate.steady_state import steady
 from penstock.weights.catalogue import weight_rule
 

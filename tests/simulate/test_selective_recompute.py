@@ -18,6 +18,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import schedule_costs
 from penstock.simulate.selective_recompute import LayerBytes, with_selective_recompute
 from penstock.simulate.simulate import peak_memory, simulate_schedule
+from penstock.simulate.stage_seconds import micro_batch_sizes
 from penstock.simulate.sweep import simulate_many
 from penstock.weights.catalogue import weight_rule
 
@@ -171,7 +172,7 @@ def test_all_layers_of_a_stage_together_are_as_always(data, name, micro_batches)
             case_schedule,
             [profile] * case_schedule.ranks,
             lengths,
-            16 / case_schedule.micro_batches,
+            micro_batch_sizes(16, case_schedule),
             selection,
         )
         selective, other = (
@@ -188,6 +189,6 @@ def test_devices_that_differ_run_layers_again_at_their_own_pace():
     slow = replace(fast, layers=tuple(replace(layer, forward=timing(0.0, 10.0)) for layer in fast))
     case_schedule = schedule("1f1b", 1, 4, replicas=2)
     selected = with_selective_recompute(
-        Costs(), case_schedule, [fast, slow], (2,), 1.0, Selection((1,))
+        Costs(), case_schedule, [fast, slow], (2,), [1.0], Selection((1,))
     )
     assert selected.recompute == ((2.0, 10.0, 2.0, 10.0),)

@@ -82,7 +82,7 @@ def plan(
         ),
     ] = 10.0,
     time_limit: Annotated[
-        float | None, typer.Option(help="Hard limit on the seconds of the search.")
+        float | None, typer.Option(help="Hard limit on the seconds of the search; default 600.")
     ] = None,
     tensor_parallel: Annotated[
         int | None,

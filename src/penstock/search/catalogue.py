@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -20,6 +19,11 @@ from penstock.search.request import PlanRequest
 from penstock.synthesis.deadline import Deadline
 from penstock.units import parse_bytes
 from penstock.weights.catalogue import WeightRule
+
+#: Seconds after which the clock ends a search if the request sets no limit. The longest search of the
+#: benchmarks takes half a minute of one core; a busy machine must not end it, or the plan would depend
+#: on what else runs.
+TIME_LIMIT_S = 600.0
 
 PLANNERS: Registry[Callable[[PlanRequest], Plan]] = Registry("planner", "penstock.search.planners")
 register = PLANNERS.register
@@ -94,8 +98,9 @@ def plan(
         zero: level of ZeRO among the replicas of a stage, 0 to 3, 0 by default; None tries all,
             with planners other than "auto" level 0 alone.
             Plans with any of the three are simulated and exported to Megatron and torchtitan.
-        time_limit_s: hard limit on the seconds of the search, None is none; the plan says so if the
-            clock ended the search. Seconds in which Numba compiles kernels do not count.
+        time_limit_s: hard limit on the seconds of the search, 600 by default; `math.inf` is none.
+            The plan says so if the clock ended the search. Seconds in which Numba compiles kernels
+            do not count.
 
     Raises:
         PlanError: nothing fits the memory, a number is out of its range, the weight rule does not
@@ -161,9 +166,11 @@ def make_request(
         options.pop("zero", 0),
     )
     time_limit_s = options.pop("time_limit_s", None)
-    if time_limit_s is not None and not time_limit_s >= 0:
+    if time_limit_s is None:
+        time_limit_s = TIME_LIMIT_S
+    if not time_limit_s >= 0:
         raise PlanError(f"time_limit_s is {time_limit_s!r}; it must be 0 s or more")
-    options.setdefault("deadline", Deadline(math.inf if time_limit_s is None else time_limit_s))
+    options.setdefault("deadline", Deadline(time_limit_s))
     has_widths = isinstance(profile, Profile) and bool(profile.widths)
     if not has_widths and (sharding_options.tensor_parallel or 1) > 1:
         width = sharding_options.tensor_parallel

@@ -81,7 +81,7 @@ def _common_link(request: PlanRequest, places: Sequence[int]) -> Link | None:
 
 def _balance_memory(request: PlanRequest, stages: int, micro_batches: int) -> tuple[int, ...]:
     """Return the cut whose stage that holds most holds least."""
-    weights, activations = _layer_bytes(request, micro_batches)
+    weights, activations = layer_bytes(request, micro_batches)
     in_flight = min(stages, micro_batches)
     costs = [w + in_flight * a for w, a in zip(weights, activations, strict=True)]
     return tuple(partition(request.profile, stages, by="bottleneck", costs=costs))
@@ -111,7 +111,7 @@ def _balance_stages(
         transfer[boundary] = [cluster.transfer_seconds(size, rank, next_rank) for size in sizes]
     weights, activations = [0.0] * layers, [0.0] * layers
     if within:
-        weights, activations = _layer_bytes(request, micro_batches)
+        weights, activations = layer_bytes(request, micro_batches)
     limits = [float(request.memory_bytes(rank)) for rank in places]
     lengths = limited(
         seconds,
@@ -147,7 +147,7 @@ def _balance_ranks(
     return None if lengths is None else tuple(lengths)
 
 
-def _layer_bytes(request: PlanRequest, micro_batches: int) -> tuple[list[float], list[float]]:
+def layer_bytes(request: PlanRequest, micro_batches: int) -> tuple[list[float], list[float]]:
     """Return per layer the bytes that it always holds, and those per micro-batch in flight."""
     layers = len(request.profile)
     single_layers = stage_costs(

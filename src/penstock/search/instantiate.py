@@ -22,7 +22,7 @@ from penstock.search.schedules import schedule as make_schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import schedule_costs, stage_costs, with_plan_zero
 from penstock.simulate.selective_recompute import with_selective_recompute
-from penstock.simulate.stage_seconds import parts_of
+from penstock.simulate.stage_seconds import micro_batch_sizes, parts_of
 from penstock.simulate.steady_state import Steady, steady
 from penstock.simulate.zero import with_zero
 from penstock.weights.catalogue import WeightRule
@@ -36,6 +36,9 @@ CLOSE = 1e-6
 #: Peaks of memory whose logarithms round to one multiple of this count as equal: a simpler plan is
 #: worth that little memory.
 LEAN = 0.02
+
+#: Stages times micro-batches up to which a schedule is small: about 0.1 MB with its dependencies.
+SMALL = 256
 
 #: Number of candidates that the error shows when nothing fits.
 INFEASIBLE_ROWS = 4
@@ -64,14 +67,18 @@ class PlacedSchedule:
     pipelines: int = 1
     selection: Selection | None = None
 
+    @property
+    def sizes(self) -> list[float]:
+        """Samples of every micro-batch of `schedule`; of several pipelines those of the first."""
+        return _sizes(self.request, self.proposal, self.schedule, self.pipelines)
+
     def with_selective_recompute(self, selection: Selection | None) -> PlacedSchedule:
         """Return the same with these layers recomputed; None changes nothing."""
         if selection is None:
             return self
         profiles = [self.request.profile_of(rank) for rank in range(self.schedule.ranks)]
-        micro_batch = self.request.batch / self.proposal.micro_batches
         costs = with_selective_recompute(
-            self.costs, self.schedule, profiles, self.proposal.lengths, micro_batch, selection
+            self.costs, self.schedule, profiles, self.proposal.lengths, self.sizes, selection
         )
         return replace(self, costs=costs, selection=selection)
 
@@ -265,14 +272,26 @@ def with_request(placed: PlacedSchedule, request: PlanRequest) -> PlacedSchedule
     return replace(placed, request=local, costs=costs).with_selective_recompute(placed.selection)
 
 
-# A search asks for the same schedule several times in a row.
-@lru_cache(maxsize=8)
 def cached_schedule(
     name: str, stages: int, micro_batches: int, options: tuple[tuple[str, Option], ...]
 ) -> Schedule:
-    """Return a schedule that needs no costs; the last few are cached."""
+    """Return a schedule that needs no costs. A search asks for the same ones again and again: the last
+    few are cached, and of small ones many.
+    """
+    make = _small_schedule if stages * micro_batches <= SMALL else _large_schedule
+    return make(name, stages, micro_batches, options)
+
+
+def _make_schedule(
+    name: str, stages: int, micro_batches: int, options: tuple[tuple[str, Option], ...]
+) -> Schedule:
+    """Return a schedule that needs no costs."""
     keywords: dict[str, Any] = dict(options)
     return make_schedule(name, stages, micro_batches, **keywords)
+
+
+_small_schedule = lru_cache(maxsize=512)(_make_schedule)
+_large_schedule = lru_cache(maxsize=8)(_make_schedule)
 
 
 def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedSchedule | None:
@@ -304,8 +323,8 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
     local = request.busy_on(devices[: schedule.ranks], devices[:needed])
     rule = _rule(request, proposal, schedule)
     profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
-    batch = request.batch * micro_batches / proposal.micro_batches
-    costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, batch, rule)
+    sizes = _sizes(request, proposal, schedule, pipelines)
+    costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, sizes, rule)
     replicas = [
         devices[first_rank : needed : schedule.ranks] for first_rank, *_ in schedule.ranks_of_stage
     ]
@@ -315,6 +334,16 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
     network = None if costs.network is None else costs.network.unshared
     synced_costs = replace(synced, network=network)
     return PlacedSchedule(local, proposal, schedule, rule, synced_costs, pipelines)
+
+
+def _sizes(
+    request: PlanRequest, proposal: Proposal, schedule: Schedule, pipelines: int
+) -> list[float]:
+    """Return the samples of every micro-batch of a schedule; of several pipelines, which take turns,
+    those of the first.
+    """
+    sizes = micro_batch_sizes(request.batch, schedule, proposal.micro_batches)
+    return sizes[::pipelines]
 
 
 def _schedule_of(request: PlanRequest, proposal: Proposal) -> Schedule:

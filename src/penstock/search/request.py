@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, final
 
+import numpy as np
+
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError, SettingError
 from penstock.plan.sharding import Sharding, ShardingOptions
@@ -16,20 +18,24 @@ from penstock.profile.device_profiles import (
     scale_profile,
     with_optimizer_states,
 )
-from penstock.profile.profile import Profile
+from penstock.profile.profile import Phase, Profile
+from penstock.schedule.arrays import Array
 from penstock.schedule.catalogue import FAMILIES, ScheduleFacts, schedules
 from penstock.schedule.recompute import Recompute
 from penstock.synthesis.deadline import Deadline
 from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.compatibility import mismatch_message, schedule_for
 
-#: Numbers of micro-batches that are tried. Doubling beyond these shrinks the bubble little and pays
-#: the fixed cost of every call again.
+#: Numbers of micro-batches that are tried where no divisor of the batch is near. Doubling beyond these
+#: shrinks the bubble little and pays the fixed cost of every call again.
 MICRO_BATCHES = tuple(2**power for power in range(13))
 
 #: More micro-batches per pipeline than this gain little.
 MOST_IN_A_PIPELINE = 64
 
+
+#: Up to this many samples, every divisor of the batch is a number of micro-batches to try.
+FEW_SAMPLES = 64
 
 #: Samples of a batch at most. Planners search its divisors, and schedules of a step of that many
 #: micro-batches on 4 stages have 8 million ops.
@@ -178,6 +184,11 @@ class PlanRequest:
         that slice sequences, since they need a causal model, which a profile does not reveal; and
         those with replicas of stages.
         """
+        return self._families
+
+    @cached_property
+    def _families(self) -> tuple[ScheduleFacts, ...]:
+        """What `families` returns."""
         catalogue = schedules()
         if self.schedules is not None:
             return tuple(catalogue[name] for name in self.schedules)
@@ -234,21 +245,58 @@ class PlanRequest:
         """
         return self._profiles[rank]
 
-    def micro_batch_counts(self, pipelines: int = 1) -> tuple[int, ...]:
-        """Return the numbers of micro-batches to try, ascending.
+    def mean_seconds(self, rank: int, phase: Phase, micro_batches: int) -> Array:
+        """Return per layer the seconds of one phase of a micro-batch on a rank, on average over those
+        of a batch, whose sizes may differ by one sample.
+        """
+        profile = self.profile_of(rank)
+        smaller, rest = divmod(self.batch, micro_batches)
+        seconds = np.array(profile.seconds(phase, smaller))
+        if not rest:
+            return seconds
+        larger = np.array(profile.seconds(phase, smaller + 1))
+        mean: Array = (rest * larger + (micro_batches - rest) * seconds) / micro_batches
+        return mean
 
-        These are powers of two up to the batch and to 64 per pipeline, or the requested number
-        alone.
+    def micro_batch_counts(self, pipelines: int = 1) -> tuple[int, ...]:
+        """Return the numbers of micro-batches to try, ascending, up to 64 per pipeline; or the
+        requested number alone.
+
+        These are divisors of the batch, with which all micro-batches have the same size: all of a
+        small batch, and of a large one those nearest to powers of two and to the numbers halfway
+        between. Where there is no divisor within a factor of 1.5, it is the power of two.
         """
         if self.micro_batches is not None:
             return (self.micro_batches,)
         maximum = min(self.batch, MOST_IN_A_PIPELINE * pipelines)
-        return tuple(count for count in MICRO_BATCHES if count <= maximum)
+        divisors = [count for count in self._divisors if count <= maximum]
+        counts = set(divisors if self.batch <= FEW_SAMPLES else ())
+        for power in MICRO_BATCHES:
+            if power <= maximum:
+                nearest = _nearest(divisors, power)
+                is_near = 2 * power < 3 * nearest and 2 * nearest < 3 * power
+                counts |= {nearest if is_near else power, _nearest(divisors, 1.5 * power)}
+        return tuple(sorted(counts))
+
+    @cached_property
+    def _divisors(self) -> list[int]:
+        """The numbers that divide the batch, ascending."""
+        return [count for count in range(1, self.batch + 1) if self.batch % count == 0]
 
     def on(self, devices: Sequence[int]) -> PlanRequest:
         """Return the same request for some of the cluster's devices, in this order."""
-        kinds = {self.cluster.devices[rank].name: self.profile_of(rank) for rank in devices}
-        return replace(self, profiles=kinds, cluster=self.cluster.on(devices))
+        chosen = tuple(devices)
+        if chosen not in self._local_requests:
+            kinds = {self.cluster.devices[rank].name: self.profile_of(rank) for rank in chosen}
+            self._local_requests[chosen] = replace(
+                self, profiles=kinds, cluster=self.cluster.on(chosen)
+            )
+        return self._local_requests[chosen]
+
+    @cached_property
+    def _local_requests(self) -> dict[tuple[int, ...], PlanRequest]:
+        """Results of `on`."""
+        return {}
 
     def busy_on(self, devices: Sequence[int], busy: Sequence[int] = ()) -> PlanRequest:
         """Return the same request for some of the cluster's devices, in this order, with their
@@ -309,3 +357,8 @@ class PlanRequest:
         """Return the memory that rank `rank` may use, in bytes."""
         capacity = self.cluster.devices[rank].memory_bytes
         return capacity if self.memory_limit is None else min(capacity, self.memory_limit)
+
+
+def _nearest(counts: Sequence[int], target: float) -> int:
+    """Return the count with the least ratio to a target; the smaller one of two."""
+    return min(counts, key=lambda count: max(count / target, target / count))

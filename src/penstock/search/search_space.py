@@ -92,10 +92,10 @@ class SearchSpace:
 
     def __init__(self, request: PlanRequest, shapes: list[Shape]) -> None:
         self.request, self.shapes = request, shapes
-        self._phase_seconds: dict[tuple[int, float], np.ndarray] = {}
-        self._fastest_paths: dict[tuple[tuple[int, ...], float], tuple[float, float]] = {}
+        self._phase_seconds: dict[tuple[int, int], np.ndarray] = {}
+        self._fastest_paths: dict[tuple[tuple[int, ...], int], tuple[float, float]] = {}
         self._gradient_sync: dict[Shape, float] = {}
-        self._shared_work: dict[tuple[tuple[tuple[int, int], ...], float], float] = {}
+        self._shared_work: dict[tuple[tuple[tuple[int, int], ...], int], float] = {}
 
     @cached_property
     def configurations(self) -> list[Configuration]:
@@ -189,26 +189,32 @@ class SearchSpace:
                 if count <= min(self.request.batch, 64 * shape.pipelines):
                     yield count
 
-    def _seconds(self, rank: int, samples: float) -> np.ndarray:
-        """Return the seconds of each phase of each layer on one device, shape (4, layers)."""
-        profile = self.request.profile_of(rank)
-        key = id(profile), samples
+    def _seconds(self, rank: int, micro_batches: int) -> np.ndarray:
+        """Return the seconds of each phase of each layer for one micro-batch on one device, on
+        average over a batch, shape (4, layers).
+        """
+        key = id(self.request.profile_of(rank)), micro_batches
         if key not in self._phase_seconds:
             self._phase_seconds[key] = np.array(
-                [profile.seconds(phase, samples) for phase in PHASES]
+                [self.request.mean_seconds(rank, phase, micro_batches) for phase in PHASES]
             )
         return self._phase_seconds[key]
 
-    def _fastest_path(self, kinds: Sequence[int], samples: float) -> tuple[float, float]:
+    def _fastest_path(self, kinds: Sequence[int], micro_batches: int) -> tuple[float, float]:
         """Return lower bounds in seconds of a micro-batch's forward through all layers, and of its
-        forward and backward.
+        forward and backward; of the smallest micro-batch of a batch.
 
         Every layer counts with the device that is fastest for it, which may differ from layer to
         layer, and with a split backward where that is faster.
         """
-        key = tuple(kinds), samples
+        key = tuple(kinds), micro_batches
         if key not in self._fastest_paths:
-            rows = [self._seconds(rank, samples) for rank in kinds]
+            samples = self.request.batch // micro_batches
+            profiles = [self.request.profile_of(rank) for rank in kinds]
+            rows = [
+                np.array([profile.seconds(phase, samples) for phase in PHASES])
+                for profile in profiles
+            ]
             forwards = [f for f, *_ in rows]
             round_trips = [f + np.minimum(b, i) for f, b, i, _ in rows]
             self._fastest_paths[key] = (
@@ -217,7 +223,7 @@ class SearchSpace:
             )
         return self._fastest_paths[key]
 
-    def _shared_s(self, ranks: Sequence[int], samples: float) -> float:
+    def _shared_s(self, ranks: Sequence[int], micro_batches: int) -> float:
         """Return a lower bound in seconds per device if these ranks share the work of a micro-batch
         in any proportion.
 
@@ -225,12 +231,12 @@ class SearchSpace:
         its speed-up on the layer that suits it best.
         """
         counts = Counter(id(self.request.profile_of(rank)) for rank in ranks)
-        key = tuple(counts.items()), samples
+        key = tuple(counts.items()), micro_batches
         if key not in self._shared_work:
             kinds = self._kinds(ranks)
             layer_seconds = []
             for rank in kinds:
-                f, b, i, w = self._seconds(rank, samples)
+                f, b, i, w = self._seconds(rank, micro_batches)
                 layer_seconds.append(f + np.minimum(b, i + w))
             reference = layer_seconds[0]
             nonzero = reference > 0
@@ -251,16 +257,16 @@ class SearchSpace:
 
     def _load(self, shape: Shape, micro_batches: int) -> Load:
         """Return the load that one of `micro_batches` micro-batches puts on a shape."""
-        samples, ranks = self.request.batch / micro_batches, self.request.cluster.ranks
+        ranks = self.request.cluster.ranks
         kinds = self._kinds(shape.first)
         model_s = {
-            id(self.request.profile_of(rank)): float(self._seconds(rank, samples)[:2].sum())
+            id(self.request.profile_of(rank)): float(self._seconds(rank, micro_batches)[:2].sum())
             for rank in kinds
         }
         even_s = 0.0
         if all(model_s.values()):
             even_s = 1 / sum(1 / model_s[id(self.request.profile_of(rank))] for rank in shape.first)
-        down_s, path_s = self._fastest_path(kinds, samples)
+        down_s, path_s = self._fastest_path(kinds, micro_batches)
         parameter_bytes = sum(layer.parameter_bytes for layer in self.request.profile)
         update_s_per_byte = min(self.request.profile_of(rank).update_s_per_byte for rank in kinds)
         update_s = parameter_bytes * update_s_per_byte / shape.ranks
@@ -270,11 +276,11 @@ class SearchSpace:
             pipelines=shape.pipelines,
             micro_batches=micro_batches,
             even_s=busy * even_s,
-            least_s=busy * self._shared_s(shape.first, samples),
+            least_s=busy * self._shared_s(shape.first, micro_batches),
             down_s=busy * down_s,
             path_s=busy * path_s,
             after_s=busy * update_s + self._gradient_sync_s(shape),
-            cluster_share_s=all_busy * self._shared_s(range(ranks), samples),
+            cluster_share_s=all_busy * self._shared_s(range(ranks), micro_batches),
         )
 
     def _slowdown(self, busy: Sequence[int]) -> float:

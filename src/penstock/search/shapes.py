@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import pairwise, permutations
 
 from penstock.cluster.cluster import Cluster
 from penstock.partition.ordered import best_order
@@ -19,6 +19,10 @@ MOST_ORDERED = 64
 
 #: Micro-batches per pipeline for which the order of the kinds is computed.
 USUAL_MICRO_BATCHES = 16
+
+#: Up to this many devices, every choice and order of devices that is not equal to another one is a
+#: placement.
+FEW_PLACED = 4
 
 #: Maximum number of orders of the kinds of devices along a pipeline that are tried.
 MOST_ORDERS = 6
@@ -58,6 +62,42 @@ def shapes(request: PlanRequest) -> list[Shape]:
                     for across in across_choices:
                         unique[_shape(request.cluster, kinds_along, pipelines, across)] = None
     return list(unique)
+
+
+def placements(request: PlanRequest) -> list[Shape]:
+    """Return, for few devices, the shapes with every choice and order of devices, of which those that
+    differ only by equal devices or equal nodes are one; none for more devices, or if all are equal
+    and in one node.
+    """
+    cluster = request.cluster
+    if cluster.ranks > FEW_PLACED or (cluster.nodes == 1 and len(cluster.kinds) == 1):
+        return []
+    most = min(request.copies_allowed, request.batch)
+    unique: dict[object, Shape] = {}
+    for used in range(1, cluster.ranks + 1):
+        for devices in permutations(range(cluster.ranks), used):
+            for pipelines in range(1, min(most, used) + 1):
+                ranks = used // pipelines
+                is_sorted = all(a < b for a, b in pairwise(devices[::ranks]))
+                if used % pipelines or ranks > len(request.profile) or not is_sorted:
+                    continue
+                key = pipelines, placement_key(cluster, devices)
+                unique.setdefault(key, Shape(pipelines, ranks, devices))
+    return list(unique.values())
+
+
+def placement_key(cluster: Cluster, devices: Sequence[int]) -> tuple[object, ...]:
+    """Return a key that is equal for placements that differ only by equal devices or equal nodes."""
+    place_of_node: dict[int, int] = {}
+    key = []
+    for rank in devices:
+        node = cluster.node(rank)
+        place = place_of_node.setdefault(node, len(place_of_node))
+        members = cluster.ranks_of_node(node)
+        kinds = tuple(sorted(cluster.devices[member].name for member in members))
+        inside = cluster.link(*members[:2]) if len(members) > 1 else None
+        key.append((cluster.devices[rank].name, place, kinds, inside))
+    return tuple(key)
 
 
 def _along(

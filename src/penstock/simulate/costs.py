@@ -48,8 +48,20 @@ def _is_amount(number: object) -> bool:
         return False
 
 
+def _is_valid_row(value: object) -> bool:
+    """Return whether this is a tuple of floats that are finite and 0 or more. A search makes costs from
+    such rows thousands of times, for which tests of abstract types take most of the time.
+    """
+    if type(value) is not tuple or set(map(type, value)) != {float}:
+        return False
+    # The sum is no number if an entry is none, whatever the minimum.
+    return min(value) >= 0 and sum(value) < float("inf")
+
+
 def _is_list(value: object) -> bool:
     """Return whether this is a sequence other than text."""
+    if type(value) in (float, int):
+        return False
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
@@ -140,12 +152,14 @@ class Costs:
             value = getattr(self, name)
             if isinstance(value, np.ndarray):
                 value = value.tolist()
+            if value is None or _is_valid_row(value):
+                continue
             if callable(value) and name not in _PER_STAGE_ONLY:
                 continue
             if _is_list(value):
                 value = tuple(_entry(name, entry) for entry in value)
                 object.__setattr__(self, name, value)
-            elif value is not None:
+            else:
                 check_amount(name, value)
         self._check_links()
         self._check_parts()
@@ -225,6 +239,8 @@ def check_amount(name: str, number: object) -> float:
     Raises:
         SettingError: it is not a finite number of 0 or more.
     """
+    if type(number) is float and 0 <= number < float("inf"):
+        return number
     if not _is_amount(number):
         raise SettingError(
             f"costs: {name} has {number!r}; seconds and bytes must be finite and not negative"
@@ -238,6 +254,8 @@ def _entry(name: str, entry: object) -> float | tuple[float, ...]:
         entry = entry.tolist()
     if not _is_list(entry):
         return check_amount(name, entry)
+    if name not in _PER_STAGE_ONLY and _is_valid_row(entry):
+        return cast("tuple[float, ...]", entry)
     if name in _PER_STAGE_ONLY:
         raise SettingError(
             f"costs: {name} has {entry!r}, but cannot differ by micro-batch: one number per stage"

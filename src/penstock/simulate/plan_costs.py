@@ -19,7 +19,7 @@ from penstock.profile.device_profiles import (
     profiles_of,
     with_optimizer_states,
 )
-from penstock.profile.profile import LayerProfile, Phase, Profile
+from penstock.profile.profile import LayerProfile, Profile
 from penstock.schedule.lower import partners_of
 from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
@@ -29,7 +29,15 @@ from penstock.simulate.gradient_sync import all_reduce_seconds, sum_memory_copie
 from penstock.simulate.host_costs import with_host_work
 from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.simulate import simulate_schedule
-from penstock.simulate.stage_seconds import largest_part, parts_of, stage_seconds, update_seconds
+from penstock.simulate.slice_costs import slice_costs
+from penstock.simulate.stage_seconds import (
+    largest_part,
+    micro_batch_sizes,
+    parts_of,
+    stage_seconds,
+    update_seconds,
+)
+from penstock.simulate.uneven_costs import costs_by_size
 from penstock.simulate.weight_versions import versions_per_stage
 from penstock.simulate.zero import with_zero
 from penstock.weights.catalogue import WeightRule
@@ -249,49 +257,6 @@ def _with_trained_versions(costs: Costs, schedule: Schedule, rule: WeightRule) -
     return replace(costs, weight_versions=versions)
 
 
-def slice_costs(
-    costs: Costs,
-    schedule: Schedule,
-    profiles: Sequence[Profile],
-    lengths: Sequence[int],
-    micro_batch: float,
-) -> Costs:
-    """Return `costs` with the measured seconds of slices on their devices.
-
-    The fixed cost of a call does not shrink with its micro-batch. Slices of one micro-batch are
-    assumed to be equally long, and to be on one rank. Unchanged if micro-batches are whole.
-    """
-    slicing = schedule.slicing
-    if slicing is None:
-        return costs
-    slice_counts = [len(shares) for shares in slicing.shares]
-    seconds_of: dict[tuple[int, int], dict[Phase, list[float]]] = {}
-    for profile in profiles:
-        for count in slice_counts:
-            if (id(profile), count) not in seconds_of:
-                seconds = stage_seconds(profile, lengths, micro_batch / count)
-                seconds_of[id(profile), count] = seconds
-
-    def phase_seconds(phase: Phase) -> list[list[float]]:
-        """Return the seconds of a phase per stage and micro-batch: of all its slices together."""
-        rows = []
-        for stage in range(len(lengths)):
-            row = []
-            for count, first in zip(slice_counts, slicing.first_of, strict=True):
-                profile = profiles[schedule.placement[stage, first]]
-                row.append(count * seconds_of[id(profile), count][phase][stage])
-            rows.append(row)
-        return rows
-
-    return replace(
-        costs,
-        forward=phase_seconds("forward"),
-        backward=phase_seconds("backward"),
-        input_grad=phase_seconds("input_grad"),
-        weight_grad=phase_seconds("weight_grad"),
-    )
-
-
 def simulate_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Timeline:
     """Compute when every op and transfer of one step of `plan` on `cluster` starts and ends.
 
@@ -348,7 +313,7 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
         plan.schedule,
         plan_profiles,
         plan.lengths,
-        plan.batch / plan.micro_batches,
+        micro_batch_sizes(plan.batch, plan.schedule),
         plan.selection,
     )
 
@@ -399,7 +364,7 @@ def schedule_costs(
     profiles: Sequence[Profile],
     lengths: Sequence[int],
     cluster: Cluster,
-    batch: float,
+    batch: float | Sequence[float],
     rule: WeightRule,
 ) -> Costs:
     """Return the costs of every op of a schedule.
@@ -409,18 +374,23 @@ def schedule_costs(
         profiles: per rank; equal ranks share one object.
         lengths: layers in every stage.
         cluster: rank r of the schedule is its rank r.
-        batch: samples in a batch.
+        batch: samples in a batch, or in each of its micro-batches, the largest first.
         rule: defines the stored versions of the weights.
     """
-    micro_batch = batch / schedule.micro_batches
-    costs = stage_costs(
-        profiles[0], lengths, micro_batch, cluster, micro_batches=schedule.micro_batches
-    )
-    # The order matters: host work is added to the seconds that the steps before replace.
-    costs = on_devices(costs, schedule, profiles, lengths, micro_batch)
-    costs = place_costs(costs, schedule, cluster, rule)
-    costs = slice_costs(costs, schedule, profiles, lengths, micro_batch)
-    costs = with_host_work(costs, schedule, profiles, cluster)
+    sizes = batch if isinstance(batch, Sequence) else micro_batch_sizes(batch, schedule)
+
+    def of_size(micro_batch: float) -> Costs:
+        """Return the costs if all micro-batches have this many samples."""
+        costs = stage_costs(
+            profiles[0], lengths, micro_batch, cluster, micro_batches=schedule.micro_batches
+        )
+        # The order matters: host work is added to the seconds that the steps before replace.
+        costs = on_devices(costs, schedule, profiles, lengths, micro_batch)
+        costs = place_costs(costs, schedule, cluster, rule)
+        costs = slice_costs(costs, schedule, profiles, lengths, micro_batch)
+        return with_host_work(costs, schedule, profiles, cluster)
+
+    costs = costs_by_size(of_size, sizes)
     return _with_gradient_copies(costs, schedule, _sum_copies(schedule, cluster))
 
 

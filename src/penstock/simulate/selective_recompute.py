@@ -23,6 +23,7 @@ from penstock.profile.profile import Profile
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.stage_seconds import largest_part, parts_of
+from penstock.simulate.uneven_costs import costs_by_size
 
 
 @final
@@ -83,7 +84,7 @@ def with_selective_recompute(
     schedule: Schedule,
     profiles: Sequence[Profile],
     lengths: Sequence[int],
-    micro_batch: float,
+    micro_batches: Sequence[float],
     selection: Selection,
 ) -> Costs:
     """Return `costs` with the seconds and bytes of selective recompute.
@@ -93,15 +94,22 @@ def with_selective_recompute(
         schedule: defines the rank of every micro-batch of a stage, and how they are sliced.
         profiles: per rank; equal ranks share one object.
         lengths: layers in every stage.
-        micro_batch: samples in the mean micro-batch.
+        micro_batches: samples in every micro-batch, the largest first.
         selection: the layers that run again.
     """
     sizes, parts = LayerBytes.of(profiles[0]), parts_of(lengths)
-    largest = largest_part(micro_batch, schedule.micro_batches)
+    largest = largest_part(micro_batches[0], schedule.micro_batches)
     stage_bytes = [sizes.stage_bytes(part.start, part.stop, selection) for part in parts]
+
+    def of_size(micro_batch: float) -> Costs:
+        """Return the seconds if all micro-batches have this many samples."""
+        return Costs(
+            recompute=_recompute_seconds(schedule, profiles, parts, micro_batch, selection)
+        )
+
     return replace(
         costs,
-        recompute=_recompute_seconds(schedule, profiles, parts, micro_batch, selection),
+        recompute=costs_by_size(of_size, micro_batches).recompute,
         saved_bytes=[largest * saved for saved, _ in stage_bytes],
         recompute_peak_bytes=[largest * recomputed for _, recomputed in stage_bytes],
     )

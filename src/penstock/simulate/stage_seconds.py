@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
+
 from penstock.profile.profile import Phase, Profile
+from penstock.schedule.arrays import Array
+from penstock.schedule.op import Schedule
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "input_grad", "weight_grad")
 
@@ -26,6 +30,32 @@ def largest_part(micro_batch: float, micro_batches: int) -> float:
     return max(micro_batch, -(-round(micro_batch * micro_batches) // micro_batches))
 
 
+def micro_batch_sizes(
+    batch: float, schedule: Schedule, micro_batches: int | None = None
+) -> list[float]:
+    """Return the samples of every micro-batch of a batch, as the runtime splits it: sizes differ by
+    at most one, and the larger ones come first.
+
+    They count as equal where micro-batches are slices along samples, and in a stream, whose period
+    is sought for costs that do not differ by micro-batch.
+
+    Args:
+        batch: samples in a batch.
+        schedule: whose micro-batches they are.
+        micro_batches: their number, if the schedule is that of one of several pipelines.
+
+    >>> from penstock.schedule.catalogue import schedule
+    >>> micro_batch_sizes(10, schedule("1f1b", 2, 4))
+    [3.0, 3.0, 2.0, 2.0]
+    """
+    count = micro_batches or schedule.micro_batches
+    along_samples = schedule.slicing is not None and schedule.slicing.along == "samples"
+    if along_samples or schedule.stream is not None or batch != int(batch) or batch < count:
+        return [batch / count] * count
+    smaller, rest = divmod(int(batch), count)
+    return [float(smaller + (number < rest)) for number in range(count)]
+
+
 def stage_seconds(
     profile: Profile, lengths: Sequence[int], samples: float
 ) -> dict[Phase, list[float]]:
@@ -42,6 +72,19 @@ def stage_seconds(
     if lengths:
         seconds["input_grad"][0], seconds["weight_grad"][0] = 0.0, seconds["backward"][0]
     return seconds
+
+
+def prefix_seconds(profile: Profile, samples: float) -> Array:
+    """Return the seconds of the layers before every layer, and of all, shape (phases, layers + 1);
+    cached by the profile.
+    """
+    cache: dict[float, Array] = profile.__dict__.setdefault("_prefix_seconds", {})
+    if samples not in cache:
+        rows = np.zeros((len(PHASES), len(profile) + 1))
+        seconds = [profile.seconds(phase, samples) for phase in PHASES]
+        rows[:, 1:] = np.cumsum(seconds, axis=1)
+        cache[samples] = rows
+    return cache[samples]
 
 
 def update_seconds(profile: Profile, lengths: Sequence[int]) -> list[float]:

@@ -37,14 +37,14 @@ def with_zero(
     """Return `costs` with the all-reduce of gradients among replicas, at a level of ZeRO.
 
     Args:
-        costs: of stages without the all-reduce; of equal devices and whole micro-batches.
+        costs: of stages without the all-reduce; of whole micro-batches.
         replicas: per stage, the ranks of `cluster` that hold it.
         cluster: of these ranks.
         lengths: layers in every stage.
         zero: level, 0 to 3.
 
     Raises:
-        PlanError: there is no such level, or costs differ by micro-batch.
+        PlanError: there is no such level.
     """
     if zero not in LEVELS:
         raise PlanError(f"zero is {zero!r}; its levels are 0, 1, 2 and 3")
@@ -114,12 +114,19 @@ def _with_shared_memory(
 
 def _overlapped(
     costs: Costs, name: str, sync_s: Sequence[float], lengths: Sequence[int], share: float
-) -> list[float]:
-    """Return the seconds of one phase per stage, with its messages beside its computation."""
-    seconds = costs.spread(name, len(lengths)) or (0.0,) * len(lengths)
-    rows = []
+) -> list[float | list[float]]:
+    """Return the seconds of one phase per stage, with its messages beside its computation; per
+    micro-batch where their sizes differ.
+    """
+    seconds = getattr(costs, name)
+    if not isinstance(seconds, tuple):
+        seconds = costs.spread(name, len(lengths)) or (0.0,) * len(lengths)
+    rows: list[float | list[float]] = []
     for compute_s, sync, length in zip(seconds, sync_s, lengths, strict=True):
         messages_s = share * sync
         exposed_s = messages_s / length
-        rows.append(max(compute_s, messages_s - exposed_s) + exposed_s)
+        if isinstance(compute_s, tuple):
+            rows.append([max(s, messages_s - exposed_s) + exposed_s for s in compute_s])
+        else:
+            rows.append(max(compute_s, messages_s - exposed_s) + exposed_s)
     return rows

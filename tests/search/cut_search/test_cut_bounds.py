@@ -51,9 +51,9 @@ def test_no_cut_is_faster_than_its_bound(profile, cluster, batch, data):
     pipeline = search.schedule_of(configuration)
     if pipeline is None:
         return
-    samples = batch / configuration.micro_batches
     cuts = all_cuts(len(profile), configuration.stages)
-    bounds = CutBounds(request, configuration.shape, pipeline, samples).seconds(cuts)
+    micro_batches = configuration.micro_batches
+    bounds = CutBounds(request, configuration.shape, pipeline, micro_batches).seconds(cuts)
     for ends, bound_s in zip(cuts, bounds.tolist(), strict=True):
         proposal = search.proposal_of(configuration, pipeline, lengths_of(ends))
         try:
@@ -94,7 +94,7 @@ def test_the_bound_is_no_weaker_than_that_of_one_schedule(profile, name, micro_b
     pipeline = schedule(name, 4 if name in ("interleaved", "zb-v") else 2, micro_batches)
     cuts = all_cuts(len(profile), pipeline.stages)
     shape = Shape(1, 2, (0, 1))
-    bounds = CutBounds(request, shape, pipeline, 4 / micro_batches).seconds(cuts)
+    bounds = CutBounds(request, shape, pipeline, micro_batches).seconds(cuts)
     space_search = PlanSearch(request)
     for configuration in SearchSpace(request, [shape]).configurations:
         if (configuration.schedule, configuration.stages) == (name, pipeline.stages):

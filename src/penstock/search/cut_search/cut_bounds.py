@@ -12,16 +12,18 @@ A host's network card gives a sum of the same form, for each direction:
     forward up to the first stage  |  the bytes of all its  |  backward from that stage
     whose values it carries        |  messages              |
 
-A cut whose bound exceeds the best time cannot win, whatever must be recomputed.
+A cut whose bound exceeds the best time cannot win, whatever must be recomputed. Where micro-batches
+have two sizes, all entries exist for both.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,7 +35,9 @@ from penstock.schedule.streaming.period import period_of
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
 from penstock.simulate.gradient_sync import all_reduce_seconds
-from penstock.simulate.stage_seconds import PHASES
+from penstock.simulate.stage_seconds import PHASES, micro_batch_sizes, prefix_seconds
+
+Cached = TypeVar("Cached")
 
 #: Columns of the matrix, in blocks of one entry per stage. "least backward" is the smaller of a
 #: backward and an input gradient, "transfer" that of the boundary after the stage, and "card" the
@@ -72,45 +76,81 @@ class CutBounds:
         request: the request; its cluster is the whole one.
         shape: the pipelines and their devices.
         schedule: the schedule of one pipeline.
-        samples: samples of the mean micro-batch.
+        micro_batches: number of micro-batches, of all pipelines together.
     """
 
     request: PlanRequest
     shape: Shape
     schedule: Schedule
-    samples: float
+    micro_batches: int
+
+    @cached_property
+    def _size_of(self) -> list[float]:
+        """Samples of every micro-batch of the first pipeline."""
+        sizes = micro_batch_sizes(self.request.batch, self.schedule, self.micro_batches)
+        return sizes[:: self.shape.pipelines]
+
+    @cached_property
+    def _sizes(self) -> list[float]:
+        """The different sizes of micro-batches, the largest first."""
+        return list(dict.fromkeys(self._size_of))
 
     def seconds(self, ends: Array) -> Array:
         """Return the bound of every cut, shape (cuts); cuts as `all_cuts` returns them."""
-        stages = self.schedule.stages
-        values = np.zeros((len(ends), len(COLUMNS), stages))
-        for column, phase in enumerate(range(len(PHASES))):
-            values[:, column] = self._phase_seconds(phase, ends)
+        blocks = [self._values(ends, samples) for samples in self._sizes]
+        flat = np.stack(blocks, axis=1).reshape(len(ends), -1)
+        bounds: Array = (flat @ self.matrix.T).max(axis=1, initial=0.0) * (1 - ROUNDING)
+        return bounds
+
+    def _values(self, ends: Array, samples: float) -> Array:
+        """Return the entries of every cut for micro-batches of one size, shape (cuts, columns,
+        stages).
+        """
+        values = np.zeros((len(ends), len(COLUMNS), self.schedule.stages))
+        values[:, : len(PHASES)] = self._phase_seconds(ends, samples)
         # The first stage's I does nothing, and its W all that a B does (see `stage_seconds`).
         values[:, 2, 0], values[:, 3, 0] = 0.0, values[:, 1, 0]
         values[:, 4] = self._update_seconds(ends)
         values[:, 5] = np.minimum(values[:, 1], values[:, 2])
-        values[:, 6, :-1] = self._transfer_seconds(ends)
-        values[:, 7, :-1] = self._card_seconds(ends)
-        flat = values.reshape(len(ends), len(COLUMNS) * stages)
-        bounds: Array = (flat @ self.matrix.T).max(axis=1, initial=0.0) * (1 - ROUNDING)
-        return bounds
+        values[:, 6, :-1] = self._transfer_seconds(ends, samples)
+        values[:, 7, :-1] = self._card_seconds(ends, samples)
+        return values
 
     @cached_property
     def matrix(self) -> Array:
-        """How often each entry counts in each sum, shape (sums, columns x stages)."""
+        """How often each entry counts in each sum, shape (sums, sizes x columns x stages)."""
         schedule = self.schedule
         rows = []
         if schedule.stream is not None:
             period = period_of(schedule)
             for loop in period.loops:
-                rows.append(_row(schedule, loop) / period.batches)
+                rows.append(self._row(loop) / period.batches)
             return np.array(rows)
-        for program in schedule.programs:
-            rows += _rank_rows(schedule, program)
+        rows += _cached(
+            schedule, f"_bound_rows_{self._size_of if len(self._sizes) > 1 else ''}", self._all_rows
+        )
         if self._has_cards:
             rows += self._card_rows()
-        return np.array(rows).reshape(len(rows), len(COLUMNS) * schedule.stages)
+        return np.array(rows).reshape(len(rows), self._zeros().size)
+
+    def _all_rows(self) -> list[Array]:
+        """Return the sums that all ranks of a synchronous schedule give."""
+        rows = []
+        for program in self.schedule.programs:
+            rows += self._rank_rows(program)
+        return rows
+
+    def _zeros(self) -> Array:
+        """Return a sum of nothing, shape (sizes, columns, stages)."""
+        return np.zeros((len(self._sizes), len(COLUMNS), self.schedule.stages))
+
+    def _size_index(self, number: int) -> int:
+        """Return the index of the size of a micro-batch, or of that whose slice it is."""
+        if len(self._sizes) == 1:
+            return 0
+        slicing = self.schedule.slicing
+        micro_batch = number if slicing is None else slicing.micro_batch_of[number]
+        return self._sizes.index(self._size_of[micro_batch])
 
     @cached_property
     def _kinds_of_stage(self) -> list[list[int]]:
@@ -140,18 +180,18 @@ class CutBounds:
         count = self.shape.pipelines * self.schedule.ranks
         return frozenset(self.shape.devices[:count] or range(count))
 
-    def _phase_seconds(self, phase: int, ends: Array) -> Array:
-        """Return the seconds of one phase of every stage, on the fastest of its devices."""
-        seconds = np.zeros((len(ends), self.schedule.stages))
-        sums: dict[int, Array] = {}
+    def _phase_seconds(self, ends: Array, samples: float) -> Array:
+        """Return the seconds of the phases of every stage, on the fastest of its devices, shape
+        (cuts, phases, stages).
+        """
+        seconds = np.zeros((len(ends), len(PHASES), self.schedule.stages))
         for stage, devices in enumerate(self._kinds_of_stage):
+            first, end = ends[:, stage], ends[:, stage + 1]
             options = []
             for device in devices:
-                if device not in sums:
-                    layer_seconds = self._profile(device).seconds(PHASES[phase], self.samples)
-                    sums[device] = np.concatenate([[0.0], np.cumsum(layer_seconds)])
-                options.append(sums[device][ends[:, stage + 1]] - sums[device][ends[:, stage]])
-            seconds[:, stage] = np.min(options, axis=0)
+                sums = prefix_seconds(self._profile(device), samples)
+                options.append(sums[:, end] - sums[:, first])
+            seconds[:, :, stage] = (np.min(options, axis=0) if len(options) > 1 else options[0]).T
         return seconds
 
     def _update_seconds(self, ends: Array) -> Array:
@@ -187,7 +227,7 @@ class CutBounds:
         needed = self.shape.pipelines * self.schedule.ranks
         return [*self.shape.devices[ranks[0] : needed : self.schedule.ranks]]
 
-    def _transfer_seconds(self, ends: Array) -> Array:
+    def _transfer_seconds(self, ends: Array, samples: float) -> Array:
         """Return the seconds of a message over every boundary, shape (cuts, stages - 1); 0 where
         micro-batches are sliced, or some of them do not cross ranks.
         """
@@ -195,22 +235,32 @@ class CutBounds:
         seconds = np.zeros((len(ends), schedule.stages - 1))
         if schedule.slicing is not None:
             return seconds
-        output_bytes = [layer.output_bytes_per_sample for layer in self.request.profile]
-        for stage in range(schedule.stages - 1):
-            pairs = {
-                (schedule.placement[stage, m], schedule.placement[stage + 1, m])
-                for m in range(schedule.slices)
-            }
+        for stage, pairs in enumerate(self._pairs):
             if any(source == target for source, target in pairs):
                 continue
-            devices = [(self._device(source), self._device(target)) for source, target in pairs]
-            after_layer = []
-            for size in output_bytes:
-                message_bytes = self.samples * size
-                times = [cluster.transfer_seconds(message_bytes, *pair) for pair in devices]
-                after_layer.append(min(times))
-            seconds[:, stage] = np.array(after_layer)[ends[:, stage + 1] - 1]
+            links = {cluster.link(self._device(low), self._device(high)) for low, high in pairs}
+            message_bytes = samples * self._output_bytes[ends[:, stage + 1] - 1]
+            times = [link.latency_s + message_bytes / link.bandwidth_bytes_per_s for link in links]
+            seconds[:, stage] = np.min(times, axis=0)
         return seconds
+
+    @cached_property
+    def _output_bytes(self) -> Array:
+        """Bytes of every layer's output for one sample."""
+        return np.array([layer.output_bytes_per_sample for layer in self.request.profile], float)
+
+    @cached_property
+    def _pairs(self) -> list[set[tuple[int, int]]]:
+        """Per boundary, the ranks of the two stages, of all micro-batches."""
+
+        def make() -> list[set[tuple[int, int]]]:
+            placement = self.schedule.placement
+            return [
+                {(placement[s, m], placement[s + 1, m]) for m in range(self.schedule.slices)}
+                for s in range(self.schedule.stages - 1)
+            ]
+
+        return _cached(self.schedule, "_boundary_pairs", make)
 
     @property
     def _has_cards(self) -> bool:
@@ -221,74 +271,87 @@ class CutBounds:
         devices = [cluster.devices[self._device(rank)] for rank in range(schedule.ranks)]
         return cluster.nodes > 1 and all(device.kind == "cpu" for device in devices)
 
-    def _card_seconds(self, ends: Array) -> Array:
+    def _card_seconds(self, ends: Array, samples: float) -> Array:
         """Return the seconds for which a message over every boundary occupies the cards of two
         hosts, shape (cuts, stages - 1).
         """
-        output_bytes = np.array(
-            [layer.output_bytes_per_sample for layer in self.request.profile], float
-        )
-        seconds: Array = self.samples * output_bytes[ends[:, 1:-1] - 1]
+        seconds: Array = samples * self._output_bytes[ends[:, 1:-1] - 1]
         return seconds / self.request.cluster.between.bandwidth_bytes_per_s
 
     def _card_rows(self) -> list[Array]:
         """Return the sums that the card of every host gives, in each direction."""
         schedule, cluster = self.schedule, self.request.cluster
         host_of = [cluster.node(self._device(rank)) for rank in range(schedule.ranks)]
-        messages: dict[tuple[int, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        messages: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(
+            lambda: defaultdict(int)
+        )
         for stage in range(schedule.stages - 1):
             for number in range(schedule.slices):
                 low = host_of[schedule.placement[stage, number]]
                 high = host_of[schedule.placement[stage + 1, number]]
                 if low != high:
+                    place = self._size_index(number), stage
                     # One message up, and one of the gradient back.
                     for card in ((low, "sends"), (high, "receives")):
-                        messages[card][stage] += 1
+                        messages[card][place] += 1
                     for card in ((high, "sends"), (low, "receives")):
-                        messages[card][stage] += 1
+                        messages[card][place] += 1
         rows = []
         for count_of_boundary in messages.values():
-            row = np.zeros((len(COLUMNS), schedule.stages))
-            first = min(count_of_boundary)
-            row[0, : first + 1] = 1
-            row[5, : first + 1] = 1
-            row[6, :first] = 2
-            for stage, count in count_of_boundary.items():
-                row[7, stage] = count
+            row = self._zeros()
+            first = min(stage for _, stage in count_of_boundary)
+            # The micro-batches whose messages are first and last have any size.
+            row[-1, 0, : first + 1] = 1
+            row[-1, 5, : first + 1] = 1
+            row[-1, 6, :first] = 2
+            for (size, stage), count in count_of_boundary.items():
+                row[size, 7, stage] = count
             rows.append(row.ravel())
         return rows
 
+    def _rank_rows(self, program: Sequence[Op]) -> list[Array]:
+        """Return the sums that one rank of a synchronous schedule gives: with its drain, and
+        without.
+        """
+        work = [op for op in program if op.kind.value in COLUMNS]
+        backward_places = [place for place, op in enumerate(work) if op.kind in BACKWARD_STARTS]
+        if not backward_places:
+            return []
+        first, last_place = work[0], backward_places[-1]
+        last = work[last_place]
+        fill, drain = self._zeros(), self._zeros()
+        size = self._size_index(first.micro_batch)
+        fill[size, 0, : first.stage] = _share(self.schedule, first)
+        fill[size, 6, : first.stage] = 1
+        size = self._size_index(last.micro_batch)
+        drain[size, 5, : last.stage] = _share(self.schedule, last)
+        drain[size, 6, : last.stage] = 1
+        if last.stage > 0:
+            drain[0, 4, 0] = 1
+        whole = self._row(work) + fill.ravel()
+        return [whole, self._row(work[: last_place + 1]) + (fill + drain).ravel()]
 
-def _rank_rows(schedule: Schedule, program: Sequence[Op]) -> list[Array]:
-    """Return the sums that one rank of a synchronous schedule gives: with its drain, and without."""
-    work = [op for op in program if op.kind.value in COLUMNS]
-    backward_places = [place for place, op in enumerate(work) if op.kind in BACKWARD_STARTS]
-    if not backward_places:
-        return []
-    first, last_place = work[0], backward_places[-1]
-    last = work[last_place]
-    fill = np.zeros((len(COLUMNS), schedule.stages))
-    fill[0, : first.stage] = _share(schedule, first)
-    fill[6, : first.stage] = 1
-    drain = np.zeros((len(COLUMNS), schedule.stages))
-    drain[5, : last.stage] = _share(schedule, last)
-    drain[6, : last.stage] = 1
-    if last.stage > 0:
-        drain[4, 0] = 1
-    whole = _row(schedule, work) + fill.ravel()
-    return [whole, _row(schedule, work[: last_place + 1]) + (fill + drain).ravel()]
+    def _row(self, ops: Sequence[Op]) -> Array:
+        """Return how often each entry counts in the sum of these ops."""
+        counts: dict[tuple[int, int, int], float] = defaultdict(float)
+        for op in ops:
+            if op.kind.value in COLUMNS:
+                size = 0 if op.kind is Kind.U else self._size_index(op.micro_batch)
+                place = size, COLUMNS.index(op.kind.value), op.stage
+                counts[place] += _share(self.schedule, op)
+        row = self._zeros()
+        for place, count in counts.items():
+            row[place] = count
+        return row.ravel()
 
 
-def _row(schedule: Schedule, ops: Sequence[Op]) -> Array:
-    """Return how often each entry counts in the sum of these ops."""
-    counts: dict[tuple[int, int], float] = defaultdict(float)
-    for op in ops:
-        if op.kind.value in COLUMNS:
-            counts[COLUMNS.index(op.kind.value), op.stage] += _share(schedule, op)
-    row = np.zeros((len(COLUMNS), schedule.stages))
-    for (column, stage), count in counts.items():
-        row[column, stage] = count
-    return row.ravel()
+def _cached(schedule: Schedule, name: str, make: Callable[[], Cached]) -> Cached:
+    """Return what `make` returns, computed once and cached on the schedule under this name."""
+    cache = schedule.__dict__
+    if name not in cache:
+        cache[name] = make()
+    value: Cached = cache[name]
+    return value
 
 
 def _share(schedule: Schedule, op: Op) -> float:

@@ -62,8 +62,9 @@ def explore_cuts(search: PlanSearch, configurations: Iterable[Configuration]) ->
         schedule = search.schedule_of(configuration)
         if schedule is None or configuration.shape.pipelines * schedule.ranks > cluster.ranks:
             continue
-        samples = search.request.batch / configuration.micro_batches
-        bounds = CutBounds(search.request, configuration.shape, schedule, samples)
+        bounds = CutBounds(
+            search.request, configuration.shape, schedule, configuration.micro_batches
+        )
         if comb(layers - 1, configuration.stages - 1) <= MOST_CUTS:
             enumerations.append(_Enumeration.of(search, configuration, schedule, bounds))
             enumerations[-1].evaluate(search, FIRST_CUTS)

@@ -4,7 +4,7 @@ with many weights one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import product
 from math import lcm
@@ -14,12 +14,14 @@ import numpy as np
 from penstock.errors import ScheduleError
 from penstock.partition.replicated import replicated_table
 from penstock.plan.plan import Option
+from penstock.schedule.arrays import Array
 from penstock.schedule.catalogue import schedule
-from penstock.search.cut_search.cut_bounds import ROUNDING, all_cuts
+from penstock.search.cut_search.cut_bounds import ROUNDING, all_cuts, lengths_of
+from penstock.search.cuts import layer_bytes
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.search_space import Configuration
-from penstock.search.shapes import Shape
+from penstock.search.shapes import Shape, placements
 from penstock.simulate.gradient_sync import all_reduce_seconds
 from penstock.simulate.stage_seconds import PHASES
 
@@ -40,6 +42,9 @@ MOST_ENUMERATED = 4
 #: Numbers of stages that are tried besides the one with the fastest slowest stage: fewer stages
 #: fill and drain faster.
 STAGES = (2, 3, 4)
+
+#: What recompute of everything multiplies the seconds by, if a backward takes two forwards.
+RECOMPUTED = 4 / 3
 
 #: A cut with replicas: per stage, its number of layers and its number of ranks.
 ReplicatedCut = tuple[tuple[int, int], ...]
@@ -73,21 +78,84 @@ def uneven(request: PlanRequest) -> Iterator[Proposal]:
                 yield Proposal(lengths, "pipedream", even, (("replicas", replicas),))
 
 
-def uneven_configurations(request: PlanRequest) -> list[Configuration]:
-    """Return, on few ranks, all configurations whose stages have different numbers of replicas, so
-    that each can be tried with every cut; none on more ranks.
+def uneven_placements(request: PlanRequest) -> Iterator[tuple[Shape, list[Proposal]]]:
+    """Yield, on few ranks, the numbers of replicas per stage that differ, each with one proposal per
+    placement: that with the least estimate over cuts and numbers of micro-batches. Those with the
+    least estimates come first.
+
+    The shape has the ranks of the numbers of replicas, and the first devices. Proposals have the
+    leading schedule, to compare placements. Nothing is yielded on more ranks.
     """
     ranks = request.cluster.ranks
-    if not _applies(request) or ranks > MOST_ENUMERATED:
-        return []
+    names = _synchronous_schedules(request)
+    if not _allows_replicas(request) or ranks > MOST_ENUMERATED or not names:
+        return
+    single_pipelines = [shape for shape in placements(request) if shape.pipelines == 1]
+    for replicas in _uneven_counts(request):
+        used = sum(replicas)
+        default = Shape(1, used, tuple(range(used)))
+        choices = [shape for shape in single_pipelines if shape.ranks == used] or [default]
+        counts = [n for n in _micro_batch_counts(request) if n >= max(replicas)]
+        options: tuple[tuple[str, Option], ...] = (("replicas", replicas),)
+        proposals: list[tuple[float, Proposal]] = []
+        for shape in choices if counts else []:
+            estimates = [_estimate(request, shape, replicas, count) for count in counts]
+            estimate_s, micro_batches, lengths = min(estimates)
+            proposal = Proposal(lengths, names[0], micro_batches, options, devices=shape.devices)
+            proposals.append((estimate_s, proposal))
+        proposals.sort(key=lambda pair: pair[0])
+        yield default, [proposal for _, proposal in proposals]
+
+
+def _estimate(
+    request: PlanRequest, shape: Shape, replicas: tuple[int, ...], micro_batches: int
+) -> tuple[float, int, tuple[int, ...]]:
+    """Return the estimated seconds per step of the best cut, the number of micro-batches, and the
+    lengths of that cut: the work of the slowest stage, and the path of a micro-batch through all;
+    longer where memory does not suffice without recompute.
+    """
+    ends = all_cuts(len(request.profile), len(replicas))
+    stage_s = np.zeros((len(ends), len(replicas)))
+    memory_share = np.zeros_like(stage_s)
+    weights, activations = map(np.array, layer_bytes(request, micro_batches))
+    first = 0
+    for stage, count in enumerate(replicas):
+        devices = shape.devices[first : first + count]
+        first += count
+        layer_s = np.max([_layer_seconds(request, rank, micro_batches) for rank in devices], axis=0)
+        sums = np.concatenate([[0.0], np.cumsum(layer_s)])
+        stage_s[:, stage] = sums[ends[:, stage + 1]] - sums[ends[:, stage]]
+        in_flight = -(-(len(replicas) - stage) // count)
+        held = np.concatenate([[0.0], np.cumsum(weights + in_flight * activations)])
+        room = min(map(request.memory_bytes, devices))
+        memory_share[:, stage] = (held[ends[:, stage + 1]] - held[ends[:, stage]]) / room
+    slowest = (stage_s / np.array(replicas)).max(axis=1)
+    seconds = micro_batches * slowest + stage_s.sum(axis=1)
+    seconds[(memory_share > 1).any(axis=1)] *= RECOMPUTED
+    best = int(np.argmin(seconds))
+    return float(seconds[best]), micro_batches, lengths_of(ends[best])
+
+
+def _layer_seconds(request: PlanRequest, rank: int, micro_batches: int) -> Array:
+    """Return the seconds of forward and backward of every layer on a rank, split if that is faster."""
+    f, b, i, w = (request.mean_seconds(rank, phase, micro_batches) for phase in PHASES)
+    seconds: Array = f + np.minimum(b, i + w)
+    return seconds
+
+
+def uneven_configurations(
+    request: PlanRequest, placed: Iterable[tuple[tuple[int, ...], Shape]]
+) -> list[Configuration]:
+    """Return the configurations with these numbers of replicas per stage on these devices, so that
+    each can be tried with every cut.
+    """
     names = _synchronous_schedules(request)
     configurations = []
-    for replicas in _uneven_counts(request):
-        shape = Shape(1, sum(replicas), tuple(range(sum(replicas))))
+    for replicas, shape in placed:
         for micro_batches in _micro_batch_counts(request):
             if max(replicas) > micro_batches:
                 continue
-            bound_s = _bound_s(request, replicas, micro_batches)
+            bound_s = _bound_s(request, shape, replicas, micro_batches)
             options: tuple[tuple[str, Option], ...] = (("replicas", replicas),)
             for name in names:
                 configuration = Configuration(
@@ -108,29 +176,36 @@ def _uneven_counts(request: PlanRequest) -> Iterator[tuple[int, ...]]:
                 yield replicas
 
 
-def _bound_s(request: PlanRequest, replicas: tuple[int, ...], micro_batches: int) -> float:
+def _bound_s(
+    request: PlanRequest, shape: Shape, replicas: tuple[int, ...], micro_batches: int
+) -> float:
     """Return a lower bound in seconds per step over all cuts: the work of the slowest stage, shared
-    by its ranks.
+    by its ranks, on the fastest of the devices.
     """
-    samples = request.batch / micro_batches
-    f, b, i, w = (np.array(request.profile.seconds(phase, samples)) for phase in PHASES)
-    sums = np.concatenate([[0.0], np.cumsum(f + np.minimum(b, i + w))])
+    of_kind = {id(request.profile_of(rank)): rank for rank in shape.devices}
+    layer_s = np.min(
+        [_layer_seconds(request, rank, micro_batches) for rank in of_kind.values()], axis=0
+    )
+    sums = np.concatenate([[0.0], np.cumsum(layer_s)])
     ends = all_cuts(len(request.profile), len(replicas))
     stage_s = (sums[ends[:, 1:]] - sums[ends[:, :-1]]) / np.array(replicas)
-    busy = range(sum(replicas))
-    slowdown = min(request.cluster.slowdown(rank, busy) for rank in busy)
+    slowdown = min(request.cluster.slowdown(rank, shape.devices) for rank in shape.devices)
     least: float = stage_s.max(axis=1).min()
     return micro_batches * least * slowdown * (1 - ROUNDING)
 
 
 def _applies(request: PlanRequest) -> bool:
+    """Return whether `uneven` proposes anything: not for devices of several kinds."""
+    ranks = range(request.cluster.ranks)
+    return _allows_replicas(request) and len({id(request.profile_of(rank)) for rank in ranks}) == 1
+
+
+def _allows_replicas(request: PlanRequest) -> bool:
     """Return whether the request allows replicas and leaves the cut free, and the cluster has more
-    than two and not too many devices, all of one kind.
+    than two and not too many devices.
     """
     ranks = request.cluster.ranks
-    if request.copies_allowed == 1 or request.by != "bottleneck" or not 2 < ranks <= MOST_RANKS:
-        return False
-    return len({id(request.profile_of(rank)) for rank in range(ranks)}) == 1
+    return request.copies_allowed > 1 and request.by == "bottleneck" and 2 < ranks <= MOST_RANKS
 
 
 def _synchronous_schedules(request: PlanRequest) -> list[str]:
@@ -177,11 +252,16 @@ def _cuts(request: PlanRequest, micro_batches: int) -> list[ReplicatedCut]:
 
 
 def _micro_batch_counts(request: PlanRequest) -> list[int]:
-    """Return the numbers of micro-batches to try: small multiples of the number of ranks."""
+    """Return the numbers of micro-batches to try: small multiples of the number of ranks, and on few
+    ranks also those of other configurations.
+    """
     if request.micro_batches is not None:
         return [request.micro_batches]
     ranks = request.cluster.ranks
-    return [multiple * ranks for multiple in (1, 2, 4, 8) if multiple * ranks <= request.batch]
+    counts = {multiple * ranks for multiple in (1, 2, 4, 8) if multiple * ranks <= request.batch}
+    if ranks <= MOST_ENUMERATED:
+        counts.update(request.micro_batch_counts())
+    return sorted(counts)
 
 
 def _stage_seconds_table(request: PlanRequest, micro_batches: int) -> np.ndarray:

@@ -4,7 +4,7 @@ exactly and simulated in full.
 The search has these steps, in this order. Each has a limit on simulated ops, which follows from the
 budget; the clock is a hard stop for all where the request has a time limit:
 
-    1. all shapes and numbers of micro-batches with one schedule
+    1. all shapes and numbers of micro-batches with one schedule; of few devices, all placements
     2. the proposals of the other planners
     3. stages with different numbers of replicas
     4. all other configurations that can win, most promising first, each with the cut that balances
@@ -12,7 +12,7 @@ budget; the clock is a hard stop for all where the request has a time limit:
     5. local search on the cuts of all candidates near the best, and their cuts with all schedules
     6. every configuration with every cut that can win
     7. schedules that are built from the costs of the best candidates
-    8. local search on the cuts of the best candidates
+    8. local search on the cuts and the devices of the best candidates
 
 Most configurations are never simulated: one whose lower bound exceeds the best time cannot win.
 """
@@ -32,8 +32,13 @@ from penstock.search.build_plan import ROWS, build_plan
 from penstock.search.catalogue import PLANNERS, register
 from penstock.search.cut_search.explore_cuts import explore_cuts
 from penstock.search.cut_search.refine_cut import refine_cut
+from penstock.search.cut_search.refine_devices import refine_devices
 from penstock.search.cut_search.share_cuts import share_cuts
-from penstock.search.cut_search.uneven_replication import uneven, uneven_configurations
+from penstock.search.cut_search.uneven_replication import (
+    uneven,
+    uneven_configurations,
+    uneven_placements,
+)
 from penstock.search.cuts import Balance
 from penstock.search.device_groups import (
     best_zero_level,
@@ -55,7 +60,7 @@ from penstock.search.proposal import Proposal
 from penstock.search.propose_cost_schedules import cost_schedules, is_plain
 from penstock.search.request import PlanRequest
 from penstock.search.search_space import Configuration, SearchSpace
-from penstock.search.shapes import Shape, shapes
+from penstock.search.shapes import Shape, placements, shapes
 from penstock.search.suggestions import suggestions
 from penstock.synthesis.deadline import Deadline
 
@@ -73,6 +78,10 @@ MISSES, FAR = 4, 1.2
 
 #: Number of candidates of different kinds that are refined, and that cost schedules are built for.
 POLISHED = 3
+
+#: Number of placements that are searched with all schedules for every number of pipelines and ranks,
+#: and of counts of micro-batches by which they are compared.
+PLACED, PLACED_COUNTS = 3, 2
 
 #: Maximum number of candidates in the table that do not fit.
 INFEASIBLE_ROWS = 4
@@ -105,11 +114,15 @@ def auto(request: PlanRequest) -> Plan:
     search = PlanSearch(request)
     space = SearchSpace(request, shapes(request))
     slowdown = _scan(search, space)
+    placed = _best_placements(search)
+    if placed:
+        space = SearchSpace(request, list(dict.fromkeys([*space.shapes, *placed])))
     # If the scan finds nothing that fits, the search finds it sooner than the other planners do.
     others_first = bool(search.feasible)
     others_s = _evaluate_other_planners(search) if others_first else math.inf
     search.allow(SEARCH)
     _evaluate_all(search, uneven(request))
+    replicated = _best_uneven_placements(search)
     search.allow(SEARCH)
     _search(search, space, slowdown, "time")
     if not search.feasible:
@@ -119,7 +132,7 @@ def auto(request: PlanRequest) -> Plan:
     search.allow(CUTS)
     share_cuts(search)
     search.allow(CUTS)
-    explore_cuts(search, [*space.configurations, *uneven_configurations(request)])
+    explore_cuts(search, [*space.configurations, *uneven_configurations(request, replicated)])
     search.allow(SEARCH / 4)
     # The fastest kinds may all have several stages per rank, which no cost schedule has.
     for candidate in _fastest_plain(search):
@@ -127,7 +140,7 @@ def auto(request: PlanRequest) -> Plan:
     _evaluate_all(search, cost_schedules(request, _fastest_plain(search)))
     search.allow(SEARCH / 4)
     for candidate in fastest_of_kinds(search.feasible, POLISHED):
-        refine_cut(search, candidate)
+        refine_devices(search, refine_cut(search, candidate))
     for candidate in fastest_of_kinds(search.feasible, POLISHED):
         search.feasible.append(refine_recompute(candidate))
     if not search.feasible:
@@ -170,6 +183,47 @@ def _scan(search: PlanSearch, space: SearchSpace) -> dict[tuple[Shape, int], flo
                 key = configuration.shape, configuration.micro_batches
                 slowdown[key] = candidate.step_s / configuration.estimate_s
     return slowdown
+
+
+def _best_placements(search: PlanSearch) -> list[Shape]:
+    """Return the best placements of few devices, for every number of pipelines and of ranks in each,
+    as the leading schedule has them.
+    """
+    search.allow(SCAN)
+    groups: dict[tuple[int, int], list[Shape]] = {}
+    for shape in placements(search.request):
+        groups.setdefault((shape.pipelines, shape.ranks), []).append(shape)
+    best_shapes: list[Shape] = []
+    for group in groups.values():
+        step_of: dict[Shape, float] = {}
+        for shape in group:
+            if search.is_over:
+                break
+            space = SearchSpace(search.request, [shape])
+            leading = [entry for entry in space.configurations if entry.schedule in space.leading]
+            for configuration in leading[:PLACED_COUNTS]:
+                candidate = search.evaluate_configuration(configuration)
+                step_s = math.inf if candidate is None else candidate.step_s
+                step_of[shape] = min(step_s, step_of.get(shape, math.inf))
+        best_shapes += sorted(step_of, key=lambda shape: step_of[shape])[:PLACED]
+    return best_shapes
+
+
+def _best_uneven_placements(search: PlanSearch) -> list[tuple[tuple[int, ...], Shape]]:
+    """Return the best placements of few devices for all numbers of replicas that differ by stage, as
+    the leading schedule has them.
+    """
+    best_placements: list[tuple[tuple[int, ...], Shape]] = []
+    for shape, proposals in uneven_placements(search.request):
+        seconds: dict[Proposal, float] = {}
+        for proposal in proposals:
+            candidate = None if search.is_over else search.evaluate(proposal)
+            seconds[proposal] = math.inf if candidate is None else candidate.step_s
+        for proposal in sorted(seconds, key=lambda proposal: seconds[proposal])[:PLACED]:
+            replicas = proposal.replicas
+            assert isinstance(replicas, tuple)
+            best_placements.append((replicas, replace(shape, devices=proposal.devices)))
+    return best_placements
 
 
 def _search(

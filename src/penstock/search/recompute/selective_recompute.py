@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from penstock.plan.segments import Selection
+from penstock.profile.profile import Phase
 from penstock.schedule.arrays import Array
 from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import PlacedSchedule
@@ -28,7 +29,7 @@ from penstock.search.recompute.min_time_recompute import (
 from penstock.simulate.memory_curves import weight_bytes_of_ranks
 from penstock.simulate.selective_recompute import LayerBytes
 from penstock.simulate.simulate import tables_of
-from penstock.simulate.stage_seconds import PHASES, largest_part, parts_of
+from penstock.simulate.stage_seconds import PHASES, parts_of
 
 #: Maximum number of moments of a rank that are taken into account.
 ROUNDS = 4
@@ -90,15 +91,10 @@ class _Group:
         """The layers of each of the stages."""
         return [parts_of(self.placed.proposal.lengths)[stage] for stage in self.stages]
 
-    @property
-    def micro_batch(self) -> float:
-        """Samples in the mean micro-batch, whose seconds count."""
-        return self.placed.request.batch / self.placed.proposal.micro_batches
-
     @cached_property
     def samples(self) -> float:
         """Samples in the largest micro-batch, whose bytes count."""
-        return largest_part(self.micro_batch, self.placed.schedule.micro_batches)
+        return max(self.placed.sizes)
 
     @cached_property
     def sizes(self) -> LayerBytes:
@@ -114,9 +110,14 @@ class _Group:
 
     @cached_property
     def seconds(self) -> list[float]:
-        """Seconds of the forward of every layer of the model."""
-        profile = self.placed.request.profile_of(self.rank)
-        return profile.seconds("forward", self.micro_batch)
+        """Seconds of the forward of every layer of the model, on average over micro-batches."""
+        seconds: list[float] = self._mean_seconds("forward").tolist()
+        return seconds
+
+    def _mean_seconds(self, phase: Phase) -> Array:
+        """Return the seconds of a phase of every layer of the model."""
+        micro_batches = self.placed.proposal.micro_batches
+        return self.placed.request.mean_seconds(self.rank, phase, micro_batches)
 
     def least_s(self) -> float:
         """Return a lower bound in seconds of any step in which these stages fit.
@@ -134,8 +135,7 @@ class _Group:
         for part, count in zip(self.parts, in_flight.tolist(), strict=True):
             for layer in range(part.start, part.stop):
                 best_rate = max(best_rate, self._bytes_freed_per_s(layer, count))
-        profile = self.placed.request.profile_of(self.rank)
-        f, b, i, w = (np.array(profile.seconds(phase, self.micro_batch)) for phase in PHASES)
+        f, b, i, w = map(self._mean_seconds, PHASES)
         layer_s = f + np.minimum(b, i + w)
         work_s = float(sum(layer_s[part].sum() for part in self.parts))
         recompute_s = excess / best_rate if best_rate else np.inf
