@@ -13,6 +13,7 @@ import typer
 import penstock
 from penstock.cli.doctor import doctor
 from penstock.cli.draw import draw
+from penstock.cli.entry import STOPPED
 from penstock.cli.explore import explore
 from penstock.cli.export import export
 from penstock.cli.export_weights import export_weights
@@ -106,8 +107,7 @@ def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
             typer.echo(f"error: {reason}", err=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as stop:
-            typer.echo("stopped", err=True)
-            raise typer.Exit(130) from stop
+            raise typer.Exit(STOPPED) from stop
 
     return run
 
@@ -150,5 +150,7 @@ def status(arguments: list[str]) -> int:
         # Typer turns a closed pipe into status 1, while it handles the error.
         if isinstance(stop.__context__, BrokenPipeError):
             return CLOSED_PIPE
+        if stop.code == STOPPED:  # Typer's own status too, for Ctrl-C before the command begins
+            typer.echo("stopped", err=True)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
