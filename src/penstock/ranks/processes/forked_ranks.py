@@ -201,7 +201,12 @@ class ForkServer:
             self._drop()
         if self._server is None and not self._refused:
             self._server = _Server(inherited)
-            self._refused = not self._server.answer()
+            try:
+                self._refused = not self._server.answer()
+            except BaseException:
+                # Interrupted, as by Ctrl-C: the next request would read this answer.
+                self._drop()
+                raise
         return None if self._refused else self._server
 
     def _drop(self) -> None:
