@@ -41,7 +41,7 @@ def run(monkeypatch, capsys):
         state = sys.modules.get("accelerate.state")
         if state is not None:
             state.AcceleratorState._reset_state(reset_partial_state=True)
-        runpy.run_path(str(LOOPS / f"{name}.py"), run_name="__main__")
+        run_path.names = runpy.run_path(str(LOOPS / f"{name}.py"), run_name="__main__")
         return capsys.readouterr().out
 
     yield run_path
@@ -87,3 +87,17 @@ def test_every_loop_says_what_it_shows_tells_and_takes(path):
     said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     for word in ("Shows:", "Story:", "Takes:"):
         assert re.search(rf"^{word} \S", said, re.MULTILINE), word
+
+
+def test_trainer_evaluates_a_pipe_as_the_plain_model(run):
+    """Trainer passes labels to a model whose forward does not name them, unless it is told which
+    they are; the model would then reduce its loss for each micro-batch.
+    """
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    losses = []
+    for kind in ("plain", "pipe"):
+        run(f"trainer_{kind}")
+        names = run.names
+        losses.append(names["trainer"].evaluate(names["Text"]())["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], abs=TOLERANCE)

@@ -62,6 +62,12 @@ def test_a_folder_that_is_not_there_is_refused_with_the_path(tmp_path):
         write_json(tmp_path / "nowhere" / "thing.json", THING)
 
 
+def test_a_path_without_a_name_is_refused():
+    """As of `penstock plan --out ""`: one line, not the error of pathlib."""
+    with pytest.raises(FileError, match=r"cannot write \.: .*empty name"):
+        write_json("", THING)
+
+
 def test_a_missing_file_is_refused_with_kind_and_path(tmp_path):
     """What was looked for, and where."""
     with pytest.raises(FileError, match=r"cannot read the thing .*gone\.json: .*No such file"):

@@ -11,7 +11,7 @@ from side_by_side import Row, Section
 import penstock as ps
 from penstock.cluster.device import Device
 from penstock.simulate.plan_costs import place_costs, stage_costs
-from penstock.zoo.resnet import Bottleneck, _resnet
+from penstock.zoo.blocks.resnet import Bottleneck, build_resnet
 
 #: torchgpipe's chain has 4 layers before the first block, 11 in each of 33 blocks, and 3 behind
 #: them; ours has a layer for each block.
@@ -23,7 +23,7 @@ Published = tuple[int, int, tuple[int, ...], float]
 def profile(device: Device) -> ps.Profile:
     """ResNet-101 as the zoo would make it, on the device's roofline at float32."""
     with torch.device("meta"):
-        model = _resnet(Bottleneck, (3, 4, 23, 3), 1000, 224, 3)
+        model = build_resnet(Bottleneck, (3, 4, 23, 3), 1000, 224, 3)
         example = torch.empty(1, 3, 224, 224)
     return ps.analytic(model, example, device, batch=128)
 

@@ -33,6 +33,7 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     use_cpu=True,
     remove_unused_columns=False,
+    label_names=["labels"],
 )
 trainer = Trainer(model=model, args=arguments, train_dataset=Text(), compute_loss_func=token_loss)
 trainer.train()

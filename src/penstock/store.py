@@ -28,8 +28,8 @@ def write_json(path: str | Path, value: object, *, durable: bool = False) -> Non
         FileError: the file cannot be written.
     """
     target = Path(path)
-    partial = target.with_name(target.name + ".partial")
     try:
+        partial = target.with_name(target.name + ".partial")
         partial.write_text(to_json(value) + "\n", encoding="utf-8")
         if durable:
             sync_file(partial)

@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from penstock import __version__
+from penstock.cli import main
+from penstock.cli.entry import STOPPED
 
 DRAW = ["draw", "--schedule", "1f1b", "--stages", "2", "--micro-batches", "2"]
 
@@ -50,6 +52,16 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path):
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
     stopped = _run(["--help"], PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     assert (stopped.returncode, stopped.stderr) == (130, b"stopped\n")
+
+
+def test_ctrl_c_before_the_command_begins_says_stopped(penstock, monkeypatch):
+    """Typer ends with the same status by itself while it reads arguments, but says nothing."""
+
+    def interrupted(words):
+        raise SystemExit(STOPPED)
+
+    monkeypatch.setattr(main, "app", interrupted)
+    assert penstock("list", "planners") == (STOPPED, "", "stopped\n")
 
 
 def test_help_names_every_flag_in_full_on_a_narrow_terminal():

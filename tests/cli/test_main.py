@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 
 import pytest
+
+from penstock.cli.discarded_output import discarded_output
 
 DRAW = ["draw", "--schedule", "1f1b", "--stages", "2", "--micro-batches", "2"]
 
@@ -32,3 +35,27 @@ def test_another_error_of_the_system_is_a_defect_and_shows_its_place(penstock, m
     monkeypatch.setattr(importlib.import_module("penstock.draw.draw"), "draw", write)
     with pytest.raises(OSError, match="Bad file descriptor"):
         penstock(*DRAW)
+
+
+@pytest.mark.parametrize("words", [["-q", "list", "weights"], ["list", "weights", "--quiet"]])
+def test_quiet_prints_no_results(penstock, words):
+    """A script that only needs the exit status or a file gets no output; the flag may come last."""
+    assert penstock(*words) == (0, "", "")
+
+
+def test_quiet_discards_the_output_of_other_processes_and_restores_it(capfd):
+    """Ranks write to the descriptor that they inherit."""
+    with discarded_output():
+        subprocess.run(["echo", "from a rank"], check=True)
+    subprocess.run(["echo", "afterwards"], check=True)
+    assert capfd.readouterr().out == "afterwards\n"
+
+
+def test_verbose_adds_where_an_error_was_raised(penstock):
+    """Bug reports need it; without the flag an error is one line."""
+    words = ["list", "planer"]
+    plain, verbose = penstock(*words), penstock("-v", *words)
+    assert plain.err.count("\n") == 1
+    assert verbose.status == plain.status == 2
+    assert verbose.err.startswith(plain.err + "Traceback")
+    assert "in list_names" in verbose.err

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.zoo.blocks.resnet import BasicBlock
 from penstock.zoo.catalogue import model as zoo_model
 from penstock.zoo.gpt import gpt_loss
-from penstock.zoo.resnet import BasicBlock
 
 SAMPLES = 10  # cut into 3 or 8 these are unequal
 

@@ -14,8 +14,8 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from penstock.modules.randomness import drawing, may_draw, seed_generators, stream_seed
 from penstock.tracing.traced_chain import chain
+from penstock.zoo.blocks.layers import HeConv2d, NormalEmbedding, NormalLinear
 from penstock.zoo.catalogue import model
-from penstock.zoo.layers import HeConv2d, NormalEmbedding, NormalLinear
 
 CPU = torch.device("cpu")
 

@@ -46,6 +46,7 @@ def test_every_planner_makes_a_whole_plan_and_names_its_source(profile_of, name)
         ({"stages": 0}, "stages is 0; it must be a whole number of 1 or more"),
         ({"micro_batches": 9}, "micro_batches is 9, but there are only 8 samples in the batch"),
         ({"memory_limit": 0}, "memory_limit is 0; it must be"),
+        ({"tensor_parallel": 0}, "tensor_parallel is 0; it must be 1 or more"),
         ({"budget_s": -1}, "budget_s is -1; it must be 0 s or more"),
         (
             {"recompute": "sometimes"},

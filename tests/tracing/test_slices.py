@@ -15,7 +15,7 @@ from penstock.errors import SettingError
 from penstock.schedule.slicing import Slicing
 from penstock.tracing.slices import check_slices, has_past, is_per_token
 from penstock.tracing.traced_chain import chain
-from penstock.zoo.layers import NormalEmbedding, NormalLinear
+from penstock.zoo.blocks.layers import NormalEmbedding, NormalLinear
 
 SLICED = terapipe(1, Slicing.even("tokens", 2, 1))
 

@@ -95,6 +95,8 @@ def test_a_missing_file_is_named():
         ({"batch": 0}, "batch is 0; it must be 1 or more"),
         ({"lr": 0.0}, "lr is 0.0; it must be above 0"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm is -1.0; it must be above 0"),
+        ({"micro_batches": -1}, "micro_batches is -1; it must be 1 or more"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1; it must be 0 or more"),
         ({"accumulate": 0}, "accumulate is 0; it must be 1 or more"),
         ({"autocast": "float8"}, "autocast: Input should be 'bfloat16' or 'float16', not 'float8'"),
         ({"optimizer": "sdg"}, "optimizer: .*not 'sdg'"),

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from penstock.zoo.blocks.layers import NormalLinear
 from penstock.zoo.catalogue import model
-from penstock.zoo.layers import NormalLinear
 
 
 @settings(deadline=None, max_examples=25)

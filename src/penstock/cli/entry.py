@@ -5,8 +5,12 @@ Importing the command line takes tenths of a second, in which Ctrl-C must not pr
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+
+#: Exit status after Ctrl-C: that of a process which SIGINT ends, as shells report it.
+STOPPED = 130
 
 
 def run() -> None:
@@ -28,8 +32,21 @@ def run() -> None:
             _discard_output()
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
-        code = 130
+        code = STOPPED
+    if code == STOPPED:
+        _end_at_once()
     sys.exit(code)
+
+
+def _end_at_once() -> None:
+    """End the process with status `STOPPED`, without tearing down the modules that are loaded.
+
+    With torch that takes seconds on a busy machine, in which Ctrl-C seems to have no effect.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(STOPPED)
 
 
 def _discard_output() -> None:

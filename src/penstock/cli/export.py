@@ -57,7 +57,8 @@ def export(
     Example: penstock export --schedule zb-v --stages 8 --micro-batches 8 --to schedule.csv
     """
     if plan is not None:
-        if schedule or stages or micro_batches or csv or option or communication:
+        flags = (schedule, stages, micro_batches, csv, option)
+        if communication or any(flag is not None for flag in flags):
             raise SettingError(
                 f"{plan} contains its schedule: "
                 "leave out --communication and the flags that name a schedule"

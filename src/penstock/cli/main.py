@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
 
 import penstock
+from penstock.cli.discarded_output import discarded_output
 from penstock.cli.doctor import doctor
 from penstock.cli.draw import draw
+from penstock.cli.entry import STOPPED
 from penstock.cli.explore import explore
 from penstock.cli.export import export
 from penstock.cli.export_weights import export_weights
@@ -56,6 +60,20 @@ def _main(
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+    _quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet", "-q", help="Print no results, only warnings and errors; for every command."
+        ),
+    ] = False,
+    _verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="Print where in the code an error was raised; for every command.",
         ),
     ] = False,
 ) -> None:
@@ -106,8 +124,7 @@ def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
             typer.echo(f"error: {reason}", err=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as stop:
-            typer.echo("stopped", err=True)
-            raise typer.Exit(130) from stop
+            raise typer.Exit(STOPPED) from stop
 
     return run
 
@@ -138,17 +155,35 @@ for _command, _summary in _COMMANDS:
     app.command(name=_name, short_help=_summary)(_report_errors(_command))
 
 
+#: Flags of the program, which may also follow the command.
+_QUIET, _VERBOSE = frozenset({"-q", "--quiet"}), frozenset({"-v", "--verbose"})
+
+
 def status(arguments: list[str]) -> int:
     """Run one command and return its exit status.
 
     0: success; 1: the work failed; 2: the input was wrong; 130: Ctrl-C; 141: the reader of its
     output has closed the pipe.
     """
+    own = [word for word in arguments if word in _QUIET | _VERBOSE]
+    words = own + [word for word in arguments if word not in own]
     try:
-        app(arguments)
+        with discarded_output() if _QUIET.intersection(own) else nullcontext():
+            app(words)
     except SystemExit as stop:
         # Typer turns a closed pipe into status 1, while it handles the error.
         if isinstance(stop.__context__, BrokenPipeError):
             return CLOSED_PIPE
+        if stop.code == STOPPED:  # Typer's own status too, for Ctrl-C before the command begins
+            typer.echo("stopped", err=True)
+        elif _VERBOSE.intersection(own):
+            _print_origin(stop)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
+
+
+def _print_origin(stop: SystemExit) -> None:
+    """Print the traceback of the error that ended a command, with that of the rank that raised it."""
+    error = getattr(stop.__context__, "__cause__", None)
+    if error is not None:
+        typer.echo("".join(traceback.format_exception(error)).rstrip(), err=True)

@@ -115,10 +115,27 @@ def _compare_schedules(
             }
         )
     elif gallery is None:
-        rows = [(figures.name, *_cells(figures)) for figures in comparison]
-        print(table(("schedule", *HEAD), rows))
+        _print_comparison(comparison, grouped=sort != "name")
         for line in _left_out_lines(left_out):
             print(line)
+
+
+def _print_comparison(comparison: list[ScheduleFigures], *, grouped: bool) -> None:
+    """Print the table of figures; `grouped`: synchronous schedules first.
+
+    An asynchronous schedule has no bubble, but gradients of older weights: sorted by bubble alone,
+    such schedules would seem to be the best.
+    """
+    from penstock.search.schedules import schedules as list_schedules
+
+    catalogue = list_schedules()
+    rows = []
+    for figures in comparison:
+        synchronous = "yes" if catalogue[figures.name].synchronous else "no"
+        rows.append((figures.name, *_cells(figures), synchronous))
+    if grouped:
+        rows.sort(key=lambda row: row[-1], reverse=True)
+    print(table(("schedule", *HEAD, "synchronous"), rows))
 
 
 def _cells(figures: ScheduleFigures) -> tuple[str, ...]:

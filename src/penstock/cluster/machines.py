@@ -294,9 +294,10 @@ class Cluster(NotebookText):
             FileError: the file cannot be written.
         """
         target = Path(path)
-        partial = target.with_name(target.name + ".partial")
         try:
+            partial = target.with_name(target.name + ".partial")
             partial.write_text(self.to_yaml(), encoding="utf-8")
             partial.replace(target)
-        except OSError as error:
-            raise FileError(f"cannot write {target}: {error.strerror or error}") from error
+        except (OSError, ValueError) as error:  # ValueError: the name is empty
+            reason = getattr(error, "strerror", None) or error
+            raise FileError(f"cannot write {target}: {reason}") from error

@@ -114,7 +114,8 @@ def _concatenate_leaf(column: Sequence[Any], samples: Sequence[int], *, is_item:
         raise RuntimeError(
             "the last layer of a Pipe returned a tensor without dimensions: outputs of "
             "micro-batches are joined along their first one, so reduce after the Pipe, or use "
-            "chunks=1"
+            "chunks=1. A model that computes its loss returns one: pass it no labels (Trainer "
+            "passes them in evaluations without label_names=['labels'])"
         )
     fault = fault_of_rows(column, samples)
     if fault:

@@ -31,10 +31,13 @@ def plan_summary(plan: Plan) -> tuple[str, ...]:
 
 def _configuration(schedule: str, stages: int, micro_batches: int) -> str:
     """Return a schedule with its numbers of stages and micro-batches."""
-    return (
-        f"{schedule} with {stages} stage{'s' * (stages != 1)} and "
-        f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
-    )
+    micro_batch_text = _count_micro_batches(micro_batches)
+    return f"{schedule} with {stages} stage{'s' * (stages != 1)} and {micro_batch_text}"
+
+
+def _count_micro_batches(count: int) -> str:
+    """Return a number of micro-batches as text."""
+    return f"{count} micro-batch{'es' * (count != 1)}"
 
 
 def plan_sections(plan: Plan) -> list[Section]:
@@ -60,7 +63,7 @@ def _plan_facts(plan: Plan) -> Facts:
         ("schedule", plan.schedule_name),
         ("stages", str(plan.stages)),
         ("ranks", f"{plan.ranks} of {plan.cluster_ranks} of {plan.cluster}"),
-        ("batch", f"{plan.batch} samples in {plan.micro_batches} micro-batches"),
+        ("batch", f"{plan.batch} samples in {_count_micro_batches(plan.micro_batches)}"),
         ("throughput", f"{samples_per_s:,.{digits}f} samples/s"),
         ("recompute", _recompute_text(plan)),
         ("weights", plan.weights if plan.synchronous else f"{plan.weights}, asynchronous"),

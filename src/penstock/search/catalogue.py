@@ -165,6 +165,10 @@ def make_request(
         options.pop("sequence_parallel", None),
         options.pop("zero", 0),
     )
+    if sharding_options.tensor_parallel is not None and sharding_options.tensor_parallel < 1:
+        raise PlanError(
+            f"tensor_parallel is {sharding_options.tensor_parallel}; it must be 1 or more"
+        )
     time_limit_s = options.pop("time_limit_s", None)
     if time_limit_s is None:
         time_limit_s = TIME_LIMIT_S

@@ -64,7 +64,7 @@ class TrainConfig(CommonOptions):
         None, "Name of a schedule, see `penstock schedules`; default: the planner chooses."
     )
     micro_batches: int | None = option(
-        None, "Number of micro-batches per batch; default: the planner chooses."
+        None, "Number of micro-batches per batch; default: the planner chooses.", minimum=1
     )
     partition: str = option(
         "bottleneck", "Partition method, type:REGEX, or the layers per stage: 5,6,4."
@@ -82,8 +82,8 @@ class TrainConfig(CommonOptions):
     memory_limit: str | None = option(None, "Memory limit per rank, such as '2 GiB'.")
     optimizer: Literal["sgd", "adam", "adamw"] = option("sgd", "sgd, adam or adamw.", fixed=True)
     lr: float = option(0.05, "Learning rate.", above=0)
-    momentum: float = option(0.9, "Momentum of sgd.")
-    weight_decay: float = option(0.0, "Weight decay.")
+    momentum: float = option(0.9, "Momentum of sgd.", minimum=0)
+    weight_decay: float = option(0.0, "Weight decay.", minimum=0)
     device: DeviceRequest = option(
         "auto", "auto, cpu or cuda. auto: CUDA if a GPU is visible, else the CPU."
     )

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from penstock.checkpoint.folder_lock import FolderLock
+from penstock.checkpoint.weight_files import load_weights
 from penstock.cluster.cluster import Cluster
 from penstock.cluster.write import yaml_of
 from penstock.draw.compare import draw_pair
@@ -83,6 +84,8 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
     check_settings(config, len(traced))
     check_wandb(config.wandb)
     load_callbacks(config.callbacks)  # so that an error appears before the measurement
+    if config.initial_weights is not None and not config.resume:
+        load_weights(config.initial_weights)  # likewise; the ranks read them again
     loaded_plan = None if config.plan is None else load_plan(config.plan, traced.fingerprint)
     if config.resume:
         per_epoch = count_batches(len(task.data.train_inputs), config.batch)

@@ -7,14 +7,16 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import SettingError
 from penstock.registry import Registered, Registry
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+#: Its modules import torch where a model is made, so that facts and names load without it.
 MODELS: Registry[Callable[..., nn.Sequential]] = Registry("model", "penstock.zoo")
 register = MODELS.register
 
@@ -81,6 +83,8 @@ def model(
         SettingError: the model has no such option, the option's value is invalid, or torch knows no
             such device.
     """
+    import torch
+
     entry = MODELS.find(name)
     defaults = _options(entry)
     for option in options:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from penstock.zoo.catalogue import check_counts, register
-from penstock.zoo.layers import NormalLinear
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @register(
@@ -39,6 +40,10 @@ def mlp(
         SettingError: an option is below 1.
     """
     check_counts("mlp", features=features, hidden=hidden, layers=layers, classes=classes)
+    from torch import nn
+
+    from penstock.zoo.blocks.layers import NormalLinear
+
     chain: OrderedDict[str, nn.Module] = OrderedDict()
     width = features
     for index in range(1, layers):

@@ -4,29 +4,18 @@ weights, its last layers the reverse.
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
-from typing import final
-
-from torch import nn
+from typing import TYPE_CHECKING, final
 
 from penstock.errors import SettingError
 from penstock.zoo.catalogue import check_counts, check_dropout, check_image, register
-from penstock.zoo.layers import HeConv2d, NormalLinear
 
-#: Convolutions in each of the five blocks: table 1 of the paper, columns A, B, D and E. Every block
-#: ends in a 2 x 2 max-pool.
-BLOCKS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
-#: Output channels of each block, as multiples of the first block's.
-WIDTHS = (1, 2, 4, 8, 8)
-#: Output channels of the paper's first block; and the width of its linear layers, as a multiple.
-WIDTH, LINEAR = 64, 64
+if TYPE_CHECKING:
+    from torch import nn
+
 #: Forms of the classifier. They are one model at 224 pixels, where the last feature map is 7 x 7.
 HEADS = ("compact", "torchvision")
-#: Pixels a side of the map that the pooling of the "torchvision" head returns.
-POOLED_SIDE = 7
 #: Parameters without and with batch normalisation, at 1,000 classes and 224 x 224 pixels of 3
 #: channels.
 PARAMETERS = {
@@ -64,7 +53,7 @@ def vgg(
     image: int = 224,
     channels: int = 3,
     dropout: float = 0.5,
-    width: int = WIDTH,
+    width: int = 64,
     head: str = "compact",
 ) -> nn.Sequential:
     """VGG; each convolution, normalisation, ReLU, pool, dropout and linear map is a layer.
@@ -113,38 +102,18 @@ def vgg(
     check_dropout(name, dropout)
     if head not in HEADS:
         raise SettingError(f"{name} takes head of {' or '.join(map(repr, HEADS))}, not {head!r}")
-    side = POOLED_SIDE if head == "torchvision" else image // 2 ** len(WIDTHS)
-    widths = [width * times for times in WIDTHS]
-    features = _features(BLOCKS[variant.depth], widths, channels, variant.batch_norm)
-    classifier: OrderedDict[str, nn.Module] = OrderedDict()
-    if head == "torchvision":
-        classifier["avgpool"] = nn.AdaptiveAvgPool2d((POOLED_SIDE, POOLED_SIDE))
-    classifier["flatten"] = nn.Flatten()
-    std = 0.01 * math.sqrt(WIDTH / width)
-    inputs = widths[-1] * side * side
-    for index in (6, 7):
-        classifier[f"fc{index}"] = NormalLinear(inputs, LINEAR * width, std=std)
-        classifier[f"relu{index}"] = nn.ReLU()
-        classifier[f"drop{index}"] = nn.Dropout(dropout)
-        inputs = LINEAR * width
-    classifier["fc8"] = NormalLinear(inputs, classes, std=std)
-    return nn.Sequential(OrderedDict(features=features, classifier=nn.Sequential(classifier)))
+    from penstock.zoo.blocks.vgg import build_vgg
 
-
-def _features(
-    blocks: tuple[int, ...], widths: list[int], channels: int, batch_norm: bool
-) -> nn.Sequential:
-    """Return the blocks of convolutions, each with a max-pool at its end."""
-    features: OrderedDict[str, nn.Module] = OrderedDict()
-    for block, (count, width) in enumerate(zip(blocks, widths, strict=True), start=1):
-        for index in range(1, count + 1):
-            features[f"conv{block}_{index}"] = HeConv2d(channels, width, 3, padding=1)
-            if batch_norm:
-                features[f"bn{block}_{index}"] = nn.BatchNorm2d(width)
-            features[f"relu{block}_{index}"] = nn.ReLU()
-            channels = width
-        features[f"pool{block}"] = nn.MaxPool2d(2)
-    return nn.Sequential(features)
+    return build_vgg(
+        variant.depth,
+        batch_norm=variant.batch_norm,
+        classes=classes,
+        image=image,
+        channels=channels,
+        dropout=dropout,
+        width=width,
+        pooled=head == "torchvision",
+    )
 
 
 for _depth, _counts in PARAMETERS.items():

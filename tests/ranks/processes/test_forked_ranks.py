@@ -129,6 +129,17 @@ def test_a_request_that_is_interrupted_ends_the_server(monkeypatch, tmp_path):
     other_end.close()
 
 
+def test_a_server_that_still_imports_is_killed_when_it_is_closed():
+    """It reads nothing before it is ready, so that Ctrl-C would wait for the import of torch."""
+    server = object.__new__(_Server)
+    server.owner, server._ready = os.getpid(), False
+    server._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server._process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    server.close()
+    assert server._process.wait() == -signal.SIGKILL
+    other_end.close()
+
+
 BAD_FORK = """
 from pathlib import Path
 

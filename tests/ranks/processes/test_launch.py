@@ -249,6 +249,19 @@ def test_when_the_launcher_ends_no_rank_stays(sent, tmp_path):
         assert err.decode().rstrip().endswith("KeyboardInterrupt")
 
 
+def test_ctrl_c_kills_ranks_at_once():
+    """A rank that notes SIGTERM would save first; Ctrl-C is for users who do not want to wait."""
+    processes = []
+
+    def interrupt(started):
+        processes.extend(started)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(signal.pause, 2, on_start=interrupt)
+    assert [process.wait() for process in processes] == [-signal.SIGKILL, -signal.SIGKILL]
+
+
 def without_descriptors():
     """Use up all file descriptors, and fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -225,7 +225,9 @@ def main(control: socket.socket, launcher_pid: int) -> int:
     gc.freeze()  # a collection in a rank would write to, and so copy, all memory that is shared
     control.send(READY)
     fork = serve(control, launcher)
-    return 0 if fork is None else _run_rank(fork)
+    if fork is None:
+        os._exit(0)  # nothing is buffered, and tearing down torch would take a second
+    return _run_rank(fork)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,7 @@ class _Server:
     def __init__(self, inherited: object) -> None:
         self.inherited = inherited
         self.owner = os.getpid()
+        self._ready = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = "penstock.ranks.processes.fork_server"
         command = [sys.executable, "-P", "-m", program, str(theirs.fileno()), str(self.owner)]
@@ -128,10 +129,9 @@ class _Server:
 
     def answer(self) -> bool:
         """Wait until the server is ready. Returns False if it cannot fork."""
-        try:
-            return self._control.recv(64) == READY
-        except OSError:
-            return False
+        with contextlib.suppress(OSError):
+            self._ready = self._control.recv(64) == READY
+        return self._ready
 
     def fork(self, request: Path) -> ForkedProcess | None:
         """Fork a rank for the `Request` in a file; None if the server has ended."""
@@ -154,6 +154,9 @@ class _Server:
         """End the server when its last rank has ended."""
         self._control.close()
         if self.owner == os.getpid():
+            if not self._ready:
+                # It imports torch, for seconds, and reads nothing before it is through.
+                self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
 
@@ -198,7 +201,12 @@ class ForkServer:
             self._drop()
         if self._server is None and not self._refused:
             self._server = _Server(inherited)
-            self._refused = not self._server.answer()
+            try:
+                self._refused = not self._server.answer()
+            except BaseException:
+                # Interrupted, as by Ctrl-C: the next request would read this answer.
+                self._drop()
+                raise
         return None if self._refused else self._server
 
     def _drop(self) -> None:

@@ -176,6 +176,11 @@ def launch(
             with passing_sigterm_on(processes):
                 _watch(children, store, recovery)
             return [(child.record() or {})["value"] for child in children]
+        except KeyboardInterrupt:
+            # At SIGTERM, which `_stop` sends, ranks may save first. Ctrl-C ends them at once.
+            for child in children:
+                child.process.kill()
+            raise
         finally:
             _stop(children)
 

@@ -8,7 +8,6 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.options import option_error
 from penstock.search.schedules import register
 from penstock.simulate.costs import Costs
-from penstock.synthesis.synthesise import Settings, synthesise
 
 
 @register(
@@ -66,6 +65,9 @@ def synthesised(costs: Costs, micro_batches: int, **settings: object) -> Schedul
             bytes.
         MissingExtra: exact=True without OR-Tools (pip install 'penstock[search]').
     """
+    # The search imports Numba, which lists and completion of schedules do not need.
+    from penstock.synthesis.synthesise import Settings, synthesise
+
     try:
         search_settings = Settings(**settings)  # type: ignore[arg-type]  # checked by Settings
     except TypeError as error:

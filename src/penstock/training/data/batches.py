@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from penstock.batches.sample_order import sample_order
 from penstock.errors import SettingError
+
+if TYPE_CHECKING:
+    import torch
 
 
 # eq=False: comparing tensors gives a tensor, so a field-by-field == would raise. Data sets compare
@@ -91,6 +91,10 @@ def batches(
             f"no batch of {batch} can be made of {samples} samples{condition}: choose a smaller "
             "batch or provide more samples"
         )
+    import torch
+
+    from penstock.batches.sample_order import sample_order
+
     order = sample_order(samples, seed, epoch) if shuffle else torch.arange(samples, device="cpu")
     indices = [order[start : start + batch] for start in range(0, count * batch, batch)]
     return _select(inputs, targets, indices)

@@ -15,13 +15,14 @@ import tarfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
 from penstock.errors import FileError, SettingError
 from penstock.training.data.batches import Dataset
 from penstock.training.data.catalogue import register
+
+if TYPE_CHECKING:
+    import torch
 
 #: md5 of the published cifar-100-binary.tar.gz, as its page says.
 ARCHIVE_MD5 = "03b5dce01913d631647c71ecec9e9cb8"
@@ -188,6 +189,9 @@ def _parse(raw: bytes, where: str) -> tuple[torch.Tensor, torch.Tensor]:
         raw: contents of a file.
         where: the file, for messages.
     """
+    import numpy as np
+    import torch
+
     count, remainder = divmod(len(raw), RECORD_BYTES)
     if remainder:
         raise FileError(

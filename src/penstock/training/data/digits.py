@@ -10,14 +10,14 @@ from __future__ import annotations
 import gzip
 import importlib.util
 from pathlib import Path
-
-import numpy as np
-import torch
-import torch.nn.functional as F  # noqa: N812  # the customary name
+from typing import TYPE_CHECKING
 
 from penstock.errors import MissingExtra
 from penstock.training.data.batches import Dataset, check_count
 from penstock.training.data.catalogue import register
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _SIDE = 8
 
@@ -43,6 +43,10 @@ def digits(*, image: int = _SIDE, channels: int = 1) -> Dataset:
         SettingError: `image` or `channels` is below 1.
         MissingExtra: scikit-learn is not installed.
     """
+    import numpy as np
+    import torch
+    from torch.nn import functional
+
     check_count("image", image)
     check_count("channels", channels)
     images, labels = _load()
@@ -50,7 +54,9 @@ def digits(*, image: int = _SIDE, channels: int = 1) -> Dataset:
     in_test[np.argsort(labels, kind="stable")[::5]] = True
     inputs = torch.from_numpy(images)[:, None]
     if image != _SIDE:
-        inputs = F.interpolate(inputs, size=(image, image), mode="bilinear", align_corners=False)
+        inputs = functional.interpolate(
+            inputs, size=(image, image), mode="bilinear", align_corners=False
+        )
     targets, test = torch.from_numpy(labels), torch.from_numpy(in_test)
     std, mean = torch.std_mean(inputs[~test], correction=0)
     inputs = ((inputs - mean) / std).repeat(1, channels, 1, 1)
@@ -73,6 +79,8 @@ def digits(*, image: int = _SIDE, channels: int = 1) -> Dataset:
 
 def _load() -> tuple[np.ndarray, np.ndarray]:
     """Return pixels (1797, 8, 8) float32 in 0..16, and digits (1797,) int64."""
+    import numpy as np
+
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise MissingExtra("scikit-learn", "data", "the data set digits")

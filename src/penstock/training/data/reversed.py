@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from penstock.training.data.batches import Dataset, check_count
 from penstock.training.data.catalogue import register
 from penstock.training.data.text import windows_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 @register(
@@ -60,6 +62,8 @@ def reversed_text(path: str | Path | None = None, *, tokens: int = 128) -> Datas
 
 def _pairs(windows: torch.Tensor) -> torch.Tensor:
     """Return source and shifted target of windows (n, tokens): (n, 2, tokens)."""
+    import torch
+
     start = torch.zeros_like(windows[:, :1])
     shifted = torch.cat([start, windows.flip(1)[:, :-1]], dim=1)
     return torch.stack([windows, shifted], dim=1)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import platform
 from pathlib import Path
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
 from penstock.errors import FileError
 from penstock.training.data.batches import Dataset, check_count
 from penstock.training.data.catalogue import register
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 
 @register(
@@ -69,6 +71,8 @@ def windows_of(path: str | Path | None, window: int) -> tuple[torch.Tensor, torc
     Raises:
         FileError: the file is missing, is not text, or is shorter than two windows.
     """
+    import numpy as np
+
     content, origin = _documentation() if path is None else _read(Path(path))
     if len(content) < 2 * window:
         raise FileError(
@@ -120,11 +124,16 @@ def _read(path: Path) -> tuple[str, str]:
 
 def _encode(points: np.ndarray, vocabulary: np.ndarray) -> np.ndarray:
     """Return the index of every code point in the vocabulary, from 1; 0 if it is not in it."""
+    import numpy as np
+
     indices = np.minimum(np.searchsorted(vocabulary, points), len(vocabulary) - 1)
     return np.where(vocabulary[indices] == points, indices + 1, 0)
 
 
 def _windows(indices: np.ndarray, window: int) -> torch.Tensor:
     """Split indices into windows, (n, window) int64; an incomplete last window is left out."""
+    import numpy as np
+    import torch
+
     count = len(indices) // window
     return torch.from_numpy(indices[: count * window].astype(np.int64)).view(count, window)

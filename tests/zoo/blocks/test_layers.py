@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.zoo.layers import HeConv2d, NormalEmbedding, NormalLinear
+from penstock.zoo.blocks.layers import HeConv2d, NormalEmbedding, NormalLinear
 
 every_layer = pytest.mark.parametrize(
     ("make", "std"),
