@@ -209,8 +209,8 @@ class _Builder:
             return tuple(in_order)
         if sorted(numbers) != in_order:
             raise ClusterError(
-                f"{self.where}: node_of: {quote(numbers)} is not the node of every rank; the nodes, "
-                f"from 0, hold {quote(sizes)} devices"
+                f"{self.where}: node_of: {quote(numbers)} is not the node of every rank; the "
+                f"nodes, from 0, hold {quote(sizes)} devices"
             )
         return tuple(numbers)
 

@@ -158,7 +158,6 @@ def _metadata(panel: Timeline, threads: _Threads, first_process: int, suffix: st
 
 
 def _metadata_entry(name: str, process: int, thread: int, args: Entry) -> Entry:
-    """Return one metadata entry of a process or thread."""
     return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": args}
 
 
@@ -187,7 +186,6 @@ def _slice(panel: Timeline, event: Event, track: dict[str, int]) -> Entry:
 
 
 def _idle_slice(panel: Timeline, interval: IdleInterval, first_process: int) -> Entry:
-    """Return the slice of an idle interval."""
     name = "neither neighbour nor link"
     args: Entry = {}
     transfer = interval.transfer

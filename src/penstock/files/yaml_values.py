@@ -71,7 +71,6 @@ def _refuse(place: Any, problem: str) -> NoReturn:
 
 
 def _build(loader: _StrictLoader, node: yaml.Node) -> Any:
-    """Return the plain value of a node."""
     if isinstance(node, yaml.MappingNode) and node.tag == _PREFIX + "map":
         return _build_mapping(loader, node)
     if isinstance(node, yaml.SequenceNode) and node.tag == _PREFIX + "seq":

@@ -57,10 +57,12 @@ def check_loss(traced: TracedChain, loss: object) -> None:
         weights = _trainable(value, model_parameters)
         if weights:
             raise SettingError(
-                f"{place} has {len(weights)} trainable weight{'s' * (len(weights) != 1)} of its own, the first ({weights[0][0]}) of shape "
-                f"{tuple(weights[0][1].shape)}: optimizer= is called with the model's, so no stage would train it. Make it part of the "
-                "model, in its last layer, whose output is then what the loss without weights takes; or if it is not to be "
-                "trained here, freeze it before: requires_grad_(False)"
+                f"{place} has {len(weights)} trainable weight{'s' * (len(weights) != 1)} of its "
+                f"own, the first ({weights[0][0]}) of shape {tuple(weights[0][1].shape)}: "
+                "optimizer= is called with the model's, so no stage would train it. Make it part "
+                "of the model, in its last layer, whose output is then what the loss without "
+                "weights takes; or if it is not to be trained here, freeze it before: "
+                "requires_grad_(False)"
             )
 
 

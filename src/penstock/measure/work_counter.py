@@ -378,7 +378,6 @@ def _multiply(work: Work, count: int) -> Work:
 
 
 def _sum_of(name: str, run: list[OpWork]) -> OpWork:
-    """Return the sum of all ops of one name."""
     works = [work for work in run if work.op == name]
     family = works[0].family if works else "other"
     return OpWork(

@@ -246,7 +246,6 @@ class _Reader:
                 self._read_attribute(instruction.argval)
 
     def _check_global(self, name: str, namespace: Mapping[str, Any]) -> None:
-        """Check a global or a builtin."""
         if name in namespace:
             value = namespace[name]
             self._bind(namespace, name, value)

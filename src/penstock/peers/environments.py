@@ -85,7 +85,6 @@ def install(names: Iterable[str]) -> dict[str, Path]:
 
 
 def _pip(packages: tuple[str, ...], folder: Path) -> None:
-    """Install packages into a folder."""
     command = [
         sys.executable,
         "-m",

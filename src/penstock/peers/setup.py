@@ -93,7 +93,6 @@ def spec_of(message: dict[str, Any]) -> RankSpec:
 
 
 def _text(message: dict[str, Any]) -> str:
-    """Return a message as JSON."""
     import json
 
     return json.dumps(message)

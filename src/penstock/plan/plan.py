@@ -292,8 +292,8 @@ class Plan(NotebookText):
         findings = []
         if self.sharding.words:
             findings.append(
-                f"its stages are shared ({self.sharding.words}), which Penstock plans and simulates "
-                "but does not run: export it to torchtitan or Megatron, or plan with "
+                f"its stages are shared ({self.sharding.words}), which Penstock plans and "
+                "simulates but does not run: export it to torchtitan or Megatron, or plan with "
                 "tensor_parallel=1 and zero=0"
             )
         if chain_fingerprint != self.fingerprint:

@@ -237,7 +237,6 @@ def roofline(
     roof = Roof.of(device, dtype, counts.dtype_bytes)
 
     def seconds(layer: LayerCounts, phase: Phase, samples: float) -> float:
-        """Return the seconds of one phase of a layer."""
         return roof.seconds(layer.work(phase), samples, reached)
 
     return replace(

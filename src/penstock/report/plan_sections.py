@@ -30,7 +30,6 @@ def plan_summary(plan: Plan) -> tuple[str, ...]:
 
 
 def _configuration(schedule: str, stages: int, micro_batches: int) -> str:
-    """Return a schedule with its numbers of stages and micro-batches."""
     return (
         f"{schedule} with {stages} stage{'s' * (stages != 1)} and "
         f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
@@ -52,7 +51,6 @@ def plan_sections(plan: Plan) -> list[Section]:
 
 
 def _plan_facts(plan: Plan) -> Facts:
-    """Return the settings of a plan."""
     states = f"{plan.optimizer_states:g} state{'s' * (plan.optimizer_states != 1)} per parameter"
     samples_per_s = plan.predicted.samples_per_s
     digits = 0 if samples_per_s >= 100 else 2
@@ -202,7 +200,6 @@ def _candidate_table(plan: Plan) -> Table:
 
 
 def _replica_text(candidate: Candidate) -> str:
-    """Return the number of replicas of a candidate, or the numbers by stage."""
     if isinstance(candidate.replicas, int):
         return str(candidate.replicas)
     return ", ".join(map(str, candidate.replicas))

@@ -98,7 +98,6 @@ def _waits(timeline: Timeline) -> tuple[tuple[float | None, ...], ...]:
 
 
 def _transfer_times(transfers: list[Event]) -> TransferTimes:
-    """Return the properties of transfers as lists."""
     return TransferTimes(
         tuple(event.rank for event in transfers),
         tuple(event.to_rank or 0 for event in transfers),

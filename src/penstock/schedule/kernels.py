@@ -1,7 +1,8 @@
 """Kernels that walk a schedule's arrays, in plain Python or compiled.
 
 They use only indexing, so that lists and NumPy arrays serve equally. Ops that start together (a
-pair, or the updates of a stage's replicas) form a group: a chain from its leader by `next_in_group`, contiguous in `order`.
+pair, or the updates of a stage's replicas) form a group: a chain from its leader by
+`next_in_group`, contiguous in `order`.
 
 The last argument of each is its output. All implement the same rules: a rank does one thing at a
 time, in its program's order; an op starts when its rank is free and its inputs have arrived; a link
@@ -122,6 +123,8 @@ def order_ops(graph: OpGraph, pending: Numbers, order: Numbers) -> int:
     while head < count:
         op = order[head]
         head += 1
+        # What waits for the op: the next op of its rank, and up to two consumers. The first may
+        # stand for all replicas of an update.
         for edge in range(3):
             waiting = (
                 after[op] if edge == 0 else first_consumer[op] if edge == 1 else second_consumer[op]
@@ -202,8 +205,8 @@ def time_ops_contended(
     """Compute `times` where several ranks share a medium, first come, first served.
 
     A message starts when all its media are free, and messages of a medium never overtake each
-    other. Ops are therefore processed in the order of their ends; of those that end at the same second the
-    one of the lower rank comes first, then the earlier in its program.
+    other. Ops are therefore processed in the order of their ends; of those that end at the same
+    second the one of the lower rank comes first, then the earlier in its program.
 
     Args:
         graph: of the ops.
@@ -233,6 +236,7 @@ def time_ops_contended(
                 heapq.heappush(heap, (end[member], member + 0))
                 member = next_in_group[member]
     while len(heap) > 0:
+        # 1. The op that ends first sends its value once its media are free.
         now, op = heapq.heappop(heap)
         arrival = now
         sent[op] = now
@@ -247,6 +251,8 @@ def time_ops_contended(
             if second[op] >= 0:
                 free[second[op]] = next_departure
         arrived[op] = arrival
+        # 2. Start the groups that have waited for nothing else. The next op of the rank need not
+        # wait for the message if transfers overlap.
         for edge in range(3):
             waiting = (
                 after[op] if edge == 0 else first_consumer[op] if edge == 1 else second_consumer[op]
@@ -288,11 +294,14 @@ def time_vectors(
     begin = free[len(free) - 1]
     vectors, position = len(makespan), 0
     while position < len(order):
+        # 1. The group that starts here begins when all its ranks are free and all inputs are there.
         op = order[position]
         begin[:] = free[rank[op]]
         group_end = position
         while op >= 0:
             rank_free = free[rank[op]]
+            # A missing input is replaced by the rank's time, which changes no maximum: so the inner
+            # loop has no branches.
             value = arrived[first_input[op]] if first_input[op] >= 0 else rank_free
             second_value = arrived[second_input[op]] if second_input[op] >= 0 else rank_free
             for vector in range(vectors):
@@ -309,6 +318,7 @@ def time_vectors(
                 source = next_replica[source]
             op = next_in_group[op]
             group_end += 1
+        # 2. Its ops end, and send their values over their links.
         for member in range(position, group_end):
             op = order[member]
             rank_free, value, seconds = free[rank[op]], arrived[op], table[op_entry[op]]

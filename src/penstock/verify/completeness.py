@@ -78,7 +78,6 @@ def _number_gap(quantity: str, numbers: Sequence[int], op_text: str) -> Iterator
 def _forward_and_backward(
     ranks_of: Mapping[Op, Sequence[int]], stage: int, micro_batch: int
 ) -> Iterator[Finding]:
-    """Check the forward and the backward of one micro-batch on one stage."""
     forward, whole, inputs, weights = (
         Op(kind, stage, micro_batch) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
     )

@@ -74,7 +74,6 @@ def chimera(stages: int, micro_batches: int, concatenation: str = "direct") -> S
 
 
 def _check_arguments(stages: int, micro_batches: int, concatenation: str) -> None:
-    """Check the arguments of `chimera`."""
     if concatenation not in CONCATENATIONS:
         raise ScheduleError(
             f"chimera takes concatenation {' or '.join(map(repr, CONCATENATIONS))}, "

@@ -188,7 +188,6 @@ def all_reduce_s(configuration: Configuration) -> float:
 
 
 def _configuration(cell: Cell) -> Configuration:
-    """Return the configuration of a cell."""
     return CONFIGURATIONS[int(str(cell.option("configuration")))]
 
 
@@ -266,7 +265,6 @@ def throughput(record: Record) -> float:
 
 
 def _row(record: Record) -> tuple[Value, ...]:
-    """Return the row of a record."""
     cell, configuration, extra = record.cell, _configuration(record.cell), record.outcome.extra
     return (
         float(configuration.name),
