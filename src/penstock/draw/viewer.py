@@ -279,6 +279,7 @@ def _rank_shares(
 
 
 def _panel_data(panel: Timeline, dependencies: Dependencies | None) -> dict[str, object]:
+    """Return a timeline as the arrays that the viewer's script reads."""
     if dependencies is None and len(panel.log.start) <= MAX_EXPLAINED_OPS:
         dependencies = dependencies_of_timeline(panel)
     rank_waits = _waits_data(panel, dependencies)

@@ -1,4 +1,5 @@
-"""Parse and write YAML strictly: plain values only, without duplicate keys, anchors, merge keys and tags.
+"""Parse and write YAML strictly: plain values only, without duplicate keys, anchors, merge keys and
+tags.
 
 Anchors are refused because a few lines of them describe a structure that fills any memory. Numbers
 such as 1e-3 are numbers, as in YAML 1.2 and in JSON; PyYAML itself reads them as texts. Dates

@@ -322,6 +322,7 @@ class LossWeights:
             raise SettingError(model_loss(str(error))) from error
 
     def _model_columns(self, view: View, place: int) -> list[list[float]]:
+        """Return the weights of the terms of a loss that is one of the outputs of the model."""
         if self._model is not None:
             return [
                 rounded_to_shares(column, view.batch.shares)

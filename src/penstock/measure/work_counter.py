@@ -42,8 +42,8 @@ def count(
     """Count the work of every layer in each phase (operations, bytes and launches), and its bytes.
 
     All layers run on fake CPU tensors: no number is computed and no memory allocated, so that a
-    model of any size is counted in seconds. Phases and bytes are those of `penstock.profile`, except for
-    what recurrent layers save internally (see `op_work`). The model is left unchanged.
+    model of any size is counted in seconds. Phases and bytes are those of `penstock.profile`,
+    except for what recurrent layers save internally (see `op_work`). The model is left unchanged.
 
     Args:
         model: a chain, or anything that `chain` accepts; also on the meta device.

@@ -236,7 +236,6 @@ def time_ops_contended(
                 heapq.heappush(heap, (end[member], member + 0))
                 member = next_in_group[member]
     while len(heap) > 0:
-        # 1. The op that ends first sends its value once its media are free.
         now, op = heapq.heappop(heap)
         arrival = now
         sent[op] = now
@@ -251,17 +250,15 @@ def time_ops_contended(
             if second[op] >= 0:
                 free[second[op]] = next_departure
         arrived[op] = arrival
-        # 2. Start the groups that have waited for nothing else. The next op of the rank need not
-        # wait for the message if transfers overlap.
         for edge in range(3):
             waiting = (
                 after[op] if edge == 0 else first_consumer[op] if edge == 1 else second_consumer[op]
             )
+            # The next op of the rank need not wait for the message if transfers overlap.
+            earliest = now if edge == 0 and durations.overlap else arrival
             while waiting >= 0:
                 group = leader[waiting]
-                ready[group] = max(
-                    ready[group], now if edge == 0 and durations.overlap else arrival
-                )
+                ready[group] = max(ready[group], earliest)
                 pending[group] -= 1
                 if pending[group] == 0:
                     member = group
@@ -294,7 +291,6 @@ def time_vectors(
     begin = free[len(free) - 1]
     vectors, position = len(makespan), 0
     while position < len(order):
-        # 1. The group that starts here begins when all its ranks are free and all inputs are there.
         op = order[position]
         begin[:] = free[rank[op]]
         group_end = position
@@ -303,11 +299,9 @@ def time_vectors(
             # A missing input is replaced by the rank's time, which changes no maximum: so the inner
             # loop has no branches.
             value = arrived[first_input[op]] if first_input[op] >= 0 else rank_free
-            second_value = arrived[second_input[op]] if second_input[op] >= 0 else rank_free
+            other = arrived[second_input[op]] if second_input[op] >= 0 else rank_free
             for vector in range(vectors):
-                begin[vector] = max(
-                    begin[vector], rank_free[vector], value[vector], second_value[vector]
-                )
+                begin[vector] = max(begin[vector], rank_free[vector], value[vector], other[vector])
             source = -1
             if len(next_replica) > 0 and first_input[op] >= 0:
                 source = next_replica[first_input[op]]
@@ -318,7 +312,6 @@ def time_vectors(
                 source = next_replica[source]
             op = next_in_group[op]
             group_end += 1
-        # 2. Its ops end, and send their values over their links.
         for member in range(position, group_end):
             op = order[member]
             rank_free, value, seconds = free[rank[op]], arrived[op], table[op_entry[op]]

@@ -175,6 +175,10 @@ class _Executor:
                 yield from (future.result() for future in ended)
 
     def _prepare(self, unit: Unit) -> Callable[[], list[Record]]:
+        """Start what a unit needs, outside of its time limit; return the function that runs it.
+
+        What fails here is a record with an error too.
+        """
         if self._entry.in_turn:
             return lambda: run_in_turn(unit, self._options, self._hosts, self._cuts())
         (cell,) = unit

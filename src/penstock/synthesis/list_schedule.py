@@ -83,9 +83,7 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
                     first_end[rank] = min(first_end[rank], at + cost[copy, code])
         # 2. The rank whose next op could end first decides; nothing that ends later can change
         # what it could start before that end.
-        rank = 0
-        for other in range(1, ranks):
-            rank = other if first_end[other] < first_end[rank] else rank
+        rank = np.argmin(first_end)
         if first_end[rank] == np.inf:
             break  # all ops are placed, or the cap lets none continue
         wait_until = first_start[rank] + rule.patience[0] * (first_end[rank] - first_start[rank])
@@ -96,7 +94,6 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
             for what in range(3 if other >= 0 else 0):
                 if begin[other, what] <= wait_until and dues[other, what, done[other, what]] < best:
                     best, copy, kind = dues[other, what, done[other, what]], other, what
-        # 4. Write the op, and send its value.
         code = 3 if kind == 1 and whole[copy, done[copy, 1]] else kind
         codes[rank, lengths[rank]] = 4 * copy + code
         lengths[rank] += 1

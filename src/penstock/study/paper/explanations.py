@@ -94,6 +94,7 @@ def _pair_table(
     measurements: Measurements,
     caption: str,
 ) -> Table:
+    """Return a table with a row per pair: both steps, their ratio, and its significance."""
     rows: list[tuple[Value, ...]] = []
     for first_cell, second_cell in pairs:
         first, second = measurements.of(first_cell), measurements.of(second_cell)

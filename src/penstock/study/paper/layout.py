@@ -139,6 +139,7 @@ def detail_table(common: Template, measurements: Measurements) -> Table:
 def _detail_row(
     published: PublishedCell, common: Template, measurements: Measurements
 ) -> tuple[Value, ...]:
+    """Return the measurements of a published cell beside its published figures."""
     cell = paper_cell(common, published)
     measured = measurements.of(cell)
     first = measurements.of(replace(cell, stages=GPUS[0]))

@@ -36,8 +36,8 @@ VARIANTS: dict[str, tuple[Options, ...]] = {
     "penstock-pipe": (options(checkpoint="never"), options(checkpoint="always")),
     "ddp": ((), options(accumulate=True)),
 }
-#: Pipelines written by hand without checks: what a pipeline cannot leave out. They are in the tables,
-#: but are no libraries.
+#: Pipelines written by hand without checks: what a pipeline cannot leave out. They are in the
+#: tables, but are no libraries.
 _FLOORS = ("floor-gloo", "floor-memory", "floor-memory-1f1b")
 #: Systems that are compared as equals, by stages per rank.
 _CLASSES = {

@@ -1,9 +1,9 @@
 """`penstock study scale`: GPT models of 18 billion to a trillion parameters on up to 10,240 GPUs,
 simulated and compared with published throughputs.
 
-Source of configurations and throughputs: Narayanan et al. 2021, Efficient large-scale language model
-training on GPU clusters using Megatron-LM (arXiv 2104.04473), table 1; operations by its equation 3,
-bytes of pipeline messages by its section 4.1.
+Source of configurations and throughputs: Narayanan et al. 2021, Efficient large-scale language
+model training on GPU clusters using Megatron-LM (arXiv 2104.04473), table 1; operations by its
+equation 3, bytes of pipeline messages by its section 4.1.
 
 Tensor parallelism within a node is not simulated: a group of `tensor` GPUs is one device whose rate
 is that of the group. That rate is one constant, fitted to the largest configuration; all other rows

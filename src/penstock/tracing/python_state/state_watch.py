@@ -201,6 +201,7 @@ class Watch:
         yield from self._hook_changes()
 
     def _hook_changes(self) -> Iterator[Change]:
+        """Yield the changes of hooks; tracing again takes account of forward hooks only."""
         keys = {id(hooks): names for hooks, names, _, _ in self._hooks}
         for path, part in self._parts:
             for kind in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS):
