@@ -83,7 +83,7 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
                     first_end[rank] = min(first_end[rank], at + cost[copy, code])
         # 2. The rank whose next op could end first decides; nothing that ends later can change
         # what it could start before that end.
-        rank = np.argmin(first_end)
+        rank = int(np.argmin(first_end))
         if first_end[rank] == np.inf:
             break  # all ops are placed, or the cap lets none continue
         wait_until = first_start[rank] + rule.patience[0] * (first_end[rank] - first_start[rank])
