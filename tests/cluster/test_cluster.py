@@ -137,11 +137,7 @@ def test_the_example_of_the_docstring_works(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (
-            "name: lab",
-            "name: lab\ncolour: red",
-            "colour: unknown key",
-        ),
+        ("name: lab", "name: lab\ncolour: red", "colour: unknown key"),
         ("name: lab", "", "at name: the key is missing"),
         ("name: lab", "name: 3", "name: 3 is not a text"),
         (

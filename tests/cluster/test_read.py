@@ -109,11 +109,7 @@ def test_one_node_of_one_device_needs_no_links(lab):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (
-            "count: 2, devices",
-            "cuont: 2, devices",
-            r"nodes\.0\.cuont: unknown key",
-        ),
+        ("count: 2, devices", "cuont: 2, devices", r"nodes\.0\.cuont: unknown key"),
         ("count: 4", "count: -4", r"nodes\.0\.devices\.0\.count: -4 is not a whole number"),
         (
             "count: 2, devices",
@@ -136,11 +132,7 @@ def test_one_node_of_one_device_needs_no_links(lab):
             r"devices\.0\.launch: '20 GB' is not a quantity in ns, us",
         ),
         ("launch: 20 us", "launch: -20 us", r"devices\.0\.launch: '-20 us' is not a quantity"),
-        (
-            "together: 1.1",
-            "together: 0.9",
-            r"devices\.0: device slow A100 takes 0.9 times as long",
-        ),
+        ("together: 1.1", "together: 0.9", r"devices\.0: device slow A100 takes 0.9 times as long"),
         ("together: 1.1", "together: fast", r"devices\.0\.together: 'fast' is not a number"),
         ("memory: 30 GB", "memory: -30 GB", r"devices\.0\.memory: '-30 GB' is not a quantity"),
         (
@@ -185,11 +177,7 @@ def test_one_node_of_one_device_needs_no_links(lab):
             "between: 25GbE\nnode_of: all",
             "node_of: 'all' is not a list with at least one entry",
         ),
-        (
-            "between: 25GbE",
-            "between: 25GbE\ndevices_per_node: 4",
-            "devices_per_node: unknown key",
-        ),
+        ("between: 25GbE", "between: 25GbE\ndevices_per_node: 4", "devices_per_node: unknown key"),
     ],
 )
 def test_a_slip_in_a_file_of_nodes_is_refused_with_file_and_key(lab, old, new, message):

@@ -76,3 +76,10 @@ def test_options_that_make_no_sense_are_refused(make_profile, options, message):
     """Each would otherwise be a plausible and wrong cut."""
     with pytest.raises(PartitionError, match=message):
         partition(make_profile([1, 1, 1, 1]), 2, "limited", **options)
+
+
+def test_the_stage_above_its_limit_is_named_not_the_one_with_the_most_bytes(make_profile):
+    """Limits may differ: a full stage that fits is no problem."""
+    profile = make_profile([1.0] * 4, parameters=[512, 64, 64, 64], output_bytes=[0.0] * 4)
+    with pytest.raises(PartitionError, match=r"stage 1 needs 768 B and has 500 B"):
+        partition(profile, 2, "limited", memory_limit=[8000, 500])

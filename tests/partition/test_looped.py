@@ -244,3 +244,10 @@ def test_numbers_that_do_not_fit_each_other_are_refused(call, message):
     """Rows are of ranks here and of stages elsewhere: a mix-up must not go through."""
     with pytest.raises(PartitionError, match=message):
         call()
+
+
+def test_both_stages_of_a_rank_share_its_memory():
+    """Rank 1 has 10 bytes: the cut 3, 1, 2, 2 would be faster, and needs 12 there."""
+    seconds, layer_bytes = [1, 2, 2, 4, 2, 3, 1, 4], [2, 3, 3, 6, 0, 6, 1, 4]
+    options = {"fixed_bytes": layer_bytes, "saved_bytes": [0] * 8, "in_flight": [1] * 4}
+    assert folded(seconds, 2, **options, limits=[18, 10]) == [2, 2, 1, 3]

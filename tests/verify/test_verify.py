@@ -107,11 +107,7 @@ def test_any_schedule_that_lacks_an_op_or_has_one_twice_is_refused_by_its_name(s
             ("one rank", "0B0", 1),
             r"0B0 is on rank 1, but 0F0 on rank 0 holds its activations",
         ),
-        (
-            "0F0 0I0 0U1\n0W0 0U1",
-            ("one rank", "0W0", 1),
-            r"0W0 is on rank 1, but 0F0 on rank 0",
-        ),
+        ("0F0 0I0 0U1\n0W0 0U1", ("one rank", "0W0", 1), r"0W0 is on rank 1, but 0F0 on rank 0"),
         # an op too early
         (
             "0B0 0F0 0U1",

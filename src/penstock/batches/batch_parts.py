@@ -53,8 +53,8 @@ class BatchPart:
         rows = sample_count(self.value, "a BatchPart's values") if positions else 0
         if rows != len(positions):
             raise SettingError(
-                f"a BatchPart has {len(positions)} positions and values of {rows} samples: it needs "
-                "one row for each position"
+                f"a BatchPart has {len(positions)} positions and values of {rows} samples: it "
+                "needs one row for each position"
             )
         # A view may have strides or share memory, which the processes without these values cannot
         # know; what is known of a batch must be the same everywhere.

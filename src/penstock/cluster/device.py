@@ -57,8 +57,8 @@ class Device:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise ClusterError(
-                f"device {self.name} is of kind {quote(self.kind)}; a device is a 'cpu', a 'gpu' or an "
-                "'fpga'"
+                f"device {self.name} is of kind {quote(self.kind)}; a device is a 'cpu', a 'gpu' "
+                "or an 'fpga'"
             )
         self._check_memory()
         self._check_speed()

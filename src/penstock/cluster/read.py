@@ -2,8 +2,8 @@
 
 Besides the form that `cluster` documents, different nodes may be listed. A device or link may be
 `like` a preset, with some figures changed; unknown figures of a device are left out. `node_of: [0,
-1, 0, ...]` gives the node of every rank, if ranks do not fill node after node. `hosts: [a, b]` names
-the host of every node, as `penstock profile --cluster` does: plans then run on these hosts.
+1, 0, ...]` gives the node of every rank, if ranks do not fill node after node. `hosts: [a, b]`
+names the host of every node, as `penstock profile --cluster` does: plans then run on these hosts.
 
 ```yaml
 name: mixed
@@ -209,8 +209,8 @@ class _Builder:
             return tuple(in_order)
         if sorted(numbers) != in_order:
             raise ClusterError(
-                f"{self.where}: node_of: {quote(numbers)} is not the node of every rank; the nodes, "
-                f"from 0, hold {quote(sizes)} devices"
+                f"{self.where}: node_of: {quote(numbers)} is not the node of every rank; the "
+                f"nodes, from 0, hold {quote(sizes)} devices"
             )
         return tuple(numbers)
 

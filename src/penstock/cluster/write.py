@@ -78,7 +78,7 @@ def _devices(devices: Sequence[Device]) -> list[dict[str, Any]]:
 
 
 def _device(device: Device) -> dict[str, Any]:
-    """Return the entry of one device."""
+    """Return the entry of a device; figures that are unknown or default are left out."""
     row: dict[str, Any] = {
         "name": device.name,
         "kind": device.kind,
@@ -100,7 +100,7 @@ def _device(device: Device) -> dict[str, Any]:
 
 
 def _link(link: Link) -> dict[str, Any]:
-    """Return the entry of a link."""
+    """Return the entry of a link; figures that are unknown or default are left out."""
     row: dict[str, Any] = {
         "latency": _exact(link.latency_s, _TIMES, parse_latency),
         "bandwidth": _rate(link.bandwidth_bytes_per_s),

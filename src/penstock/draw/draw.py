@@ -139,8 +139,9 @@ def unit_timeline(schedule: Schedule) -> Timeline:
     if len(blocked):
         rank, op = dependencies.ops.rank[blocked[0]], schedule.ops[blocked[0]]
         raise ScheduleError(
-            f"{schedule.name} cannot be drawn: {len(blocked)} of {len(schedule.ops)} ops never start, "
-            f"the first is {op} on rank {rank}. Run `verify` to see which ops wait for each other"
+            f"{schedule.name} cannot be drawn: {len(blocked)} of {len(schedule.ops)} ops never "
+            f"start, the first is {op} on rank {rank}. Run `verify` to see which ops wait for each "
+            "other"
         )
 
     def units(op: Op) -> float:

@@ -84,7 +84,6 @@ def _figure(panels: Sequence[Timeline], title: str) -> str:
 
 
 def _style_sheet(name: str) -> str:
-    """Return the text of a style sheet of this package."""
     return files("penstock.draw").joinpath(name).read_text(encoding="utf-8")
 
 

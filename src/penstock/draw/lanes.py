@@ -90,7 +90,6 @@ def draw_lanes(page: Page, panel: Timeline) -> None:
 
 
 def _lane_height(panel: Timeline, stage_order: StageOrder, summed: bool, paired: bool) -> float:
-    """Return the height of a timeline's lanes."""
     if summed:
         return LOW_LANE if panel.ranks > _MANY_RANKS else LANE
     if paired:
@@ -341,7 +340,6 @@ class _Lanes:
         return path
 
     def _width(self, event: Event) -> float:
-        """Return the width of an event in points."""
         return self.page.x(event.end) - self.page.x(event.start)
 
     def _number_styles(self) -> dict[Kind, _NumberStyle]:

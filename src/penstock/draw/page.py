@@ -29,8 +29,8 @@ _SHORT_OP_WIDTH = 16.0
 #: n, o, m numbers in boxes from large to small, c centred, e right-aligned, k black, v white.
 #: CSS classes of shapes: lane idle lane, box group of a rank's boxes (fine: without outlines), z op
 #: that took no time, held memory curve, t arrow (r: gradient, p: activations that another rank
-#: stores, many: thin), bg background. A box has the letter of its kind as its class, with 2 after it
-#: for the second shade.
+#: stores, many: thin), bg background. A box has the letter of its kind as its class, with 2 after
+#: it for the second shade.
 _STYLE = (
     ".penstock text{font-family:sans-serif;pointer-events:none}"
     f".penstock .h{{font-size:{TITLE:g}px;font-weight:600}}"

@@ -19,8 +19,8 @@ from penstock.schedule.rules import needs
 Entry = dict[str, object]
 
 #: Thread of a rank's ops; the thread of its link to rank r is r + 2, those of further transfers at
-#: the same time come after all of these, and the process of rank r is r + 1. No process or thread is 0, which Perfetto takes for the kernel's idle process
-#: (google/perfetto issues 394 and 560).
+#: the same time come after all of these, and the process of rank r is r + 1. No process or thread
+#: is 0, which Perfetto takes for the kernel's idle process (google/perfetto issues 394 and 560).
 _OPS_THREAD = 1
 #: Thread of a rank's idle intervals, in measured timelines: after all others.
 _IDLE_THREAD = 1_000_000_000
@@ -29,9 +29,10 @@ _IDLE_THREAD = 1_000_000_000
 def perfetto(panels: Sequence[Timeline]) -> str:
     """Return timelines as a trace with one process per rank.
 
-    A process has one thread for its ops and one for each link that starts at the rank; in a measured
-    timeline also one for its idle intervals, by what they wait for. If memory is known, it also has a counter of bytes. Arrows go from the op that produces a value to the op
-    that consumes it, or to the end of the transfer if the consumer is unknown.
+    A process has one thread for its ops and one for each link that starts at the rank; in a
+    measured timeline also one for its idle intervals, by what they wait for. If memory is known, it
+    also has a counter of bytes. Arrows go from the op that produces a value to the op that consumes
+    it, or to the end of the transfer if the consumer is unknown.
 
     Args:
         panels: the timelines. If there are several, the names of processes include the timeline.
@@ -158,7 +159,6 @@ def _metadata(panel: Timeline, threads: _Threads, first_process: int, suffix: st
 
 
 def _metadata_entry(name: str, process: int, thread: int, args: Entry) -> Entry:
-    """Return one metadata entry of a process or thread."""
     return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": args}
 
 
@@ -187,7 +187,6 @@ def _slice(panel: Timeline, event: Event, track: dict[str, int]) -> Entry:
 
 
 def _idle_slice(panel: Timeline, interval: IdleInterval, first_process: int) -> Entry:
-    """Return the slice of an idle interval."""
     name = "neither neighbour nor link"
     args: Entry = {}
     transfer = interval.transfer

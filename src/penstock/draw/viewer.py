@@ -162,7 +162,6 @@ def viewer_legend(panels: Sequence[Timeline], max_ops: int = MAX_VIEWER_OPS) -> 
 
 
 def _number_of_ops(panels: Sequence[Timeline]) -> int:
-    """Return the number of ops of all timelines together."""
     return sum(len(panel.log.start) for panel in panels)
 
 
@@ -280,7 +279,7 @@ def _rank_shares(
 
 
 def _panel_data(panel: Timeline, dependencies: Dependencies | None) -> dict[str, object]:
-    """Return the data of one timeline."""
+    """Return a timeline as the arrays that the viewer's script reads."""
     if dependencies is None and len(panel.log.start) <= MAX_EXPLAINED_OPS:
         dependencies = dependencies_of_timeline(panel)
     rank_waits = _waits_data(panel, dependencies)

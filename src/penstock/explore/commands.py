@@ -64,7 +64,6 @@ def simulate_command(state: State, panel: Panel, result: Result) -> str:
 
 
 def _cost_words(result: Result) -> list[str]:
-    """Return the flags of the costs."""
     words = []
     for name in (*_SECONDS, *_BYTES):
         values = getattr(result.costs, name)
@@ -80,7 +79,6 @@ def _cost_words(result: Result) -> list[str]:
 
 
 def _option_text(value: object) -> str:
-    """Write the value of an option as YAML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
@@ -127,5 +125,4 @@ def _train_about(state: State, panel: Panel) -> str:
 
 
 def _listed(items: Sequence[str]) -> str:
-    """Join items by "and"."""
     return " and ".join(items)

@@ -6,7 +6,7 @@ parsed is reported with its field.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Final
 from urllib.parse import parse_qsl, urlencode
@@ -115,7 +115,7 @@ class State:
         pairs = [
             (name, text)
             for name, text in self.texts().items()
-            if name in ("a", "b") or "." in name or text != _DEFAULT_TEXTS[name]
+            if name in _PANELS or "." in name or text != _DEFAULT_TEXTS[name]
         ]
         return urlencode([pair for pair in pairs if pair != ("b", "")])
 
@@ -124,7 +124,7 @@ class State:
         texts: dict[str, str] = {}
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name in ("a", "b"):
+            if entry.name in _PANELS:
                 texts |= _choice_texts(entry.name, value)
             else:
                 texts[entry.name] = "" if value is None else _FIELDS[entry.name].text_of(value)
@@ -153,7 +153,6 @@ class _Field:
 
 
 def _whole_number(largest: int) -> _Field:
-    """Return a field for a whole number from 1 to `largest`."""
 
     def parse(text: str) -> int:
         word = text.strip()
@@ -167,7 +166,6 @@ def _whole_number(largest: int) -> _Field:
 
 
 def _replicas() -> _Field:
-    """Return the field of replicas: a number, or one per stage."""
     number = _whole_number(MAX_REPLICAS)
 
     def parse(text: str) -> tuple[object, ...]:
@@ -177,7 +175,6 @@ def _replicas() -> _Field:
 
 
 def _word(words: Iterable[str]) -> _Field:
-    """Return a field that has one of a few words."""
     accepted = tuple(words)
 
     def parse(text: str) -> str:
@@ -212,6 +209,9 @@ def _limit(text: str) -> int:
 _SECONDS = _list(parse_seconds, seconds_text, MAX_SECONDS)
 _BYTES = _list(lambda word: float(parse_bytes(word)), bytes_text, MAX_BYTES)
 
+#: The panels of the page, each with a schedule and its options.
+_PANELS = ("a", "b")
+
 #: The fields other than the schedules, by name.
 _FIELDS: dict[str, _Field] = {
     "ranks": _whole_number(MAX_RANKS),
@@ -236,6 +236,24 @@ _FIELDS: dict[str, _Field] = {
 _DEFAULT_TEXTS = State().texts()
 
 
+def _parse_fields(texts: Mapping[str, str], problems: dict[str, str]) -> dict[str, object]:
+    """Return the values of the fields that both panels share; add what is wrong to `problems`.
+
+    Fields of one panel are `a` and `b`, its schedule, and options such as `a.chunks`.
+    """
+    values: dict[str, object] = {}
+    for name, text in texts.items():
+        if name in _FIELDS:
+            try:
+                if text.strip():
+                    values[name] = _FIELDS[name].parse(text)
+            except SettingError as error:
+                problems[name] = str(error)
+        elif name.partition(".")[0] not in _PANELS:
+            problems[shorten(name)] = "no field of this page: remove it from the link"
+    return values
+
+
 def parse_state(query: str) -> State:
     """Return the state of a query string, as `State.query` writes it.
 
@@ -258,17 +276,8 @@ def parse_state(query: str) -> State:
         if name in texts:
             problems[shorten(name)] = "occurs twice in the link: remove one of them"
         texts[name] = text
-    values: dict[str, object] = {}
-    for name, text in texts.items():
-        panel, dot, _ = name.partition(".")
-        if name not in _FIELDS and name not in ("a", "b") and not (dot and panel in ("a", "b")):
-            problems[shorten(name)] = "no field of this page: remove it from the link"
-        elif name in _FIELDS and text.strip():
-            try:
-                values[name] = _FIELDS[name].parse(text)
-            except SettingError as error:
-                problems[name] = str(error)
-    for panel in ("a", "b"):
+    values = _parse_fields(texts, problems)
+    for panel in _PANELS:
         parsed = _parse_choice(panel, texts, problems)
         if parsed is not None:
             values[panel] = parsed

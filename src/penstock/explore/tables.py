@@ -198,7 +198,6 @@ def _overfull_text(state: State, result: Result) -> str:
 
 
 def _row(title: str, about: str, cells: Sequence[str | None]) -> Row:
-    """Return a row of texts that are not ranked."""
     return Row(title, about, tuple(cell or "" for cell in cells))
 
 

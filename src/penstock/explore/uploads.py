@@ -114,13 +114,17 @@ def _with_plan(state: State, plan: Plan) -> tuple[State, str]:
         entry = choice(plan.schedule_name)
     except PenstockError as error:
         raise FileError(f"the page cannot show the plan: {error}") from error
-    replicas: tuple[int, ...] = (1,)
-    options = []
-    for name, value in plan.schedule_options:
-        if name == "replicas":
-            replicas = value if isinstance(value, tuple) else (int(value or 1),)
-        elif value is not None and any(field.name == name for field in entry.fields):
-            options.append((name, value))
+    stored_replicas = dict(plan.schedule_options).get("replicas")
+    replicas = (
+        stored_replicas if isinstance(stored_replicas, tuple) else (int(stored_replicas or 1),)
+    )
+    field_names = {field.name for field in entry.fields} - {"replicas"}
+    options = tuple(
+        (name, value)
+        for name, value in plan.schedule_options
+        if name in field_names and value is not None
+    )
+    # The options that the number of stages per rank depends on, such as `chunks`.
     structural = tuple(pair for pair in options if pair[0] in entry.facts.stages_per_rank.split())
     per_rank = stages_per_rank(entry.facts.name, structural)
     ranks, rest = divmod(plan.stages, per_rank)
@@ -141,21 +145,31 @@ def _with_plan(state: State, plan: Plan) -> tuple[State, str]:
         ranks=ranks,
         micro_batches=plan.micro_batches,
         replicas=replicas,
-        a=Choice(entry.facts.name, tuple(options)),
+        a=Choice(entry.facts.name, options),
         recompute=plan.recompute.value if plan.recompute.value in RECOMPUTE else "never",
         memory_limit=min(limits) if limits else state.memory_limit,
         **_fitting_costs(state, ranks),
     )
+    return new_state, _plan_message(plan, new_state)
+
+
+def _plan_message(plan: Plan, state: State) -> str:
+    """Return what the page says about a plan: its numbers, and what the page does not show of it.
+
+    Args:
+        plan: the plan.
+        state: the state of the page that shows it.
+    """
     message = f"Plan: {plan.schedule_name}, {plan.stages} stages on {plan.ranks} ranks."
     if plan.recompute.value not in RECOMPUTE:
         message += f" Its recompute policy {plan.recompute} is not shown."
-    result = evaluate(new_state)[0].result
+    result = evaluate(state)[0].result
     if result is None or result.whole.programs != plan.schedule.programs:
         message += (
             " Its programs are not those that the name of its schedule gives here; `penstock "
             "draw` shows them as they are."
         )
-    return new_state, message
+    return message
 
 
 def _fitting_costs(state: State, ranks: int) -> dict[str, Any]:

@@ -219,20 +219,20 @@ def _compress_letters(word: str) -> str:
 
 
 def _notes(plan: Plan, pipelines: Pipelines) -> list[str]:
-    """Return notes on what is to be set by hand."""
     if pipelines.schedule.stages > len(pipelines.placement):
         notes = unsupported_notes(plan, "interleaved", "interleaved 1F1B")
     else:
         notes = unsupported_notes(plan, "1f1b", "1F1B")
     if pipelines.count > 1:
         notes.append(
-            f"{pipelines.count} pipelines: start {plan.ranks * plan.tensor_parallel} ranks; Megatron numbers them stage "
-            "by stage, the plan pipeline by pipeline"
+            f"{pipelines.count} pipelines: start {plan.ranks * plan.tensor_parallel} ranks; "
+            "Megatron numbers them stage by stage, the plan pipeline by pipeline"
         )
     if plan.recomputed:
         notes.append(f"recomputation (selective): {_recompute_flags(plan)}")
     elif plan.recompute.whole:
         notes.append(
-            f"recomputation ({plan.recompute}): --recompute-granularity full --recompute-method uniform"
+            f"recomputation ({plan.recompute}): --recompute-granularity full --recompute-method "
+            "uniform"
         )
     return notes

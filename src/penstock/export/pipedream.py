@@ -74,7 +74,8 @@ def _reasons_against(plan: Plan) -> list[str]:
         )
     elif plan.weights != "stash":
         reasons.append(
-            f"weights {plan.weights!r}: PipeDream's runtime can only stash weights or use the latest"
+            f"weights {plan.weights!r}: PipeDream's runtime can only stash weights or use the "
+            "latest"
         )
     if any(len(stages) > 1 for stages in plan.schedule.stages_of_rank):
         reasons.append(

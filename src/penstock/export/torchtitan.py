@@ -76,14 +76,14 @@ def torchtitan(plan: Plan) -> Exported:
     if plan.zero:
         reshard = "always" if plan.zero == 3 else "never"
         use += (
-            f", data_parallel_shard_degree = {pipelines.count}, data_parallel_replicate_degree = 1, "
+            f", data_parallel_shard_degree = {pipelines.count}, data_parallel_replicate_degree = "
+            "1, "
             f'fsdp_reshard_after_forward = "{reshard}"'
         )
     return Exported(text, use, tuple(_notes(plan, pipelines)))
 
 
 def _notes(plan: Plan, pipelines: Pipelines) -> list[str]:
-    """Return notes on what is to be set by hand."""
     notes = device_notes(plan)
     if plan.tensor_parallel > 1 and not plan.sequence_parallel:
         notes.append("no sequence parallelism: torchtitan's tensor parallelism includes it")

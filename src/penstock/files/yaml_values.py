@@ -1,4 +1,5 @@
-"""Parse and write YAML strictly: plain values only, without duplicate keys, anchors, merge keys and tags.
+"""Parse and write YAML strictly: plain values only, without duplicate keys, anchors, merge keys and
+tags.
 
 Anchors are refused because a few lines of them describe a structure that fills any memory. Numbers
 such as 1e-3 are numbers, as in YAML 1.2 and in JSON; PyYAML itself reads them as texts. Dates
@@ -71,7 +72,6 @@ def _refuse(place: Any, problem: str) -> NoReturn:
 
 
 def _build(loader: _StrictLoader, node: yaml.Node) -> Any:
-    """Return the plain value of a node."""
     if isinstance(node, yaml.MappingNode) and node.tag == _PREFIX + "map":
         return _build_mapping(loader, node)
     if isinstance(node, yaml.SequenceNode) and node.tag == _PREFIX + "seq":

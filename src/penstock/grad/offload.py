@@ -78,6 +78,7 @@ def offloading(
     seen_bytes = moved_bytes = 0
 
     def pack(tensor: Tensor) -> SavedVersion | _Offloaded:
+        """Move a saved tensor to host memory if it is worth it and within the share."""
         nonlocal seen_bytes, moved_bytes
         if tensor.layout is not torch.strided or tensor.nbytes < SMALLEST or not moves(tensor):
             return SavedVersion(tensor, holds=True)

@@ -175,6 +175,7 @@ def _partition_weights(
 def _captured_groups(
     captured: Mapping[Node, Mapping[int, Tensor]], by_node: Mapping[Node, list[Tensor]]
 ) -> list[_Group]:
+    """Return the nodes with weights, with the gradients that have arrived at their outputs."""
     groups = []
     for node, weights in by_node.items():
         grads = captured.get(node)

@@ -172,6 +172,7 @@ def one_number(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise SettingError(
-            f"the loss must be one number, such as the mean over the samples it is given; this one is {shape}"
+            "the loss must be one number, such as the mean over the samples it is given; this one "
+            f"is {shape}"
         )
     return loss.reshape(()) if loss.dim() else loss

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from penstock.losses.terms import signed
 
-#: Functions that are linear in parts, or nearly so, without `Backward0` behind their names: where
-#: samples stay in one part, numbers do not
-#: tell these from linear ones. The numeric test sees what bends everywhere, such as a square root.
+#: Functions that are linear in parts, or nearly so; names of nodes without `Backward0`. Where all
+#: samples stay in one part, no numeric test tells these from linear functions. It does see what
+#: bends everywhere, such as a square root.
 _PIECEWISE = frozenset(
     {
         "Abs",
@@ -52,7 +52,7 @@ _PIECEWISE = frozenset(
         "Where",
     }
 )
-#: Losses of the kind, which may be reduced by themselves.
+#: Losses that are piecewise linear, or nearly so; they may contain the reduction.
 _PIECEWISE_LOSSES = frozenset(
     {
         "HuberLoss",
@@ -147,9 +147,8 @@ def is_per_row(likelihood: Any, target: Tensor) -> bool:
         likelihood: the node of the likelihood.
         target: the targets of a micro-batch.
     """
-    if (
-        likelihood._saved_weight is not None
-    ):  # class weights may be made of the targets of each micro-batch
+    # Class weights may be computed from the targets of each micro-batch.
+    if likelihood._saved_weight is not None:
         return False
     rows = likelihood._saved_target.flatten()
     shifts = (target, target[:, 1:]) if target.dim() > 1 else (target,)

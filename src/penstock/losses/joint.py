@@ -32,26 +32,28 @@ def check_joint(schedule: Schedule) -> None:
     if schedule.micro_batches == 1:
         return
     advice = (
-        "Take a schedule that does, such as gpipe, or 1f1b with micro_batches=1; or a loss that is a mean or sum over samples, "
-        "which needs no loss_on"
+        "Take a schedule that does, such as gpipe, or 1f1b with micro_batches=1; or a loss that is "
+        "a mean or sum over samples, which needs no loss_on"
     )
-    last, ranks = schedule.stages - 1, schedule.ranks_of_stage[-1]
+    last_stage, ranks = schedule.stages - 1, schedule.ranks_of_stage[-1]
     if not schedule.synchronous:
         raise ScheduleError(
-            f"loss_on='batch' needs all outputs of a batch before the first backward, and {schedule.name} is asynchronous. {advice}"
+            "loss_on='batch' needs all outputs of a batch before the first backward, and "
+            f"{schedule.name} is asynchronous. {advice}"
         )
     if len(ranks) > 1:
         raise ScheduleError(
-            f"loss_on='batch' needs all outputs of a batch on one rank, and {schedule.name} runs the last stage on ranks "
-            f"{', '.join(map(str, ranks))}. {advice}"
+            f"loss_on='batch' needs all outputs of a batch on one rank, and {schedule.name} runs "
+            f"the last stage on ranks {', '.join(map(str, ranks))}. {advice}"
         )
-    kinds = [op.kind for op in schedule.programs[ranks[0]] if op.stage == last]
-    first = next((place for place, kind in enumerate(kinds) if kind in BACKWARD_STARTS), len(kinds))
-    ran = kinds[:first].count(Kind.F)
-    if ran < kinds.count(Kind.F):
+    kinds = [op.kind for op in schedule.programs[ranks[0]] if op.stage == last_stage]
+    before_backwards = itertools.takewhile(lambda kind: kind not in BACKWARD_STARTS, kinds)
+    early_forwards, forwards = [*before_backwards].count(Kind.F), kinds.count(Kind.F)
+    if early_forwards < forwards:
         raise ScheduleError(
-            f"loss_on='batch' needs all outputs of a batch before the first backward, and {schedule.name} begins the last stage's backwards "
-            f"after {ran} of {kinds.count(Kind.F)} forwards. {advice}"
+            "loss_on='batch' needs all outputs of a batch before the first backward, and "
+            f"{schedule.name} begins the last stage's backwards after {early_forwards} "
+            f"of {forwards} forwards. {advice}"
         )
 
 
@@ -92,6 +94,7 @@ class _Joint:
         return self.grads[number]
 
     def _all_grads(self, start: Tensor) -> dict[int, list[Tensor]]:
+        """Return the gradients of all outputs, by micro-batch, and drop the graph of the loss."""
         assert self.loss is not None
         numbers = sorted(self.leaves)
         outputs = [leaf for n in numbers for leaf in self.leaves[n] if leaf.requires_grad]
@@ -163,6 +166,7 @@ class JointLosses:
         return self._root(joint, number, value), share
 
     def _loss(self, joint: _Joint) -> Tensor:
+        """Return the loss on the joined outputs, with its graph in training."""
         batch = joint.batch
         with torch.set_grad_enabled(batch.training):
             output = batch.joined(joint.outputs)
@@ -172,10 +176,11 @@ class JointLosses:
             return one_number(loss)
 
     def _root(self, joint: _Joint, number: int, value: Any) -> Tensor:
-        tensors = tensors_of(value)
-        floats = [leaf for leaf in tensors if leaf.is_floating_point()]
-        chosen = [place for place, leaf in enumerate(floats) if leaf.requires_grad]
-        if not chosen or not torch.is_grad_enabled():
+        """Return the root of one micro-batch's backward; without a graph if it has no backward."""
+        floats = [leaf for leaf in tensors_of(value) if leaf.is_floating_point()]
+        places = [place for place, leaf in enumerate(floats) if leaf.requires_grad]
+        if not places or not torch.is_grad_enabled():
             return torch.zeros((), device=self.call.device)
-        root: Tensor = _Part.apply(joint, number, chosen, *[floats[place] for place in chosen])  # type: ignore[no-untyped-call]
+        outputs = [floats[place] for place in places]
+        root: Tensor = _Part.apply(joint, number, places, *outputs)  # type: ignore[no-untyped-call]
         return root

@@ -36,12 +36,12 @@ from penstock.losses.messages import (
 )
 from penstock.losses.probe import ReturnsCount
 from penstock.losses.shares import (
-    additive,
-    agreed,
-    columns_of,
+    common_weights,
+    mean_or_sum_weights,
     ones,
-    over_total,
-    snapped,
+    rounded_to_shares,
+    sum_weights,
+    weights_by_term,
     weights_of,
 )
 from penstock.losses.symbolic import Evaluation, Unpredictable
@@ -156,7 +156,7 @@ class LossWeights:
             knowledge = self._knowledge_by_key.get(key)
             if knowledge is not None and not self._is_due(knowledge):
                 if knowledge.adds_up is not None:
-                    return additive(batch, knowledge.adds_up)
+                    return mean_or_sum_weights(batch, knowledge.adds_up)
                 if knowledge.weights is not None:
                     return knowledge.weights
                 if knowledge.classes is not None:
@@ -233,7 +233,7 @@ class LossWeights:
             first = view.evaluation(view.number)
             if any(term.leaf is not None for term in first.terms):
                 return self._by_model(view, first)
-            weights_by_form = self._divided(view, first)
+            weights_by_form = self._sum_of_counted(view, first)
         except Unpredictable:
             raise SettingError(
                 "the loss returns (sum, count), and its count depends on the model's output: the "
@@ -256,7 +256,7 @@ class LossWeights:
         )
         return weights_by_form.weights
 
-    def _divided(self, view: View, first: Evaluation) -> _Form:
+    def _sum_of_counted(self, view: View, first: Evaluation) -> _Form:
         """Return the weights by the divisors of all micro-batches and of the whole batch.
 
         Raises:
@@ -269,10 +269,10 @@ class LossWeights:
         ]
         if first.counted:
             counts = [terms[0].divisor for terms in rows]
-            return _Form(over_total(counts), dict(enumerate(counts)), first)
-        columns = columns_of(rows, view.evaluation(None).terms, batch.shares)
+            return _Form(sum_weights(counts), dict(enumerate(counts)), first)
+        columns = weights_by_term(rows, view.evaluation(None).terms, batch.shares)
         counts = [terms[0].divisor for terms in rows]
-        return _Form(agreed(columns), dict(enumerate(counts)), first)
+        return _Form(common_weights(columns), dict(enumerate(counts)), first)
 
     def _classes(self, view: View, form: _Form) -> Classes | None:
         """Return the leaf of the targets that holds the class indices; None if none does."""
@@ -314,17 +314,18 @@ class LossWeights:
                 columns += self._model_columns(view, place)
             if terms:
                 rows = [_caller_terms(view.evaluation(number).terms) for number in batch.numbers]
-                columns += columns_of(
+                columns += weights_by_term(
                     rows, _caller_terms(view.evaluation(None).terms), batch.shares
                 )
-            return agreed(columns)
+            return common_weights(columns)
         except UnknownForm as error:
             raise SettingError(model_loss(str(error))) from error
 
     def _model_columns(self, view: View, place: int) -> list[list[float]]:
+        """Return the weights of the terms of a loss that is one of the outputs of the model."""
         if self._model is not None:
             return [
-                snapped(column, view.batch.shares)
+                rounded_to_shares(column, view.batch.shares)
                 for column in self._model.weights(view.batch, place)
             ]
         # Of layers that are not traced, only the graph of what is here tells; what comes is checked
@@ -362,7 +363,7 @@ class LossWeights:
             return form.weights
         adds_up = ways.get(False, "shares"), ways.get(True, "shares")
         self._remember(key, Knowledge(adds_up=adds_up))
-        return additive(batch, adds_up)
+        return mean_or_sum_weights(batch, adds_up)
 
     def _by_counts(self, view: View) -> list[float]:
         """Return the weights of a loss that returns (sum, count), by its counts for one output.
@@ -380,7 +381,7 @@ class LossWeights:
                 f"{WAYS_OUT}"
             ) from error
         batch.loss_counts = dict(enumerate(counts))
-        return over_total(counts)
+        return sum_weights(counts)
 
     def check(self, batch: Batch, number: int, loss: Tensor) -> None:
         """Check that the loss of a micro-batch has the divisor that its weight assumes.

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from penstock.losses.probe import Reading, Way
 
 WAYS_OUT = (
-    "Ways out: Pipeline(loss_weight=lambda target: ...) says how much the targets of a micro-batch count, such as "
-    "(target != -100).sum(); the loss may return (sum, count); Pipeline(loss_on='batch') computes it once on the outputs of the whole "
-    "batch; micro_batches=1 divides nothing"
+    "Ways out: Pipeline(loss_weight=lambda target: ...) says how much the targets of a micro-batch "
+    "count, such as (target != -100).sum(); the loss may return (sum, count); "
+    "Pipeline(loss_on='batch') computes it once on the outputs of the whole batch; micro_batches=1 "
+    "divides nothing"
 )
 
 
@@ -26,18 +27,21 @@ def not_additive(
     as_mean = sum(weight * value for weight, value in zip(mean, values, strict=True))
     as_sum = sum(weight * value for weight, value in zip(total, values, strict=True))
     begin = (
-        f"the loss of a batch is not made of the losses of its micro-batches: two of them, of {sizes[0]} and {sizes[1]} {unit}, have losses "
-        f"{reading.first:.6g} and {reading.second:.6g}, both joined have {reading.joined:.6g}."
+        "the loss of a batch is not made of the losses of its micro-batches: two of them, of "
+        f"{sizes[0]} and {sizes[1]} {unit}, have losses {reading.first:.6g} and "
+        f"{reading.second:.6g}, both joined have {reading.joined:.6g}."
     )
     if reading.values_fit(mean) or reading.values_fit(total):
         return (
-            f"{begin} These values add up, their gradients do not. Either the loss is a nonlinear function of a mean over {unit}, or it is "
-            "scaled by something that is detached from its graph and differs from micro-batch to micro-batch, such as "
-            f"loss / loss.detach(). {WAYS_OUT}"
+            f"{begin} These values add up, their gradients do not. Either the loss is a nonlinear "
+            f"function of a mean over {unit}, or it is scaled by something that is detached from "
+            "its graph and differs from micro-batch to micro-batch, such as loss / loss.detach(). "
+            f"{WAYS_OUT}"
         )
     return (
-        f"{begin} A mean over {unit} would be {as_mean:.6g}, a sum {as_sum:.6g}. Either {unit} see each other in the loss (as in a "
-        f"contrastive one), or it is a mean over something else. {WAYS_OUT}"
+        f"{begin} A mean over {unit} would be {as_mean:.6g}, a sum {as_sum:.6g}. Either {unit} see "
+        "each other in the loss (as in a contrastive one), or it is a mean over something else. "
+        f"{WAYS_OUT}"
     )
 
 
@@ -45,8 +49,9 @@ def nonlinear_in_samples(function: str, along_tokens: bool) -> str:
     """Return the message for a nonlinear function of a value that was reduced over samples."""
     unit = "tokens" if along_tokens else "samples"
     return (
-        f"the loss is a nonlinear function of a mean or sum over {unit}: {function.lower()} acts on a value to which all {unit} of a batch "
-        "contribute, such as (loss - b).abs() in flooding or a clamped mean. The losses of micro-batches do not add up to that of the "
+        f"the loss is a nonlinear function of a mean or sum over {unit}: {function.lower()} acts "
+        f"on a value to which all {unit} of a batch contribute, such as (loss - b).abs() in "
+        "flooding or a clamped mean. The losses of micro-batches do not add up to that of the "
         f"batch wherever the function bends. {WAYS_OUT}"
     )
 
@@ -54,8 +59,9 @@ def nonlinear_in_samples(function: str, along_tokens: bool) -> str:
 def model_loss(reason: str) -> str:
     """Return the message for a loss that the model computes, in a form that is not understood."""
     return (
-        f"the model computes its loss itself, and how the losses of micro-batches add up to that of the batch cannot be read from it "
-        f"({reason}). Compute the loss from the model's output instead, or say how much micro-batches count. {WAYS_OUT}"
+        "the model computes its loss itself, and how the losses of micro-batches add up to that of "
+        f"the batch cannot be read from it ({reason}). Compute the loss from the model's output "
+        f"instead, or say how much micro-batches count. {WAYS_OUT}"
     )
 
 
@@ -69,6 +75,7 @@ def count_differs(number: int, expected: float, count: float | None) -> str:
     """
     divisor = "another number" if count is None else f"{count:g}"
     return (
-        f"the loss of micro-batch {number} is divided by {divisor}, and {expected:g} was expected: what it counts does not depend on the "
-        f"batch's targets alone, or not in proportion to its samples, so the micro-batches cannot be weighted before the first backward. {WAYS_OUT}"
+        f"the loss of micro-batch {number} is divided by {divisor}, and {expected:g} was expected: "
+        "what it counts does not depend on the batch's targets alone, or not in proportion to its "
+        f"samples, so the micro-batches cannot be weighted before the first backward. {WAYS_OUT}"
     )

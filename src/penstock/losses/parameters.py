@@ -57,14 +57,19 @@ def check_loss(traced: TracedChain, loss: object) -> None:
         weights = _trainable(value, model_parameters)
         if weights:
             raise SettingError(
-                f"{place} has {len(weights)} trainable weight{'s' * (len(weights) != 1)} of its own, the first ({weights[0][0]}) of shape "
-                f"{tuple(weights[0][1].shape)}: optimizer= is called with the model's, so no stage would train it. Make it part of the "
-                "model, in its last layer, whose output is then what the loss without weights takes; or if it is not to be "
-                "trained here, freeze it before: requires_grad_(False)"
+                f"{place} has {len(weights)} trainable weight{'s' * (len(weights) != 1)} of its "
+                f"own, the first ({weights[0][0]}) of shape {tuple(weights[0][1].shape)}: "
+                "optimizer= is called with the model's, so no stage would train it. Make it part "
+                "of the model, in its last layer, whose output is then what the loss without "
+                "weights takes; or if it is not to be trained here, freeze it before: "
+                "requires_grad_(False)"
             )
 
 
 def _trainable(value: object, excluded: set[int]) -> list[tuple[str, Tensor]]:
+    """Return the parameters of a module or tensor that require a gradient; none of a module that
+    the pipeline trains.
+    """
     if isinstance(value, nn.Module):
         named: list[tuple[str, Tensor]] = list(value.named_parameters())
         if any(id(parameter) in excluded for _, parameter in named):
@@ -93,6 +98,7 @@ def _referred(loss: object) -> Iterator[tuple[str, object]]:
 
 
 def _parts(place: str, value: object) -> Iterable[tuple[str, object]]:
+    """Return what a value of Python refers to, each with its place for messages."""
     if isinstance(value, functools.partial):
         return [
             (place, value.func),
@@ -111,6 +117,10 @@ def _parts(place: str, value: object) -> Iterable[tuple[str, object]]:
 
 
 def _parts_of_function(function: Callable[..., Any]) -> Iterator[tuple[str, object]]:
+    """Yield what a function refers to: its closure, defaults and globals.
+
+    Functions of libraries are not searched: their globals are no parameters of the loss.
+    """
     name = f"{function.__name__}, which is the loss or is called by it, refers to {{}}, which"
     assert isinstance(function, FunctionType)
     if hasattr(function, "__wrapped__"):

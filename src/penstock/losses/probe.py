@@ -164,9 +164,8 @@ def readings(loss: Loss, pair: Pair, *, brief: bool = False) -> list[Reading]:
     """
     results = [_reading(loss, pair, _rolled)]
     for change in () if brief else (_mirrored, _moved, _amplified, _attenuated):
-        with suppress(
-            ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
-        ):  # values that the loss was not made for
+        # A loss may refuse values that its model never returns, such as negative probabilities.
+        with suppress(ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
             results.append(_reading(loss, pair, change))
     return [reading for reading in results if reading.finite]
 

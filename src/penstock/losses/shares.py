@@ -1,4 +1,4 @@
-"""Arithmetic of the weights of micro-batches."""
+"""Arithmetic of the weights of micro-batches in the loss of a batch."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from penstock.batches.batch import Batch
 from penstock.errors import SettingError
 from penstock.losses.terms import Term, UnknownForm, same
 
-#: Weights that differ from the shares of samples by less are those.
+#: Relative difference below which a weight counts as equal to the share of samples.
 _ROUNDING = 1e-9
 
 
 def weights_of(counts: Sequence[float], total: float, shares: Sequence[float]) -> list[float]:
     """Return counts divided by their total.
 
-    If the total is 0, nothing has a weight, and the shares of samples are returned.
+    If the total is 0, no micro-batch counts, and the shares of samples are returned.
     """
     if not total:
         return list(shares)
-    return snapped([count / total for count in counts], shares)
+    return rounded_to_shares([count / total for count in counts], shares)
 
 
-def over_total(counts: Sequence[float]) -> list[float]:
-    """Return the weights of sums with these counts: 1 / the total for each.
+def sum_weights(counts: Sequence[float]) -> list[float]:
+    """Return the weights of losses of the form (sum, count): 1 / the sum of all counts for each.
 
     Raises:
         SettingError: the total is not above 0.
@@ -31,38 +31,45 @@ def over_total(counts: Sequence[float]) -> list[float]:
     total = sum(counts)
     if not total > 0:
         raise SettingError(
-            f"the loss returns (sum, count), and the counts of the batch's micro-batches are {counts}: they must add up to more than 0"
+            "the loss returns (sum, count), and the counts of the batch's micro-batches are "
+            f"{counts}: they must add up to more than 0"
         )
     return [1.0 / total] * len(counts)
 
 
-def additive(batch: Batch, adds_up: tuple[str, str]) -> list[float]:
-    """Return the weights of a loss that is a mean or a sum.
+def mean_or_sum_weights(batch: Batch, adds_up: tuple[str, str]) -> list[float]:
+    """Return the weights of a loss that is a mean or a sum, per micro-batch or slice.
+
+    A mean over samples weighs a micro-batch by its share of the samples, a mean over tokens a slice
+    by its share of the micro-batch; a sum weighs by 1.
 
     Args:
         batch: the batch.
-        adds_up: "shares" for a mean or "sums" for a sum, over samples and over tokens.
+        adds_up: "shares" for a mean or "sums" for a sum; first over samples, then over the tokens
+            of slices.
     """
-    if adds_up == ("shares", "shares"):
+    over_samples, over_tokens = adds_up
+    if over_samples == over_tokens == "shares":
         return batch.shares
     weights = ones(batch)
-    for row in batch.rows():
-        samples = sum(batch.shares[number] for number in row)
-        for number in row:
-            weights[number] *= samples if adds_up[0] == "shares" else 1.0
-            if len(row) > 1 and adds_up[1] == "shares":
-                weights[number] *= batch.shares[number] / samples
+    for slices in batch.rows():
+        samples_share = sum(batch.shares[number] for number in slices)
+        for number in slices:
+            if over_samples == "shares":
+                weights[number] *= samples_share
+            if len(slices) > 1 and over_tokens == "shares":
+                weights[number] *= batch.shares[number] / samples_share
     return weights
 
 
-def snapped(weights: Sequence[float], shares: Sequence[float]) -> list[float]:
+def rounded_to_shares(weights: Sequence[float], shares: Sequence[float]) -> list[float]:
     """Return the shares of samples if the weights equal them up to rounding, else the weights."""
     if all(same(weight, share, _ROUNDING) for weight, share in zip(weights, shares, strict=True)):
         return list(shares)
     return list(weights)
 
 
-def columns_of(
+def weights_by_term(
     rows: Sequence[Sequence[Term]], whole: Sequence[Term], shares: Sequence[float]
 ) -> list[list[float]]:
     """Return the weights of all micro-batches, one list per term of the loss.
@@ -76,7 +83,7 @@ def columns_of(
         UnknownForm: the loss of a micro-batch has other terms than that of the batch.
     """
     if any(len(terms) != len(whole) for terms in rows):
-        raise UnknownForm("terms that come and go")
+        raise UnknownForm("terms that come and go")  # such as one that only some batches add
     columns = []
     for place, term in enumerate(whole):
         divisors = [terms[place].divisor for terms in rows]
@@ -84,8 +91,10 @@ def columns_of(
     return columns
 
 
-def agreed(columns: Sequence[list[float]]) -> list[float]:
-    """Return the weights, which must be equal for all terms of a loss.
+def common_weights(columns: Sequence[list[float]]) -> list[float]:
+    """Return the weights of the micro-batches, which must be equal for all terms of a loss.
+
+    A backward starts with one gradient for the whole loss of a micro-batch.
 
     Raises:
         UnknownForm: they differ.

@@ -22,8 +22,8 @@ from penstock.values.structure import map_tensors, tensors_of
 #: `loss(output, target)`, to one number or to (sum, count).
 Loss = Callable[[Any, Any], Any]
 
-#: Gradients that are remembered, by their value: dynamic scales and uneven batches make more of
-#: them.
+#: Initial gradients that are cached, by their value. Equal micro-batches need one; dynamic loss
+#: scales and uneven batches need ever more.
 _MOST_STARTS = 64
 
 
@@ -81,19 +81,19 @@ class StageLoss:
         if batch.targets is None:
             return None
         if self._joint is not None and len(batch.inputs) > 1:
-            return self._jointly(batch, micro_batch, value, sides)
+            return self._joint_loss(batch, micro_batch, value, sides)
         weights = batch.loss_weights
         if weights is None:
             weights = batch.loss_weights = self._weights.of(batch, micro_batch, value)
         weight = weights[micro_batch]
         if weight and self._call.is_torchs and not (batch.loss_counts or sides):
-            return self._by_share(batch, micro_batch, value, weight)
+            return self._torch_loss(batch, micro_batch, value, weight)
         loss = self._call(batch, micro_batch, value, self._call.target(batch, micro_batch))
         counted = type(loss) is tuple
-        loss = self._divided(batch, micro_batch, loss) if counted else one_number(loss)
+        loss = self._sum_of_counted(batch, micro_batch, loss) if counted else one_number(loss)
         if weight == 0.0:
-            # It counts nothing: whatever it is, such as NaN of 0 / 0, goes into nothing.
-            loss = nothing(value, loss)
+            # A weight of 0 would not remove a NaN, such as the mean over no tokens: 0 x NaN is NaN.
+            loss = zero_loss(value, loss)
         elif batch.loss_counts and not counted and self.options.loss_weight is None:
             self._weights.check(batch, micro_batch, loss)
         if micro_batch not in batch.losses:
@@ -107,10 +107,10 @@ class StageLoss:
         target = batch.targets[number] if self._on_host else self._call.target(batch, number)
         return tensors_of(target)
 
-    def _by_share(self, batch: Batch, number: int, value: Any, weight: float) -> Tensor:
-        """Return the loss of a micro-batch for one of torch's own losses, whose divisor is known.
+    def _torch_loss(self, batch: Batch, number: int, value: Any, weight: float) -> Tensor:
+        """Return the loss of a micro-batch for one of torch's own losses, which needs no checks.
 
-        This is the fast path of training; see `of`.
+        This is the fast path of training. Arguments and result are as in `of`.
         """
         assert batch.targets is not None
         target = batch.targets[number]
@@ -123,7 +123,7 @@ class StageLoss:
             batch.losses[number], batch.loss_factors[number] = loss.detach(), weight
         return loss
 
-    def _divided(self, batch: Batch, number: int, loss: tuple[Any, ...]) -> Tensor:
+    def _sum_of_counted(self, batch: Batch, number: int, loss: tuple[Any, ...]) -> Tensor:
         """Return the sum of a loss of the form (sum, count), whose weight is 1 / the batch's count.
 
         Raises:
@@ -131,7 +131,8 @@ class StageLoss:
         """
         if len(loss) != 2:
             raise SettingError(
-                f"the loss returned a tuple of {len(loss)} values; it must return one number, or (sum, count)"
+                f"the loss returned a tuple of {len(loss)} values; it must return one number, or "
+                "(sum, count)"
             )
         total, count = one_number(loss[0]), loss[1]
         if len(batch.inputs) == 1:
@@ -141,7 +142,8 @@ class StageLoss:
         expected = batch.loss_counts.get(number)
         if expected is None:
             raise SettingError(
-                f"the loss returned (sum, count) for micro-batch {number}, and one number where it was asked before"
+                f"the loss returned (sum, count) for micro-batch {number}, and one number where it "
+                "was asked before"
             )
         self._check_count(number, expected, count)
         if self.options.loss_weight is not None:
@@ -165,7 +167,8 @@ class StageLoss:
         elif not same(expected, float(count), 1e-5):
             raise SettingError(count_differs(number, expected, float(count)))
 
-    def _jointly(self, batch: Batch, number: int, value: Any, sides: Sequence[Tensor]) -> Tensor:
+    def _joint_loss(self, batch: Batch, number: int, value: Any, sides: Sequence[Tensor]) -> Tensor:
+        """Return the root of a micro-batch's backward for `loss_on="batch"`, see `JointLosses`."""
         assert self._joint is not None
         batch.loss_weights = [1.0] * len(batch.inputs)
         loss, share = self._joint.of(batch, number, value)
@@ -189,14 +192,17 @@ def reported(batch: Batch, number: int, loss: Tensor, sides: Sequence[Tensor]) -
     return loss.detach() * weight + total(sides) * share
 
 
-def nothing(value: Any, loss: Tensor) -> Tensor:
-    """Return a loss of 0, with gradients of 0 for all outputs of the model."""
+def zero_loss(value: Any, loss: Tensor) -> Tensor:
+    """Return a loss of 0 in the dtype of `loss`, with gradients of 0 for all outputs of the model.
+
+    The sums over no elements connect the 0 with the graph, but read no value that may be NaN.
+    """
     leaves = [leaf for leaf in tensors_of(value) if leaf.requires_grad]
     # Where the model computes its loss itself, that is one of its outputs, and its own backward may
     # divide by 0.
-    chosen = [leaf for leaf in leaves if leaf.dim()] or leaves
-    parts = [leaf.reshape(-1)[:0].sum().to(loss.dtype) for leaf in chosen]
-    return sum(parts, torch.zeros_like(loss.detach()))
+    outputs = [leaf for leaf in leaves if leaf.dim()] or leaves
+    zeros = [leaf.reshape(-1)[:0].sum().to(loss.dtype) for leaf in outputs]
+    return sum(zeros, torch.zeros_like(loss.detach()))
 
 
 @dataclass
@@ -216,5 +222,5 @@ class Starts:
 
 
 def total(terms: Sequence[Tensor]) -> Tensor:
-    """Return the sum of some numbers, without their graphs."""
+    """Return the sum of zero-dimensional tensors, without their graphs."""
     return torch.stack([term.detach() for term in terms]).sum()

@@ -119,7 +119,6 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_mask(index: Any) -> bool:
-    """Whether an index is a mask."""
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 

@@ -20,6 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 #: Reductions as ATen numbers them.
 MEAN, SUM = 1, 2
 
+#: Nodes that pass all elements on, with at most another shape, dtype or sign. None of these changes
+#: by what a sum is divided.
 _SAME_VALUE = frozenset(
     {
         "AliasBackward0",
@@ -38,9 +40,6 @@ _SAME_VALUE = frozenset(
         "PermuteBackward0",
     }
 )
-#: By class weights on a device: their version, and a copy in host memory.
-_HOST_COPIES: MutableMapping[Tensor, tuple[int, Tensor]] = WeakIdKeyDictionary()
-
 _SUMS = frozenset({"SumBackward0", "SumBackward1"})
 #: Negative log-likelihoods of class indices.
 _NLL = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
@@ -57,6 +56,9 @@ _ELEMENTWISE = frozenset(
         "MultilabelMarginLossBackward0",
     }
 )
+
+#: By class weights on a device: their version, and a copy in host memory.
+_HOST_COPIES: MutableMapping[Tensor, tuple[int, Tensor]] = WeakIdKeyDictionary()
 
 
 class UnknownForm(Exception):
@@ -81,10 +83,10 @@ class Term:
 
 
 def terms_of(loss: Tensor) -> list[Term]:
-    """Return the terms of which a loss is the sum.
+    """Return the terms of which a loss is the sum (or the difference).
 
     Raises:
-        UnknownForm: it is another function of them.
+        UnknownForm: the graph has another form, or the loss has no graph.
     """
     if loss.grad_fn is None:
         if loss.requires_grad:
@@ -94,14 +96,14 @@ def terms_of(loss: Tensor) -> list[Term]:
 
 
 def _terms(node: Any, factor: float) -> list[Term]:
-    """Return the terms of `node`, multiplied by `factor`."""
+    """Return the terms of the value that `node` computes, all of them multiplied by `factor`."""
     node, factor = _unscaled(node, factor)
     name = node.name()
     if name in ("AddBackward0", "SubBackward0"):
         parts = [child for child, _ in node.next_functions if child is not None]
         return [term for part in parts for term in _terms(part, factor)]
     if not math.isfinite(factor) or factor == 0.0:
-        # A division by nothing: the term counts nothing.
+        # Divided by 0, or multiplied by 0: no micro-batch counts in this term.
         return [Term(0.0)]
     if name.endswith("AccumulateGrad"):
         return [Term(1 / factor, leaf=node.variable)]
@@ -111,11 +113,11 @@ def _terms(node: Any, factor: float) -> list[Term]:
 
 
 def _unscaled(node: Any, factor: float) -> tuple[Any, float]:
-    """Return the first node that does more than multiply, and the product of the factors."""
+    """Skip nodes that only multiply by a number; return the next one, and the new factor."""
     while True:
         name = node.name()
         if name in _SAME_VALUE:
-            node = _following(node)
+            node = _only_input(node)
         elif name in _SCALING:
             scale, node = _SCALING[name](node)
             factor *= scale
@@ -128,6 +130,7 @@ def _is_sum(node: Any, name: str) -> bool:
 
 
 def _divisor(node: Any, name: str) -> float:
+    """Return the number by which a reduction divides its sum; 1 for a sum."""
     if _is_sum(node, name):
         return 1.0
     if name == "MeanBackward0":
@@ -204,18 +207,23 @@ def _host_copy(weight: Tensor) -> Tensor:
 
 
 def signed(number: int) -> int:
-    """Return a number that a node has saved; nodes return those below 0 as unsigned ones."""
+    """Return a number that a node has saved; nodes return negative ones as unsigned 64-bit ones."""
     return number - 2**64 if number >= 2**63 else number
 
 
-def _following(node: Any) -> Any:
-    following = [child for child, _ in node.next_functions if child is not None]
-    if len(following) != 1:
+def _only_input(node: Any) -> Any:
+    """Return the only node whose result `node` takes; None in `next_functions` is a constant."""
+    inputs = [source for source, _ in node.next_functions if source is not None]
+    if len(inputs) != 1:
         raise UnknownForm(node.name())
-    return following[0]
+    return inputs[0]
+
+
+# The functions of `_SCALING` return the factor of a node, and the node that it multiplies.
 
 
 def _number(value: Any) -> float:
+    """Return a factor as a number, which must not depend on outputs of the model."""
     if isinstance(value, Tensor):
         if value.is_meta or value.numel() != 1:
             raise UnknownForm("a factor that depends on outputs")
@@ -224,28 +232,27 @@ def _number(value: Any) -> float:
 
 
 def _multiplied(node: Any) -> tuple[float, Any]:
-    first = node.next_functions[0][0]
-    after = _following(node)
-    return _number(node._saved_other if first is after else node._saved_self), after
+    multiplied = _only_input(node)
+    is_first = node.next_functions[0][0] is multiplied
+    return _number(node._saved_other if is_first else node._saved_self), multiplied
 
 
 def _multiplied_by_number(node: Any) -> tuple[float, Any]:
-    return _number(node._saved_other), _following(node)
+    return _number(node._saved_other), _only_input(node)
 
 
-def _divided(node: Any) -> tuple[float, Any]:
+def _sum_of_counted(node: Any) -> tuple[float, Any]:
     if node.next_functions[0][0] is None:
         raise UnknownForm("a division by what depends on outputs")
-    after = _following(node)
-    by = _number(node._saved_other)
-    return (math.inf if by == 0.0 else 1.0 / by), after
+    divisor = _number(node._saved_other)
+    return (math.inf if divisor == 0.0 else 1.0 / divisor), _only_input(node)
 
 
 _SCALING: dict[str, Callable[[Any], tuple[float, Any]]] = {
     "MulBackward0": _multiplied,
     "MulBackward1": _multiplied_by_number,
-    "DivBackward0": _divided,
-    "DivBackward1": _divided,
+    "DivBackward0": _sum_of_counted,
+    "DivBackward1": _sum_of_counted,
 }
 
 

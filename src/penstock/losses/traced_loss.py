@@ -211,6 +211,7 @@ class _Reading:
         return [number if term is None else term * number for term in terms]
 
     def _nll(self, node: fx.Node) -> float | None:
+        """Return the count in a negative log-likelihood or cross-entropy; None for a sum."""
         reduction = _argument(node, "reduction", MEAN)
         if reduction == SUM:
             return None
@@ -237,6 +238,7 @@ class _Reading:
         return self.share
 
     def _weight(self, node: fx.Node) -> Tensor | None:
+        """Return the class weights of a loss; None without any."""
         weight = _argument(node, "weight", None)
         if weight is None:
             return None

@@ -194,7 +194,6 @@ def check_cards(driver: CardDriver) -> CardsReport:
 
 
 def _check_card(driver: CardDriver, kind: str, card: Card, count: int) -> CardReport:
-    """Return the results of one card."""
     return CardReport(
         f"{kind}:{card.index}",
         card.name,

@@ -198,7 +198,6 @@ def _placement(device: torch.device, hosts: Sequence[str], assignment: Assignmen
 
 
 def _max_ranks_per_host(hosts: Sequence[str]) -> int:
-    """Return the largest number of ranks on one host."""
     return max(hosts.count(host) for host in hosts)
 
 

@@ -1,5 +1,5 @@
-"""Fit a link's latency and bandwidth to times of messages, with the least relative error; round what
-was measured.
+"""Fit a link's latency and bandwidth to times of messages, with the least relative error; round
+what was measured.
 """
 
 from __future__ import annotations

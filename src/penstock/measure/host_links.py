@@ -77,8 +77,8 @@ def _measure_pair(pair: tuple[int, int], wires: Wires) -> Link:
 
 
 def link_of(times: Times) -> Link:
-    """Return the link of some times: the latency of the shortest message, and the bandwidth at which
-    the longest one takes longer than the one before.
+    """Return the link of some times: the latency of the shortest message, and the bandwidth at
+    which the longest one takes longer than the one before.
 
     A fit to all sizes would be wrong by a factor: networks often let some 100 kB pass at once, and
     then no more than their rate (a token bucket).
@@ -116,8 +116,8 @@ def network_link(times: Sequence[Times], shared_above: float) -> Link:
 
 def _median(values: Sequence[float | None]) -> float | None:
     """Return the median of the values that are known; None if none is."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return statistics.median(numbers) if numbers else None
 
 
 def _time_pair(peer: int, wires: Wires) -> Times:

@@ -172,8 +172,8 @@ def time_network_messages(peer: int, wires: Wires, repeats: int = 5) -> Times:
 
 def settled_seconds(peer: int, wires: Wires, size: int) -> tuple[float, float]:
     """Return the one-way seconds of messages of one size, repeated until the two shortest of them
-    agree, and the CPU seconds that a rank spends on one; both ranks call it and get the same. Errors
-    as for `time_messages`.
+    agree, and the CPU seconds that a rank spends on one; both ranks call it and get the same.
+    Errors as for `time_messages`.
 
     A rank that waits for a message sleeps, so that the CPU time of all threads of the process is
     that of sending one message and receiving one.

@@ -126,12 +126,10 @@ def _convolution_backward(
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return all tensors of a nested value."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _family(name: str, args: tuple[Any, ...]) -> Family:
-    """Return the family of an op."""
     if name in _MATRIX:
         return "matrix"
     if "attention" in name:
@@ -224,5 +222,6 @@ def _bytes(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> fl
     distinct = {id(tensor): tensor for tensor in inputs}
     read = sum(_size(tensor) for tensor in distinct.values())
     if name in _LOOK_UP and inputs:
+        # Of the table only as many bytes as are returned.
         read += min(written - _size(inputs[0]), 0)
     return float(read * _PASSES.get(name, 1) + written)

@@ -90,7 +90,6 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return all tensors of a nested value."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -273,7 +272,6 @@ class TimedPasses:
 def _times_of_layer(
     passes: Sequence[dict[Phase, list[float]]], index: int
 ) -> dict[Phase, list[float]]:
-    """Return the times of one layer in all passes, by phase."""
     times: dict[Phase, list[float]] = {}
     for phase in PHASES:
         times[phase] = [seconds[phase][index] for seconds in passes]

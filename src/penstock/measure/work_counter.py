@@ -42,8 +42,8 @@ def count(
     """Count the work of every layer in each phase (operations, bytes and launches), and its bytes.
 
     All layers run on fake CPU tensors: no number is computed and no memory allocated, so that a
-    model of any size is counted in seconds. Phases and bytes are those of `penstock.profile`, except for
-    what recurrent layers save internally (see `op_work`). The model is left unchanged.
+    model of any size is counted in seconds. Phases and bytes are those of `penstock.profile`,
+    except for what recurrent layers save internally (see `op_work`). The model is left unchanged.
 
     Args:
         model: a chain, or anything that `chain` accepts; also on the meta device.
@@ -378,7 +378,6 @@ def _multiply(work: Work, count: int) -> Work:
 
 
 def _sum_of(name: str, run: list[OpWork]) -> OpWork:
-    """Return the sum of all ops of one name."""
     works = [work for work in run if work.op == name]
     family = works[0].family if works else "other"
     return OpWork(

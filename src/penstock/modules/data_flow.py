@@ -89,6 +89,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         return _NO_NAMES if memory is None else self._names.get(memory, _NO_NAMES)
 
     def _record_write(self, tensor: Tensor, read: set[str], *, overwritten: bool) -> None:
+        """Record that a tensor is written from values that depend on `read`."""
         memory = _memory_id(tensor)
         if memory is None:
             # A layout without a single memory cannot be followed; assume that it is read.
@@ -100,6 +101,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         self._alive.append(tensor)
 
     def _record_outputs(self, outputs: Any, read: set[str]) -> None:
+        """Record that outputs of an op depend on `read`; numbers may decide what Python does."""
         for leaf in pytree.tree_leaves(outputs):
             if isinstance(leaf, Tensor):
                 memory = _memory_id(leaf)

@@ -187,6 +187,7 @@ def revert(module: nn.Module) -> nn.Module:
 
 
 def _plain(part: nn.Module) -> nn.Module:
+    """Return the plain batch norm in place of a deferred one, with its state."""
     if not isinstance(part, DeferredBatchNorm):
         return part
     layer: _BatchNorm = _with_state_of(part, part.kind)

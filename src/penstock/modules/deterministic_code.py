@@ -13,8 +13,8 @@ Everything else, such as an import, an assignment to an attribute or an unknown 
 forward without a proof may still be deterministic: it is then seeded as before.
 
 The values that pass between layers are assumed to be tensors or containers of tensors. A class of
-the user that draws in an operator would not be noticed here, but by the observation of forwards, see
-`stage_random`.
+the user that draws in an operator would not be noticed here, but by the observation of forwards,
+see `stage_random`.
 """
 
 from __future__ import annotations
@@ -246,7 +246,6 @@ class _Reader:
                 self._read_attribute(instruction.argval)
 
     def _check_global(self, name: str, namespace: Mapping[str, Any]) -> None:
-        """Check a global or a builtin."""
         if name in namespace:
             value = namespace[name]
             self._bind(namespace, name, value)

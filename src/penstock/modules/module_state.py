@@ -198,6 +198,7 @@ def _generator_content(value: Any) -> Content | None:
 
 
 def _container_content(value: Any, depth: int) -> Content | None:
+    """Return a digest of a container: its length and up to `_ITEMS` items from either end."""
     if isinstance(value, Mapping):
         items = _ends(list(value.items()))
         pairs = tuple((repr(key), content(item, depth - 1)) for key, item in items)
@@ -215,6 +216,7 @@ def _ends(items: list[Any]) -> list[Any]:
 
 
 def _digest(tensor: Tensor) -> Content:
+    """Return a digest of a tensor; of a large one, or one that cannot be read, its identity."""
     facts = tuple(tensor.shape), str(tensor.dtype)
     try:
         if tensor.nbytes > _LARGE_BYTES:
@@ -308,6 +310,7 @@ def _copied(value: Any) -> Any:
 
 
 def _restore_content(snapshot: Snapshot) -> None:
+    """Write the content of a snapshot back into its object, in place."""
     value, before = snapshot.value, snapshot.content
     if isinstance(value, Tensor):
         value.data.copy_(before)  # .data: does not count as a change where a graph saved it

@@ -111,6 +111,7 @@ def runs_user_code(module: nn.Module) -> bool:
 
 
 def _part_runs_user_code(part: nn.Module) -> bool:
+    """Return whether a module itself, without its submodules, runs code of the user."""
     kind = type(part)
     is_torchs = kind.__module__.startswith(("torch.nn.modules.", "torch.nn.utils.parametri"))
     if not is_torchs and not _has_torchs_forward(kind):
@@ -139,6 +140,7 @@ def _has_torchs_forward(kind: type[nn.Module]) -> bool:
 
 
 def _part_may_draw(part: nn.Module) -> bool:
+    """Return whether a module itself, without its submodules, may draw random numbers."""
     kind = type(part)
     if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
         return True

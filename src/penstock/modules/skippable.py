@@ -418,9 +418,10 @@ def with_skip_carriers(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str
     carriers: list[tuple[str, nn.Module]] = []
     live: list[Skip] = []
     for name, layer in named:
-        stashes, pops = (
-            (layer.stashable(), layer.poppable()) if isinstance(layer, Skippable) else ([], [])
-        )
+        stashes: list[Skip] = []
+        pops: list[Skip] = []
+        if isinstance(layer, Skippable):
+            stashes, pops = layer.stashable(), layer.poppable()
         leaving = [skip for skip in live if skip not in pops] + stashes
         carriers.append(
             (name, _SkipCarrier(name, layer, live, leaving) if live or leaving else layer)

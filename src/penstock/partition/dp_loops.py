@@ -92,9 +92,9 @@ def least_with(
                     most_stages.size > 0 and stage_count > most_stages[first, end, replicas]
                 ):
                     continue
-                last = (
-                    ranks if most_ranks.size == 0 else min(ranks, most_ranks[first, end, replicas])
-                )
+                last = ranks
+                if most_ranks.size > 0:
+                    last = min(ranks, most_ranks[first, end, replicas])
                 if sums:
                     for used in range(replicas, last + 1):
                         least[first, used] = min(
@@ -156,15 +156,13 @@ def peel(
             # move in the same direction, so this takes linear time.
             back_start = 0
             for front_end in range(front_start, back_end + 1):
-                load, front_bytes_used = (
-                    front[front_end] - front[front_start],
-                    front_bytes[front_end] - front_bytes[front_start],
-                )
-                if load > min(largest, bound) or front_bytes_used > limits[rank]:
+                front_load = front[front_end] - front[front_start]
+                front_bytes_used = front_bytes[front_end] - front_bytes[front_start]
+                if front_load > min(largest, bound) or front_bytes_used > limits[rank]:
                     break
                 while back_start < back_end and (
                     back[back_end] - back[back_start] > largest
-                    or back[back_end] - back[back_start] + load > bound
+                    or back[back_end] - back[back_start] + front_load > bound
                     or back_bytes[back_end] - back_bytes[back_start] + front_bytes_used
                     > limits[rank]
                 ):
@@ -186,6 +184,9 @@ def fold(
 ) -> bool:
     """Return whether a V with a layer in every stage keeps the bounds.
 
+    Ranks are placed from outside: `reached` has, for the ranks so far, the pairs of layers between
+    which the other ranks must lie.
+
     Args:
         placed: costs and limits.
         least: shape (layers + 1,): prefix sums of the seconds of a layer on its fastest rank.
@@ -203,8 +204,9 @@ def fold(
         front, front_bytes = seconds[rank], memory[rank]
         back, back_bytes = seconds[2 * ranks - 1 - rank], memory[2 * ranks - 1 - rank]
         for front_start in range(rank, layers + 1):
-            # The nearest later layer at which the outer ranks may begin: it leaves the fewest
-            # layers for this rank.
+            # `following`: for a back stage that starts at a layer, its end, which is where the back
+            # stages of the outer ranks begin. Of several the nearest leaves this rank the fewest
+            # layers.
             nearest = -1
             for back_start in range(layers, -1, -1):
                 following[back_start] = nearest
@@ -214,28 +216,25 @@ def fold(
                 continue
             earliest = 0
             for front_end in range(front_start + 1, layers + 1):
-                load, front_bytes_used = (
-                    front[front_end] - front[front_start],
-                    front_bytes[front_end] - front_bytes[front_start],
-                )
-                if load > min(largest, bound) or front_bytes_used > limits[rank]:
+                front_load = front[front_end] - front[front_start]
+                front_bytes_used = front_bytes[front_end] - front_bytes[front_start]
+                if front_load > min(largest, bound) or front_bytes_used > limits[rank]:
                     break
-                while earliest < nearest and back[nearest] - back[earliest] > min(
-                    largest, bound - load
-                ):
+                back_limit = min(largest, bound - front_load)
+                while earliest < nearest and back[nearest] - back[earliest] > back_limit:
                     earliest += 1
-                for back_start in range(
-                    max(earliest, front_end + 2 * ranks_inside),
-                    layers if ranks_inside else front_end + 1,
-                ):
+                # The ranks inside need two layers each; the innermost rank leaves none between its
+                # two stages.
+                first_start = max(earliest, front_end + 2 * ranks_inside)
+                last_start = layers - 1 if ranks_inside else front_end
+                for back_start in range(first_start, last_start + 1):
                     back_end = following[back_start]
-                    if back_end < 0 or least[back_start] - least[
-                        front_end
-                    ] > ranks_inside * bound * (1 + 1e-9):
-                        break
+                    middle_s = least[back_start] - least[front_end]
+                    if back_end < 0 or middle_s > ranks_inside * bound * (1 + 1e-9):
+                        break  # so it is for all later starts, whose middle is longer
                     back_load = back[back_end] - back[back_start]
                     if (
-                        back_load <= min(largest, bound - load)
+                        back_load <= back_limit
                         and front_bytes_used + back_bytes[back_end] - back_bytes[back_start]
                         <= limits[rank]
                         and (ranks_inside == 0 or links[front_end] + links[back_start] <= bound)

@@ -70,9 +70,9 @@ class Chain:
         return seconds_of(self.table, stages)
 
     def below(self, stages: int) -> Chain:
-        """Return the chain of a stage that is the `stages`-th from the end, itself included.
+        """Return the chain with only the entries that may have `stages` stages to the end.
 
-        Its entries whose `most_stages` is smaller become infinite.
+        The stage itself counts; all other entries become infinite. (See `Tables.most_stages`.)
         """
         if not self.most_stages.size:
             return self
@@ -84,13 +84,11 @@ class Chain:
 
     def exceeds_depth(self, stages: list[Stage]) -> bool:
         """Return whether a stage has more later stages than its limit."""
+        if not self.most_stages.size:
+            return False
         first = 0
         for index, (length, replicas) in enumerate(stages):
-            stages_to_end = len(stages) - index
-            if (
-                self.most_stages.size
-                and self.most_stages[first, first + length, replicas] < stages_to_end
-            ):
+            if self.most_stages[first, first + length, replicas] < len(stages) - index:
                 return True
             first += length
         return False
@@ -129,6 +127,7 @@ class Chain:
 
         None if no bound can be kept.
         """
+        # The least bound is one of these. Halving the range first avoids sorting all of them.
         values = np.concatenate((self.entries(), self.links))
         low, high = -1.0, float(values.max())
         if not self.suffices(high, stages):
@@ -156,6 +155,7 @@ class Chain:
         for count in range(len(fewest) - 1, 0, -1):
             table = self.below(count).table
             ends = np.arange(first + 1, self.layers + 1)
+            # A stage on a best path has the difference of ranks; of several the fastest is taken.
             replicas = fewest[count][first] - fewest[count - 1][ends]
             allowed = (replicas >= 1) & (self.links[ends] <= bound)
             replicas = np.where(allowed, replicas, 0)
@@ -219,10 +219,8 @@ class Chain:
             if relaxed is None or not self.exceeds_depth(relaxed):
                 return relaxed
         tables = self._least_per_count(bound, sums=sums, stages=stages)
-        if len(tables) == 1 or stages is not None:
-            counts = range(len(tables) - 1, len(tables))
-        else:
-            counts = range(1, len(tables))
+        any_count = len(tables) > 1 and stages is None
+        counts = range(1 if any_count else len(tables) - 1, len(tables))
         used_ranks = [self.ranks] if exactly else range(1, self.ranks + 1)
         value, count, ranks = min(
             (float(tables[count][0, ranks]), count, ranks)
@@ -321,8 +319,8 @@ def chain_of(
             raise PartitionError(
                 f"{name}: has the shape {np.shape(most)}, and the table {times.shape}"
             )
-    ranks, stages = (
+    limits = [
         NO_LIMIT if most is None else np.ascontiguousarray(most, dtype=np.int64)
         for most in (most_ranks, most_stages)
-    )
-    return Chain(times, links, ranks, stages)
+    ]
+    return Chain(times, links, *limits)

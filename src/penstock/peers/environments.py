@@ -85,7 +85,7 @@ def install(names: Iterable[str]) -> dict[str, Path]:
 
 
 def _pip(packages: tuple[str, ...], folder: Path) -> None:
-    """Install packages into a folder."""
+    """Install packages into a folder with pip, without what they depend on."""
     command = [
         sys.executable,
         "-m",

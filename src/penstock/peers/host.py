@@ -94,7 +94,6 @@ class Host:
 
 
 def _environment(folder: Path | None, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a host."""
     paths = [str(folder)] if folder else []
     # Penstock itself may be on the path only because of where Python was started.
     paths += [str(Path(__file__).parents[2])]

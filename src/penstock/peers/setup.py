@@ -30,8 +30,8 @@ class Setup:
         plan_ranks: number of ranks of that plan.
         learning_rate, momentum: of SGD.
         seed: of the initial weights and of the order of the data.
-        memory_limit: most bytes of a process above what its imports took, enforced by the kernel; 0:
-            no limit.
+        memory_limit: most bytes of a process above what its imports took, enforced by the kernel;
+            0: no limit.
     """
 
     model: str
@@ -93,7 +93,6 @@ def spec_of(message: dict[str, Any]) -> RankSpec:
 
 
 def _text(message: dict[str, Any]) -> str:
-    """Return a message as JSON."""
     import json
 
     return json.dumps(message)

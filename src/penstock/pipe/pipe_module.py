@@ -129,10 +129,22 @@ class PipeModule(nn.Module):
                 "load_state_dict(assign=True) would give the partitions other parameters than the "
                 "model that was traced: leave assign out, and the values are copied"
             )
+        # A traced model has one value under a name of its own, and a layer may have it under several.
         for name, keys in names.items():
             if f"{prefix}{name}" in state_dict:
                 value = state_dict.pop(f"{prefix}{name}")
                 state_dict.update(dict.fromkeys([f"{prefix}{key}" for key in keys], value))
+        self._rename_layers(state_dict, prefix)
+        for name in names.keys() & {*self._parameters, *self._buffers}:
+            if f"{prefix}{names[name][0]}" in state_dict:
+                state_dict[f"{prefix}{name}"] = state_dict[f"{prefix}{names[name][0]}"]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _rename_layers(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Rename keys of layers to those of this Pipe, whatever their partition was before.
+
+        Both `partitions.1.layer.weight` and the plain model's `layer.weight` are accepted.
+        """
         prefix_of_layer = {
             layer_name: f"{prefix}partitions.{index}.{layer_name}."
             for index, partition in enumerate(self.partitions)
@@ -145,10 +157,6 @@ class PipeModule(nn.Module):
             if path[0] in prefix_of_layer and len(path) > 1:
                 renamed_key = prefix_of_layer[path[0]] + ".".join(path[1:])
                 state_dict[renamed_key] = state_dict.pop(key)
-        for name in names.keys() & {*self._parameters, *self._buffers}:
-            if f"{prefix}{names[name][0]}" in state_dict:
-                state_dict[f"{prefix}{name}"] = state_dict[f"{prefix}{names[name][0]}"]
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # -- what Trainer of transformers calls
 

@@ -292,6 +292,7 @@ class PartitionRandomness:
 
     @contextmanager
     def _observed_backward(self, device: torch.device) -> Iterator[None]:
+        """Give random ops of a backward their streams, and note whether it has drawn."""
         layers = [self.of_layer(layer) for layer in self._module.children()]
         exclusive = self.exclusive
         random_in_rerun = any(layer.random_in_rerun for layer in layers)

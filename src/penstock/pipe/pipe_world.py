@@ -82,6 +82,9 @@ def turns_of(programs: Sequence[Sequence[Step]]) -> tuple[Turn, ...]:
 
 
 def _turns(programs: Sequence[Sequence[Step]]) -> Iterator[Turn]:
+    """Yield the steps of all ranks in an order in which none waits: a rank is skipped until its
+    message has been sent.
+    """
     waiting = [deque(program) for program in programs]
     # By rank, the messages that other ranks send to it: that it has posted, and that have been sent.
     posted: list[set[Message]] = [set() for _ in programs]

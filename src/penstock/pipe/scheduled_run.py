@@ -264,7 +264,6 @@ def _chain_of(parts: ModelParts) -> tuple[TracedChain, list[int]]:
 
 
 def _modules_of(partitions: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return all modules of the partitions, each once per partition."""
     return [module for partition in partitions for module in partition.modules()]
 
 

@@ -279,7 +279,6 @@ def _candidates(plan: Plan) -> list[str]:
 
 
 def _replica_text(candidate: Candidate) -> str:
-    """Write the number of replicas of a candidate, or the numbers by stage."""
     if isinstance(candidate.replicas, int):
         return str(candidate.replicas)
     return ",".join(map(str, candidate.replicas))

@@ -82,8 +82,6 @@ def combine_conditions(ranks: Sequence[RankConditions]) -> Conditions | None:
     hosts: dict[str, list[RankConditions]] = {}
     for rank in ranks:
         hosts.setdefault(rank.host, []).append(rank)
-    own = [_own_cores(host) for host in hosts.values()]
-    other = [_other_cores(host) for host in hosts.values()]
 
     def worst(name: str) -> float | None:
         """Return the largest value of an attribute."""
@@ -93,8 +91,8 @@ def combine_conditions(ranks: Sequence[RankConditions]) -> Conditions | None:
         seconds=max(rank.seconds for rank in ranks),
         cores=min(rank.cores for rank in ranks),
         processes=max(len(host) for host in hosts.values()),
-        own_cores=_of_known(own, max),
-        other_cores=_of_known(other, max),
+        own_cores=_of_known(map(_own_cores, hosts.values()), max),
+        other_cores=_of_known(map(_other_cores, hosts.values()), max),
         stolen_cores=worst("stolen_cores"),
         core_wait=worst("core_wait"),
         clock_hz=_of_known((rank.clock_hz for rank in ranks), min),
@@ -109,21 +107,23 @@ def combine_conditions(ranks: Sequence[RankConditions]) -> Conditions | None:
 
 
 def _own_cores(host: Sequence[RankConditions]) -> float | None:
-    """Return the cores that the processes of one host kept busy."""
-    known = [rank.process_cores for rank in host if rank.process_cores is not None]
-    return sum(known) if len(known) == len(host) else None
+    """Return the cores that the processes of one host kept busy; None if one does not know."""
+    cores = [rank.process_cores for rank in host if rank.process_cores is not None]
+    return sum(cores) if len(cores) == len(host) else None
 
 
 def _other_cores(host: Sequence[RankConditions]) -> float | None:
     """Return the cores of one host that other programs kept busy."""
-    own = _own_cores(host)
+    busy_with_ranks = _own_cores(host)
     busy = _of_known((rank.busy_cores for rank in host), max)
-    return None if own is None or busy is None else max(busy - own, 0.0)
+    if busy_with_ranks is None or busy is None:
+        return None
+    return max(busy - busy_with_ranks, 0.0)
 
 
 def _of_known(
     values: Iterable[float | None], choose: Callable[[Sequence[float]], float]
 ) -> float | None:
     """Return the chosen one of the values that are known; None if none is."""
-    known = [value for value in values if value is not None]
-    return choose(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return choose(numbers) if numbers else None

@@ -174,6 +174,6 @@ def check_counts(counts: ModelCounts, where: str) -> None:
             )
             if least < 0 or not work.launches:
                 raise SettingError(
-                    f"{where}: layer {shorten(layer.name)}: {work.op} has {work.launches} launches and a "
-                    f"count of {least}: launches are 1 or more, counts 0 or more"
+                    f"{where}: layer {shorten(layer.name)}: {work.op} has {work.launches} launches "
+                    f"and a count of {least}: launches are 1 or more, counts 0 or more"
                 )

@@ -7,8 +7,8 @@ the DSPs' rate; traffic to and from the board's DDR overlaps:
     seconds of a phase = max(operations of products / (peak x reached), bytes through the DDR / its
     bandwidth)
 
-Source: Zhao et al. 2020, BaPipe (docs/literature/bapipe.md; its own numbers are not public): the inputs of its
-exploration, in our own formulas.
+Source: Zhao et al. 2020, BaPipe (docs/literature/bapipe.md; its own numbers are not public): the
+inputs of its exploration, in our own formulas.
 """
 
 from __future__ import annotations

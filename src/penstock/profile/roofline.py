@@ -53,11 +53,12 @@ _WINOGRAD_DTYPES = ("float32", "float64")
 class Efficiency:
     """The share of a device's peaks that is reached, by family of ops.
 
-    The defaults are for a V100 at float32. Fitted to DAPPLE's profile of VGG-19 there (docs/literature/vgg-19-profile.md): `winograd` and `WINOGRAD_TRAFFIC`. Taken from PipeDream's profiles on a V100: `memory`
-    (ReLU in VGG-16), `convolution` (1 x 1 in ResNet-50), `matrix` (VGG-16's fc6, GNMT's
-    classifier), `recurrent` (GNMT's LSTMs, between 0.5 and 0.9). Assumed: `attention` as other
-    products, `grouped_convolution`, `fill_s`. Other GPUs, and tensor cores, reach other shares:
-    calibrate with a profile if there is one.
+    The defaults are for a V100 at float32. Fitted to DAPPLE's profile of VGG-19 there
+    (docs/literature/vgg-19-profile.md): `winograd` and `WINOGRAD_TRAFFIC`. Taken from PipeDream's
+    profiles on a V100: `memory` (ReLU in VGG-16), `convolution` (1 x 1 in ResNet-50), `matrix`
+    (VGG-16's fc6, GNMT's classifier), `recurrent` (GNMT's LSTMs, between 0.5 and 0.9). Assumed:
+    `attention` as other products, `grouped_convolution`, `fill_s`. Other GPUs, and tensor cores,
+    reach other shares: calibrate with a profile if there is one.
 
     Attributes:
         matrix, convolution, grouped_convolution, attention, recurrent, other: share of the peak by
@@ -237,7 +238,6 @@ def roofline(
     roof = Roof.of(device, dtype, counts.dtype_bytes)
 
     def seconds(layer: LayerCounts, phase: Phase, samples: float) -> float:
-        """Return the seconds of one phase of a layer."""
         return roof.seconds(layer.work(phase), samples, reached)
 
     return replace(

@@ -2,8 +2,8 @@
 
 Sources: the split of a layer is that of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053), with
 sequence parallelism that of Korthikanti et al. 2022 (arXiv 2205.05198), from which the bytes of
-activations are (section 4). Matrix products take the seconds of `MatrixProduct`, all else that of its
-memory traffic.
+activations are (section 4). Matrix products take the seconds of `MatrixProduct`, all else that of
+its memory traffic.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Transformer:
         return 12 * layers * h**2 * (1 + 13 / (12 * h) + embedding)
 
     def step_flops(self, batch: int) -> float:
-        """Return the operations of a step that recomputes all activations, by Narayanan et al. 2021,
-        equation 3.
+        """Return the operations of a step that recomputes all activations, by Narayanan et al.
+        2021, equation 3.
         """
         s, h, layers = self.sequence, self.hidden, self.layers
         factor = 1 + s / (6 * h) + self.vocabulary / (16 * layers * h)

@@ -70,7 +70,6 @@ def without_empty_columns(table: Table) -> Table:
 
 
 def _select(row: tuple[Value, ...], columns: list[int]) -> tuple[Value, ...]:
-    """Return some values of a row."""
     return tuple(row[column] for column in columns)
 
 

@@ -81,12 +81,10 @@ def chart_csv(chart: Chart) -> str:
 
 
 def _header(column: Column) -> str:
-    """Return the header of a column with its unit."""
     return column.title + _UNITS.get(column.kind, "")
 
 
 def _csv_text(header: Sequence[str], rows: Iterable[Sequence[Value]]) -> str:
-    """Return a header and rows as CSV text."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([_safe(title) for title in header])

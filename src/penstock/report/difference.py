@@ -206,9 +206,9 @@ def _other_load(profile: Conditions, run: Conditions) -> Cause | None:
 def _slowdown(conditions: Conditions) -> float:
     """Return by which factor other programs slow the ranks down, if cores are shared fairly."""
     assert conditions.other_cores is not None
-    wanted = min(float(conditions.processes), float(conditions.cores))
+    demand = min(float(conditions.processes), float(conditions.cores))  # cores the ranks can use
     free = max(conditions.cores - conditions.other_cores, 0.1 * conditions.cores)
-    return max(wanted / free, 1.0)
+    return max(demand / free, 1.0)
 
 
 def _stolen(profile: Conditions, run: Conditions) -> Cause | None:

@@ -81,7 +81,6 @@ def markdown_page(report: Report) -> str:
 
 
 def _page_parts(page: Page, writer: _Writer) -> list[str]:
-    """Return the paragraphs of a page."""
     parts = [f"## {escape_markdown(page.title)}"]
     if page.summary:
         parts.append("\n".join(f"- {escape_markdown(line)}" for line in page.summary))

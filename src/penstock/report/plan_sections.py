@@ -55,7 +55,6 @@ def plan_sections(plan: Plan) -> list[Section]:
 
 
 def _plan_facts(plan: Plan) -> Facts:
-    """Return the settings of a plan."""
     states = f"{plan.optimizer_states:g} state{'s' * (plan.optimizer_states != 1)} per parameter"
     samples_per_s = plan.predicted.samples_per_s
     digits = 0 if samples_per_s >= 100 else 2
@@ -205,7 +204,6 @@ def _candidate_table(plan: Plan) -> Table:
 
 
 def _replica_text(candidate: Candidate) -> str:
-    """Return the number of replicas of a candidate, or the numbers by stage."""
     if isinstance(candidate.replicas, int):
         return str(candidate.replicas)
     return ", ".join(map(str, candidate.replicas))

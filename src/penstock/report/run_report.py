@@ -110,7 +110,6 @@ def _difference(measured_s: float, predicted_s: float) -> str:
 
 
 def _settings(run: RunFolder) -> Facts:
-    """Return the settings that have a value."""
     items = []
     for name, value in run.settings.items():
         if value is None or value in ({}, []) or name in _SELECTING:

@@ -62,7 +62,6 @@ def _time_table(outcome: Outcome) -> Table:
 
 
 def _change(before: float, after: float) -> float | None:
-    """Return the relative change, None if there is none."""
     return after / before - 1 if before else None
 
 
@@ -193,8 +192,8 @@ def _waiting_tables(measured: Timeline) -> list[Table]:
         Column("rest", "seconds", about="gradient sums, overhead, and no more ops"),
     )
     caption = (
-        "A rank that waits for links needs a faster network or smaller messages; one that waits for "
-        "neighbours needs another cut or schedule."
+        "A rank that waits for links needs a faster network or smaller messages; one that waits "
+        "for neighbours needs another cut or schedule."
     )
     tables = [Table("idle", "Idle time", columns, tuple(rows), caption, (TIMELINE,))]
     for ends, by_host in (("rank", False), ("host", True)):

@@ -90,15 +90,13 @@ def save_timeline(timeline: Timeline, path: Path) -> None:
 def _waits(timeline: Timeline) -> tuple[tuple[float | None, ...], ...]:
     """Return `Event.wait_s` of the ops of each rank; empty if none is known."""
     rows: list[list[float | None]] = [[] for _ in range(timeline.ranks)]
-    known = False
     for event in timeline.compute:
         rows[event.rank].append(event.wait_s)
-        known |= event.wait_s is not None
-    return tuple(map(tuple, rows)) if known else ()
+    has_waits = any(event.wait_s is not None for event in timeline.compute)
+    return tuple(map(tuple, rows)) if has_waits else ()
 
 
 def _transfer_times(transfers: list[Event]) -> TransferTimes:
-    """Return the properties of transfers as lists."""
     return TransferTimes(
         tuple(event.rank for event in transfers),
         tuple(event.to_rank or 0 for event in transfers),

@@ -259,7 +259,6 @@ class _Builder:
         )
 
     def _no_ops(self) -> Array:
-        """Return an array with -1 for every op."""
         return np.full(len(self.ops), -1, np.int32)
 
     def _inverse(self, inputs: Array) -> Array:

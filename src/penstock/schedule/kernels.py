@@ -1,7 +1,8 @@
 """Kernels that walk a schedule's arrays, in plain Python or compiled.
 
 They use only indexing, so that lists and NumPy arrays serve equally. Ops that start together (a
-pair, or the updates of a stage's replicas) form a group: a chain from its leader by `next_in_group`, contiguous in `order`.
+pair, or the updates of a stage's replicas) form a group: a chain from its leader by
+`next_in_group`, contiguous in `order`.
 
 The last argument of each is its output. All implement the same rules: a rank does one thing at a
 time, in its program's order; an op starts when its rank is free and its inputs have arrived; a link
@@ -122,6 +123,8 @@ def order_ops(graph: OpGraph, pending: Numbers, order: Numbers) -> int:
     while head < count:
         op = order[head]
         head += 1
+        # What waits for the op: the next op of its rank, and up to two consumers. The first may
+        # stand for all replicas of an update.
         for edge in range(3):
             waiting = (
                 after[op] if edge == 0 else first_consumer[op] if edge == 1 else second_consumer[op]
@@ -202,8 +205,8 @@ def time_ops_contended(
     """Compute `times` where several ranks share a medium, first come, first served.
 
     A message starts when all its media are free, and messages of a medium never overtake each
-    other. Ops are therefore processed in the order of their ends; of those that end at the same second the
-    one of the lower rank comes first, then the earlier in its program.
+    other. Ops are therefore processed in the order of their ends; of those that end at the same
+    second the one of the lower rank comes first, then the earlier in its program.
 
     Args:
         graph: of the ops.
@@ -251,11 +254,11 @@ def time_ops_contended(
             waiting = (
                 after[op] if edge == 0 else first_consumer[op] if edge == 1 else second_consumer[op]
             )
+            # The next op of the rank need not wait for the message if transfers overlap.
+            earliest = now if edge == 0 and durations.overlap else arrival
             while waiting >= 0:
                 group = leader[waiting]
-                ready[group] = max(
-                    ready[group], now if edge == 0 and durations.overlap else arrival
-                )
+                ready[group] = max(ready[group], earliest)
                 pending[group] -= 1
                 if pending[group] == 0:
                     member = group
@@ -293,12 +296,12 @@ def time_vectors(
         group_end = position
         while op >= 0:
             rank_free = free[rank[op]]
+            # A missing input is replaced by the rank's time, which changes no maximum: so the inner
+            # loop has no branches.
             value = arrived[first_input[op]] if first_input[op] >= 0 else rank_free
-            second_value = arrived[second_input[op]] if second_input[op] >= 0 else rank_free
+            other = arrived[second_input[op]] if second_input[op] >= 0 else rank_free
             for vector in range(vectors):
-                begin[vector] = max(
-                    begin[vector], rank_free[vector], value[vector], second_value[vector]
-                )
+                begin[vector] = max(begin[vector], rank_free[vector], value[vector], other[vector])
             source = -1
             if len(next_replica) > 0 and first_input[op] >= 0:
                 source = next_replica[first_input[op]]

@@ -60,7 +60,6 @@ def from_block(
 
 
 def _repeat(block: Mapping[tuple[Kind, int], int], interval: int, micro_batches: int) -> Slots:
-    """Return the slots of all micro-batches on one rank."""
     slots: Slots = {}
     for (kind, stage), slot in block.items():
         for m in range(micro_batches):
@@ -122,7 +121,6 @@ def _ready_slot(op: Op, stages: int, slot_of: Mapping[Op, int]) -> int:
 
 
 def _stage_count(slots: Sequence[Slots]) -> int:
-    """Return the number of stages."""
     return 1 + max(op.stage for rank in slots for op in rank)
 
 

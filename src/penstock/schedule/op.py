@@ -137,7 +137,6 @@ class Schedule(NotebookPicture):
         return tuple(map(self._line, self.programs))
 
     def _line(self, ops: Program) -> str:
-        """Return the text of a program."""
         if not self.pairs:
             return " ".join(map(str, ops))
         text = "".join(
@@ -162,8 +161,8 @@ class Schedule(NotebookPicture):
             number = re.search(r"[0-9]+", label)
             if bar and (number is None or number[0] != str(len(programs))):
                 raise ScheduleError(
-                    f"{quote(label.strip())} labels the program of rank {len(programs)}: write one line "
-                    "per rank, in order from 'rank 0 |'"
+                    f"{quote(label.strip())} labels the program of rank {len(programs)}: write one "
+                    "line per rank, in order from 'rank 0 |'"
                 )
             program: list[Op] = []
             for word in (row if bar else line).split():

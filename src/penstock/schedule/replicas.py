@@ -142,7 +142,11 @@ def round_robin(schedule: Schedule, replicas: Sequence[int]) -> Schedule:
 
 
 def _check_round_robin(schedule: Schedule, replicas: Sequence[int]) -> None:
-    """Check that `round_robin` accepts the schedule and the replicas."""
+    """Check that the micro-batches of a schedule can be distributed over replicas of its stages.
+
+    Raises:
+        ScheduleError: they cannot.
+    """
     _check_no_waves(schedule)
     name = schedule.name
     if any(stages != (rank,) for rank, stages in enumerate(schedule.stages_of_rank)):

@@ -111,7 +111,6 @@ class Grid:
         return list(dict.fromkeys(cells))
 
     def _cell(self, combination: Mapping[str, Any], repetition: int) -> Cell:
-        """Return the cell of a combination."""
         values = dict(combination)
         values["model_options"] = options(values["model_options"])
         values["options"] = options(values["options"])
@@ -153,7 +152,6 @@ class Grid:
         self._check_size()
 
     def _check_schedules(self, chosen: Sequence[System]) -> None:
-        """Refuse a schedule that none of the systems has."""
         schedules = {""}
         for system in chosen:
             schedules.update(system.schedules)
@@ -187,10 +185,8 @@ class Grid:
 
 
 def _values(value: Any) -> list[Any]:
-    """Return one or more values as a list."""
     return list(value) if isinstance(value, list) else [value]
 
 
 def _matches(combination: Mapping[str, Any], pattern: Mapping[str, Plain]) -> bool:
-    """Whether a combination has all values of a pattern."""
     return all(combination[name] == value for name, value in pattern.items())

@@ -61,7 +61,6 @@ def run_in_turn(
 
 
 def _name(cell: Cell) -> str:
-    """Return the name of a cell in its comparison."""
     return BOUND if cell.system == BOUND else cell.system_label
 
 

@@ -122,7 +122,6 @@ class Records:
             self._append(_Line(head=_Head(_SCHEMA, study, self.machine)))
 
     def _open(self, folder: Path) -> None:
-        """Make the folder and the file."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8"):
@@ -170,7 +169,6 @@ class Records:
             self._records[record.cell.key] = record
 
     def _append(self, line: _Line) -> None:
-        """Append a line to the file."""
         values = {name: value for name, value in asdict(line).items() if value is not None}
         try:
             with self.path.open("a", encoding="utf-8") as file:

@@ -175,7 +175,10 @@ class _Executor:
                 yield from (future.result() for future in ended)
 
     def _prepare(self, unit: Unit) -> Callable[[], list[Record]]:
-        """Return a function that runs a unit and returns its records."""
+        """Start what a unit needs, outside of its time limit; return the function that runs it.
+
+        What fails here is a record with an error too.
+        """
         if self._entry.in_turn:
             return lambda: run_in_turn(unit, self._options, self._hosts, self._cuts())
         (cell,) = unit
@@ -198,7 +201,6 @@ class _Executor:
         return lambda: [_recorded(cell, lambda: train_prepared(prepared, host, log, limit_s), log)]
 
     def _cuts(self) -> Cuts:
-        """Return the cuts of the study."""
         host = self._hosts.of(system("penstock"))
         return Cuts(self._options.folder / "profiles", host)
 

@@ -228,7 +228,6 @@ class RouteBounds:
             machine.add(self.head_i[s, done] + self.until_gradient[s], self.remaining[s])
 
     def _add_backward(self, machine: _Machine, s: int, n: int) -> None:
-        """Add backward n of stage s."""
         machine.add(self.head_i[s, n], self.until_gradient[s])
         machine.add(self.head_i[s, n] + self.until_gradient[s], self.remaining[s])
 

@@ -23,7 +23,10 @@ def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
     start, cause, arrive, maker, done = work.start, work.cause, work.arrive, work.maker, work.done
     link, busy, turn, clock = work.link, work.busy, work.turn, work.free
     ranks, length = codes.shape
-    gaps = spec.copies_of.shape[1] > 1 and len(spec.counts) == 1
+    # With several stages on a rank, a stage can update while the rank waits for another's message.
+    updates_in_gaps = spec.copies_of.shape[1] > 1 and len(spec.counts) == 1
+    # A ring of the ranks that can continue: `turn` has in column 0 the rank's place in its program,
+    # in column 1 the ring, in column 2 whether the rank is in the ring.
     for rank in range(ranks):
         turn[rank, 1], turn[rank, 2] = rank, 1
     first, waiting, left = 0, ranks, 0
@@ -35,16 +38,16 @@ def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
         place, free = turn[rank, 0], clock[rank]
         while place < lengths[rank]:
             copy, kind = codes[rank, place] >> 2, codes[rank, place] & 3
-            way = 0 if kind == 0 else 1
+            way = 0 if kind == 0 else 1  # down the route with forwards, up with backwards
             op = rank * length + place
             begin, why, k = free, op - 1 if place else -1, done[copy, way]
             if kind != 2:
                 arrived = arrive[way, copy, k]
                 if arrived < 0.0:
-                    break
+                    break  # the message will queue this rank again
                 done[copy, way] = k + 1
                 if arrived > free:
-                    if gaps:
+                    if updates_in_gaps:
                         _update_in_gap(spec, work, rank, arrived)
                     begin, why = arrived, maker[way, copy, k]
             start[rank, place], cause[rank, place] = begin, why
@@ -58,7 +61,7 @@ def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
             target, end = copies[taker, 0], free
             if target != rank:
                 if link[rank, target] > end:
-                    op = busy[rank, target]
+                    op = busy[rank, target]  # the cause of the arrival is the message before
                 busy[rank, target] = op
                 end = send(link, rank, target, end, cost[copy, UP + way])
                 if turn[target, 2] == 0:
@@ -119,13 +122,12 @@ def end_of_updates(spec: Spec, work: Workspace) -> float:
     """
     last, ranks = 0.0, len(work.free)
     for rank in range(ranks):
-        end, others = work.free[rank], 0
+        end, same_stage = work.free[rank], 0
         if len(spec.counts) > 1:
             end = max(end, work.free[ranks - 1 - rank])
-            others = (
-                1 if 2 * rank == ranks - 1 else 0
-            )  # the middle rank has the same stage twice, and one update
-        for i in range(spec.copies_of.shape[1] - others):
+            # The middle rank has both copies of one stage, which need one update.
+            same_stage = 1 if 2 * rank == ranks - 1 else 0
+        for i in range(spec.copies_of.shape[1] - same_stage):
             copy = spec.copies_of[rank, i]
             if copy >= 0 and work.done[copy, 3] == 0:
                 end += spec.cost[copy, UPDATE]

@@ -248,8 +248,8 @@ class _Model:
         return self.model.new_int_var(low, max(low, self.most - math.ceil(tail - 1e-6)), "")
 
     def _add_messages(self) -> None:
-        """Make ops that consume a value start after its arrival, and links carry one message at a time,
-        in the order of sending.
+        """Make ops that consume a value start after its arrival, and links carry one message at a
+        time, in the order of sending.
         """
         c = self.problem.costs
         # Per link the messages of one kind and boundary, in order.

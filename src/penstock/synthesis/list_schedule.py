@@ -46,48 +46,48 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
     no op continue.
     """
     reset(spec, work)
-    codes, lengths, copies, cost, copies_of = (
-        encoding.codes,
-        encoding.lengths,
-        spec.copies,
-        spec.cost,
-        spec.copies_of,
-    )
+    codes, lengths = encoding.codes, encoding.lengths
+    copies, cost, copies_of = spec.copies, spec.cost, spec.copies_of
     dues, whole = rule.due, rule.whole
     arrive, done, link, free = work.arrive, work.done, work.link, work.free
     ranks, stages, far = len(lengths), len(copies) // len(spec.counts), _far(spec, rule.cap)
-    # begin: per copy and kind, when the next op could start. soon: per rank, when an op could
-    # start, and when one could end.
-    begin, soon = np.empty((len(copies), 3)), np.empty((2, ranks))
-    look, looks, left = np.empty(2, np.int64), ranks, 0
+    # Per copy and kind (F, I or B, W), when its next op could start; infinite if it cannot yet.
+    begin = np.empty((len(copies), 3))
+    # Per rank, when the first of its next ops could start, and when the first could end.
+    first_start, first_end = np.empty(ranks), np.empty(ranks)
+    # An op changes what its own rank and its receiver can do: only these are looked at again.
+    changed, changes = np.empty(2, np.int64), ranks
+    unfinished = 0  # micro-batches of copies
     for copy in range(len(copies)):
-        left += spec.counts[copy // stages]
+        unfinished += spec.counts[copy // stages]
         lengths[copies[copy, 0]] = 0
     while True:
-        for i in range(looks):
-            rank = look[i] if looks <= 2 and looks < ranks else i
-            soon[0, rank] = soon[1, rank] = np.inf
+        # 1. What could the changed ranks start next?
+        for i in range(changes):
+            rank = changed[i] if changes <= 2 and changes < ranks else i
+            first_start[rank] = first_end[rank] = np.inf
             for j in range(copies_of.shape[1]):
                 copy = copies_of[rank, j]
                 for kind in range(3 if copy >= 0 else 0):
                     k = done[copy, kind]
                     begin[copy, kind] = np.inf
+                    # An I or B follows the k-th F, a W the k-th I.
                     if k >= (spec.counts[copy // stages] if kind == 0 else done[copy, kind - 1]):
                         continue
                     at = free[rank] if kind == 2 else arrive[kind, copy, k]
                     if at < 0.0 or (kind == 0 and not _fits(spec, rule.cap, done, copy, far)):
                         continue
                     begin[copy, kind] = at = max(at, free[rank])
-                    soon[0, rank] = min(soon[0, rank], at)
-                    soon[1, rank] = min(
-                        soon[1, rank], at + cost[copy, 3 if kind == 1 and whole[copy, k] else kind]
-                    )
-        rank = 0
-        for other in range(1, ranks):
-            rank = other if soon[1, other] < soon[1, rank] else rank
-        if soon[1, rank] == np.inf:
-            break
-        wait_until = soon[0, rank] + rule.patience[0] * (soon[1, rank] - soon[0, rank])
+                    code = 3 if kind == 1 and whole[copy, k] else kind
+                    first_start[rank] = min(first_start[rank], at)
+                    first_end[rank] = min(first_end[rank], at + cost[copy, code])
+        # 2. The rank whose next op could end first decides; nothing that ends later can change
+        # what it could start before that end.
+        rank = int(np.argmin(first_end))
+        if first_end[rank] == np.inf:
+            break  # all ops are placed, or the cap lets none continue
+        wait_until = first_start[rank] + rule.patience[0] * (first_end[rank] - first_start[rank])
+        # 3. Of the ops that it can start by then, it takes the one that is due first.
         best, copy, kind = np.inf, -1, -1
         for j in range(copies_of.shape[1]):
             other = copies_of[rank, j]
@@ -100,24 +100,24 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
         end = free[rank] = begin[copy, kind] + cost[copy, code]
         done[copy, kind] += 1
         done[copy, 2] += code == 3
-        left -= code >= 2
-        look[0], looks = rank, 1
+        unfinished -= code >= 2
+        changed[0], changes = rank, 1
         taker = copies[copy, 1 + kind] if kind < 2 else -1
         if taker >= 0:
             target = copies[taker, 0]
             if target != rank:
                 end = send(link, rank, target, end, cost[copy, UP + kind])
-                look[1], looks = target, 2
+                changed[1], changes = target, 2
             arrive[kind, taker, done[copy, kind] - 1] = end
         if far:  # an op on any rank may free memory for an op on any other
-            looks = ranks
-    return -1.0 if left else end_of_updates(spec, work)
+            changes = ranks
+    return -1.0 if unfinished else end_of_updates(spec, work)
 
 
 @compiled
 def _far(spec: Spec, cap: Floats) -> bool:
-    """Return whether there are two routes and some rank cannot hold a micro-batch of each: then no
-    rank can decide alone what fits.
+    """Return whether no rank can decide alone what fits: there are two routes, and some rank cannot
+    hold a micro-batch of each.
     """
     for rank in range(len(cap) if len(spec.counts) > 1 else 0):
         both = 0.0
@@ -137,11 +137,10 @@ def _fits(spec: Spec, cap: Floats, done: Ints, copy: int, far: bool) -> bool:
     both can then drain as if alone.
     """
     rank, stages = spec.copies[copy, 0], len(spec.copies) // len(spec.counts)
-    held, most, with_other_route = (
-        spec.cost[copy, HOLD],
-        0.0,
-        spec.cost[copy, HOLD] * (done[copy, 0] - done[copy, 1]),
-    )
+    held = spec.cost[copy, HOLD]  # with the new forward
+    most = 0.0  # if all micro-batches were in flight
+    # What its route has in flight, and one micro-batch of every stage of the rank.
+    with_other_route = spec.cost[copy, HOLD] * (done[copy, 0] - done[copy, 1])
     for i in range(spec.copies_of.shape[1]):
         other = spec.copies_of[rank, i]
         if other >= 0:

@@ -200,6 +200,7 @@ class _Request:
 
 
 def _capture_or_fault(request: _Request) -> Capture:
+    """Trace with sizes that may change, else with fixed ones; convert errors to ChainError."""
     try:
         return _capture_checked(request, dynamic=True)
     except Drawn as error:
@@ -291,6 +292,13 @@ def _in_thread(work: Callable[[], Capture]) -> Capture:
 
 
 def _export(request: _Request, *, dynamic: bool, locate: bool = False) -> Capture:
+    """Run torch.export on a fake copy of the model, and return the graph with what was observed.
+
+    Args:
+        request: what to trace.
+        dynamic: whether sizes of the inputs may change; else the graph holds for these sizes alone.
+        locate: whether to find the place that draws random numbers.
+    """
     form = request.form
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     outputs, interceptor = Outputs(), Interceptor()
@@ -342,6 +350,7 @@ def _dimensions(tensors: Sequence[Tensor]) -> dict[str, Any]:
 
     def dynamic_sizes(tensor: Tensor) -> dict[int, Any]:
         # Floats are (samples, tokens, features), or have samples first; integers are tokens.
+        """Return the dimensions of an input whose sizes may change."""
         leading = 2 if tensor.dim() == 3 else 1
         if not tensor.is_floating_point():
             leading = tensor.dim()

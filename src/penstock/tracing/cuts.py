@@ -80,6 +80,7 @@ class _Run:
 
 
 def _runs_with_weights(flow: Flow) -> list[_Run]:
+    """Return the runs of consecutive ops with weights that belong to one call of a module."""
     runs: list[_Run] = []
     for index, node in enumerate(flow.order):
         weights = [

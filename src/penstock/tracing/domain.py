@@ -90,6 +90,7 @@ def _conditions(shape_env: Any) -> tuple[Any, ...]:
 def _ranges(
     shape_env: Any, sizes: Sequence[Sequence[Any]]
 ) -> tuple[tuple[Any, int, int | None], ...]:
+    """Return the symbols that occur in sizes, with the least and the largest value of each."""
     symbols: set[Any] = set()
     for shape in sizes:
         for size in shape:

@@ -1,5 +1,5 @@
-"""Keep the no-op CUDA guard of torch's fake tensors alive, where torch is built for CUDA and no card
-is visible.
+"""Keep the no-op CUDA guard of torch's fake tensors alive, where torch is built for CUDA and no
+card is visible.
 
 The first `FakeTensorMode` of a process registers a no-op guard for CUDA. The guard belongs to the
 thread that entered the mode, and is freed when this thread ends, but stays registered

@@ -111,6 +111,7 @@ def _runs_model(frame: traceback.FrameSummary) -> bool:
 
 
 def _reason(error: BaseException) -> str:
+    """Return in a few words why a trace failed."""
     kind = type(error).__name__
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if (

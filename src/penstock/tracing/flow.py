@@ -145,6 +145,7 @@ def _attributes(
 
 
 def _last_uses(order: Sequence[fx.Node], outputs: Sequence[fx.Node | None]) -> dict[fx.Node, int]:
+    """Return `Flow.last_use`."""
     last_use: dict[fx.Node, int] = {}
     for index, node in enumerate(order):
         last_use.update(dict.fromkeys(node.all_input_nodes, index))
@@ -155,6 +156,7 @@ def _last_uses(order: Sequence[fx.Node], outputs: Sequence[fx.Node | None]) -> d
 def _changes(
     order: Sequence[fx.Node], memory_of: Mapping[fx.Node, int]
 ) -> dict[int, frozenset[int]]:
+    """Return `Flow.changes`."""
     changes: dict[int, frozenset[int]] = {}
     for index, node in enumerate(order):
         targets = written(node)

@@ -143,6 +143,7 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
     plain: Callable[..., Any] = original.__func__
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        """Call an autograd.Function; while tracing, as a single op of the graph."""
         mode = get_proxy_mode() if threading.get_ident() == thread else None
         if mode is None or cls.__module__.startswith("torch._"):
             return plain(cls, *args, **kwargs)

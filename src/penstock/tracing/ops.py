@@ -135,6 +135,7 @@ def written(node: fx.Node) -> list[fx.Node]:
 def _written_by_subgraph(
     node: fx.Node, subgraph_node: fx.Node, module: fx.GraphModule
 ) -> list[fx.Node]:
+    """Return the operands of an op that its subgraph changes in place."""
     operands = node.args[node.args.index(subgraph_node) + 1 :]
     placeholders = module.graph.find_nodes(op="placeholder")
     # The subgraph may write to a view of an operand, so compare memory and not values.

@@ -80,6 +80,7 @@ def keeps_sparse_gradients(module: nn.Module) -> bool:
 
 
 def _reasons(part: nn.Module) -> Iterator[str]:
+    """Yield the reasons why replicas of a module would not compute what one copy does."""
     norm = _max_norm(part)
     if norm is not None:
         yield f"max_norm={norm} changes the weight in every forward"

@@ -148,6 +148,7 @@ def _parts(named: Sequence[tuple[str, nn.Module]]) -> list[Part]:
 
 
 def _needs_example(model: nn.Module) -> ChainError:
+    """Return the error for a model whose layers are not known without a trace."""
     reason = (
         "has a forward or hooks of its own"
         if isinstance(model, nn.Sequential)
@@ -201,6 +202,7 @@ def _with_containers(
 
 
 def _traced(model: nn.Module, example: Any) -> TracedChain:
+    """Return the chain of a model that is traced on an example."""
     parts, variants = trace(model, example)
     described = _describe(parts)
     inner = range(1, len(parts))

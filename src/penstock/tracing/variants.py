@@ -218,6 +218,7 @@ class Variants:
         return variant
 
     def _capture_variant(self, form: Form, training: bool, graphs: _StateGraphs) -> Variant:
+        """Trace the model on inputs of a form, and add the graph."""
         try:
             captured = self._capture(form, training)
             self._check_steady(captured)
@@ -291,6 +292,7 @@ class Variants:
         return True
 
     def _check_structure(self, changes: Sequence[Change]) -> None:
+        """Check that all changes are such that tracing again takes account of them."""
         faults = [change.text for change in changes if not change.traceable]
         if faults:
             raise ChainError(
@@ -373,6 +375,7 @@ class Variants:
                 raise
 
     def _add(self, form: Form, training: bool, captured: Capture, flow: Flow) -> Variant:
+        """Add a graph to those of its kind, and watch the state that its forward has read."""
         ranges = segments_of(flow, self.skeleton, self.keys, self.home)
         segments = tuple(Segment.of(flow, ops) for ops in ranges)
         variant = Variant(captured, flow, segments, self.buffer)

@@ -218,12 +218,10 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def _encode_list(values: Any) -> list[Any]:
-    """Encode every value."""
     return [encode(value) for value in values]
 
 
 def _decode_list(content: Any) -> list[Any]:
-    """Decode every value."""
     return [decode(entry) for entry in content]
 
 

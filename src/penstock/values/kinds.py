@@ -160,7 +160,6 @@ def _split_defaultdict(value: Any) -> tuple[Context, list[Any]]:
 
 
 def _build_defaultdict(_: type, context: Context, parts: list[Any]) -> Any:
-    """Rebuild a defaultdict."""
     return defaultdict(context[2], zip(context[0], parts, strict=True))
 
 
@@ -269,7 +268,6 @@ def _split_sparse(value: Tensor) -> tuple[Context, list[Any]]:
 
 
 def _build_sparse(_: type, context: Context, parts: list[Any]) -> Tensor:
-    """Rebuild a sparse tensor."""
     size, coalesced = context
     return torch.sparse_coo_tensor(
         parts[0], parts[1], size, is_coalesced=coalesced, check_invariants=False

@@ -78,7 +78,7 @@ def _number_gap(quantity: str, numbers: Sequence[int], op_text: str) -> Iterator
 def _forward_and_backward(
     ranks_of: Mapping[Op, Sequence[int]], stage: int, micro_batch: int
 ) -> Iterator[Finding]:
-    """Check the forward and the backward of one micro-batch on one stage."""
+    """Yield what is wrong with the F, and with the B or the I and W, of one micro-batch."""
     forward, whole, inputs, weights = (
         Op(kind, stage, micro_batch) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
     )

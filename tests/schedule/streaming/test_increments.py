@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import FAMILIES, schedule
+from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.lower import Direction, Transfer, lower
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.streaming.increments import Portions
@@ -73,6 +74,8 @@ def test_a_portion_names_no_batch_that_has_not_come(schedule, batch):
         assert all(number < (batch + 1) * size for number in numbers)
 
 
+# One link carries values of two batches in turn, so that a receive waits for one before it.
+@example(schedule("wpipe", 4, 2))
 @given(streams())
 @settings(deadline=None, max_examples=40)
 def test_on_every_link_receives_are_posted_in_the_order_of_the_sends(schedule):
@@ -86,6 +89,27 @@ def test_on_every_link_receives_are_posted_in_the_order_of_the_sends(schedule):
                 link = (rank, action.peer) if sending else (action.peer, rank)
                 (sent if sending else posted).setdefault(link, []).append(action.message)
     assert sent == posted
+
+
+# A wave ends in another place of the loop than the wave before: increments repeat after two loops.
+@example(schedule("hetpipe", 2, 1, virtual_workers=2, in_flight=2, distance=0))
+@given(streams())
+@settings(deadline=None, max_examples=40)
+def test_no_op_waits_for_an_op_of_a_later_portion(schedule):
+    """The other rank runs that only when another batch comes, which may be never."""
+    whole = with_batch_count(schedule, 20)
+    portions = Portions(schedule, ahead=2)
+    batch_of = {
+        (rank, action): batch
+        for rank in range(schedule.ranks)
+        for batch in range(14)
+        for action in portions.increment(rank, batch)
+    }
+    dependencies = dependencies_of(whole)
+    rows = list(zip(dependencies.ops.rank.tolist(), whole.ops, strict=True))
+    for row, sources in zip(rows, dependencies.predecessors(), strict=True):
+        if row in batch_of:
+            assert all(batch_of.get(rows[source], 99) <= batch_of[row] for source in sources)
 
 
 @given(streams(), st.integers(0, 12))

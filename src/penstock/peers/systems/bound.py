@@ -74,5 +74,4 @@ def make(job: Job) -> Ops:
 
 
 def _random(template: Tensor) -> Tensor:
-    """Return random numbers in the shape of a tensor."""
     return torch.rand_like(template, device="cpu")

@@ -1,5 +1,5 @@
-"""torch's data parallelism: every rank has its share of the batch; DDP with the whole model on every
-rank, FSDP2 with a shard of every layer.
+"""torch's data parallelism: every rank has its share of the batch; DDP with the whole model on
+every rank, FSDP2 with a shard of every layer.
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ class Gloo:
 
 
 class Shared:
-    """Messages through a page of numbers and a place per micro-batch, mapped by both ranks. A number
-    is the step that its place belongs to.
+    """Messages through a page of numbers and a place per micro-batch, mapped by both ranks. A
+    number is the step that its place belongs to.
 
     The sender fills the place and then sets the number. Other cores see it in this order on x86,
     for which alone this is meant.

@@ -65,7 +65,6 @@ def make(job: Job) -> Step:
 
 
 def _schedule(setup: Setup, stages: int) -> Schedule:
-    """Return the schedule of a setup with its programs."""
     from penstock.search.schedules import schedule
 
     if setup.schedule in ("interleaved", "breadth-first"):

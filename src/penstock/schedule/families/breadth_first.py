@@ -59,7 +59,6 @@ def breadth_first(
     backward = forward if backward_order == "forward" else forward[::-1]
 
     def program(rank: int) -> Program:
-        """Return the program of a rank."""
         rank_stages = stages_of(placement, rank)
         ops = [Op(Kind.F, stage, m) for stage in rank_stages for m in forward]
         ops += [Op(Kind.B, stage, m) for stage in reversed(rank_stages) for m in backward]

@@ -74,7 +74,11 @@ def chimera(stages: int, micro_batches: int, concatenation: str = "direct") -> S
 
 
 def _check_arguments(stages: int, micro_batches: int, concatenation: str) -> None:
-    """Check the arguments of `chimera`."""
+    """Check that `chimera` supports the numbers and the concatenation.
+
+    Raises:
+        ScheduleError: it does not.
+    """
     if concatenation not in CONCATENATIONS:
         raise ScheduleError(
             f"chimera takes concatenation {' or '.join(map(repr, CONCATENATIONS))}, "

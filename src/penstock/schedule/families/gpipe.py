@@ -22,8 +22,8 @@ def gpipe(stages: int, micro_batches: int, backward_order: str = "forward") -> S
         in flight           m on every stage
 
     Backwards run in the order of the forwards, so that gradients are summed in the order of plain
-    accumulation, with bitwise equal results. torchgpipe runs them in reverse (docs/literature/torchgpipe.md):
-    `backward_order="reverse"`.
+    accumulation, with bitwise equal results. torchgpipe runs them in reverse
+    (docs/literature/torchgpipe.md): `backward_order="reverse"`.
 
     >>> print(gpipe(2, 3))
     rank 0 | 0F0 0F1 0F2 0B0 0B1 0B2 0U1

@@ -76,7 +76,6 @@ def hetpipe(
     stream = Stream(batches, "hetpipe", waves=Waves(wave_length, distance))
 
     def program(virtual_worker: int, stage: int) -> Program:
-        """Return the program of a virtual worker's stage."""
         worker_batches = range(virtual_worker, stream.batches, virtual_workers)
         numbers = [t * micro_batches + m for t in worker_batches for m in range(micro_batches)]
         return with_batch_updates(alternating(stage, numbers, ahead[stage]), micro_batches)
@@ -90,6 +89,5 @@ def hetpipe(
 
 
 def _check_integer(option: str, number: object, minimum: int) -> None:
-    """Check that an option is an integer of at least `minimum`."""
     if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
         raise ScheduleError(f"hetpipe takes {option} of {minimum} or more, not {number!r}")

@@ -66,7 +66,6 @@ def in_groups(ranks: int, chunks: int, micro_batches: int, group_size: int) -> l
     order = visiting_order(chunks, micro_batches, group_size)
 
     def program(rank: int) -> list[Op]:
-        """Return the program of a rank."""
         rank_stages = stages_of(placement, rank)
         forwards = [Op(Kind.F, rank_stages[chunk], m) for chunk, m in order]
         backwards = [Op(Kind.B, rank_stages[-1 - chunk], m) for chunk, m in order]

@@ -32,8 +32,8 @@ def interleaved_zero_bubble(
     Stages s, s + p, s + 2p … are on rank s. Rank r starts with (v - 1)g + p - r forwards, then runs
     one I, one W and one forward in turn; every W comes r backwards after its I.
 
-    Facts for equal costs f, i, w per rank (f/v, i/v, w/v per stage) with w <= f and w <= i, and free
-    links, p ranks, m micro-batches:
+    Facts for equal costs f, i, w per rank (f/v, i/v, w/v per stage) with w <= f and w <= i, and
+    free links, p ranks, m micro-batches:
         makespan            m(f + i + w) + (p - 1)(f + i - w)/v: the bubble of zb-h1, divided by v
         in flight           min(mv, (v - 1)g + p) on every rank, over all its stages, of which
                             min(mv, (v - 1)g + p - r) still wait for their I on rank r

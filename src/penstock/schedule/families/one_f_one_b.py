@@ -29,7 +29,8 @@ def one_f_one_b(
 ) -> Schedule:
     """Run K_s forwards on stage s, then alternate backwards and forwards, then drain.
 
-    K_s is p - s, or `warm_up[s]`. It selects a member of a family of schedules (docs/literature/one-f-one-b.md):
+    K_s is p - s, or `warm_up[s]`. It selects a member of a family of schedules
+    (docs/literature/one-f-one-b.md):
         K_s = 1                 naive
         K_s = p - s             1F1B
         K_s = 2(p - s) - 1      eager 1F1B, which hides the time of transfers: `eager-1f1b`

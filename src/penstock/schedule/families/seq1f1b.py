@@ -55,7 +55,6 @@ def seq1f1b(
     backward_order = backwards(slicing)
 
     def program(stage: int) -> tuple[Op, ...]:
-        """Return the program of a stage."""
         ahead = stages - stage - 2 + slices_per_micro_batch
         forwards = [Op(Kind.F, stage, n) for n in range(len(backward_order))]
         ops = forwards[:ahead]

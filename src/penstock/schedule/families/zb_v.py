@@ -43,7 +43,6 @@ def zb_v(stages: int, micro_batches: int) -> Schedule:
     ranks = ranks_of_v("zb-v", stages)
 
     def program(rank: int) -> Program:
-        """Return the program of a rank."""
         total = max(2 * ranks - 1, micro_batches)
         line = BidirectionalProgram(stages_of_v(rank, ranks))
         line.write(2 * (ranks - rank) - 1, "F0")

@@ -150,7 +150,6 @@ def _latest_batch_of_first_loop(period: Period) -> int:
 
 
 def _with_batches(row: Sequence[Action], micro_batches: int) -> list[tuple[Action, int]]:
-    """Return every action of a program with its batch."""
     ops = [action for action in row if isinstance(action, Op)]
     batch_of_op = dict(with_batches(ops, micro_batches))
     with_batch: list[tuple[Action, int]] = []
@@ -250,5 +249,4 @@ def _split_actions(row: Sequence[tuple[Action, int]], op_counts: Sequence[int]) 
 
 
 def _is_send(action: Action) -> bool:
-    """Return whether an action is a send."""
     return isinstance(action, Transfer) and action.direction is Direction.SEND

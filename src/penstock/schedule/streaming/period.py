@@ -69,7 +69,6 @@ class Period:
 
 
 def _first_batches(ops: Iterable[Op], micro_batches: int, batches: int) -> Program:
-    """Return the ops of the first batches of a program."""
     return tuple(op for op, batch in with_batches(ops, micro_batches) if batch < batches)
 
 

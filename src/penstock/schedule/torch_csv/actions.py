@@ -181,11 +181,10 @@ def _ordered_events(schedule: Schedule) -> list[_Start]:
     if len(dependencies.blocked):
         raise ScheduleError(f"{schedule.name} deadlocks: `verify` says where")
     times = unit_times(schedule, lambda op: _DURATIONS.get(op.kind, 0.0))
-    rank_of, start, sent = (
-        column.tolist() for column in (dependencies.ops.rank, times.start, times.sent)
-    )
+    rank_of, sent = dependencies.ops.rank.tolist(), times.sent.tolist()
     starts = [
-        _Start(start[row], True, rank_of[row], op, None) for row, op in enumerate(schedule.ops)
+        _Start(moment, True, rank, op, None)
+        for moment, rank, op in zip(times.start.tolist(), rank_of, schedule.ops, strict=True)
     ]
     first = dependencies.ops.first.tolist()
     for link, _, producer_index, _ in messages(schedule):
@@ -212,10 +211,8 @@ def _predecessors_with_transfers(schedule: Schedule) -> list[list[int]]:
         predecessors[place + 1] = [place]
     last_on_link: dict[Link, int] = {}
     for link, _, producer_index, consumer_index in messages(schedule):
-        producer, consumer = (
-            first[link.source] + producer_index,
-            first[link.target] + consumer_index,
-        )
+        producer = first[link.source] + producer_index
+        consumer = first[link.target] + consumer_index
         transfer = len(predecessors)
         predecessors.append([producer])
         if link in last_on_link:

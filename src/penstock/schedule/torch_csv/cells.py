@@ -102,7 +102,6 @@ def parse_cell(text: str) -> Cell:
 
 
 def _op(match: re.Match[str]) -> Op:
-    """Return the op of a match of `_COMPUTE`."""
     return Op(Kind(match[2]), int(match[1]), int(match[3]))
 
 

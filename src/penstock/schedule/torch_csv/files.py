@@ -165,7 +165,6 @@ def _rows(text: str) -> Iterator[list[Cell]]:
 
 
 def _rank_of_stage(rows: Sequence[Sequence[Cell]]) -> dict[int, int]:
-    """Return the rank of every stage that has an op."""
     rank_of_stage: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for cell in row:
@@ -201,7 +200,6 @@ def _actions(cell: Cell, rank_of_stage: dict[int, int]) -> tuple[Action, ...]:
 
 
 def _ops_of(actions: Sequence[Action]) -> Program:
-    """Return the actions that are ops."""
     return tuple(action for action in actions if isinstance(action, Op))
 
 

@@ -213,35 +213,36 @@ def _column_notes(results: Results) -> list[str]:
     )
     return [
         (
-            "S: stages. M: micro-batches per batch. A batch has the same samples, in the same order, "
-            "for all rules, and so has every update. Stages are cut alike. Learning rates are those at "
-            "which flush trains well, and are not tuned for any other rule. Each rule is compared with "
-            "flush with the same optimizer, stages and micro-batches, because batch norm sees one "
-            "micro-batch at a time."
+            "S: stages. M: micro-batches per batch. A batch has the same samples, in the same "
+            "order, for all rules, and so has every update. Stages are cut alike. Learning rates "
+            "are those at which flush trains well, and are not tuned for any other rule. Each rule "
+            "is compared with flush with the same optimizer, stages and micro-batches, because "
+            "batch norm sees one micro-batch at a time."
         ),
         (
-            "stale: the most updates by which a gradient is stale, on any stage; versions: the most "
-            "weight versions that a stage holds. Both are counted in the programs that ran. In "
-            "brackets: the most batches of another virtual worker that are not in the weights yet."
+            "stale: the most updates by which a gradient is stale, on any stage; versions: the "
+            "most weight versions that a stage holds. Both are counted in the programs that ran. "
+            "In brackets: the most batches of another virtual worker that are not in the weights "
+            "yet."
         ),
         (
             "test: mean over the seeds whose runs trained, after the last batch, with the pipeline "
-            "drained; range: their lowest and highest value. train loss: mean of the last tenth of the "
-            "batches."
+            "drained; range: their lowest and highest value. train loss: mean of the last tenth of "
+            "the batches."
         ),
         (
-            "simulated: seconds per batch in the steady state, with one device per rank, from layer "
-            "times measured on this machine with one thread; messages take no time. Rules that run on "
-            "other numbers of ranks use other numbers of devices."
+            "simulated: seconds per batch in the steady state, with one device per rank, from "
+            "layer times measured on this machine with one thread; messages take no time. Rules "
+            "that run on other numbers of ranks use other numbers of devices."
         ),
         (
-            "measured: seconds per batch in real processes on this machine, one thread each, if it has "
-            "as many cores as there are ranks."
+            "measured: seconds per batch in real processes on this machine, one thread each, if it "
+            "has as many cores as there are ranks."
         ),
         (
-            "speed-up: how many times sooner than flush, in simulated time, all runs reach the training "
-            f"loss that flush has after {SHARE:.0%} of its batches. The time of flush is that at its "
-            f"fastest, {fastest}."
+            "speed-up: how many times sooner than flush, in simulated time, all runs reach the "
+            f"training loss that flush has after {SHARE:.0%} of its batches. The time of flush is "
+            f"that at its fastest, {fastest}."
         ),
     ]
 

@@ -115,8 +115,8 @@ class Results:
         return Spread(tuple(counts)).mean
 
     def speed_up(self, group: Group) -> float | None:
-        """Return how many times sooner than flush at its fastest a group reaches the target loss, in
-        simulated time; None if a run never does.
+        """Return how many times sooner than flush at its fastest a group reaches the target loss,
+        in simulated time; None if a run never does.
         """
         batches = self.batches_to_target(group)
         flush_batches = self.batches_to_target(group.baseline)

@@ -80,8 +80,8 @@ def balance(common: Template, measurements: Measurements) -> Explained:
                 _sentence(
                     measurements.of(first),
                     measurements.of(second),
-                    f"{_name(first)} on {first.stages} devices takes by time {{ratio:.2f}} times as "
-                    "long as by size",
+                    f"{_name(first)} on {first.stages} devices takes by time {{ratio:.2f}} times "
+                    "as long as by size",
                 )
             )
     return Explained(table, " ".join(sentences))
@@ -94,7 +94,7 @@ def _pair_table(
     measurements: Measurements,
     caption: str,
 ) -> Table:
-    """Return a table with a row per pair."""
+    """Return a table with a row per pair: both steps, their ratio, and its significance."""
     rows: list[tuple[Value, ...]] = []
     for first_cell, second_cell in pairs:
         first, second = measurements.of(first_cell), measurements.of(second_cell)
@@ -123,7 +123,6 @@ def _name(cell: Cell) -> str:
 
 
 def _cut(measured: Measured) -> str:
-    """Return the cut of the runs."""
     for record in measured.records:
         lengths = record.outcome.extra.get("lengths")
         if lengths:
@@ -162,7 +161,7 @@ def _data_parallel_sentence(common: Template, measurements: Measurements) -> str
         return "DeepSpeed did not run here, so its data parallelism was not observed."
     if sizes == {1}:
         return (
-            f"DeepSpeed reports a data-parallel size of 1 in all of its {runs} runs: it adds no data "
-            "parallelism to a pipeline by itself."
+            f"DeepSpeed reports a data-parallel size of 1 in all of its {runs} runs: it adds no "
+            "data parallelism to a pipeline by itself."
         )
     return f"DeepSpeed reports data-parallel sizes of {', '.join(map(str, sorted(sizes)))}."

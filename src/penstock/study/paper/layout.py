@@ -80,7 +80,6 @@ def layout_table(
 
 
 def _flat(pairs: Iterable[tuple[Value, Value]]) -> list[Value]:
-    """Return the values of pairs in one list."""
     values: list[Value] = []
     for pair in pairs:
         values += pair
@@ -131,8 +130,8 @@ def detail_table(common: Template, measurements: Measurements) -> Table:
         "The paper's 56 cells, with intervals and tests",
         DETAIL_COLUMNS,
         tuple(rows),
-        "A small p (below 0.05) means that the difference to Penstock is unlikely to be chance; with "
-        "56 comparisons about three are below 0.05 by chance alone.",
+        "A small p (below 0.05) means that the difference to Penstock is unlikely to be chance; "
+        "with 56 comparisons about three are below 0.05 by chance alone.",
         SOURCE,
     )
 
@@ -140,7 +139,7 @@ def detail_table(common: Template, measurements: Measurements) -> Table:
 def _detail_row(
     published: PublishedCell, common: Template, measurements: Measurements
 ) -> tuple[Value, ...]:
-    """Return the row of one published cell."""
+    """Return the measurements of a published cell beside its published figures."""
     cell = paper_cell(common, published)
     measured = measurements.of(cell)
     first = measurements.of(replace(cell, stages=GPUS[0]))
@@ -233,8 +232,8 @@ def other_table(cells: Sequence[Cell], common: Template, measurements: Measureme
         "Other systems on the same numbers of devices and micro-batches",
         OTHER_COLUMNS,
         tuple(rows),
-        "Model, initial weights, batches, loss, optimizer and cut are equal; `auto`, DDP, FSDP2 and "
-        "plain training have their own division. M has no effect on the last three.",
+        "Model, initial weights, batches, loss, optimizer and cut are equal; `auto`, DDP, FSDP2 "
+        "and plain training have their own division. M has no effect on the last three.",
         SOURCE,
     )
 

@@ -78,7 +78,6 @@ class _Run:
         return max(*self.host_end.values(), *self.device_end.values())
 
     def _op(self, rank: int) -> Op:
-        """Return the op that a rank is at."""
         return self.schedule.programs[rank][self.place[rank]]
 
     def _needs(self, op: Op) -> list[Op]:

@@ -1,5 +1,5 @@
-"""Tables 2 and 3 of Nunez, Romero-Sandi, Rojas and Meneses 2024, "A Study of Pipeline Parallelism in
-Deep Neural Networks": VGG-19 on CIFAR-100, 25 epochs of batches of 128, on 2 to 8 A100.
+"""Tables 2 and 3 of Nunez, Romero-Sandi, Rojas and Meneses 2024, "A Study of Pipeline Parallelism
+in Deep Neural Networks": VGG-19 on CIFAR-100, 25 epochs of batches of 128, on 2 to 8 A100.
 """
 
 from __future__ import annotations

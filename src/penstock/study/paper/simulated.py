@@ -100,8 +100,8 @@ def profile(launch_s: float = 0.0) -> Profile:
 
 @cache
 def lengths(gpus: int, micro_batches: int, by: str = "time") -> tuple[int, ...]:
-    """Return the layers per stage. By time, layers count by what they launch, as torchgpipe's balance
-    by time measures a model that the host limits.
+    """Return the layers per stage. By time, layers count by what they launch, as torchgpipe's
+    balance by time measures a model that the host limits.
     """
     options: dict[str, dict[str, float]] = {
         "size": {"batch": BATCH, "micro_batches": micro_batches},
@@ -143,8 +143,8 @@ def one_process_schedule(gpus: int, micro_batches: int) -> Schedule:
 
 
 def one_process_step(cell: PublishedCell, host: Host) -> float:
-    """Return the seconds of a step of torchgpipe or FairScale, which recompute all micro-batches but
-    the last.
+    """Return the seconds of a step of torchgpipe or FairScale, which recompute all micro-batches
+    but the last.
     """
     m = cell.micro_batches
     cut = lengths(cell.gpus, m)

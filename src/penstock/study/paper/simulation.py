@@ -40,13 +40,13 @@ def simulation_section() -> Section:
     host, _ = fit_host()
     engine, _ = fit_engine()
     fitted = Text(
-        "Simulated: GPipe with backwards in reverse order, a thread per device and one lock for all; "
-        "DeepSpeed 1F1B with a process per device. The device itself is the A100's roofline; the "
-        f"host's constants are fitted. One process: {host.launch_s * 1e6:.0f} us for a launch, of "
-        f"which {host.locked:.0%} with the lock, and {host.task_s * 1e3:.2f} ms for each forward or "
-        "backward of a stage, to the four cells of torchgpipe by time at M = 16. DeepSpeed: "
-        f"{engine.launch_s * 1e6:.0f} us for a launch and {engine.task_s * 1e3:.2f} ms for each "
-        "forward or backward, to its two cells by uniform on 2 and 8 devices."
+        "Simulated: GPipe with backwards in reverse order, a thread per device and one lock for "
+        "all; DeepSpeed 1F1B with a process per device. The device itself is the A100's roofline; "
+        f"the host's constants are fitted. One process: {host.launch_s * 1e6:.0f} us for a launch, "
+        f"of which {host.locked:.0%} with the lock, and {host.task_s * 1e3:.2f} ms for each "
+        "forward or backward of a stage, to the four cells of torchgpipe by time at M = 16. "
+        f"DeepSpeed: {engine.launch_s * 1e6:.0f} us for a launch and {engine.task_s * 1e3:.2f} ms "
+        "for each forward or backward, to its two cells by uniform on 2 and 8 devices."
     )
     blocks = (fitted, Text(quality_text(points)), _point_table(points), _quality_table(points))
     return Section("Simulated A100", (*blocks, _chart(points)))
@@ -59,10 +59,11 @@ def quality_text(points: list[Point]) -> str:
     errors = [point.error for point in predicted]
     spread = statistics.median(point.spread for point in points)
     return (
-        f"The 48 published cells of {_IN_ONE_PROCESS} are {len(points)} distinct points, because the "
-        f"four cells of a point are near-copies (spread: median {spread:.0%}). Constants are fitted "
-        f"to {len(points) - len(predicted)} points; of the other {len(predicted)}, {close} are within "
-        f"{CLOSE:.0%}, median error {statistics.median(errors):.0%}, worst {max(errors):.0%}."
+        f"The 48 published cells of {_IN_ONE_PROCESS} are {len(points)} distinct points, because "
+        f"the four cells of a point are near-copies (spread: median {spread:.0%}). Constants are "
+        f"fitted to {len(points) - len(predicted)} points; of the other {len(predicted)}, {close} "
+        f"are within {CLOSE:.0%}, median error {statistics.median(errors):.0%}, worst "
+        f"{max(errors):.0%}."
     )
 
 
@@ -101,8 +102,8 @@ def _point_table(points: list[Point]) -> Table:
         "Seconds of 25 epochs, published and simulated, by distinct points",
         _POINT_COLUMNS,
         tuple(rows),
-        "At M = 1 the published times are not explained: two devices take 1.5 times as long as four, "
-        "where one micro-batch visits all devices one after the other, however many they are.",
+        "At M = 1 the published times are not explained: two devices take 1.5 times as long as "
+        "four, where one micro-batch visits all devices one after the other, however many they are.",
     )
 
 
@@ -132,8 +133,8 @@ def _quality_table(points: list[Point]) -> Table:
         "R² of logarithms of seconds",
         columns,
         tuple(rows),
-        "Over all M the value is mostly that of M itself: more micro-batches take longer. Negative: "
-        "the mean of the published times is the better prediction.",
+        "Over all M the value is mostly that of M itself: more micro-batches take longer. "
+        "Negative: the mean of the published times is the better prediction.",
     )
 
 

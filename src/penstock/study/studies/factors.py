@@ -164,7 +164,6 @@ def _section(factor: str, rows: Sequence[tuple[int | str, list[Record]]]) -> Sec
 
 
 def _row(value: int | str, group: Sequence[Record], fastest: float) -> tuple[Value, ...]:
-    """Return the row of a value."""
     interval = mean_interval(_seconds(group))
     peaks = [max(record.outcome.peak_bytes) for record in group if record.outcome.peak_bytes]
     bubble = None

@@ -36,8 +36,8 @@ VARIANTS: dict[str, tuple[Options, ...]] = {
     "penstock-pipe": (options(checkpoint="never"), options(checkpoint="always")),
     "ddp": ((), options(accumulate=True)),
 }
-#: Pipelines written by hand without checks: what a pipeline cannot leave out. They are in the tables,
-#: but are no libraries.
+#: Pipelines written by hand without checks: what a pipeline cannot leave out. They are in the
+#: tables, but are no libraries.
 _FLOORS = ("floor-gloo", "floor-memory", "floor-memory-1f1b")
 #: Systems that are compared as equals, by stages per rank.
 _CLASSES = {
@@ -135,7 +135,6 @@ def _entrants(base: Cell) -> list[Cell]:
 
 
 def _page(number: int, cell: Cell, records: Sequence[Record], settings: Settings) -> Page:
-    """Return the page of a comparison."""
     reference = _reference(records)
     tables = []
     for stages_per_rank, title in _CLASSES.items():
@@ -154,8 +153,9 @@ def _page(number: int, cell: Cell, records: Sequence[Record], settings: Settings
 
 _EQUAL = (
     "Model, initial weights, batch, loss, optimizer, number of ranks, one thread per rank and the "
-    "cut are equal. Before a system is timed, the gradients of all its parameters are compared with "
-    "plain training's. Systems take steps in turn in each round; a ratio is that of the same round."
+    "cut are equal. Before a system is timed, the gradients of all its parameters are compared "
+    "with plain training's. Systems take steps in turn in each round; a ratio is that of the same "
+    "round."
 )
 
 
@@ -168,7 +168,6 @@ def _reference(records: Sequence[Record]) -> Record | None:
 
 
 def _stages_per_rank(cell: Cell) -> int:
-    """Return the class of a cell."""
     return system(cell.system).stages_per_rank(cell.schedule)
 
 
@@ -215,7 +214,6 @@ def _table(
 
 
 def _row(record: Record, reference: Record | None, bound: float | None) -> tuple[Value, ...]:
-    """Return the row of a system."""
     outcome = record.outcome
     step = typical_seconds(record) if outcome.seconds else None
     spread = _quartiles(record, reference)

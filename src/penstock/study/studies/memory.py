@@ -86,13 +86,14 @@ class Memory:
         plain_s = _plain_seconds(pairs)
         rows = tuple(_row(name, pair, plain_s) for name, pair in pairs.items())
         text = (
-            f"An MLP of {_LAYERS} layers of {hidden} units, batch {_BATCH}, SGD with momentum. Each "
-            f"process may have {limit_mib} MiB above what its imports took; the kernel refuses more "
-            "(RLIMIT_DATA)."
+            f"An MLP of {_LAYERS} layers of {hidden} units, batch {_BATCH}, SGD with momentum. "
+            f"Each process may have {limit_mib} MiB above what its imports took; the kernel "
+            "refuses more (RLIMIT_DATA)."
         )
         caption = (
             "Trains: whether the run with the limit ended. Peaks are resident memory without the "
-            "limit; the limit counts reserved memory as well, so that a peak just below it can fail."
+            "limit; the limit counts reserved memory as well, so that a peak just below it can "
+            "fail."
         )
         table = Table(STUDY, "Systems", _COLUMNS, rows, caption, ("records.jsonl",))
         sections = (
@@ -152,7 +153,6 @@ _COLUMNS = (
 def _row(
     name: str, pair: tuple[Sequence[Record], Sequence[Record]], plain_s: float | None
 ) -> tuple[Value, ...]:
-    """Return the row of a system."""
     free, limited = pair
     seconds = _seconds(limited)
     trains = "" if not limited else "yes" if seconds is not None else "no"

@@ -119,9 +119,9 @@ def _explanations(processes: Explained, balances: Explained) -> Section:
         "The paper's explanations, tested",
         (
             Text(
-                "The paper supposes that DeepSpeed scales because it adds data parallelism by itself. "
-                "The other explanation is that it has one process per stage: the launches of all "
-                "stages go on at once."
+                "The paper supposes that DeepSpeed scales because it adds data parallelism by "
+                "itself. The other explanation is that it has one process per stage: the launches "
+                "of all stages go on at once."
             ),
             processes.table,
             Text(processes.conclusion),

@@ -1,9 +1,9 @@
 """`penstock study scale`: GPT models of 18 billion to a trillion parameters on up to 10,240 GPUs,
 simulated and compared with published throughputs.
 
-Source of configurations and throughputs: Narayanan et al. 2021, Efficient large-scale language model
-training on GPU clusters using Megatron-LM (arXiv 2104.04473), table 1; operations by its equation 3,
-bytes of pipeline messages by its section 4.1.
+Source of configurations and throughputs: Narayanan et al. 2021, Efficient large-scale language
+model training on GPU clusters using Megatron-LM (arXiv 2104.04473), table 1; operations by its
+equation 3, bytes of pipeline messages by its section 4.1.
 
 Tensor parallelism within a node is not simulated: a group of `tensor` GPUs is one device whose rate
 is that of the group. That rate is one constant, fitted to the largest configuration; all other rows
@@ -188,7 +188,6 @@ def all_reduce_s(configuration: Configuration) -> float:
 
 
 def _configuration(cell: Cell) -> Configuration:
-    """Return the configuration of a cell."""
     return CONFIGURATIONS[int(str(cell.option("configuration")))]
 
 
@@ -266,7 +265,6 @@ def throughput(record: Record) -> float:
 
 
 def _row(record: Record) -> tuple[Value, ...]:
-    """Return the row of a record."""
     cell, configuration, extra = record.cell, _configuration(record.cell), record.outcome.extra
     return (
         float(configuration.name),

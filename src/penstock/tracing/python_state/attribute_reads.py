@@ -1,9 +1,9 @@
 """Attributes of a model's modules that its forward reads or changes.
 
 What a forward reads becomes part of the graph: a number is a constant in it, a branch is taken once
-and for all. Attributes that were read are therefore watched afterwards (see `state_watch`). An attribute
-that a forward changes and reads again in its next call, such as a counter, cannot be part of a
-graph, and is rejected.
+and for all. Attributes that were read are therefore watched afterwards (see `state_watch`). An
+attribute that a forward changes and reads again in its next call, such as a counter, cannot be part
+of a graph, and is rejected.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from penstock.tracing.python_state.python_values import described, is_mutable, s
 #: Value of an attribute that does not exist.
 MISSING = object()
 
-#: Attributes of every module; and those of torch's recurrent modules that are derived from their
-#: parameters, and set again when torch.export replaces the parameters.
+#: Attributes that belong to torch, not to the model: those of every module (but `training`), and
+#: two of torch's recurrent modules, which are set again when torch.export replaces parameters.
 TORCHS = frozenset({"_flat_weights", "_flat_weight_refs", *vars(nn.Module())} - {"training"})
 
 _OWN_FILE = torch_module.__file__
@@ -104,6 +104,7 @@ class Reads:
         if key not in self._dicts:
             return
         if name == "__dict__":
+            # torch's own methods of a module read `__dict__` without reading its attributes.
             if sys._getframe(2).f_code.co_filename != _OWN_FILE:
                 for other in list(names):
                     if (key, other) not in self._recorded:
@@ -137,9 +138,10 @@ class Reads:
     def _check_replaced(self, key: tuple[int, str], path: str, old: Any, new: Any) -> None:
         """Check an attribute to which the forward has assigned another object."""
         name = key[1]
-        was_read = key in self._unchanged_when_read
-        if not was_read or _is_equal(old, new) or _is_cache(old, new):
-            if was_read and old is None and isinstance(new, Tensor):
+        if key not in self._unchanged_when_read:
+            pass  # set before it was read: nothing goes from one call to the next
+        elif _is_equal(old, new) or _is_cache(old, new):
+            if old is None and isinstance(new, Tensor):
                 shape = [int(getattr(size, "hint", size)) for size in new.shape]
                 self.tables[path, name] = shape, new.dtype
         elif self._is_size(old, new):
@@ -183,6 +185,7 @@ def carried(path: str, name: str, how: str) -> str:
 
 
 def _is_equal(old: Any, new: Any) -> bool:
+    """Return whether a plain value was replaced by an equal one."""
     return isinstance(old, (bool, int, float, str)) and type(old) is type(new) and old == new
 
 

@@ -28,7 +28,7 @@ from penstock.tracing.python_state.python_values import (
     version_of,
 )
 
-#: Attributes of modules that are compared as dicts.
+#: Attributes of modules whose members are compared by their identity.
 _MEMBER_DICTS = ("_parameters", "_buffers", "_modules")
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -121,6 +121,7 @@ class Watch:
         self._hooks += [(hooks, list(hooks), "", "") for hooks in _global_hooks()]
 
     def _watch_structure(self, path: str, part: nn.Module) -> None:
+        """Add a module's members and hooks. Empty dicts, which are most, are compared fastest."""
         for where in _MEMBER_DICTS:
             members = vars(part)[where]
             if members:
@@ -135,6 +136,7 @@ class Watch:
                 self._empty.append(hooks)
 
     def _add(self, container: Any) -> None:
+        """Add a mutable value to the list by which its kind is compared."""
         if isinstance(container, Tensor):
             if id(container) not in self._shared:
                 self._versions.append((container, version_of(container)))
@@ -168,17 +170,13 @@ class Watch:
             for live, copied in self._contents:
                 if live != copied:
                     return False
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):  # comparing tensors gives no single truth value
-            return False
+        except (RuntimeError, TypeError, ValueError):
+            return False  # a comparison of tensors has no single truth value
         return all(array_bytes(array) == content for array, content in self._arrays)
 
     def changes(self) -> list[Change]:
         """Return the changes; none if all assigned values are equal to the previous ones."""
-        changes = [*self._structure()]
+        changes = [*self._structure_changes()]
         self._summaries.clear()
         for variable in self._values:
             value = variable.names.get(variable.key, MISSING)
@@ -186,7 +184,8 @@ class Watch:
                 changes.append(Change(_change_text(variable, value), traceable=True))
         return changes
 
-    def _structure(self) -> Iterator[Change]:
+    def _structure_changes(self) -> Iterator[Change]:
+        """Yield the changes of submodules, parameters, buffers and hooks."""
         before = {id(names): ids for names, ids, _ in self._ids}
         for path, part in self._parts:
             for kind in _MEMBER_DICTS:
@@ -202,6 +201,7 @@ class Watch:
         yield from self._hook_changes()
 
     def _hook_changes(self) -> Iterator[Change]:
+        """Yield the changes of hooks; tracing again takes account of forward hooks only."""
         keys = {id(hooks): names for hooks, names, _, _ in self._hooks}
         for path, part in self._parts:
             for kind in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS):
@@ -223,7 +223,7 @@ class Watch:
         ignored: Mapping[str, Collection[str]],
     ) -> Iterator[_Value]:
         """Yield the variables that are compared."""
-        visited: set[tuple[int, str]] = set()
+        visited: set[tuple[int, str]] = set()  # by id of a namespace, and name
         for path, part in self._parts:
             for key in sorted(set(reads.get(path, ())) - set(ignored.get(path, ()))):
                 if key not in skipped and not key.startswith("__"):
@@ -233,6 +233,7 @@ class Watch:
     def _of_module(
         self, part: nn.Module, key: str, where: str, visited: set[tuple[int, str]]
     ) -> Iterator[_Value]:
+        """Yield an attribute of a module, or what its class has in place of it."""
         names = vars(part)
         if key in names:
             yield self._value(where, names, key)
@@ -246,6 +247,7 @@ class Watch:
             yield from self._of_class(owner, key, visited)
 
     def _of_class(self, kind: type, key: str, visited: set[tuple[int, str]]) -> Iterator[_Value]:
+        """Yield an attribute of a class, and the globals that it reads if it is a function."""
         if (id(kind), key) in visited:
             return
         visited.add((id(kind), key))
@@ -278,6 +280,7 @@ class Watch:
                 yield self._value(f"the global `{key}` of {names.get('__name__')}", names, key)
 
     def _value(self, where: str, names: Any, key: str) -> _Value:
+        """Return a variable with its present value."""
         value = names.get(key, MISSING)
         return _Value(where, names, key, value, self._summary(value))
 
@@ -290,6 +293,7 @@ class Watch:
 
 
 def _names(code: CodeType) -> Iterator[str]:
+    """Yield the global names that a function uses, also in functions that it contains."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
