@@ -13,10 +13,11 @@ from penstock.plan.prediction import Prediction, Remedy, Traffic
 from penstock.profile.profile import Phase
 from penstock.schedule.op import Kind
 from penstock.schedule.recompute import Recompute
-from penstock.search.instantiate import Evaluated
+from penstock.search.instantiate import Evaluated, cached_schedule
 from penstock.search.request import PlanRequest
 from penstock.simulate.gradient_sync import all_reduce_seconds
 from penstock.simulate.memory_curves import Changes
+from penstock.simulate.overlapped_sums import hidden_sum_seconds
 from penstock.simulate.simulate import simulate_schedule, tables_of
 from penstock.simulate.stage_seconds import stage_seconds
 
@@ -202,8 +203,18 @@ def data_parallel_s(request: PlanRequest) -> float | None:
     if not 1 < ranks <= request.batch:
         return None
     parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
-    _, slowest = _step_s_range(request.busy_on(range(ranks)), request.batch / ranks)
-    return slowest + all_reduce_seconds(range(ranks), parameter_bytes, request.cluster)
+    busy, samples = request.busy_on(range(ranks)), request.batch / ranks
+    _, slowest = _step_s_range(busy, samples)
+    layers = len(request.profile)
+    sum_s = all_reduce_seconds(range(ranks), parameter_bytes, request.cluster)
+    one_stage = cached_schedule("1f1b", 1, 1, ())
+    # Unlike devices hide different amounts: the one that hides least counts.
+    profiles = {id(profile): profile for profile in map(busy.profile_of, range(ranks))}
+    hidden_s = [
+        hidden_sum_seconds(one_stage, [range(ranks)], [profile], [layers], samples, request.cluster)
+        for profile in profiles.values()
+    ]
+    return slowest + sum_s - min(hidden_s)[0]
 
 
 def _step_s_range(request: PlanRequest, samples: float) -> tuple[float, float]:

@@ -20,7 +20,13 @@ from penstock.search.request import PlanRequest
 from penstock.search.schedules import COST_SCHEDULES
 from penstock.search.schedules import schedule as make_schedule
 from penstock.simulate.costs import Costs
-from penstock.simulate.plan_costs import schedule_costs, stage_costs, with_plan_zero
+from penstock.simulate.overlapped_sums import hidden_sum_seconds
+from penstock.simulate.plan_costs import (
+    schedule_costs,
+    stage_costs,
+    with_plan_zero,
+    with_shorter_updates,
+)
 from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.stage_seconds import micro_batch_sizes, parts_of
 from penstock.simulate.steady_state import Steady, steady
@@ -219,7 +225,24 @@ def instantiate(request: PlanRequest, proposal: Proposal) -> PlacedSchedule:
         costs = with_plan_zero(
             costs, schedule, proposal.lengths, local.cluster, request.sharding.zero
         )
+    else:
+        costs = _with_overlapped_sums(costs, local, schedule, proposal)
     return PlacedSchedule(local, proposal, schedule, rule, costs)
+
+
+def _with_overlapped_sums(
+    costs: Costs, request: PlanRequest, schedule: Schedule, proposal: Proposal
+) -> Costs:
+    """Return `costs` without the parts of gradient sums that run beside ops."""
+    hidden_s = hidden_sum_seconds(
+        schedule,
+        schedule.ranks_of_stage,
+        [request.profile_of(rank) for rank in range(schedule.ranks)],
+        proposal.lengths,
+        request.batch / proposal.micro_batches,
+        request.cluster,
+    )
+    return with_shorter_updates(costs, hidden_s)
 
 
 def _rule(request: PlanRequest, proposal: Proposal, schedule: Schedule) -> WeightRule:
@@ -269,6 +292,7 @@ def with_request(placed: PlacedSchedule, request: PlanRequest) -> PlacedSchedule
         request.batch,
         placed.rule,
     )
+    costs = _with_overlapped_sums(costs, local, placed.schedule, placed.proposal)
     return replace(placed, request=local, costs=costs).with_selective_recompute(placed.selection)
 
 
@@ -330,6 +354,12 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
     ]
     zero = request.sharding.zero
     synced = with_zero(costs, replicas, request.cluster, proposal.lengths, zero)
+    if not zero:
+        samples = request.batch / proposal.micro_batches
+        hidden_s = hidden_sum_seconds(
+            schedule, replicas, profiles, proposal.lengths, samples, request.cluster
+        )
+        synced = with_shorter_updates(synced, hidden_s)
     # Messages of the other pipelines, which are left out, use the same cards.
     network = None if costs.network is None else costs.network.unshared
     synced_costs = replace(synced, network=network)

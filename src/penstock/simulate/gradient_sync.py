@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.cluster.cluster import Cluster
 from penstock.cluster.device import Link
+from penstock.simulate.host_costs import NETWORK_S_PER_BYTE
 
 #: On CPUs the core that sends gradients to another replica also receives that replica's and adds
 #: them, through memory that is in no cache: that takes this many times as long as one direction of
@@ -41,6 +42,37 @@ def all_reduce_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Clu
         message_bytes = piece * (users if link.shared else 1)
         slowest = max(slowest, link.transfer_seconds(message_bytes))
     return rounds * slowest
+
+
+def in_buckets(ranks: Sequence[int], cluster: Cluster) -> bool:
+    """Whether a stage's gradients are summed in buckets, which leave during its last backward.
+
+    Args:
+        ranks: of the stage's replicas.
+        cluster: of the ranks.
+    """
+    on_cpus = all(cluster.devices[rank].kind == "cpu" for rank in ranks)
+    return on_cpus and len({cluster.node(rank) for rank in ranks}) > 1
+
+
+def processor_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluster) -> float:
+    """Return the CPU seconds in which a replica sends and receives buckets: they overlap no op."""
+    per_byte = cluster.between.cpu_s_per_byte
+    if per_byte is None:
+        per_byte = NETWORK_S_PER_BYTE
+    count = len(ranks)
+    return 2 * _rounds(count) * _piece(gradient_bytes, count) * per_byte
+
+
+def least_sum_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluster) -> float:
+    """Return a lower bound of the seconds that the all-reduce adds to a step, however much of it
+    runs beside backwards; arguments as for `all_reduce_seconds`.
+    """
+    whole_s = all_reduce_seconds(ranks, gradient_bytes, cluster)
+    if len(ranks) < 2 or not in_buckets(ranks, cluster):
+        return whole_s
+    cpu_s = processor_seconds(ranks, gradient_bytes, cluster) + SUM_S_PER_BYTE * gradient_bytes
+    return min(whole_s, cpu_s)
 
 
 def sum_memory_copies(ranks: Sequence[int], cluster: Cluster) -> int:

@@ -27,6 +27,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.device_costs import on_devices
 from penstock.simulate.gradient_sync import all_reduce_seconds, sum_memory_copies
 from penstock.simulate.host_costs import with_host_work
+from penstock.simulate.overlapped_sums import hidden_sum_seconds
 from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.slice_costs import slice_costs
@@ -306,6 +307,16 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
     if plan.zero:
         local = cluster.on(devices)
         costs = with_plan_zero(costs, plan.schedule, plan.lengths, local, plan.zero)
+    else:
+        hidden_s = hidden_sum_seconds(
+            plan.schedule,
+            plan.schedule.ranks_of_stage,
+            plan_profiles,
+            plan.lengths,
+            plan.batch / plan.micro_batches,
+            cluster.on(devices),
+        )
+        costs = with_shorter_updates(costs, hidden_s)
     if plan.recompute is not Recompute.SELECTIVE:
         return costs
     return with_selective_recompute(
@@ -357,6 +368,15 @@ def with_plan_zero(
         alone.append(max(0.0, seconds - all_reduce_seconds(ranks, size, cluster)))
     without_sync = replace(costs, update=alone)
     return with_zero(without_sync, schedule.ranks_of_stage, cluster, lengths, zero)
+
+
+def with_shorter_updates(costs: Costs, hidden_s: Sequence[float]) -> Costs:
+    """Return `costs` without the seconds of gradient sums that run beside ops, per stage."""
+    updates = costs.spread("update", len(hidden_s))
+    if updates is None or not any(hidden_s):
+        return costs
+    shorter = [max(0.0, whole - less) for whole, less in zip(updates, hidden_s, strict=True)]
+    return replace(costs, update=shorter)
 
 
 def schedule_costs(

@@ -96,7 +96,7 @@ def summed(position, operations, *, changes):
 
 def run(monkeypatch, changes):
     """Sum the gradients of two replicas in threads, with a bucket for each parameter."""
-    monkeypatch.setattr(bucket_sum, "_BUCKET_BYTES", 1)
+    monkeypatch.setattr(bucket_sum, "BUCKET_BYTES", 1)
     operations = Operations(2)
     with ThreadPoolExecutor(2) as threads:
         jobs = [

@@ -88,7 +88,7 @@ def events_of_training(far: tuple[int, ...]) -> list[str]:
         events.append("send")
         send(self, bucket)
 
-    bucket_sum._BUCKET_BYTES = 1
+    bucket_sum.BUCKET_BYTES = 1
     Interpreter._start_op, Interpreter._end_op = record_start, record_end
     BucketSum._send = record_send
     over_network(far, "two", {})

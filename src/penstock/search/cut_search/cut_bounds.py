@@ -34,7 +34,7 @@ from penstock.schedule.op import BACKWARD_STARTS, Kind, Op, Schedule
 from penstock.schedule.streaming.period import period_of
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
-from penstock.simulate.gradient_sync import all_reduce_seconds
+from penstock.simulate.gradient_sync import least_sum_seconds
 from penstock.simulate.stage_seconds import PHASES, micro_batch_sizes, prefix_seconds
 
 Cached = TypeVar("Cached")
@@ -209,7 +209,7 @@ class CutBounds:
             of_size = []
             for size in sizes.tolist():
                 update_s = fixed + size * per_byte if size else 0.0
-                of_size.append(update_s + all_reduce_seconds(replicas, size, self.request.cluster))
+                of_size.append(update_s + least_sum_seconds(replicas, size, self.request.cluster))
             seconds[:, stage] = np.array(of_size)[place]
         return seconds
 

@@ -20,13 +20,10 @@ from torch import Tensor, nn
 from torch.distributed import Work
 
 from penstock.ranks.buckets import gradient_flags
+from penstock.simulate.overlapped_sums import BUCKET_BYTES
 from penstock.stage.gradients.bucket_reduction import Reduction, ReductionFactory
 from penstock.stage.gradients.shared_memory_sum import dense
 from penstock.transport.replica_collectives import ReplicaCollectives
-
-#: Bytes of a bucket: small enough that the first one leaves early in the backward,
-#: and large beside a message's fixed costs.
-_BUCKET_BYTES = 4 << 20
 
 #: Calls a function that waits for what the text describes; converts errors of the transport.
 Waiting = Callable[[str, Callable[[], None]], None]
@@ -165,7 +162,7 @@ class BucketSum:
         open_groups: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in reversed(parameters):
             group = open_groups.get(parameter.dtype)
-            if group is None or sum(member.nbytes for member in group) >= _BUCKET_BYTES:
+            if group is None or sum(member.nbytes for member in group) >= BUCKET_BYTES:
                 group = open_groups[parameter.dtype] = []
                 groups.append(group)
             group.append(parameter)

@@ -1,0 +1,132 @@
+"""Gradient sums in buckets: which of their seconds run beside ops."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.cluster.cluster import Cluster, Device, Link
+from penstock.profile.profile import LayerProfile, Profile, Timing
+from penstock.schedule.op import Schedule
+from penstock.simulate.gradient_sync import (
+    SUM_S_PER_BYTE,
+    all_reduce_seconds,
+    least_sum_seconds,
+)
+from penstock.simulate.overlapped_sums import hidden_sum_seconds
+from penstock.simulate.plan_costs import schedule_costs, with_shorter_updates
+from penstock.simulate.simulate import simulate_schedule
+from penstock.weights.catalogue import weight_rule
+
+#: A second for 1 MB, and half a second on the way.
+WIRE = Link(0.5, 1e6)
+HOSTS = Cluster("hosts", (Device("d", 10**12, "cpu"),) * 4, 1, WIRE, WIRE)
+
+
+def timing(seconds: float) -> Timing:
+    """Return a timing with this many seconds per sample."""
+    return Timing((1, 8), (seconds, 8 * seconds))
+
+
+def profile(*megabytes: int) -> Profile:
+    """Layers of these sizes, each with a backward of 2 s: 0.5 s for inputs, 1.5 s for weights."""
+    layers = [
+        LayerProfile(
+            f"l{index}",
+            "Linear",
+            timing(1.0),
+            timing(2.0),
+            timing(0.5),
+            timing(1.5),
+            parameters=1,
+            parameter_bytes=size * 10**6,
+            buffer_bytes=0,
+            activation_bytes_per_sample=1.0,
+            output_bytes_per_sample=1.0,
+        )
+        for index, size in enumerate(megabytes)
+    ]
+    return Profile(tuple(layers), "f", input_bytes_per_sample=1.0, batch=8)
+
+
+def replicated(program: str, count: int = 2) -> Schedule:
+    """Ranks with the same ops, in which R stands for the micro-batch of the rank."""
+    rows = [f"rank {rank} | {program.replace('R', str(rank))}" for rank in range(count)]
+    return Schedule.parse("\n".join(rows))
+
+
+def hidden(model: Profile, program: str, lengths: list[int], cluster: Cluster = HOSTS):
+    """Return the hidden seconds of every stage on two ranks, with one sample per micro-batch."""
+    schedule = replicated(program)
+    ranks_of_stage = schedule.ranks_of_stage
+    return hidden_sum_seconds(schedule, ranks_of_stage, [model] * 2, lengths, 1.0, cluster)
+
+
+def test_buckets_leave_while_the_backward_goes_on():
+    """Layers of 5 MB are ready after 2, 4 and 6 s and on the wire for 5 s each, from 2 s to 17 s: of
+    their 15 s, 4 s are beside the backward.
+    """
+    assert hidden(profile(5, 5, 5), "0FR 0BR 0U1", [3]) == pytest.approx([4.0])
+
+
+def test_a_bucket_waits_until_it_is_full():
+    """Three layers of 1 MB are one bucket, which leaves at the end; of 3 MB, the last two are one, and
+    it leaves 2 s before the end.
+    """
+    assert hidden(profile(1, 1, 1), "0FR 0BR 0U1", [3]) == [0.0]
+    assert hidden(profile(3, 3, 3), "0FR 0BR 0U1", [3]) == pytest.approx([2.0])
+
+
+def test_the_weight_gradients_of_a_split_backward_fill_the_buckets():
+    """A stage that is not the first has a W of 1.5 s per layer, of which all but one are beside the
+    wire. What follows the W of one stage is beside its sum too, and its buckets use the wire first.
+    """
+    model = profile(1, 5, 5)
+    program = "0FR 1FR 1IR 1WR 0IR 0WR 1U1 0U1"
+    # Stage 1: ready after 1.5 and 3 s, on the wire until 11.5 s, and 0.5 s on the way. The W of stage 0
+    # ends after 5 s. Stage 0 sends 1 MB from 11.5 s to 12.5 s, which ends 1 s after the update of
+    # stage 1 has begun.
+    add_s = SUM_S_PER_BYTE * 10e6
+    assert hidden(model, program, [1, 2]) == pytest.approx([0.5 + add_s, 10.5 - 7.0])
+
+
+def test_sums_that_do_not_run_in_buckets_hide_nothing():
+    """In shared memory, by messages of GPUs, and of stages without copies: they begin at the end."""
+    model = profile(5, 5, 5)
+    one_host = replace(HOSTS, devices_per_node=4)
+    assert hidden(model, "0FR 0BR 0U1", [3], one_host) == [0.0]
+    gpus = replace(HOSTS, devices=(Device("g", 10**12, "gpu"),) * 4)
+    assert hidden(model, "0FR 0BR 0U1", [3], gpus) == [0.0]
+    alone = replicated("0FR 0BR 0U1", 1)
+    assert hidden_sum_seconds(alone, alone.ranks_of_stage, [model], [3], 1.0, HOSTS) == [0.0]
+
+
+def test_the_processor_s_part_of_a_sum_is_not_hidden():
+    """Sending and receiving 15 MB takes 30 s of the CPU, less than the 146 s of the wire that remain; or
+    147 s, more than these.
+    """
+    wire = Link(0.0, 1e5, cpu_s_per_byte=1e-6)
+    cluster = replace(HOSTS, between=wire)
+    model, size = profile(5, 5, 5), 15e6
+    (seconds,) = hidden(model, "0FR 0BR 0U1", [3], cluster)
+    assert seconds == pytest.approx(4.0)
+    busy = replace(HOSTS, between=replace(wire, cpu_s_per_byte=4.9e-6))
+    (seconds,) = hidden(model, "0FR 0BR 0U1", [3], busy)
+    whole_s = all_reduce_seconds((0, 1), size, busy)
+    assert seconds == pytest.approx(150 - 147)
+    assert whole_s - seconds == pytest.approx(least_sum_seconds((0, 1), size, busy))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_step_ends_that_much_earlier(count):
+    """What plans predict for data parallelism: forward, backward, and what is exposed."""
+    model, schedule = profile(5, 5, 5), replicated("0FR 0BR 0U1", count)
+    profiles = [model] * count
+    rule = weight_rule("flush")
+    costs = schedule_costs(schedule, profiles, [3], HOSTS, count, rule)
+    ranks_of_stage = schedule.ranks_of_stage
+    seconds = hidden_sum_seconds(schedule, ranks_of_stage, profiles, [3], 1.0, HOSTS)
+    whole_s = simulate_schedule(schedule, costs).makespan
+    overlapped_s = simulate_schedule(schedule, with_shorter_updates(costs, seconds)).makespan
+    assert whole_s - overlapped_s == pytest.approx(seconds[0])
+    assert seconds[0] == pytest.approx(4.0)
+    assert overlapped_s >= 3 + 6 + least_sum_seconds(range(count), 15e6, HOSTS)
