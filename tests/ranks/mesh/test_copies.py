@@ -112,6 +112,11 @@ def _train(folder: str) -> dict[str, object]:
     sampler = DistributedSampler(data, 2, copy, shuffle=False)
     results["stream"] = [float(loss) for loss in pipe.train(DataLoader(data, 3, sampler=sampler))]
     pipe.close()
+    pipe = _pipeline(mesh)
+    text = "at least 1" if copy else "stopped|closed|at least 1"
+    with pytest.raises(ps.PenstockError, match=text):
+        pipe.train_batch(x[: 5 - 5 * copy], y[: 5 - 5 * copy])
+    pipe.close()
     for options, text in (
         ({"schedule": "pipedream"}, "is asynchronous, and the dimension 'dp' of the mesh has 2"),
         ({"balance": [1, 1, 2]}, "for 3 ranks, and the dimension 'pp' of the mesh has 2"),

@@ -143,9 +143,11 @@ class CopyBatches:
         self._shares = None
         if isinstance(x, BatchPart):  # of `Pipeline.reader`, which reads from the joined batch
             return x, y
-        samples = sample_count(x, "the inputs of a batch")
-        if y is not None and sample_count(y, "the targets of a batch") != samples:
-            raise SettingError(f"a batch has {samples} inputs and other targets")
+        try:
+            samples = _sample_count(x, y)
+        except SettingError as error:
+            self.world.abandon(error)  # the other copies would wait for this one's batch
+            raise
         shares = self._shares = self._exchange_shares(x, y, samples)
         if self.mesh.copies == 1:
             return x, y
@@ -262,6 +264,20 @@ class CopyBatches:
         for work in works:
             self.world.wait_for(work, "the targets of all copies of the pipeline")
         return [unflatten(structure, column) for column in columns]
+
+
+def _sample_count(x: Any, y: Any) -> int:
+    """Return the number of samples of a batch.
+
+    Raises:
+        SettingError: there are none, or inputs and targets have different numbers.
+    """
+    samples = sample_count(x, "the inputs of a batch")
+    if y is not None:
+        targets = sample_count(y, "the targets of a batch")
+        if targets != samples:
+            raise SettingError(f"a batch has {samples} inputs and {targets} targets")
+    return samples
 
 
 def _form(value: Any) -> str:
