@@ -323,7 +323,7 @@ class Checkpoints:
             job.wait()
             self._tell_saved(job)
 
-    def _tell_saved(self, job: SaveJob) -> None:
+    def _tell_saved(self, job: SaveJob | GatheredSave) -> None:
         """Note that a checkpoint is complete, and tell the program."""
         self._note_saved(job.step)
         if self._context.on_saved is not None:
