@@ -12,8 +12,8 @@ from penstock.simulate.gradient_sync import (
     all_reduce_seconds,
     least_sum_seconds,
 )
-from penstock.simulate.overlapped_sums import hidden_sum_seconds
-from penstock.simulate.plan_costs import schedule_costs, with_shorter_updates
+from penstock.simulate.overlapped_sums import hidden_sum_seconds, with_overlapped_sums
+from penstock.simulate.plan_costs import schedule_costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.weights.catalogue import weight_rule
 
@@ -126,7 +126,8 @@ def test_a_step_ends_that_much_earlier(count):
     ranks_of_stage = schedule.ranks_of_stage
     seconds = hidden_sum_seconds(schedule, ranks_of_stage, profiles, [3], 1.0, HOSTS)
     whole_s = simulate_schedule(schedule, costs).makespan
-    overlapped_s = simulate_schedule(schedule, with_shorter_updates(costs, seconds)).makespan
+    overlapped = with_overlapped_sums(costs, schedule, profiles, [3], 1.0, HOSTS)
+    overlapped_s = simulate_schedule(schedule, overlapped).makespan
     assert whole_s - overlapped_s == pytest.approx(seconds[0])
     assert seconds[0] == pytest.approx(4.0)
     assert overlapped_s >= 3 + 6 + least_sum_seconds(range(count), 15e6, HOSTS)

@@ -20,13 +20,12 @@ from penstock.search.request import PlanRequest
 from penstock.search.schedules import COST_SCHEDULES
 from penstock.search.schedules import schedule as make_schedule
 from penstock.simulate.costs import Costs
-from penstock.simulate.overlapped_sums import hidden_sum_seconds
-from penstock.simulate.plan_costs import (
-    schedule_costs,
-    stage_costs,
-    with_plan_zero,
+from penstock.simulate.overlapped_sums import (
+    hidden_sum_seconds,
+    with_overlapped_sums,
     with_shorter_updates,
 )
+from penstock.simulate.plan_costs import schedule_costs, stage_costs, with_plan_zero
 from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.stage_seconds import micro_batch_sizes, parts_of
 from penstock.simulate.steady_state import Steady, steady
@@ -226,23 +225,11 @@ def instantiate(request: PlanRequest, proposal: Proposal) -> PlacedSchedule:
             costs, schedule, proposal.lengths, local.cluster, request.sharding.zero
         )
     else:
-        costs = _with_overlapped_sums(costs, local, schedule, proposal)
+        samples = request.batch / proposal.micro_batches
+        costs = with_overlapped_sums(
+            costs, schedule, profiles, proposal.lengths, samples, local.cluster
+        )
     return PlacedSchedule(local, proposal, schedule, rule, costs)
-
-
-def _with_overlapped_sums(
-    costs: Costs, request: PlanRequest, schedule: Schedule, proposal: Proposal
-) -> Costs:
-    """Return `costs` without the parts of gradient sums that run beside ops."""
-    hidden_s = hidden_sum_seconds(
-        schedule,
-        schedule.ranks_of_stage,
-        [request.profile_of(rank) for rank in range(schedule.ranks)],
-        proposal.lengths,
-        request.batch / proposal.micro_batches,
-        request.cluster,
-    )
-    return with_shorter_updates(costs, hidden_s)
 
 
 def _rule(request: PlanRequest, proposal: Proposal, schedule: Schedule) -> WeightRule:
@@ -292,7 +279,14 @@ def with_request(placed: PlacedSchedule, request: PlanRequest) -> PlacedSchedule
         request.batch,
         placed.rule,
     )
-    costs = _with_overlapped_sums(costs, local, placed.schedule, placed.proposal)
+    costs = with_overlapped_sums(
+        costs,
+        placed.schedule,
+        profiles,
+        placed.proposal.lengths,
+        request.batch / placed.proposal.micro_batches,
+        local.cluster,
+    )
     return replace(placed, request=local, costs=costs).with_selective_recompute(placed.selection)
 
 

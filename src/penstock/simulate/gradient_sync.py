@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.cluster.cluster import Cluster
 from penstock.cluster.device import Link
+from penstock.schedule.op import Schedule
 from penstock.simulate.host_costs import NETWORK_S_PER_BYTE
 
 #: On CPUs the core that sends gradients to another replica also receives that replica's and adds
@@ -89,6 +90,17 @@ def sum_memory_copies(ranks: Sequence[int], cluster: Cluster) -> int:
         return 0
     on_one_host = len(_ranks_of_nodes(ranks, cluster)) == 1
     return 1 if on_one_host or len(ranks) == 2 else 3
+
+
+def sum_copies(schedule: Schedule, cluster: Cluster) -> list[int]:
+    """Return per stage how many copies of its gradients each replica stores for their sum.
+
+    None in waves, where replicas average weights.
+    """
+    in_waves = schedule.stream is not None and schedule.stream.waves is not None
+    if in_waves:
+        return [0] * schedule.stages
+    return [sum_memory_copies(ranks, cluster) for ranks in schedule.ranks_of_stage]
 
 
 def _rounds(replicas: int) -> int:

@@ -13,11 +13,12 @@ The network sends one bucket after the other. What the CPU does for them takes t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.cluster.cluster import Cluster
 from penstock.profile.profile import Phase, Profile
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.simulate.costs import Costs
 from penstock.simulate.gradient_sync import (
     SUM_S_PER_BYTE,
     all_reduce_seconds,
@@ -36,6 +37,36 @@ _PHASE_OF_KIND: dict[Kind, Phase] = {
     Kind.I: "input_grad",
     Kind.W: "weight_grad",
 }
+
+
+def with_overlapped_sums(
+    costs: Costs,
+    schedule: Schedule,
+    profiles: Sequence[Profile],
+    lengths: Sequence[int],
+    samples: float,
+    cluster: Cluster,
+) -> Costs:
+    """Return `costs` without the parts of gradient sums that run beside ops.
+
+    Args:
+        costs: with the whole sums in their updates.
+        schedule, profiles, lengths, samples, cluster: as for `hidden_sum_seconds`; rank r of the
+            schedule is that of the cluster.
+    """
+    hidden_s = hidden_sum_seconds(
+        schedule, schedule.ranks_of_stage, profiles, lengths, samples, cluster
+    )
+    return with_shorter_updates(costs, hidden_s)
+
+
+def with_shorter_updates(costs: Costs, hidden_s: Sequence[float]) -> Costs:
+    """Return `costs` without the seconds of gradient sums that run beside ops, per stage."""
+    updates = costs.spread("update", len(hidden_s))
+    if updates is None or not any(hidden_s):
+        return costs
+    shorter = [max(0.0, whole - less) for whole, less in zip(updates, hidden_s, strict=True)]
+    return replace(costs, update=shorter)
 
 
 def hidden_sum_seconds(

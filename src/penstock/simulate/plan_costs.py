@@ -25,9 +25,9 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import Costs
 from penstock.simulate.device_costs import on_devices
-from penstock.simulate.gradient_sync import all_reduce_seconds, sum_memory_copies
+from penstock.simulate.gradient_sync import all_reduce_seconds, sum_copies
 from penstock.simulate.host_costs import with_host_work
-from penstock.simulate.overlapped_sums import hidden_sum_seconds
+from penstock.simulate.overlapped_sums import with_overlapped_sums
 from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.slice_costs import slice_costs
@@ -304,19 +304,13 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
     costs = schedule_costs(
         plan.schedule, plan_profiles, plan.lengths, cluster.on(devices), plan.batch, plan.rule
     )
+    local, micro_batch = cluster.on(devices), plan.batch / plan.micro_batches
     if plan.zero:
-        local = cluster.on(devices)
         costs = with_plan_zero(costs, plan.schedule, plan.lengths, local, plan.zero)
     else:
-        hidden_s = hidden_sum_seconds(
-            plan.schedule,
-            plan.schedule.ranks_of_stage,
-            plan_profiles,
-            plan.lengths,
-            plan.batch / plan.micro_batches,
-            cluster.on(devices),
+        costs = with_overlapped_sums(
+            costs, plan.schedule, plan_profiles, plan.lengths, micro_batch, local
         )
-        costs = with_shorter_updates(costs, hidden_s)
     if plan.recompute is not Recompute.SELECTIVE:
         return costs
     return with_selective_recompute(
@@ -359,7 +353,7 @@ def with_plan_zero(
     if schedule.stream is not None:
         raise PlanError(f"zero is for synchronous schedules, and {schedule.name} is asynchronous")
     # The levels are of devices that sum gradients without further copies.
-    copies = _sum_copies(schedule, cluster)
+    copies = sum_copies(schedule, cluster)
     costs = _with_gradient_copies(costs, schedule, [-count / (1 + count) for count in copies])
     updates = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
     gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
@@ -368,15 +362,6 @@ def with_plan_zero(
         alone.append(max(0.0, seconds - all_reduce_seconds(ranks, size, cluster)))
     without_sync = replace(costs, update=alone)
     return with_zero(without_sync, schedule.ranks_of_stage, cluster, lengths, zero)
-
-
-def with_shorter_updates(costs: Costs, hidden_s: Sequence[float]) -> Costs:
-    """Return `costs` without the seconds of gradient sums that run beside ops, per stage."""
-    updates = costs.spread("update", len(hidden_s))
-    if updates is None or not any(hidden_s):
-        return costs
-    shorter = [max(0.0, whole - less) for whole, less in zip(updates, hidden_s, strict=True)]
-    return replace(costs, update=shorter)
 
 
 def schedule_costs(
@@ -411,18 +396,7 @@ def schedule_costs(
         return with_host_work(costs, schedule, profiles, cluster)
 
     costs = costs_by_size(of_size, sizes)
-    return _with_gradient_copies(costs, schedule, _sum_copies(schedule, cluster))
-
-
-def _sum_copies(schedule: Schedule, cluster: Cluster) -> list[int]:
-    """Return per stage how many copies of its gradients each replica stores for their sum.
-
-    None in waves, where replicas average weights.
-    """
-    in_waves = schedule.stream is not None and schedule.stream.waves is not None
-    if in_waves:
-        return [0] * schedule.stages
-    return [sum_memory_copies(ranks, cluster) for ranks in schedule.ranks_of_stage]
+    return _with_gradient_copies(costs, schedule, sum_copies(schedule, cluster))
 
 
 def _with_gradient_copies(costs: Costs, schedule: Schedule, copies: Sequence[float]) -> Costs:
