@@ -41,6 +41,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     if job["system"] == "profile":
         return measure(job, workload)
     inputs, targets = workload.batch()
+    if job["system"] == "1f1b-in-turn":
+        return in_turn(job, workload, inputs, targets)
     systems = {"fsdp2": fsdp2, "torch-1f1b": torch_1f1b}
     make = penstock if "plan" in job else systems.get(job["system"], ddp)
     step = make(job, workload)
@@ -165,6 +167,24 @@ def measure(job: dict[str, Any], workload: Any) -> dict[str, Any]:
         profile.save(job["profile"])
     dist.barrier()
     return asdict(link)
+
+
+def in_turn(job: dict[str, Any], workload: Any, inputs: Any, targets: Any) -> dict[str, Any]:
+    """Train with torch's 1F1B and with Penstock's in turn, step by step, in one job."""
+    steps = {}
+    for name, make in (("torch", torch_1f1b), ("penstock", penstock)):
+        torch.manual_seed(0)
+        steps[name] = make(job, workload)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(WARM_UP + job["rounds"]):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            float(step(inputs, targets))
+            dist.barrier()
+            if number >= WARM_UP:
+                seconds[name].append(time.perf_counter() - start)
+    return {"seconds": seconds}
 
 
 def penstock(job: dict[str, Any], workload: Any) -> Any:

@@ -1,0 +1,96 @@
+"""Penstock's 1F1B beside torch's: the same cut and micro-batches, step by step in turn in one job.
+
+sudo python benchmarks/hosts/one_f_one_b.py sleep-wide --mbit 100 --mbit 300
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from host_processes import HostProcesses
+from namespaces import Hosts, ending_on_signals
+from workloads import WORKLOADS
+
+import penstock as ps
+from penstock.cluster.device import Link
+
+HERE = Path(__file__).parent
+#: Rate of a link's payload over TCP to its nominal rate, and seconds of a message's way.
+PAYLOAD, LATENCY_S = 0.95, 300e-6
+
+
+def plan_1f1b(profile: ps.Profile, samples: int, count: int, mbit: int) -> ps.Plan:
+    """Return the plan of 1F1B with a stage on every host."""
+    link = Link(LATENCY_S, PAYLOAD * mbit * 1e6 / 8)
+    devices = ps.cluster(f"local:{count}").devices
+    cluster = ps.Cluster(f"{count} hosts, {mbit} Mbit/s", devices, 1, link, link)
+    options = {"stages": count, "schedules": ["1f1b"], "micro_batches": 2 * count}
+    return ps.plan(profile, cluster, samples, optimizer=torch.optim.Adam, **options)
+
+
+def measure(
+    workload: str, plan: ps.Plan, count: int, mbit: int, rounds: int
+) -> dict[str, list[float]]:
+    """Return the seconds of the steps of both, in the order in which they took turns."""
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-hosts-") as folder,
+        Hosts(count, mbit) as hosts,
+        HostProcesses(hosts, HERE / "worker.py", Path(folder)) as processes,
+    ):
+        path = Path(folder) / "plan.json"
+        plan.save(path)
+        job = {
+            "system": "1f1b-in-turn",
+            "workload": workload,
+            "plan": str(path),
+            "lengths": list(plan.lengths),
+            "micro_batches": plan.schedule.micro_batches,
+            "rounds": rounds,
+        }
+        seconds: dict[str, list[float]] = processes.run(job, count)[0]["seconds"]
+        return seconds
+
+
+def main() -> None:
+    """Measure, and print the seconds of a step and their ratios."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--mbit", action="append", type=int, required=True)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=6)
+    arguments = parser.parse_args()
+    case, count = WORKLOADS[arguments.workload], arguments.hosts
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    inputs, targets = case.batch()
+    profile = ps.profile(
+        case.model(),
+        inputs,
+        batch=case.samples,
+        threads=1,
+        repeats=1,
+        device="cpu",
+        loss=case.loss,
+        targets=targets,
+    )
+    for mbit in arguments.mbit:
+        plan = plan_1f1b(profile, case.samples, count, mbit)
+        seconds = measure(arguments.workload, plan, count, mbit, arguments.rounds)
+        pairs = zip(seconds["torch"], seconds["penstock"], strict=True)
+        ratios = sorted(ours / others for others, ours in pairs)
+        print(
+            f"{arguments.workload}, cut {list(plan.lengths)}, {mbit} Mbit/s: "
+            f"torch {statistics.median(seconds['torch']):.2f} s a step, "
+            f"Penstock {statistics.median(seconds['penstock']):.2f} s, "
+            f"ratio {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    with ending_on_signals():
+        main()
