@@ -184,6 +184,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--results", type=Path, default=HERE / "elastic.json")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes the hosts
     if arguments.hosts and os.geteuid() != 0:
         sys.exit("network namespaces need root: sudo python benchmarks/chaos/elastic.py --hosts")
     parent = Path(tempfile.mkdtemp(prefix="penstock-elastic-"))
