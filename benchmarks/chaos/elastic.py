@@ -157,10 +157,21 @@ def segments_of(folder: Path) -> list[Segment]:
     return [*segments, Segment(None, folder / "plan.json")]
 
 
+def settings_beside_plan() -> list[str]:
+    """Return the settings of the run without those that a plan contains."""
+    pairs = list(zip(SETTINGS[:-1:2], SETTINGS[1::2], strict=True))
+    assert SETTINGS[-1] == "--no-self-check"
+    planned = ("--schedule", "--micro-batches", "--recompute")
+    words = [word for pair in pairs if pair[0] not in planned for word in pair]
+    return [*words, SETTINGS[-1]]
+
+
 def by_hand(segments: list[Segment], folder: Path, epochs: int) -> None:
     """Train with the same plans, stopped and started again at the same steps, on this host."""
     for number, segment in enumerate(segments):
-        start = ["--resume", str(folder)] if number else [*SETTINGS, "--out", str(folder)]
+        start = (
+            ["--resume", str(folder)] if number else [*settings_beside_plan(), "--out", str(folder)]
+        )
         words = ["--epochs", str(epochs), "--plan", str(segment.plan)]
         if segment.end is not None:
             words += ["--limit-steps", str(segment.end)]
