@@ -192,7 +192,7 @@ def main() -> int:
     """Run, compare, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", action="store_true", help="hosts as network namespaces")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--results", type=Path, default=HERE / "elastic.json")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes the hosts
