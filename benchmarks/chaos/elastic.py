@@ -157,10 +157,21 @@ def segments_of(folder: Path) -> list[Segment]:
     return [*segments, Segment(None, folder / "plan.json")]
 
 
+def settings_beside_plan() -> list[str]:
+    """Return the settings of the run without those that a plan contains."""
+    pairs = list(zip(SETTINGS[:-1:2], SETTINGS[1::2], strict=True))
+    assert SETTINGS[-1] == "--no-self-check"
+    planned = ("--schedule", "--micro-batches", "--recompute")
+    words = [word for pair in pairs if pair[0] not in planned for word in pair]
+    return [*words, SETTINGS[-1]]
+
+
 def by_hand(segments: list[Segment], folder: Path, epochs: int) -> None:
     """Train with the same plans, stopped and started again at the same steps, on this host."""
     for number, segment in enumerate(segments):
-        start = ["--resume", str(folder)] if number else [*SETTINGS, "--out", str(folder)]
+        start = (
+            ["--resume", str(folder)] if number else [*settings_beside_plan(), "--out", str(folder)]
+        )
         words = ["--epochs", str(epochs), "--plan", str(segment.plan)]
         if segment.end is not None:
             words += ["--limit-steps", str(segment.end)]
@@ -181,9 +192,10 @@ def main() -> int:
     """Run, compare, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", action="store_true", help="hosts as network namespaces")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--results", type=Path, default=HERE / "elastic.json")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes the hosts
     if arguments.hosts and os.geteuid() != 0:
         sys.exit("network namespaces need root: sudo python benchmarks/chaos/elastic.py --hosts")
     parent = Path(tempfile.mkdtemp(prefix="penstock-elastic-"))

@@ -93,6 +93,7 @@ class ForkedRank:
         if self.pid:
             return
         status = 1
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)

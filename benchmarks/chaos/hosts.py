@@ -501,6 +501,7 @@ def main() -> int:
     parser.add_argument("--summary", action="store_true", help="print the results alone")
     parser.add_argument("--results", type=Path, default=HERE / "hosts.json")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes the hosts
     content: dict = {"rounds": []}
     if arguments.summary or (arguments.append and arguments.results.exists()):
         content = json.loads(arguments.results.read_text())
