@@ -4,6 +4,7 @@ weights, its last layers the reverse.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, final
@@ -102,18 +103,14 @@ def vgg(
     check_dropout(name, dropout)
     if head not in HEADS:
         raise SettingError(f"{name} takes head of {' or '.join(map(repr, HEADS))}, not {head!r}")
-    from penstock.zoo.blocks.vgg import build_vgg
+    from torch import nn
 
-    return build_vgg(
-        variant.depth,
-        batch_norm=variant.batch_norm,
-        classes=classes,
-        image=image,
-        channels=channels,
-        dropout=dropout,
-        width=width,
-        pooled=head == "torchvision",
-    )
+    from penstock.zoo.blocks.vgg import build_classifier, build_features
+
+    features = build_features(variant.depth, width, channels, batch_norm=variant.batch_norm)
+    pooled = head == "torchvision"
+    classifier = build_classifier(image, width, classes, dropout, pooled=pooled)
+    return nn.Sequential(OrderedDict(features=features, classifier=classifier))
 
 
 for _depth, _counts in PARAMETERS.items():

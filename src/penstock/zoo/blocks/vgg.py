@@ -20,49 +20,37 @@ WIDTH, LINEAR = 64, 64
 POOLED_SIDE = 7
 
 
-def build_vgg(
-    depth: int,
-    *,
-    batch_norm: bool,
-    classes: int,
-    image: int,
-    channels: int,
-    dropout: float,
-    width: int,
-    pooled: bool,
+def build_features(depth: int, width: int, channels: int, *, batch_norm: bool) -> nn.Sequential:
+    """Build the blocks of convolutions of `penstock.zoo.vgg.vgg`, each with a max-pool at its end."""
+    features: OrderedDict[str, nn.Module] = OrderedDict()
+    for block, (count, times) in enumerate(zip(BLOCKS[depth], WIDTHS, strict=True), start=1):
+        for index in range(1, count + 1):
+            features[f"conv{block}_{index}"] = HeConv2d(channels, width * times, 3, padding=1)
+            if batch_norm:
+                features[f"bn{block}_{index}"] = nn.BatchNorm2d(width * times)
+            features[f"relu{block}_{index}"] = nn.ReLU()
+            channels = width * times
+        features[f"pool{block}"] = nn.MaxPool2d(2)
+    return nn.Sequential(features)
+
+
+def build_classifier(
+    image: int, width: int, classes: int, dropout: float, *, pooled: bool
 ) -> nn.Sequential:
-    """Build the model of `penstock.zoo.vgg.vgg`, whose arguments these are; with `pooled`, the
-    classifier begins with an adaptive average pooling.
+    """Build the classifier of `penstock.zoo.vgg.vgg`; with `pooled`, it begins with an adaptive
+    average pooling.
     """
     side = POOLED_SIDE if pooled else image // 2 ** len(WIDTHS)
-    widths = [width * times for times in WIDTHS]
-    features = _features(BLOCKS[depth], widths, channels, batch_norm)
     classifier: OrderedDict[str, nn.Module] = OrderedDict()
     if pooled:
         classifier["avgpool"] = nn.AdaptiveAvgPool2d((POOLED_SIDE, POOLED_SIDE))
     classifier["flatten"] = nn.Flatten()
     std = 0.01 * math.sqrt(WIDTH / width)
-    inputs = widths[-1] * side * side
+    inputs = width * WIDTHS[-1] * side * side
     for index in (6, 7):
         classifier[f"fc{index}"] = NormalLinear(inputs, LINEAR * width, std=std)
         classifier[f"relu{index}"] = nn.ReLU()
         classifier[f"drop{index}"] = nn.Dropout(dropout)
         inputs = LINEAR * width
     classifier["fc8"] = NormalLinear(inputs, classes, std=std)
-    return nn.Sequential(OrderedDict(features=features, classifier=nn.Sequential(classifier)))
-
-
-def _features(
-    blocks: tuple[int, ...], widths: list[int], channels: int, batch_norm: bool
-) -> nn.Sequential:
-    """Return the blocks of convolutions, each with a max-pool at its end."""
-    features: OrderedDict[str, nn.Module] = OrderedDict()
-    for block, (count, width) in enumerate(zip(blocks, widths, strict=True), start=1):
-        for index in range(1, count + 1):
-            features[f"conv{block}_{index}"] = HeConv2d(channels, width, 3, padding=1)
-            if batch_norm:
-                features[f"bn{block}_{index}"] = nn.BatchNorm2d(width)
-            features[f"relu{block}_{index}"] = nn.ReLU()
-            channels = width
-        features[f"pool{block}"] = nn.MaxPool2d(2)
-    return nn.Sequential(features)
+    return nn.Sequential(classifier)
