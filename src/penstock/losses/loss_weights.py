@@ -29,11 +29,7 @@ from penstock.errors import SettingError
 from penstock.losses.additivity import AdditivityTest
 from penstock.losses.call import LossCall
 from penstock.losses.graph import is_per_row
-from penstock.losses.messages import (
-    WAYS_OUT,
-    count_differs,
-    model_loss,
-)
+from penstock.losses.messages import WAYS_OUT, count_differs, model_loss
 from penstock.losses.probe import ReturnsCount
 from penstock.losses.shares import (
     common_weights,
@@ -352,8 +348,8 @@ class LossWeights:
             form: weights from the graph, which are tried first; else a mean or a sum over samples.
         """
         batch = views[0].batch
-        # The outputs of a large vocabulary make the whole test take as long as several steps. The
-        # graph is read again at every repetition, so the model's own outputs suffice then.
+        # With a large vocabulary the whole test takes as long as several steps. The graph is read
+        # again at every repetition, so the model's own outputs suffice then.
         brief = form is not None and key in self._knowledge_by_key
         try:
             ways = self._additivity.ways(views, has_counts=form is not None, brief=brief)

@@ -218,18 +218,19 @@ def instantiate(request: PlanRequest, proposal: Proposal) -> PlacedSchedule:
         )
     check_replicable(request, schedule, proposal.lengths)
     rule = _rule(request, proposal, schedule)
-    profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
-    costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, request.batch, rule)
-    if request.sharding.zero:
-        costs = with_plan_zero(
-            costs, schedule, proposal.lengths, local.cluster, request.sharding.zero
-        )
-    else:
-        samples = request.batch / proposal.micro_batches
-        costs = with_overlapped_sums(
-            costs, schedule, profiles, proposal.lengths, samples, local.cluster
-        )
+    costs = _costs(local, proposal, schedule, rule)
     return PlacedSchedule(local, proposal, schedule, rule, costs)
+
+
+def _costs(request: PlanRequest, proposal: Proposal, schedule: Schedule, rule: WeightRule) -> Costs:
+    """Return the costs of a schedule on the devices of a request, with its gradient sums."""
+    profiles = [request.profile_of(rank) for rank in range(schedule.ranks)]
+    lengths, cluster = proposal.lengths, request.cluster
+    costs = schedule_costs(schedule, profiles, lengths, cluster, request.batch, rule)
+    if request.sharding.zero:
+        return with_plan_zero(costs, schedule, lengths, cluster, request.sharding.zero)
+    samples = request.batch / proposal.micro_batches
+    return with_overlapped_sums(costs, schedule, profiles, lengths, samples, cluster)
 
 
 def _rule(request: PlanRequest, proposal: Proposal, schedule: Schedule) -> WeightRule:
@@ -270,23 +271,7 @@ def check_replicable(request: PlanRequest, schedule: Schedule, lengths: Sequence
 def with_request(placed: PlacedSchedule, request: PlanRequest) -> PlacedSchedule:
     """Return the same schedule, cut and devices with the costs of another cluster or profile."""
     local = _request_on_devices(request, placed.proposal, placed.schedule.ranks)
-    profiles = [local.profile_of(rank) for rank in range(placed.schedule.ranks)]
-    costs = schedule_costs(
-        placed.schedule,
-        profiles,
-        placed.proposal.lengths,
-        local.cluster,
-        request.batch,
-        placed.rule,
-    )
-    costs = with_overlapped_sums(
-        costs,
-        placed.schedule,
-        profiles,
-        placed.proposal.lengths,
-        request.batch / placed.proposal.micro_batches,
-        local.cluster,
-    )
+    costs = _costs(local, placed.proposal, placed.schedule, placed.rule)
     return replace(placed, request=local, costs=costs).with_selective_recompute(placed.selection)
 
 

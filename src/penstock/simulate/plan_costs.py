@@ -25,7 +25,7 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import Costs
 from penstock.simulate.device_costs import on_devices
-from penstock.simulate.gradient_sync import all_reduce_seconds, sum_copies
+from penstock.simulate.gradient_sync import all_reduce_seconds, in_buckets, sum_copies
 from penstock.simulate.host_costs import with_host_work
 from penstock.simulate.overlapped_sums import with_overlapped_sums
 from penstock.simulate.selective_recompute import with_selective_recompute
@@ -352,9 +352,12 @@ def with_plan_zero(
     """
     if schedule.stream is not None:
         raise PlanError(f"zero is for synchronous schedules, and {schedule.name} is asynchronous")
-    # The levels are of devices that sum gradients without further copies.
-    copies = sum_copies(schedule, cluster)
-    costs = _with_gradient_copies(costs, schedule, [-count / (1 + count) for count in copies])
+    # Level 1 runs here, without buckets; the others are of devices that sum without further copies.
+    factors = []
+    for ranks, count in zip(schedule.ranks_of_stage, sum_copies(schedule, cluster), strict=True):
+        kept = 0 if zero > 1 or in_buckets(ranks, cluster) else count
+        factors.append((1 + kept) / (1 + count) - 1)
+    costs = _with_gradient_copies(costs, schedule, factors)
     updates = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
     gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
     alone = []

@@ -45,7 +45,7 @@ def copy_whole(target: Any, source: Tensor) -> None:
     if not is_sharded(target):
         target.copy_(source)
         return
-    from torch.distributed.tensor import distribute_tensor  # imported by whoever made the target
+    from torch.distributed.tensor import distribute_tensor  # loaded already: it made the target
 
     value = source.to(target.device, target.dtype)
     # Without a source rank every process takes its part, and nothing is sent.
