@@ -68,6 +68,11 @@ EXCEPTIONS = {
         "callbacks",
     ),
     "looked for before the measurement, then opened by the first rank": ("wandb",),
+    "read before the measurement, so that a wrong file is reported at once, and by all ranks": (
+        "initial_weights",
+    ),
+    "refused where processes share the layers of a stage": ("offload",),
+    "asked before an attempt, whose lost state has no copy where copies divide it": ("zero",),
     "named in a message about training that diverges": ("lr",),
     "files hold the name of a dtype, layers and loss use the dtype, float16 scales the loss": (
         *("autocast", "scaler"),

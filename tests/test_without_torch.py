@@ -19,6 +19,7 @@ REMEDY = "needs torch; install it with: pip install 'penstock[torch]'"
 #: Commands that must work, in this order: a later one reads the files of an earlier one.
 PLANNING = {
     "version": ["--version"],
+    "list models": ["list", "models"],
     "simulate": ["simulate", *SCHEDULE],
     "draw": ["draw", *SCHEDULE, "drawing.svg"],
     "verify": ["verify", *SCHEDULE],
@@ -45,7 +46,6 @@ RUNTIME = {
     "verify gradients": ["verify", "--train", "gpt", "--stages", "2"],
     "study": ["study", "paper"],
     "export-weights": ["export-weights", "checkpoint", "weights.safetensors"],
-    "list models": ["list", "models"],
 }
 NAMES = [
     "Checkpoints",

@@ -281,6 +281,7 @@ class SearchSpace:
             path_s=busy * path_s,
             after_s=busy * update_s + self._gradient_sync_s(shape),
             cluster_share_s=all_busy * self._shared_s(range(ranks), micro_batches),
+            equal_sizes=self.request.batch % micro_batches == 0,
         )
 
     def _slowdown(self, busy: Sequence[int]) -> float:
@@ -344,6 +345,7 @@ class Load:
         path_s: lower bound of its forward and backward path through all stages.
         after_s: seconds after the last backward of a step: gradient sync and update.
         cluster_share_s: lower bound of the seconds per device if the whole cluster shares the work.
+        equal_sizes: whether all micro-batches have the same number of samples.
     """
 
     ranks: int
@@ -355,6 +357,7 @@ class Load:
     path_s: float
     after_s: float
     cluster_share_s: float
+    equal_sizes: bool = True
 
 
 def _estimate_and_bound(load: Load, facts: ScheduleFacts, stages: int) -> tuple[float, float]:
@@ -373,7 +376,11 @@ def _estimate_and_bound(load: Load, facts: ScheduleFacts, stages: int) -> tuple[
     if facts.stages_per_rank == "1":
         # Weight gradients of a split backward can run during the drain: only the fill counts.
         ramp_path = load.down_s if facts.splits_backward else load.path_s
-        bound = max(bound, _bound_with_ramp(per_pipeline, load, ramp_path))
+        # The pipeline with the most micro-batches may have the small ones: of unequal ones it is
+        # certain only that some pipeline has the mean work.
+        mean_count = load.micro_batches / load.pipelines
+        count = per_pipeline if load.equal_sizes else mean_count
+        bound = max(bound, _bound_with_ramp(count, load, ramp_path))
     return max(estimate, bound), bound
 
 
@@ -388,7 +395,7 @@ def _slices_micro_batches(name: str) -> bool:
         return True
 
 
-def _bound_with_ramp(micro_batches: int, load: Load, path: float) -> float:
+def _bound_with_ramp(micro_batches: float, load: Load, path: float) -> float:
     """Return a lower bound over all cuts into one stage per rank, filling and draining included.
 
     Rank s is idle while its first micro-batch passes the stages before it and, after its last

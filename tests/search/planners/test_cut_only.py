@@ -102,10 +102,10 @@ def test_mixed_devices_are_refused_by_those_that_take_them_for_equal(name):
 
 
 def test_pipelines_get_equally_many_micro_batches():
-    """Ten pipelines share 10, 20, 40 … micro-batches, not 16."""
+    """Ten pipelines share 10, 20, 40 … of the divisors of the batch, not 16 or 25."""
     request = ask(COSTS, "20xV100-10GbE", batch=200, stages=2)
     assert (stages_of(request), replicas_of(request, 2)) == (2, 10)
-    assert list(counts_of(request, 2, 10)) == [10, 20, 40, 80, 160]
+    assert list(counts_of(request, 2, 10)) == [10, 20, 40, 50, 80, 100, 200]
     asked = ask(COSTS, "20xV100-10GbE", batch=200, stages=2, micro_batches=12)
     assert (replicas_of(asked, 2), list(counts_of(asked, 2, 6))) == (6, [12])
     assert list(counts_of(ask(COSTS, "4xV100-10GbE"), 4)) == [1, 2, 4, 8, 16, 32]

@@ -20,8 +20,8 @@ MOST_RANKS = 16
 
 def refine_devices(search: PlanSearch, candidate: Evaluated) -> Evaluated:
     """Return the best candidate that is reached by exchanging devices, each exchange simulated with
-    the same cut, and with the lengths of the exchanged stages exchanged as well; `candidate` itself
-    where none helps.
+    the same cut and, unless the cut is requested, with the lengths of the exchanged stages exchanged
+    as well; `candidate` itself where none helps.
     """
     if candidate.placed.schedule.ranks > MOST_RANKS or search.request.cluster.ranks == 1:
         return candidate
@@ -60,11 +60,12 @@ def _exchanges(search: PlanSearch, candidate: Evaluated) -> Iterator[Proposal]:
     schedule, proposal = candidate.placed.schedule, candidate.placed.proposal
     devices = _devices_of(candidate)
     is_plain = all(stages == (rank,) for rank, stages in enumerate(schedule.stages_of_rank))
+    moves_cuts = is_plain and search.request.by == "bottleneck"
     for a, b in combinations(range(len(devices)), 2):
         exchanged, lengths = list(devices), list(proposal.lengths)
         exchanged[a], exchanged[b] = exchanged[b], exchanged[a]
         yield replace(proposal, devices=tuple(exchanged))
-        if is_plain and lengths[a] != lengths[b]:
+        if moves_cuts and lengths[a] != lengths[b]:
             lengths[a], lengths[b] = lengths[b], lengths[a]
             yield replace(proposal, devices=tuple(exchanged), lengths=tuple(lengths))
     for unused in range(search.request.cluster.ranks):
