@@ -50,18 +50,18 @@ def _timelines():
 
     import torch.distributed as dist
 
-    from penstock.ranks import clock, clock_offsets
     from penstock.transport.process_group import join
 
     join()
     ahead_s = AHEAD_S[dist.get_rank()]
+    host_s = time.monotonic
 
     def shifted():
         """Return the time of a clock that is not that of the other ranks."""
-        return time.monotonic() + ahead_s
+        return host_s() + ahead_s
 
-    clock.host_time = clock_offsets.host_time = shifted
-    clock.HostClock.mark = lambda self: shifted()
+    # Not one of its callers: whatever reads the clock of a host reads this one.
+    time.monotonic = shifted
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
     pipe = ps.Pipeline(

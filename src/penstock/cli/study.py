@@ -178,5 +178,8 @@ def study(
         study_grid.print_cells(name, flags, json=json)
         return
     # Ended by SIGTERM as by Ctrl-C: all processes end, and the records stay.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    study_grid.run(name, flags, json=json)
+    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        study_grid.run(name, flags, json=json)
+    finally:
+        signal.signal(signal.SIGTERM, terminate)

@@ -116,7 +116,7 @@ class TensorForm:
 
 
 # Not frozen: the constructor of a frozen one takes three times as long, for every message.
-@dataclass(eq=False, slots=True)
+@dataclass(slots=True)
 class Payload:
     """A flattened value.
 
