@@ -60,7 +60,7 @@ def _timelines():
         """Return the time of a clock that is not that of the other ranks."""
         return host_s() + ahead_s
 
-    # Not one of its callers: whatever reads the clock of a host reads this one.
+    # Not a function of Penstock's: whatever reads the clock of the host reads this one.
     time.monotonic = shifted
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
