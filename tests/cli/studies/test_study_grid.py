@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
+
+from penstock.cli.studies import study_grid
 
 
 def test_without_a_name_the_studies_are_listed(penstock):
@@ -86,3 +89,20 @@ def test_a_folder_that_cannot_be_written_is_refused(penstock, tmp_path):
     ran = penstock("study", "smoke", "--out", tmp_path / "file")
     assert ran.status == 2
     assert "cannot store records in" in ran.err
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_sigterm_is_ctrl_c_while_a_study_runs_and_no_longer(penstock, monkeypatch, error):
+    """A program that calls the command line keeps its own handler, however the study ends."""
+    handlers = []
+
+    def run(name, flags, *, json):
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(study_grid, "run", run)
+    before = signal.getsignal(signal.SIGTERM)
+    assert penstock("study", "paper").status == (0 if error is None else 130)
+    assert handlers == [signal.default_int_handler]
+    assert signal.getsignal(signal.SIGTERM) is before
