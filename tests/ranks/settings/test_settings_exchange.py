@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from penstock.errors import DeadlineExceeded, PenstockError, RanksDiffer
+from penstock.errors import DeadlineExceeded, PenstockError, RanksDiffer, RunError
 from penstock.ranks.settings.setting_differences import Description
-from penstock.ranks.settings.settings_exchange import SettingsExchange
+from penstock.ranks.settings.settings_exchange import SettingsExchange, missing_keys
 
 
 def described(seed, kind="Linear"):
@@ -58,6 +58,19 @@ def test_a_failed_rank_reports_its_reason_to_the_others():
         PenstockError, match="rank 1 could not make its Pipeline: ValueError: no such layer"
     ):
         SettingsExchange(store, 0, 2, 30.0).compare(described(seed="0"))
+
+
+def test_a_failure_after_a_rank_has_sent_its_key_does_not_end_the_exchange():
+    """The key may arrive between the look at the keys and the look at failures."""
+    store = HashStore()
+
+    def send_and_fail():
+        store.set("0/1", "")
+        raise RunError("rank 1 failed at a later point")
+
+    assert missing_keys(store, ["0/1"], send_and_fail, 30.0) == []
+    with pytest.raises(RunError, match="rank 1 failed at a later point"):
+        missing_keys(store, ["0/1", "0/2"], send_and_fail, 30.0)
 
 
 def test_a_missing_rank_is_named_at_the_deadline():

@@ -124,7 +124,11 @@ class SettingsExchange:
         number, self._round = self._round, self._round + 1
         self.store.set(f"{number}/{self.rank}", json.dumps(value))
         keys = [f"{number}/{rank}" for rank in range(self.size)]
-        missing = missing_keys(self.store, keys, self._check, self.deadline_s)
+        try:
+            missing = missing_keys(self.store, keys, self._check, self.deadline_s)
+        except RunError:
+            self.closed = True  # the other ranks have the same error already
+            raise
         if missing:
             awaited = f"{ranks_in_words(missing)} to make the same Pipeline"
             raise DeadlineExceeded(self.rank, awaited, self.deadline_s, [])
@@ -148,11 +152,9 @@ class SettingsExchange:
         """
         lost = lost_ranks()
         if lost is not None:
-            self.closed = True
             raise RunError(lost)
         if not self.store.check(["failure"]):
             return
-        self.closed = True
         failure = json.loads(self.store.get("failure"))
         reason = foreign_text(str(failure["reason"]))
         raise RunError(
@@ -169,16 +171,26 @@ def missing_keys(
     Args:
         store: the store.
         keys: one key for each rank.
-        check: called while waiting; raises if waiting is pointless.
+        check: called while waiting; raises RunError if waiting is pointless.
         deadline_s: seconds to wait.
 
     Returns:
         The ranks whose keys are missing at the deadline; empty if all keys are present.
+
+    Raises:
+        RunError: `check` raised it and a key is still missing.
     """
     begun_s = time.monotonic()
     pause_s = _PAUSE_S
     while not store.check(list(keys)):
-        check()
+        try:
+            check()
+        except RunError:
+            # A rank that sent its key and failed afterwards failed at a later point, which this rank
+            # still has to reach: its own error says more than the other rank's.
+            if store.check(list(keys)):
+                return []
+            raise
         if time.monotonic() - begun_s >= deadline_s:
             return [number for number, key in enumerate(keys) if not store.check([key])]
         time.sleep(pause_s)
