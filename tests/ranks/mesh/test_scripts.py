@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+import torch
+
 import penstock as ps
 from penstock.ranks.process_world import join
 
@@ -18,6 +20,7 @@ def _run_scripts(scripts: list[str], folder: str) -> list[float]:
     os.chdir(folder)
     losses = []
     for script in scripts:
+        torch.seed()  # as in a process of its own: the script has to seed the initialisation
         names: dict[str, object] = {"__name__": "script"}
         exec(script, names)
         pipe, loss = names["pipe"], names["loss"]
