@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import mse_loss
 
-from penstock.checkpoint.disks import Disks, _leaders, find_disks
+import penstock as ps
+from penstock.checkpoint.disks import Disks, find_disks
 from penstock.checkpoint.fetch import _Copy
 from penstock.errors import FileError
-from penstock.ranks.processes.rank_reports import Report
 from penstock.ranks.thread_world import ThreadWorld
 
 
+def leaders_of(root, disks):
+    """Return the leaders of the disks, as this rank finds them; the folder is relative."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 2) for _ in disks]
+    pipe = ps.Pipeline(
+        nn.Sequential(*layers), loss=mse_loss, balance=[1] * len(disks), check_data=False
+    )
+    world = pipe._world
+    disk = root / disks[world.local_ranks[0]]
+    disk.mkdir(parents=True, exist_ok=True)
+    os.chdir(disk)
+    return find_disks(world, Path("folder")).leaders
+
+
 @pytest.mark.parametrize(
-    ("hosts", "visible", "leaders"),
+    ("disks", "leaders"),
     [
-        ("aabb", "1111", (0, 0, 0, 0)),
-        ("aabb", "1100", (0, 0, 2, 2)),
-        ("abab", "1010", (0, 1, 0, 1)),
-        ("abc", "101", (0, 1, 0)),
-        ("aa", "10", (0, 1)),
+        ("aaaa", (0, 0, 0, 0)),
+        ("aabb", (0, 0, 2, 2)),
+        ("abab", (0, 1, 0, 1)),
+        ("abca", (0, 1, 2, 0)),
     ],
 )
-def test_ranks_that_do_not_see_the_probe_share_a_disk_with_their_host(hosts, visible, leaders):
-    """The lowest rank on each disk completes the checkpoint there."""
-    reports = [
-        Report(rank, host, seen == "1")
-        for rank, (host, seen) in enumerate(zip(hosts, visible, strict=True))
-    ]
-    assert _leaders(reports) == leaders
+def test_ranks_find_those_that_see_the_same_folder(tmp_path, disks, leaders):
+    """All ranks have one host here, so that its name cannot decide. No probe stays."""
+    rows = ps.launch(leaders_of, 4, tmp_path, disks, threads=1)
+    assert rows == [leaders] * 4
+    assert list(tmp_path.glob("*/folder/.probe*")) == []
     assert Disks(leaders).shared == (set(leaders) == {0})
-    assert 0 in Disks(leaders).members(0)
 
 
 def test_ranks_of_one_process_see_one_disk_and_write_no_probe(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import FileError
-from penstock.ranks.processes.rank_reports import Report, attempt, check_reports, exchange
+from penstock.ranks.processes.rank_reports import attempt, check_reports, exchange
 from penstock.ranks.world import World
 
 
@@ -33,41 +33,64 @@ class Disks:
 
 
 def find_disks(world: World, folder: Path) -> Disks:
-    """Find out which ranks see the same folder: rank 0 writes a probe file, and all look for it.
+    """Find out which ranks see the same folder, by empty files that they write there.
 
-    Ranks that do not see it are taken to share a disk with the other ranks of their host.
+    Rank 0 writes a file, and all look for it. Ranks that do not see it write one each, and look for
+    those of the others. Names of hosts do not count: containers of different hosts may have the
+    same name.
 
     Args:
         world: the ranks.
-        folder: the folder; rank 0 creates it.
+        folder: the folder; rank 0, and ranks that do not see its file, create it.
 
     Raises:
-        FileError: on every rank, if rank 0 cannot write there.
+        FileError: on every rank, if one of these ranks cannot write there.
     """
     if len(world.local_ranks) == world.size:
         return Disks((0,) * world.size)
     nonce = world.broadcast([secrets.token_hex(8)], 0)[0]
-    probe = folder / f".probe-{nonce}"
+    prefix = f".probe-{nonce}-"
     first = world.local_ranks[0]
-    written = attempt(first, lambda: _write(probe) if first == 0 else None)
-    check_reports(exchange(world, {first: written}), "nothing was written")
-    reports = exchange(world, {first: attempt(first, probe.exists)})
-    if first == 0:
+    try:
+        lowest = _look(world, folder, prefix, writes=first == 0)
+        if None in lowest:
+            lowest = _look(world, folder, prefix, writes=lowest[first] is None)
+    finally:
         with suppress(OSError):
-            probe.unlink()
-    return Disks(_leaders(reports))
+            _probe(folder, prefix, first).unlink(missing_ok=True)
+    leaders = [rank if leader is None else leader for rank, leader in enumerate(lowest)]
+    return Disks(tuple(leaders))
 
 
-def _leaders(reports: list[Report]) -> tuple[int, ...]:
-    """Return by rank the lowest rank that sees the same folder."""
-    leaders: list[int] = []
-    first_of_host: dict[str, int] = {}
-    for report in reports:
-        if report.value:
-            leaders.append(0)
-        else:
-            leaders.append(first_of_host.setdefault(report.host, report.rank))
-    return tuple(leaders)
+def _look(world: World, folder: Path, prefix: str, *, writes: bool) -> list[int | None]:
+    """Return by rank the lowest rank whose probe it sees; None if it sees none.
+
+    Args:
+        world: the ranks.
+        folder: where the probes are.
+        prefix: of their names.
+        writes: whether this process writes a probe before.
+
+    Raises:
+        FileError: on every rank, if a probe cannot be written.
+    """
+    first = world.local_ranks[0]
+    probe = _probe(folder, prefix, first)
+    written = attempt(first, lambda: _write(probe) if writes else None)
+    check_reports(exchange(world, {first: written}), "nothing was written")
+    reports = exchange(world, {first: attempt(first, lambda: _lowest_rank(folder, prefix))})
+    return [report.value for report in reports]
+
+
+def _probe(folder: Path, prefix: str, rank: int) -> Path:
+    """Return the file that a rank writes."""
+    return folder / f"{prefix}{rank}"
+
+
+def _lowest_rank(folder: Path, prefix: str) -> int | None:
+    """Return the lowest rank whose probe this process sees; None if it sees none."""
+    ranks = [int(path.name.removeprefix(prefix)) for path in folder.glob(f"{prefix}*")]
+    return min(ranks, default=None)
 
 
 def _write(probe: Path) -> None:

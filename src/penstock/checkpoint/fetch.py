@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,6 +94,24 @@ def fetch_missing(folder: Path, world: World) -> None:
     world.barrier()
 
 
+def unseen_files(folder: Path, world: World) -> list[str]:
+    """Return the names of files of a checkpoint that no rank sees, the same on every rank.
+
+    If no rank sees an index, it is the name of the index.
+
+    Args:
+        folder: the folder of the checkpoint.
+        world: the ranks.
+    """
+    first = world.local_ranks[0]
+    rows = [
+        _parse(report)
+        for report in exchange(world, {first: attempt(first, lambda: _inventory(folder))})
+    ]
+    names = {INDEX}.union(*(row.files for row in rows))
+    return sorted(name for name in names if not any(name in row.sizes for row in rows))
+
+
 def _inventory(folder: Path) -> list[Any]:
     """Return identity, names and sizes of the files of a checkpoint that this process sees."""
     try:
@@ -120,7 +139,9 @@ def _send(world: World, file: Path, source: int, size: int, needing: set[int]) -
         FileError: on every rank, if it cannot be read or written.
     """
     first = world.local_ranks[0]
-    partial = file.with_name(file.name + ".partial")
+    # Pipelines of one job that load the same checkpoint, as those of the coordinates of a mesh's "tp",
+    # may write to the same disk at the same time: each its own copy, of which the last one stays.
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     copy = _Copy(file, partial, first == source, first in needing)
     copy.begin()
     for start in range(0, size, _CHUNK):

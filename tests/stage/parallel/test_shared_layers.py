@@ -6,6 +6,7 @@ test says that they are equal to the bit.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import penstock as ps
-from penstock.errors import RanksDiffer
+from penstock.errors import FileError, RanksDiffer
 from penstock.ranks.process_world import join
 
 WORDS = 11
@@ -256,6 +257,30 @@ def _plan_with_groups(meshes: dict[str, DeviceMesh]) -> dict[str, object]:
     return {"plan": final_state(pipe)}
 
 
+def _save_on_separate_disks(meshes: dict[str, DeviceMesh], folder: str) -> dict[str, object]:
+    """Save and load in folders that are disks of two hosts.
+
+    First each host has all parts of a stage, then it has one part of every stage.
+    """
+    results: dict[str, object] = {}
+    rank = torch.distributed.get_rank()
+    start = Path.cwd()
+    for name, host in (("stages", rank // 2), ("parts", rank % 2)):
+        disk = Path(folder) / name / str(host)
+        disk.mkdir(parents=True, exist_ok=True)
+        os.chdir(disk)
+        pipe = clipped(mesh=meshes["tensor"], parallelize=shard)
+        try:
+            pipe.save("saved")
+            pipe.load("saved")
+        except FileError as error:
+            results[name] = str(error)
+        results[f"{name} files"] = len([*disk.glob("saved/*.safetensors")])
+        pipe.close()
+    os.chdir(start)
+    return results
+
+
 def _run(folder: str) -> dict[str, object]:
     """Run all cases in one set of four processes."""
     join()
@@ -264,6 +289,7 @@ def _run(folder: str) -> dict[str, object]:
     results |= _compare_copies(meshes)
     results |= _skip_steps(meshes)
     results |= _plan_with_groups(meshes)
+    results |= _save_on_separate_disks(meshes, folder)
     _refuse(meshes)
     return results
 
@@ -306,6 +332,17 @@ def test_one_device_continues_from_a_checkpoint_of_shared_layers(shared, folder,
     pipe.load(folder / mesh)
     train(pipe, joined, STEPS + 1)
     close(final_state(pipe), dict(plain(STEPS + 1, 0.5).state_dict()))
+
+
+def test_both_coordinates_fetch_files_from_another_host_at_the_same_time(shared):
+    """They have one disk per host, so each has to write its copy under a name of its own."""
+    assert all("stages" not in result and result["stages files"] == 2 for result in shared)
+
+
+def test_save_refuses_disks_from_which_a_coordinate_could_not_load(shared):
+    """Processes of coordinate 1 are alone on their host, and write nothing."""
+    for result in shared:
+        assert "processes of the dimension 'tp' of the mesh are on hosts that" in result["parts"]
 
 
 def test_processes_hold_parts_of_shared_layers(shared):

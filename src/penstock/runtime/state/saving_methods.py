@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from penstock.checkpoint.fetch import unseen_files
 from penstock.checkpoint.save_job import GatheredSave, SaveJob, in_place
 from penstock.errors import FileError
 from penstock.ranks.world import World
@@ -60,6 +61,14 @@ class Saving:
             raise FileError(
                 f"the checkpoint {path} was not written: the processes that write it, of coordinate "
                 "0 in the dimension 'tp' of the mesh, have the reason"
+            )
+        if not parallelism.all_agree(
+            success=parallelism.writes or not unseen_files(path, self._world)
+        ):
+            raise FileError(
+                f"the checkpoint {path} cannot be loaded here: processes of the dimension 'tp' of "
+                "the mesh are on hosts that do not see its files. Save on a disk that all hosts "
+                "share, or place all processes of a coordinate of 'pp' on one host"
             )
 
     def _begin_save(self, target: SaveTarget) -> SaveJob | GatheredSave:
