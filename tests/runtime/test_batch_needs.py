@@ -22,6 +22,10 @@ from penstock.ranks.processes.launch import launch
 NAMES = ("1f1b", "interleaved", "chimera", "zb-h1", "replicas", "pipedream", "terapipe", "traced")
 SAMPLES = 24
 
+#: Features of a sample. A sample fills a cache line, so that parts of a batch lie at equal alignment
+#: wherever they were read: the results of matrix products of MKL depend on it on some processors.
+FEATURES = 16
+
 
 class CountingReads:
     """A data set that records which samples were read."""
@@ -42,7 +46,7 @@ class Residual(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 3)
 
     def forward(self, x):
         """Return the scores."""
@@ -74,7 +78,7 @@ def data(tokens):
     """Inputs and targets, some of which are ignored."""
     generator = torch.Generator().manual_seed(7)
     shape = (SAMPLES, 8) if tokens else (SAMPLES,)
-    inputs = torch.randn(*shape, 6, generator=generator)
+    inputs = torch.randn(*shape, FEATURES, generator=generator)
     targets = torch.randint(0, 3, shape, generator=generator)
     targets[::5] = -100
     return inputs, targets
@@ -89,7 +93,12 @@ def train(name, schedule, batch, seed, executor, whole):
     """Losses, weights and, per process, the samples that were read."""
     torch.manual_seed(seed)
     model = nn.Sequential(
-        nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 3)
+        nn.Linear(FEATURES, 5),
+        nn.Tanh(),
+        nn.Linear(5, 5),
+        nn.Tanh(),
+        nn.Linear(5, 4),
+        nn.Linear(4, 3),
     )
     if name == "traced":
         model = Residual()
@@ -97,7 +106,7 @@ def train(name, schedule, batch, seed, executor, whole):
     lengths = [6 // stages + (stage < 6 % stages) for stage in range(stages)]
     options = {"balance": lengths}
     if name == "traced":
-        options = {"balance": [1, 1], "example": torch.zeros(2, 6)}
+        options = {"balance": [1, 1], "example": torch.zeros(2, FEATURES)}
     pipe = ps.Pipeline(
         model,
         loss=token_loss,
