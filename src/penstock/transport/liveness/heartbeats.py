@@ -34,6 +34,7 @@ from penstock.files.text import shorten
 from penstock.standard_error import write_line
 from penstock.transport.addresses import BIND, bind_address, close_connections, store_address
 from penstock.transport.liveness.heartbeat_process import State
+from penstock.transport.liveness.join_progress import JoinProgress
 from penstock.transport.liveness.stopped_processes import LIMIT_S, LostSiblings
 
 #: Environment variable with the secret of the heartbeats, the same on all ranks. Without it rank 0
@@ -129,7 +130,8 @@ class Heartbeats:
         self._thread.start()
         # Each rank is watched from when it has come, while others are still waited for.
         keys = {peer: f"heartbeat/{peer}" for peer in range(size) if peer != rank}
-        wait_for_keys(store, keys, deadline_s, _MeetingWatch(self), self._add_peer)
+        watch = _MeetingWatch(self, JoinProgress(timeout_s), rank)
+        wait_for_keys(store, keys, deadline_s, watch, self._add_peer)
         atexit.register(self._leave)
 
     def on_loss(self, callback: Callable[[], None]) -> None:
@@ -331,15 +333,22 @@ def _shared_secret(store: Store, rank: int, deadline_s: float) -> str:
 class _MeetingWatch:
     """Finds the ranks that are lost before all have come: by their heartbeats, or on this host.
 
+    The lowest rank that has come names those that have not.
+
     Args:
         heartbeats: of this rank.
+        progress: receives the missing ranks.
+        rank: this rank.
     """
 
-    def __init__(self, heartbeats: Heartbeats) -> None:
+    def __init__(self, heartbeats: Heartbeats, progress: JoinProgress, rank: int) -> None:
         self._heartbeats, self._siblings = heartbeats, LostSiblings()
+        self._progress, self._rank = progress, rank
 
     def check(self, missing: Collection[int]) -> None:
         """See `LostSiblings.check`."""
+        if all(lower in missing for lower in range(self._rank)):
+            self._progress.look(missing)
         reason = self._heartbeats.reason()
         if reason is not None:
             raise RunError(reason)

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from penstock.errors import RunError
 from penstock.standard_error import write_line
 from penstock.transport.addresses import close_connections
+from penstock.transport.liveness.join_progress import JoinProgress
 from penstock.transport.liveness.stopped_processes import LIMIT_S, LOOK_S, LostSiblings
 
 #: Seconds without an answer of the store after which it is lost: more than for heartbeats, since a
@@ -48,6 +49,9 @@ def wait_for_store(address: str, port: int, timeout_s: float, limit_s: float = L
     siblings = LostSiblings()
     started_s = answered_s = time.monotonic()
     answers = False
+    progress = JoinProgress(timeout_s)
+    # One message per host is enough.
+    tells = os.environ.get("LOCAL_RANK", "0") == "0"
     while True:
         try:
             with socket.create_connection((address, port), _CONNECT_S):
@@ -57,6 +61,8 @@ def wait_for_store(address: str, port: int, timeout_s: float, limit_s: float = L
         except OSError:
             pass
         siblings.check([0])
+        if tells:
+            progress.look([0])
         now_s = time.monotonic()
         silent_s = now_s - answered_s
         if answers and silent_s >= limit_s:
