@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import penstock as ps
+from penstock.errors import RunError
 from penstock.measure import host_links
 from penstock.measure.host_links import link_of, measure_host_links, network_link
 from penstock.measure.messages import SIZES, Times
@@ -50,6 +51,18 @@ def test_the_cpu_time_of_messages_is_that_of_the_shortest_one_and_more_per_byte(
     other = Times(sizes, seconds, cpu_s=(5e-5, 6.5e-4))
     network = network_link([Times(sizes, seconds, cpu_s=(5e-5, 4.5e-4)), other], 1.5)
     assert network.cpu_s_per_byte == pytest.approx(5e-10)
+
+
+def test_a_rank_that_is_lost_during_the_measurement_is_told_in_words(monkeypatch):
+    """gloo's own words name no rank."""
+
+    def lose_peer(pairs, wires):
+        raise RuntimeError("Application timeout caused pair closure")
+
+    monkeypatch.setattr(host_links.dist, "new_group", lambda **options: None)
+    monkeypatch.setattr(host_links, "_median_link", lose_peer)
+    with pytest.raises(RunError, match="could not measure the links to the other ranks: App"):
+        measure_host_links(["a", "b"])
 
 
 def _links():

@@ -32,6 +32,7 @@ from penstock.transport.collectives import all_gather, broadcast
 from penstock.transport.devices.device_assignment import Assignment
 from penstock.transport.devices.device_discovery import gather_assignment, rank_facts
 from penstock.transport.hosts import Host, host_names, this_host
+from penstock.transport.process_group import naming_lost_ranks
 
 Progress = Callable[[int, int, str], None]
 
@@ -98,6 +99,7 @@ class ClusterMeasurement:
     at_once: float
 
 
+@naming_lost_ranks("could not measure the links to the other ranks")
 def measure_cluster(
     name: str,
     device: torch.device,
@@ -121,7 +123,7 @@ def measure_cluster(
 
     Raises:
         SettingError: `repeats` is below 1 or `seconds` not above 0.
-        RunError: a message was received corrupted.
+        RunError: a message was received corrupted, or a rank is lost.
     """
     if repeats < 1 or not 0 < seconds < float("inf"):
         raise SettingError(f"{repeats} repeats of {seconds} s: both must be above 0")

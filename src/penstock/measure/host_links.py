@@ -14,6 +14,7 @@ import torch.distributed as dist
 from penstock.cluster.device import Link
 from penstock.measure.messages import Times, Wires, settled_seconds
 from penstock.transport.collectives import broadcast
+from penstock.transport.process_group import naming_lost_ranks
 
 #: Bytes of the messages that are timed, and the seconds over the shortest one after which no longer
 #: ones follow: what is left to learn of a link that takes this much longer is its bandwidth, which
@@ -27,6 +28,7 @@ _ALL_PAIRS: Final = 4
 _MOST_PAIRS: Final = 8
 
 
+@naming_lost_ranks("could not measure the links to the other ranks")
 def measure_host_links(hosts: Sequence[str]) -> tuple[Link | None, Link | None]:
     """Return the link between two ranks of a host, and that between two hosts.
 
@@ -40,7 +42,7 @@ def measure_host_links(hosts: Sequence[str]) -> tuple[Link | None, Link | None]:
         None for a link that joins no ranks.
 
     Raises:
-        RunError: a message was received corrupted.
+        RunError: a message was received corrupted, or a rank is lost.
     """
     ranks_of_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):

@@ -11,11 +11,13 @@ from penstock.cluster.device import Link
 from penstock.errors import RunError
 from penstock.measure.fit import fit
 from penstock.measure.messages import Wires, time_messages
+from penstock.transport.process_group import naming_lost_ranks
 
 #: Bytes of the messages that are timed.
 SIZES: Final = (64, 2**16, 2**20, 2**22, 2**24, 2**26)
 
 
+@naming_lost_ranks("could not measure the link to the other rank")
 def measure_link(repeats: int = 3) -> Link:
     """Time messages between ranks 0 and 1 (ping-pong), and fit latency and bandwidth.
 
@@ -23,7 +25,8 @@ def measure_link(repeats: int = 3) -> Link:
     for each of `SIZES` the result is `undisturbed_seconds` of `repeats`, after a warm-up.
 
     Raises:
-        RunError: there are not exactly two ranks, or a message was received corrupted.
+        RunError: there are not exactly two ranks, a message was received corrupted, or the other rank
+            is lost.
     """
     if dist.get_world_size() != 2:
         raise RunError(f"a link is between 2 ranks, but there are {dist.get_world_size()}")

@@ -44,7 +44,7 @@ from penstock.training.task import make_task
 from penstock.transport.collectives import all_gather, broadcast
 from penstock.transport.devices.device_discovery import assign_device
 from penstock.transport.hosts import Host, host_names, this_host
-from penstock.transport.process_group import join
+from penstock.transport.process_group import join, naming_lost_ranks
 
 #: File in a run's folder with the job of torchrun that has begun it.
 JOB = "job.json"
@@ -271,6 +271,7 @@ def _check(config: TrainConfig, traced: TracedChain, per_epoch: int) -> str:
     return ""
 
 
+@naming_lost_ranks("could not profile together with the other ranks of its host")
 def _profiles_of_hosts(config: TrainConfig, place: _Place) -> dict[str, Profile]:
     """Return the profile of every host; the ranks of a host measure at once, and all hosts do.
 

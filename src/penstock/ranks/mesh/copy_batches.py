@@ -34,6 +34,7 @@ from penstock.ranks.settings.run_config import RunConfig
 from penstock.ranks.world import World
 from penstock.schedule.op import Schedule
 from penstock.tracing.traced_chain import TracedChain
+from penstock.transport.process_group import naming_lost_ranks
 from penstock.values.constants import describe
 from penstock.values.structure import flatten, tensors_of, unflatten
 
@@ -86,6 +87,7 @@ class CopyBatches:
     _last: dist.ProcessGroup | None = None
     _everyone: dist.ProcessGroup = field(init=False)
 
+    @naming_lost_ranks("could not connect to the other ranks of the mesh")
     def __post_init__(self) -> None:
         timeout = timedelta(seconds=self.world.deadline_s)
         self._everyone = self._watched(dist.new_group(None, timeout, "gloo"))
