@@ -126,3 +126,5 @@ def test_this_machine_can_be_observed():
     assert seen.seconds > 0
     assert seen.process_cores >= 0
     assert seen.page_fault_s >= 0
+    assert seen.product_s > 0
+    assert seen.copy_s > 0

@@ -33,6 +33,8 @@ QUIET = Conditions(
     page_faults_per_s=100.0,
     disk_faults_per_s=0.0,
     page_fault_s=1e-6,
+    product_s=1e-3,
+    copy_s=4e-3,
 )
 
 #: What differs, the text that names it, and the estimated change of the step.
@@ -66,6 +68,16 @@ CAUSES = {
     "memory": (
         {"memory_stall": 0.2, "swap_bytes_per_s": 2e6},
         "tasks waited for memory 20% of the time, 0% when profiled, and 1.9 MiB a second were",
+        0.25,
+    ),
+    "the time of a matrix product": (
+        {"product_s": 1.25e-3},
+        "a product of matrices of the same size took 1.2 ms, 1.0 ms when profiled",
+        0.25,
+    ),
+    "the time of a copy in memory": (
+        {"copy_s": 5e-3},
+        "a copy in memory of the same size took 5.0 ms, 4.0 ms when profiled",
         0.25,
     ),
     "page faults": (

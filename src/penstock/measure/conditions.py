@@ -1,7 +1,8 @@
 """Observe the conditions of a measurement, from counters that the kernel keeps anyway.
 
 Two readings bracket the measurement; nothing runs in between. A reading takes about 0.3 ms (on a
-virtual machine of 2 cores), which is why there are two per epoch and not two per step.
+virtual machine of 2 cores), which is why there are two per epoch and not two per step. At the end a
+product and a copy of fixed sizes are timed for 0.1 s: the speed of the cores themselves.
 
 Sources: proc(5) for /proc/stat, /proc/vmstat and task/*/schedstat; the kernel's documentation of
 pressure stall information (accounting/psi), of cpufreq, and of cgroup v1 and v2 (`cpu.stat`).
@@ -12,12 +13,15 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import final
+from typing import Any, final
+
+import torch
 
 from penstock.cluster.local import available_cores
 from penstock.profile.conditions import RankConditions
@@ -28,6 +32,11 @@ _BUSY_COLUMNS = (1, 2, 3, 6, 7)
 _STOLEN_COLUMN = 8
 #: /proc/stat counts in ticks of 10 ms: over a shorter time than this its shares mean nothing.
 _SHORTEST_S = 0.2
+#: Side of the matrices of the product that is timed, and bytes of the block that is copied: more than
+#: the caches of a core.
+_PRODUCT_SIDE, _COPIED_BYTES = 256, 32 << 20
+#: Seconds for which each of both is repeated.
+_REPEAT_S = 0.05
 #: Bytes that are touched page by page to time a page fault; less than a huge page.
 _TOUCHED_BYTES = 1 << 20
 
@@ -71,6 +80,7 @@ class ConditionsMeter:
         seconds = max(after.seconds - before.seconds, 1e-9)
         counters = _rates(before.counters, after.counters, seconds)
         ticks = seconds >= _SHORTEST_S
+        product_s, copy_s = _core_times()
         return RankConditions(
             host=socket.gethostname(),
             seconds=seconds,
@@ -87,6 +97,8 @@ class ConditionsMeter:
             page_faults_per_s=counters.get("page_faults"),
             disk_faults_per_s=counters.get("disk_faults"),
             page_fault_s=_page_fault_s(),
+            product_s=product_s,
+            copy_s=copy_s,
         )
 
 
@@ -231,6 +243,40 @@ def _named_values(text: str) -> dict[str, float]:
         if value.isdecimal():
             values[name] = float(value)
     return values
+
+
+def _core_times() -> tuple[float, float]:
+    """Return the seconds that a product of matrices and a copy of a block take now, on one thread.
+
+    Cores of a virtual machine share execution units, caches and memory with others, which no counter
+    here shows: both then take longer.
+    """
+    side, count = _PRODUCT_SIDE, _COPIED_BYTES // 4
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    left, right, product = torch.ones(3, side, side, **kind).unbind()
+    source, target = torch.ones(count, **kind), torch.zeros(count, **kind)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        product_s = _median_seconds(lambda: torch.mm(left, right, out=product))
+        copy_s = _median_seconds(lambda: target.copy_(source))
+    finally:
+        torch.set_num_threads(threads)
+    return product_s, copy_s
+
+
+def _median_seconds(run: Callable[[], object]) -> float:
+    """Return the median seconds of a short function, after a first call that does not count."""
+    run()
+    times = []
+    start_s = time.perf_counter()
+    end_s = start_s + _REPEAT_S
+    while start_s < end_s:
+        run()
+        now_s = time.perf_counter()
+        times.append(now_s - start_s)
+        start_s = now_s
+    return statistics.median(times)
 
 
 def _page_fault_s() -> float:

@@ -27,6 +27,8 @@ class RankConditions:
         page_faults_per_s: of this process, without reading a disk.
         disk_faults_per_s: page faults of this process that read a disk.
         page_fault_s: seconds of one page fault, measured at the end of the observation.
+        product_s: seconds of a product of two matrices of fixed size on one thread, likewise.
+        copy_s: seconds of copying a block of fixed size on one thread, likewise.
     """
 
     host: str
@@ -44,6 +46,8 @@ class RankConditions:
     page_faults_per_s: float | None = None
     disk_faults_per_s: float | None = None
     page_fault_s: float | None = None
+    product_s: float | None = None
+    copy_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Conditions:
     page_faults_per_s: float | None = None
     disk_faults_per_s: float | None = None
     page_fault_s: float | None = None
+    product_s: float | None = None
+    copy_s: float | None = None
 
 
 def combine_conditions(ranks: Sequence[RankConditions]) -> Conditions | None:
@@ -103,6 +109,8 @@ def combine_conditions(ranks: Sequence[RankConditions]) -> Conditions | None:
         page_faults_per_s=worst("page_faults_per_s"),
         disk_faults_per_s=worst("disk_faults_per_s"),
         page_fault_s=worst("page_fault_s"),
+        product_s=worst("product_s"),
+        copy_s=worst("copy_s"),
     )
 
 

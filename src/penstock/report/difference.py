@@ -237,6 +237,27 @@ def _clock(profile: Conditions, run: Conditions) -> Cause | None:
     return Cause(text, profile.clock_hz / run.clock_hz - 1)
 
 
+def _compute_speed(profile: Conditions, run: Conditions) -> Cause | None:
+    """Compare the time of a product of matrices of fixed size."""
+    return _fixed_work(profile.product_s, run.product_s, "a product of matrices")
+
+
+def _copy_speed(profile: Conditions, run: Conditions) -> Cause | None:
+    """Compare the time of a copy of a block of fixed size."""
+    return _fixed_work(profile.copy_s, run.copy_s, "a copy in memory")
+
+
+def _fixed_work(before_s: float | None, after_s: float | None, work: str) -> Cause | None:
+    """Compare the seconds that the same work took at the end of the profile and of the run."""
+    if not before_s or not after_s:
+        return None
+    text = (
+        f"{work} of the same size took {format_seconds(after_s)}, {format_seconds(before_s)} when "
+        "profiled"
+    )
+    return Cause(text, after_s / before_s - 1)
+
+
 def _quota(profile: Conditions, run: Conditions) -> Cause | None:
     """Compare the time in which the CPU quota stopped the ranks."""
     if profile.quota_throttled is None or run.quota_throttled is None:
@@ -292,6 +313,8 @@ _COMPARISONS: tuple[tuple[str, Callable[[Conditions, Conditions], Cause | None]]
     ("waiting for a core", _core_wait),
     ("the hypervisor's share", _stolen),
     ("clock and heat", _clock),
+    ("the time of a matrix product", _compute_speed),
+    ("the time of a copy in memory", _copy_speed),
     ("CPU quota", _quota),
     ("memory pressure and swap", _memory),
     ("page faults", _page_faults),
