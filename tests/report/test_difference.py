@@ -168,14 +168,16 @@ def test_the_time_is_divided_into_ops_waiting_and_the_rest():
         for event in predicted.compute
     ]
     measured = Timeline.of(rows, 2, 2, None, "measured", "gpipe")
-    measured_s = measured.makespan + 3.0
-    difference = explain_difference(
-        predicted.makespan, measured_s, (predicted, measured), (QUIET, QUIET)
-    )
+    timelines, conditions = (predicted, measured), (QUIET, QUIET)
+    median_s, step_s = measured.makespan + 5.0, measured.makespan + 3.0
+    difference = explain_difference(predicted.makespan, median_s, timelines, conditions, step_s)
     busy, idle = predicted.busy[0], predicted.makespan - predicted.busy[0]
     assert f"the ops of rank 0 took {2 * busy:.1f} s (predicted {busy:.1f} s)" in difference.parts
     assert f"it was idle for {2 * idle:.1f} s (predicted {idle:.1f} s)" in difference.parts
+    assert "In a recorded step of 21.0 s, " in difference.parts
     assert "3.0 s were outside all ops" in difference.parts
+    older = explain_difference(predicted.makespan, median_s, timelines, conditions)
+    assert "outside" not in older.parts, "the median step is not the one that was recorded"
 
 
 def test_the_report_of_a_run_has_the_explanation(run_folder):

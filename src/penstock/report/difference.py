@@ -104,6 +104,7 @@ def explain_difference(
     measured_s: float,
     timelines: tuple[Timeline | None, Timeline | None],
     conditions: tuple[Conditions | None, Conditions | None],
+    timeline_step_s: float | None = None,
 ) -> Difference | None:
     """Explain the difference between a predicted and a measured step; None if it is small.
 
@@ -112,6 +113,7 @@ def explain_difference(
         timelines: the predicted and the measured one; None if unknown, or if they are not of one
             step each.
         conditions: of the profile and of the run; None if they were not recorded.
+        timeline_step_s: seconds of the step of the measured timeline; None if unknown.
     """
     if predicted_s <= 0 or abs(measured_s / predicted_s - 1) <= LARGE_DIFFERENCE:
         return None
@@ -119,7 +121,7 @@ def explain_difference(
     profile, run = conditions
     parts = ""
     if timelines[0] is not None and timelines[1] is not None:
-        parts = _parts(timelines[0], timelines[1], measured_s)
+        parts = _parts(timelines[0], timelines[1], timeline_step_s)
     if profile is None or run is None:
         return Difference(predicted_s, measured_s, parts, (), (), recorded=False)
     causes: list[Cause] = []
@@ -143,10 +145,11 @@ def _explains(cause: Cause, change: float) -> bool:
     return cause.effect * change > 0 and abs(cause.effect) >= _LEAST_PART * abs(change)
 
 
-def _parts(predicted: Timeline, measured: Timeline, measured_s: float) -> str:
+def _parts(predicted: Timeline, measured: Timeline, step_s: float | None) -> str:
     """Return where the time of a step is, as a sentence; empty if the timelines do not match.
 
-    The rank is the one whose ops differ most: a step cannot be shorter than its longest rank.
+    The rank is the one whose ops differ most: a step cannot be shorter than its longest rank. Time
+    outside the ops is that of the step which the timeline has, and not of the median step.
     """
     if predicted.ranks != measured.ranks or not predicted.ranks:
         return ""
@@ -155,13 +158,15 @@ def _parts(predicted: Timeline, measured: Timeline, measured_s: float) -> str:
     rank = differences.index(max(differences))
     before, after = pairs[rank]
     idle_before, idle_after = predicted.makespan - before, measured.makespan - after
-    outside = measured_s - measured.makespan
     busy = f"{format_seconds(after)} (predicted {format_seconds(before)})"
     idle = f"{format_seconds(max(idle_after, 0))} (predicted {format_seconds(max(idle_before, 0))})"
     parts = [f"the ops of rank {rank} took {busy}", f"it was idle for {idle}"]
-    if outside > 0.01 * measured_s:
-        parts.append(f"{format_seconds(outside)} were outside all ops (predicted 0 s)")
-    return f"In the step, {', '.join(parts)}."
+    if step_s is None:
+        return f"In the step, {', '.join(parts)}."
+    outside_s = step_s - measured.makespan
+    if outside_s > 0.01 * step_s:
+        parts.append(f"{format_seconds(outside_s)} were outside all ops (predicted 0 s)")
+    return f"In a recorded step of {format_seconds(step_s)}, {', '.join(parts)}."
 
 
 def _core_wait(profile: Conditions, run: Conditions) -> Cause | None:

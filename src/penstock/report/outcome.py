@@ -46,6 +46,8 @@ class Outcome:
         measured_step_quartiles_s: likewise, of the steps of the last epoch without its first one;
             None for an asynchronous plan.
         conditions: of the machine in the last epoch; None in folders of older versions.
+        timeline_step_s: seconds of the step of the measured timeline, from call to loss; None for
+            an asynchronous plan, and in folders of older versions.
     """
 
     folder: str
@@ -72,6 +74,7 @@ class Outcome:
     predicted_step_quartiles_s: tuple[float, float] | None = None
     measured_step_quartiles_s: tuple[float, float] | None = None
     conditions: Conditions | None = None
+    timeline_step_s: float | None = None
 
     @property
     def speed_up(self) -> float | None:

@@ -91,6 +91,7 @@ def outcome_difference(
         outcome.measured_step_s,
         timelines if outcome.synchronous else (None, None),
         (profile.conditions, outcome.conditions),
+        outcome.timeline_step_s,
     )
 
 

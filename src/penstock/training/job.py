@@ -309,6 +309,7 @@ def _outcome(
         test_accuracy=first.test_accuracy,
         predicted_step_s=plan.predicted.step_s,
         measured_step_s=first.step_s,
+        timeline_step_s=first.timeline_step_s,
         predicted_bubble_ratio=plan.predicted.bubble_ratio,
         measured_bubble_ratio=bubble,
         predicted_peak_memory=plan.predicted.peak_memory,

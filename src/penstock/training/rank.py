@@ -69,6 +69,8 @@ class RankResult:
             the mean time per batch while the pipeline was full.
         timeline: of the median of the recorded steps of the last epoch with a full batch; of an
             asynchronous plan, of the last batches.
+        timeline_step_s: seconds of the step of that timeline, from call to loss; None of an
+            asynchronous plan.
         busy: per rank, the share of that time in which it worked.
         weight_versions: per stage, the most versions of the weights that were stored.
         peak_rss_bytes: of this process.
@@ -87,6 +89,7 @@ class RankResult:
     test_accuracy: float | None = None
     step_s: float = 0.0
     timeline: Timeline | None = None
+    timeline_step_s: float | None = None
     busy: list[float] = field(default_factory=list)
     weight_versions: tuple[int, ...] = ()
     peak_rss_bytes: int = 0
@@ -336,7 +339,7 @@ class _Training:
         The timeline is recorded every `_TIMELINE_EVERY` steps, and after `recorded_steps`.
         """
         result = self.result
-        recorded: deque[Timeline] = deque(maxlen=_MAX_TIMELINES)
+        recorded: deque[tuple[Timeline, float]] = deque(maxlen=_MAX_TIMELINES)
         meter = ConditionsMeter()
         for x, y in batches:
             if len(result.step_times) == 1:
@@ -350,7 +353,7 @@ class _Training:
                 timeline = self.pipe.timeline()
                 if len(x) == self.config.batch or result.timeline is None:
                     result.timeline = timeline
-                    recorded.append(timeline)
+                    recorded.append((timeline, seconds))
                 result.busy = busy_shares(result.timeline)
             self._finish_step(loss, len(x), seconds, show_busy=record)
             if step < end:  # the epoch's last step is complete with the evaluation
@@ -360,7 +363,10 @@ class _Training:
                 break
         result.conditions = meter.conditions()
         if recorded:
-            result.timeline = median_timeline(recorded)
+            result.timeline = median_timeline([timeline for timeline, _ in recorded])
+            result.timeline_step_s = next(
+                seconds for timeline, seconds in recorded if timeline is result.timeline
+            )
             result.busy = busy_shares(result.timeline)
         result.step_s = statistics.median(result.step_times[1:] or result.step_times)
 
