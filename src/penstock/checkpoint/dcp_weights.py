@@ -104,8 +104,8 @@ def load_dcp_weights(folder: Path) -> dict[str, Tensor]:
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
             """Return the metadata."""
             del args, kwargs
-            known: Metadata = metadata
-            return known
+            read: Metadata = metadata
+            return read
 
     names = _weight_names(folder, metadata)
     tensors: dict[str, Tensor] = {}

@@ -152,8 +152,8 @@ def _changes_variables(hook: Callable[..., Any]) -> bool:
         if step.opname == "RETURN_CONST":
             returns |= step.argval is not None
         elif step.opname == "RETURN_VALUE":
-            nothing = before is not None and before.opname == "LOAD_CONST" and before.argval is None
-            returns |= not nothing
+            is_none = before is not None and before.opname == "LOAD_CONST" and before.argval is None
+            returns |= not is_none
         before = step
     return stores and returns
 
