@@ -30,6 +30,7 @@ from penstock.checkpoint.checkpoint_options import CheckpointOptions
 from penstock.checkpoint.optimizer_check import check_optimizer
 from penstock.checkpoint.optimizer_checkpoint import optimizer_state, rule_state
 from penstock.errors import SettingError
+from penstock.files.text import join_names
 from penstock.optim.stage_weights import StageWeights
 from penstock.stage import stage_state as state
 from penstock.stage.stage import Stage
@@ -247,7 +248,7 @@ class CheckpointWriter:
             nan_names += fit.nan_names(content.checked)
         if nan_names:
             raise SettingError(
-                f"there are NaN values in {fit.join_names(nan_names)} at step "
+                f"there are NaN values in {join_names(nan_names)} at step "
                 f"{self.progress.step}: this run has diverged, and its checkpoint is not written, "
                 "to keep the previous one. Resume from an earlier checkpoint with a lower learning "
                 "rate; to write these values nevertheless, pass allow_nonfinite=True"

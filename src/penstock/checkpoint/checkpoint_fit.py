@@ -18,14 +18,13 @@ from penstock.checkpoint.checkpoint_index import Checkpoint, RuleFacts
 from penstock.checkpoint.checkpoint_options import CheckpointOptions
 from penstock.errors import FileError
 from penstock.files.json_values import json_value
+from penstock.files.text import join_names
 from penstock.modules.state_names import prefix_of, state_of
 from penstock.optim.schedulers import Schedulers
 from penstock.stage import stage_state as state
 from penstock.stage.stage import Stage
 from penstock.stage.stage_state import Placed
 
-#: Names that a message lists of each kind of difference.
-_NAMES_IN_MESSAGE = 5
 #: torch's names of the dtypes of safetensors.
 _DTYPES = {
     "F64": "float64",
@@ -68,13 +67,6 @@ class Findings:
             kind.replace("{}", join_names(list(names))) for kind, names in self.rows.items()
         ]
         return "; ".join(sentences)
-
-
-def join_names(names: Sequence[str]) -> str:
-    """List the first few names and the number of further ones."""
-    further = len(names) - _NAMES_IN_MESSAGE
-    suffix = f" and {further} more" if further > 0 else ""
-    return ", ".join(names[:_NAMES_IN_MESSAGE]) + suffix
 
 
 def nan_names(tensors: Mapping[str, Tensor]) -> list[str]:

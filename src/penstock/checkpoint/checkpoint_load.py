@@ -66,7 +66,7 @@ def load(
         """Read and verify the checkpoint; return what identifies it to the other ranks."""
         contents.append(_read(folder, placed, versioned, options))
         index = contents[0].index
-        return [index.identity or index.sum(), index.step, str(folder.absolute())]
+        return [index.identity or index.content_sha256(), index.step, str(folder.absolute())]
 
     # One read for all ranks of this process; its report stands for each of them.
     first, *others = world.local_ranks

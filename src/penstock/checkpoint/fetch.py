@@ -104,7 +104,7 @@ def _inventory(folder: Path) -> list[Any]:
         file = folder / name
         if file.exists():
             sizes[name] = file.stat().st_size
-    return [index.identity or index.sum(), list(index.files), sizes, bool(index.hosts)]
+    return [index.identity or index.content_sha256(), list(index.files), sizes, bool(index.hosts)]
 
 
 def _parse(report: Report) -> _Inventory:

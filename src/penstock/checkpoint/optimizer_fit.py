@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from penstock.checkpoint.checkpoint_fit import Findings, describe_form, dtype_name, join_names
+from penstock.checkpoint.checkpoint_fit import Findings, describe_form, dtype_name
 from penstock.checkpoint.optimizer_checkpoint import Facts
+from penstock.files.text import join_names
 from penstock.optim.class_names import class_name, same_class
 
 #: Keys of optimizer state that torch's own optimizers keep in the shape of the parameter.

@@ -208,6 +208,16 @@ class Schedule(NotebookPicture):
         return 1 + max((op.micro_batch for op in self.ops if op.kind is Kind.F), default=-1)
 
     @cached_property
+    def total_micro_batches(self) -> int:
+        """Number of micro-batches of all batches; slices of one micro-batch count as one."""
+        return self.micro_batches * self.batches
+
+    @property
+    def slices_per_micro_batch(self) -> float:
+        """Mean number of slices of a micro-batch; 1 if micro-batches are not cut."""
+        return self.slices / self.total_micro_batches
+
+    @cached_property
     def shares(self) -> tuple[float, ...]:
         """Share of each slice in its micro-batch; 1 for each micro-batch that is not cut."""
         return (1.0,) * self.slices if self.slicing is None else self.slicing.share

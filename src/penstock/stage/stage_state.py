@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import SettingError
+from penstock.files.text import join_names
 from penstock.modules.state_names import parameters_of, state_of
 from penstock.ranks.world import World
 from penstock.stage.stage import Stage
@@ -128,16 +129,10 @@ def _describe_mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> str
     """Describe missing and unexpected names of a state."""
     mismatches = []
     if missing:
-        mismatches.append(f"it has no {_join_names(missing)}")
+        mismatches.append(f"it has no {join_names(list(map(repr, missing)))}")
     if unexpected:
-        mismatches.append(f"the model has no {_join_names(unexpected)}")
+        mismatches.append(f"the model has no {join_names(list(map(repr, unexpected)))}")
     return "; ".join(mismatches)
-
-
-def _join_names(names: Sequence[str], limit: int = 6) -> str:
-    """List the first names, and the number of further ones."""
-    text = ", ".join(repr(name) for name in names[:limit])
-    return text if len(names) <= limit else f"{text} and {len(names) - limit} more"
 
 
 def _advice(names: Sequence[str], unexpected: Sequence[str]) -> str:
@@ -178,7 +173,8 @@ def _copy(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool) -> Non
 def owned_tensors(placed: Placed, stage: Stage, rank: int | None = None) -> dict[str, Tensor]:
     """Return those tensors of a stage that count in the model's state, as wholes.
 
-    Processes that share the stage call it in the same order. Each tensor is under one name, and one that several stages use is in that of its home alone.
+    Each tensor has one name, and one that several stages use is in that of its home alone.
+    Processes that share the stage call it in the same order, since wholes are gathered.
 
     Args:
         placed: the placement of the stages.
