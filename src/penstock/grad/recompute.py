@@ -44,6 +44,7 @@ from penstock.grad.fingerprint import (
 from penstock.grad.saved_version import SavedVersion
 from penstock.plan.segments import segments
 from penstock.values.deferred_checks import DeferredChecks
+from penstock.values.rare_checks import is_due
 from penstock.values.storage import copy_of, overlapping
 from penstock.values.structure import Structure, flatten, unflatten
 
@@ -204,7 +205,7 @@ class _Segment(Generic[L]):
         They are compared in forwards 1, 2, 4, 8 and so on, to limit the cost.
         """
         self._count += 1
-        return self._count & (self._count - 1) == 0
+        return is_due(self._count)
 
     @property
     def name(self) -> str:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.batches.batch import Batch
-from penstock.batches.device_batch import INPUTS, device_batch
+from penstock.batches.device_batch import micro_batch_inputs
 from penstock.losses.terms import MEAN, SUM, UnknownForm, class_count
 from penstock.tracing.ops import op_name
 from penstock.tracing.traced_layer import StageInputs, TracedLayer
 from penstock.tracing.variants import Variant
-from penstock.values.structure import map_tensors, tensors_of
+from penstock.values.structure import tensors_of
 
 _SAME_VALUE = frozenset(
     {
@@ -100,16 +100,12 @@ class ModelLoss:
         """
         rows = []
         for number, share in zip(batch.numbers, batch.shares, strict=True):
-            inputs = StageInputs(self.layer.variants, self._inputs(batch, number), self.device)
+            value = micro_batch_inputs(batch, number, self.device)
+            inputs = StageInputs(self.layer.variants, value, self.device)
             rows.append(self._terms(inputs, share, place))
         if any(len(row) != len(rows[0]) for row in rows):
             raise UnknownForm("terms that come and go")
         return [_column(counts, batch.shares) for counts in zip(*rows, strict=True)]
-
-    def _inputs(self, batch: Batch, number: int) -> Any:
-        if self.device.type != "cpu":
-            return device_batch(batch, self.device).part(INPUTS, number)
-        return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[number])
 
     def _terms(self, inputs: StageInputs, share: float, place: int) -> list[float | None]:
         """Return the count of a micro-batch in each term; None for a sum."""

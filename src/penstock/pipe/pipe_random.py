@@ -38,6 +38,7 @@ from penstock.modules.randomness import (
     seed_generators,
     stream_seed,
 )
+from penstock.values.rare_checks import is_due
 
 
 class ForwardSeed:
@@ -261,8 +262,7 @@ class PartitionRandomness:
             self._layers, self._runs = {}, 0
             self._attributes = Attributes(self._module.children())
         self._runs += 1
-        is_power_of_two = self._runs & (self._runs - 1) == 0
-        self.observing = self._may_draw and is_power_of_two
+        self.observing = self._may_draw and is_due(self._runs)
         if self.observing:
             return True
         if not self._may_draw:

@@ -119,19 +119,17 @@ class BusyTimes:
         exchange: of the pipeline, whose store is used; None if all ranks are threads of this
             process, which are not compared.
         setting: what is run.
-        window: number of steps of which the median is published.
     """
 
     def __init__(
         self,
         exchange: SettingsExchange | None,
         setting: RunConfig,
-        window: int = WINDOW,
     ) -> None:
         self._exchange = exchange
         hosts = [] if exchange is None else exchange.hosts
         self._slow_ranks = SlowRanks(planned_seconds(setting), hosts)
-        self._window = window
+        self._window = WINDOW
         self._steps: list[float] = []
         # The marks of the last step, which a device may not have reached yet.
         self._pending: _Marks | None = None

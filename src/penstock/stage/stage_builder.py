@@ -142,11 +142,9 @@ class StageBuilder:
         layout = self.training.options.memory_format
         if layout is not None:
             modules = [module.to(memory_format=layout) for module in modules]  # type: ignore[call-overload]
-        return (
-            modules
-            if len(self.world.local_ranks) == 1
-            else self._copy_modules(rank, indices, dict(zip(layers, modules, strict=True)))
-        )
+        if len(self.world.local_ranks) == 1:
+            return modules
+        return self._copy_modules(rank, indices, dict(zip(layers, modules, strict=True)))
 
     def _copy_modules(
         self, rank: int, indices: Sequence[int], modules: Mapping[int, nn.Module]
@@ -176,8 +174,10 @@ class StageBuilder:
                 memo.update((id(tensor), tensor) for tensor in originals)
                 if self._first_rank[index] != rank or len(originals) < len(named):
                     copied_layers.append(layer)
+        # One call for all layers, so that tensors which they share stay shared.
         copies = copy.deepcopy(nn.ModuleList([modules[layer] for layer in copied_layers]), memo)
-        return list({**modules, **dict(zip(copied_layers, copies, strict=True))}.values())
+        copy_of_layer = dict(zip(copied_layers, copies, strict=True))
+        return [copy_of_layer.get(layer, module) for layer, module in modules.items()]
 
     def _build_stage(
         self,
@@ -200,7 +200,7 @@ class StageBuilder:
         options = training.options
         names = parameter_names(self.traced, layers)
         if self._groups is not None:
-            self._groups.know(names)
+            self._groups.add_names(names)
         evictions = (op for op in setting.schedule.programs[rank] if op.kind is Kind.E)
         update = Update.make(
             list(names), self.make, borrowed, f"stage {index}", options.clip_grad_value
@@ -272,14 +272,9 @@ def parameter_names(traced: TracedChain, layers: Sequence[StageLayer]) -> dict[n
 
 
 def _named_parameters(traced: TracedChain) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of the whole model, each once.
-
-    Parameters of layers that are not materialised yet are on the meta device.
-    """
+    """Yield the parameters of the whole model, each once."""
     yielded: set[str] = set()
-    for layer, module in zip(traced.layers, traced.modules, strict=True):
-        for alias, parameter in parameters_of(layer.name, module):
-            name = traced.aliases.get(alias, alias)
-            if name not in yielded:
-                yielded.add(name)
-                yield name, parameter
+    for name, parameter in traced.named_parameters():
+        if name not in yielded:
+            yielded.add(name)
+            yield name, parameter

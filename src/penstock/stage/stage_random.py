@@ -43,6 +43,7 @@ from penstock.modules.randomness import (
     seed_generators,
     stream_seed,
 )
+from penstock.values.rare_checks import is_due
 
 #: Last component of a stream's seed in evaluation and in a backward; a training forward has none.
 _EVALUATION, _BACKWARD = 1, 2
@@ -175,7 +176,7 @@ class StageDraws:
             self._evaluation = batch.step, number + 1 if step == batch.step else 0
         count = self._counts[training] = self._counts[training] + 1
         # All micro-batches of the first batch are observed, then one of batches 2, 4, 8 and so on.
-        micro_batches = len(batch.inputs) if count == 1 else int(count & (count - 1) == 0)
+        micro_batches = len(batch.inputs) if count == 1 else int(is_due(count))
         self._forwards_to_observe = micro_batches if self._runs_user_code else 0
         if training:
             self._backwards_to_observe = 0 if self._compiled else self._forwards_to_observe

@@ -53,14 +53,20 @@ class TracedChain:
     order: tuple[str, ...] = ()
     roots: tuple[nn.Module, ...] = ()
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the layers' parameters with their names in the chain; a tied one once per layer.
+
+        Parameters of layers that are not materialised yet are on the meta device.
+        """
+        for layer, module in zip(self.layers, self.modules, strict=True):
+            for alias, parameter in parameters_of(layer.name, module):
+                yield self.aliases.get(alias, alias), parameter
+
     def parameter_names(self) -> list[str]:
         """Return the chain's names of all parameters, in the order of `model.parameters()`."""
-        by_layer = [
-            name
-            for layer, module in zip(self.layers, self.modules, strict=True)
-            for name, _ in parameters_of(layer.name, module)
-        ]
-        return [*dict.fromkeys(self.aliases.get(name, name) for name in (*self.order, *by_layer))]
+        ordered = [self.aliases.get(name, name) for name in self.order]
+        by_layer = [name for name, _ in self.named_parameters()]
+        return [*dict.fromkeys((*ordered, *by_layer))]
 
     @property
     def layers(self) -> tuple[Layer, ...]:

@@ -204,13 +204,13 @@ class SharedMemorySum:
             For each parameter the number of replicas that have a gradient, and the sum: in the
             memory of the gradient if this rank has one, None if it is not needed.
         """
-        counts = self.sum(area)
+        counts = self._sum(area)
         self._messages.exchange(UpdateMessage.SUMMED, self._empty_rows())
         sums = self._copy_out(area, needed)
-        self.release()
+        self._release()
         return counts, sums
 
-    def sum(self, area: SharedArea) -> list[int]:
+    def _sum(self, area: SharedArea) -> list[int]:
         """Sum this rank's piece of the gradients, which stays in shared memory.
 
         Returns:
@@ -225,11 +225,7 @@ class SharedMemorySum:
             area.sum_piece()
         return [int(count) for count in flags.tolist()]
 
-    def exchange_pieces(self) -> None:
-        """Wait until all replicas have stored what they compute in their pieces."""
-        self._messages.exchange(UpdateMessage.SUMMED, self._empty_rows())
-
-    def release(self) -> None:
+    def _release(self) -> None:
         """Tell the others that this rank reads nothing more from their segments."""
         self._messages.send(UpdateMessage.COPIED, [torch.empty(0)])
         self._in_use = True
