@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, final
@@ -254,18 +254,30 @@ def check_replicable(request: PlanRequest, schedule: Schedule, lengths: Sequence
     Raises:
         PlanError: it does; the message names the layer and the reason.
     """
+    first = next(unreplicable_copies(request, schedule, lengths), None)
+    if first is None:
+        return
+    layer, ranks = first
+    raise PlanError(
+        f"{schedule.name} holds {len(ranks)} copies of the stage with layer "
+        f"{request.profile.layers[layer].name}, and copies of that layer would train to other "
+        f"numbers than one: {request.unreplicable_layers[layer]}. Request schedules with one copy "
+        "of each stage, such as schedules='1f1b' with max_replicas=1"
+    )
+
+
+def unreplicable_copies(
+    request: PlanRequest, schedule: Schedule, lengths: Sequence[int]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield the layers that must not be replicated and are, each with the ranks of its copies."""
     if not request.unreplicable_layers:
         return
     for part, ranks in zip(parts_of(lengths), schedule.ranks_of_stage, strict=True):
+        if len(ranks) == 1:
+            continue
         for layer in range(part.start, part.stop):
-            if len(ranks) > 1 and layer in request.unreplicable_layers:
-                raise PlanError(
-                    f"{schedule.name} holds {len(ranks)} copies of the stage with layer "
-                    f"{request.profile.layers[layer].name}, and copies of that layer would train "
-                    f"to other numbers than one: {request.unreplicable_layers[layer]}. Request "
-                    "schedules with one copy of each stage, such as schedules='1f1b' with "
-                    "max_replicas=1"
-                )
+            if layer in request.unreplicable_layers:
+                yield layer, ranks
 
 
 def with_request(placed: PlacedSchedule, request: PlanRequest) -> PlacedSchedule:
