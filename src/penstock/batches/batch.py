@@ -230,6 +230,7 @@ def make_batch(
     x, y = whole_value(x), whole_value(y)
     is_plain = given_sizes is None and _is_plain(x) and _is_plain(y)
     if slicing is None and is_plain and x.shape[0] == y.shape[0]:
+        # The usual batch, without the description of nested values, which takes longer than its cut.
         return _cut_tensors(x, y, micro_batches, step, training)
     if training:
         _check_no_grad(x, "inputs")

@@ -357,6 +357,7 @@ def _cluster(
         is_internal = node_of[pair.b] == node
         (internal_pairs.setdefault(node, []) if is_internal else network_pairs).append(pair)
     internal_links = _internal_links(internal_pairs, at_once)
+    # A cluster has links of both kinds, also where no pair of ranks uses one of them.
     any_internal = next((link for _, link in internal_links), None)
     network_times = [pair.times for pair in network_pairs]
     network = rounded_link(network_link(network_times, _SHARED_ABOVE)) if network_times else None

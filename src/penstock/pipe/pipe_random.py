@@ -165,6 +165,8 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._layer_randomness.random_in_rerun |= reruns
             return func(*args, **kwargs)
         with drawing(self._device):
+            # Other partitions draw from the same generators in between: the stream's state is put
+            # there for one op.
             if self._stream_state is None:
                 seed_generators(self._device, self._stream())
             else:

@@ -273,6 +273,7 @@ class StageDraws:
         )
         if not observing and not draws:
             return run(value)
+        # The stream depends on the place alone, so that no cut and no schedule changes the numbers.
         components = [self._seed, place.batch.step, part.index, place.micro_batch]
         if not training:
             components += [_EVALUATION, self._evaluation[1]]
@@ -280,6 +281,7 @@ class StageDraws:
         seed_generators(self._device, stream_seed(*components), host=host)
         if not randomness.user_code:
             return run(value)
+        # Code of users may draw in some calls only: the generators' states tell.
         torch_before = torch.get_rng_state()
         host_before = host_state() if observing else None
         output = run(value)

@@ -253,13 +253,20 @@ def _search(
         kinds.setdefault(kind, []).append(configuration)
     nearest = dict.fromkeys(kinds, math.inf)
     misses = dict.fromkeys(kinds, 0)
+
+    def is_hopeless(kind: tuple[str, int, int]) -> bool:
+        """Return whether a kind has not come near the best plan so far, or has given no plan in
+        several configurations. As long as nothing fits, every kind may still be the one that does.
+        """
+        if not search.feasible:
+            return False
+        if nearest[kind] == math.inf:
+            return misses[kind] >= MISSES
+        return nearest[kind] > FAR * search.best_s
+
     for turn in range(max(map(len, kinds.values()), default=0)):
         for kind, configurations in kinds.items():
-            if nearest[kind] == math.inf:
-                is_out = misses[kind] >= MISSES
-            else:
-                is_out = nearest[kind] > FAR * search.best_s
-            if turn >= len(configurations) or (is_out and search.feasible):
+            if turn >= len(configurations) or is_hopeless(kind):
                 continue
             if search.is_over:
                 return
