@@ -44,7 +44,8 @@ class _Inventory:
 
 
 def fetch_missing(folder: Path, world: World) -> None:
-    """Copy to every host the files of a checkpoint that are missing there and that another host has.
+    """Copy to every host the files of a checkpoint that are missing there and that another host
+    has.
 
     Nothing is done if every rank sees everything, or no rank sees an index, or ranks see different
     checkpoints: `load` then reads, or refuses with what is wrong. What is fetched is verified as

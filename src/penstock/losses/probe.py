@@ -128,6 +128,7 @@ class Reading:
         return self.values_fit(weights) and self._gradients_fit(weights)
 
     def _gradients_fit(self, weights: tuple[float, float]) -> bool:
+        """Return whether the weighted gradients of both parts add up to the joined one."""
         if not self.gradients:
             return True
         pairs = zip(weights, self.gradients, strict=True)

@@ -354,6 +354,7 @@ def _multiply(work: Work, count: int) -> Work:
 
 
 def _sum_of(name: str, run: list[OpWork]) -> OpWork:
+    """Return the work of all calls of one op in a run, as one."""
     works = [work for work in run if work.op == name]
     family = works[0].family if works else "other"
     return OpWork(

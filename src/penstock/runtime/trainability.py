@@ -140,16 +140,19 @@ class Trainability:
         return [name for name in thawed if id(self._holders[name][0]) not in trained]
 
     def _check_stream(self, new: list[str]) -> None:
+        """Reject thawed parameters if the schedule keeps versions of the weights."""
         schedule = self.assembly.setting.schedule
         if not new or schedule.stream is None or not self.assembly.steps:
             return
         raise SettingError(
-            f"{', '.join(new[:3])}{', ...' if len(new) > 3 else ''} had requires_grad=False when the pipeline was made, and now "
-            f"True: {schedule.name} is asynchronous and keeps versions of the weights that it was made with. Make a new Pipeline "
-            "after requires_grad_(True), or take a synchronous schedule"
+            f"{', '.join(new[:3])}{', ...' if len(new) > 3 else ''} had requires_grad=False when "
+            f"the pipeline was made, and now True: {schedule.name} is asynchronous and keeps "
+            "versions of the weights that it was made with. Make a new Pipeline after "
+            "requires_grad_(True), or take a synchronous schedule"
         )
 
     def _refresh(self, thawed: set[str]) -> None:
+        """Tell what keeps lists of trainable parameters that some were thawed."""
         for stage in self.assembly.stages:
             stage.update.refresh()
         for rank, interpreter in self.assembly.interpreters.items():

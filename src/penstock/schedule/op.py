@@ -137,6 +137,7 @@ class Schedule(NotebookPicture):
         return tuple(map(self._line, self.programs))
 
     def _line(self, ops: Program) -> str:
+        """Write a program; `&` joins the ops of a pair."""
         if not self.pairs:
             return " ".join(map(str, ops))
         text = "".join(

@@ -20,9 +20,9 @@ from penstock.synthesis.deadline import Deadline
 from penstock.units import parse_bytes
 from penstock.weights.catalogue import WeightRule
 
-#: Seconds after which the clock ends a search if the request sets no limit. The longest search of the
-#: benchmarks takes half a minute of one core; a busy machine must not end it, or the plan would depend
-#: on what else runs.
+#: Seconds after which the clock ends a search if the request sets no limit. The longest search of
+#: the benchmarks takes half a minute of one core; a busy machine must not end it, or the plan would
+#: depend on what else runs.
 TIME_LIMIT_S = 600.0
 
 PLANNERS: Registry[Callable[[PlanRequest], Plan]] = Registry("planner", "penstock.search.planners")

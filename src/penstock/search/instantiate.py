@@ -290,8 +290,8 @@ def with_request(placed: PlacedSchedule, request: PlanRequest) -> PlacedSchedule
 def cached_schedule(
     name: str, stages: int, micro_batches: int, options: tuple[tuple[str, Option], ...]
 ) -> Schedule:
-    """Return a schedule that needs no costs. A search asks for the same ones again and again: the last
-    few are cached, and of small ones many.
+    """Return a schedule that needs no costs. A search asks for the same ones again and again: the
+    last few are cached, and of small ones many.
     """
     make = _small_schedule if stages * micro_batches <= SMALL else _large_schedule
     return make(name, stages, micro_batches, options)
@@ -360,8 +360,8 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
 def _sizes(
     request: PlanRequest, proposal: Proposal, schedule: Schedule, pipelines: int
 ) -> list[float]:
-    """Return the samples of every micro-batch of a schedule; of several pipelines, which take turns,
-    those of the first.
+    """Return the samples of every micro-batch of a schedule; of several pipelines, which take
+    turns, those of the first.
     """
     sizes = micro_batch_sizes(request.batch, schedule, proposal.micro_batches)
     return sizes[::pipelines]
@@ -395,8 +395,8 @@ def needs_costs(name: str) -> bool:
 
 
 def best(feasible: Iterable[Evaluated], most_s: float = math.inf) -> Evaluated:
-    """Return the fastest candidate; of those as fast, up to rounding, a synchronous one, then the one
-    with the least memory (to about 2 %), then the one with the fewest micro-batches.
+    """Return the fastest candidate; of those as fast, up to rounding, a synchronous one, then the
+    one with the least memory (to about 2 %), then the one with the fewest micro-batches.
 
     No candidate slower than `most_s` is preferred to a faster one.
     """

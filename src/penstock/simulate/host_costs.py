@@ -73,7 +73,9 @@ def with_host_work(
 
 
 def _network(costs: Costs, schedule: Schedule, cluster: Cluster) -> Network | None:
-    """Return the network of the ranks; None if no message uses it, or a shared medium carries it."""
+    """Return the network of the ranks; None if no message uses it, or a shared medium carries
+    it.
+    """
     pairs = [pair for stage in range(schedule.stages - 1) for pair in _pairs(schedule, stage)]
     if costs.links != "duplex" or not any(_crosses_hosts(cluster, pair) for pair in pairs):
         return None

@@ -4,10 +4,11 @@ This is determined again for every batch, because models change while they are t
 
 Random streams depend on seed, step, layer and micro-batch. Torch's generators are seeded for every
 layer that may draw: it has modules of torch that do, or code of the user that is not proven to draw
-nothing (`modules.deterministic_code`) or was observed to draw nevertheless. Python's `random` and `numpy.random` are seeded for layers whose code mentions
-them or that were observed to draw from them. A backward holds the generators exclusively if it was
-observed to draw: `torch.utils.checkpoint` inside a layer runs the layer's forward again in the
-backward, and sets and restores torch's random state meanwhile, which other threads must not see.
+nothing (`modules.deterministic_code`) or was observed to draw nevertheless. Python's `random` and
+`numpy.random` are seeded for layers whose code mentions them or that were observed to draw from
+them. A backward holds the generators exclusively if it was observed to draw:
+`torch.utils.checkpoint` inside a layer runs the layer's forward again in the backward, and sets and
+restores torch's random state meanwhile, which other threads must not see.
 
 The batches number 1, 2, 4, 8 and so on are observed. The count starts again when settings of the
 layers change.

@@ -90,7 +90,8 @@ class Checkpoints:
             they are warnings of the logger `penstock`.
 
     Attributes:
-        ended: whether SIGTERM, or `context.stop_when`, has asked the run to end; the same on every rank.
+        ended: whether SIGTERM, or `context.stop_when`, has asked the run to end; the same on every
+            rank.
         saved_step: step of the newest checkpoint that is complete; None before there is one.
 
     Raises:

@@ -81,8 +81,8 @@ def first_faster(
 
 
 def _neighbours(candidate: Evaluated, message_bytes: Sequence[float]) -> Iterator[tuple[int, ...]]:
-    """Yield the cuts that differ in one boundary, those at the busiest ranks first: by a few layers,
-    then by as many as lead to a smaller message.
+    """Yield the cuts that differ in one boundary, those at the busiest ranks first: by a few
+    layers, then by as many as lead to a smaller message.
     """
     proposal = candidate.placed.proposal
     busy = candidate.steady_state.timeline.busy if candidate.steady_state else ()

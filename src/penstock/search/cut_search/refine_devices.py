@@ -20,8 +20,8 @@ MOST_RANKS = 16
 
 def refine_devices(search: PlanSearch, candidate: Evaluated) -> Evaluated:
     """Return the best candidate that is reached by exchanging devices, each exchange simulated with
-    the same cut and, unless the cut is requested, with the lengths of the exchanged stages exchanged
-    as well; `candidate` itself where none helps.
+    the same cut and, unless the cut is requested, with the lengths of the exchanged stages
+    exchanged as well; `candidate` itself where none helps.
     """
     if candidate.placed.schedule.ranks > MOST_RANKS or search.request.cluster.ranks == 1:
         return candidate

@@ -81,9 +81,9 @@ def uneven(request: PlanRequest) -> Iterator[Proposal]:
 
 
 def uneven_placements(request: PlanRequest) -> Iterator[tuple[Shape, list[Proposal]]]:
-    """Yield, on few ranks, the numbers of replicas per stage that differ, each with one proposal per
-    placement: that with the least estimate over cuts and numbers of micro-batches. Those with the
-    least estimates come first.
+    """Yield, on few ranks, the numbers of replicas per stage that differ, each with one proposal
+    per placement: that with the least estimate over cuts and numbers of micro-batches. Those with
+    the least estimates come first.
 
     The shape has the ranks of the numbers of replicas, and the first devices. Proposals have the
     leading schedule, to compare placements. Nothing is yielded on more ranks.
@@ -139,7 +139,9 @@ def _estimate(
 
 
 def _layer_seconds(request: PlanRequest, rank: int, micro_batches: int) -> Array:
-    """Return the seconds of forward and backward of every layer on a rank, split if that is faster."""
+    """Return the seconds of forward and backward of every layer on a rank, split if that is
+    faster.
+    """
     f, b, i, w = (request.mean_seconds(rank, phase, micro_batches) for phase in PHASES)
     seconds: Array = f + np.minimum(b, i + w)
     return seconds
@@ -253,8 +255,8 @@ def _cuts(request: PlanRequest, micro_batches: int) -> list[ReplicatedCut]:
 
 
 def _micro_batch_counts(request: PlanRequest) -> list[int]:
-    """Return the numbers of micro-batches to try: small multiples of the number of ranks, and on few
-    ranks also those of other configurations.
+    """Return the numbers of micro-batches to try: small multiples of the number of ranks, and on
+    few ranks also those of other configurations.
     """
     if request.micro_batches is not None:
         return [request.micro_batches]

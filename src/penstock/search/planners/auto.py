@@ -79,8 +79,8 @@ MISSES, FAR = 4, 1.2
 #: Number of candidates of different kinds that are refined, and that cost schedules are built for.
 POLISHED = 3
 
-#: Number of placements that are searched with all schedules for every number of pipelines and ranks,
-#: and of counts of micro-batches by which they are compared.
+#: Number of placements that are searched with all schedules for every number of pipelines and
+#: ranks, and of counts of micro-batches by which they are compared.
 PLACED, PLACED_COUNTS = 3, 2
 
 #: Maximum number of candidates in the table that do not fit.
@@ -186,8 +186,8 @@ def _scan(search: PlanSearch, space: SearchSpace) -> dict[tuple[Shape, int], flo
 
 
 def _best_placements(search: PlanSearch) -> list[Shape]:
-    """Return the best placements of few devices, for every number of pipelines and of ranks in each,
-    as the leading schedule has them.
+    """Return the best placements of few devices, for every number of pipelines and of ranks in
+    each, as the leading schedule has them.
     """
     search.allow(SCAN)
     groups: dict[tuple[int, int], list[Shape]] = {}
@@ -210,8 +210,8 @@ def _best_placements(search: PlanSearch) -> list[Shape]:
 
 
 def _best_uneven_placements(search: PlanSearch) -> list[tuple[tuple[int, ...], Shape]]:
-    """Return the best placements of few devices for all numbers of replicas that differ by stage, as
-    the leading schedule has them.
+    """Return the best placements of few devices for all numbers of replicas that differ by stage,
+    as the leading schedule has them.
     """
     best_placements: list[tuple[tuple[int, ...], Shape]] = []
     for shape, proposals in uneven_placements(search.request):

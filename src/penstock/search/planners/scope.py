@@ -32,8 +32,8 @@ def check_scope(request: PlanRequest, planner: str, *schedules: str) -> None:
     available = {FAMILIES.find(name).name for name in schedules}
     if not available.intersection(request.schedules):
         raise PlanError(
-            f"{planner} runs {' or '.join(sorted(available))}, and {', '.join(request.schedules)} is "
-            "requested: leave schedules out, or use planner 'auto'"
+            f"{planner} runs {' or '.join(sorted(available))}, and {', '.join(request.schedules)} "
+            "is requested: leave schedules out, or use planner 'auto'"
         )
 
 

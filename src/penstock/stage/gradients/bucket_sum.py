@@ -200,7 +200,9 @@ class BucketSum:
             bucket.work, bucket.rounds = bucket.reduction.begin(), 1
 
     def _send_all(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Send the remaining buckets, then which gradients there are and which buckets are stale."""
+        """Send the remaining buckets, then which gradients there are and which buckets are
+        stale.
+        """
         self._prepare(parameters)
         for bucket in self._buckets[self._next_bucket :]:
             self._send(bucket)
@@ -211,7 +213,9 @@ class BucketSum:
         self._flags_work = self._collectives.all_reduce(self._flags)
 
     def _poll(self) -> None:
-        """Start the second round of buckets whose first one has ended, in order, without waiting."""
+        """Start the second round of buckets whose first one has ended, in order, without
+        waiting.
+        """
         for bucket in self._buckets:
             if bucket.rounds == 2:
                 continue

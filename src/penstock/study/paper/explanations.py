@@ -136,6 +136,7 @@ def _name(cell: Cell) -> str:
 
 
 def _cut(measured: Measured) -> str:
+    """Return the cut of the first run that has one, such as 5-4-4."""
     for record in measured.records:
         lengths = record.outcome.extra.get("lengths")
         if lengths:

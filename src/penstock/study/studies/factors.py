@@ -170,6 +170,7 @@ def _section(factor: str, rows: Sequence[tuple[int | str, list[Record]]]) -> Sec
 
 
 def _row(value: int | str, group: Sequence[Record], fastest: float) -> tuple[Value, ...]:
+    """Return the row of a value of a factor."""
     interval = mean_interval(_seconds(group))
     bubble = None
     if group:

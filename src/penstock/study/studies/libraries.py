@@ -134,6 +134,7 @@ def _entrants(base: Cell) -> list[Cell]:
 
 
 def _page(number: int, cell: Cell, records: Sequence[Record], settings: Settings) -> Page:
+    """Return the page of one comparison: best with best, and equal with equal."""
     reference = _reference(records)
     tables = []
     for stages_per_rank, title in _CLASSES.items():
@@ -213,6 +214,7 @@ def _table(
 
 
 def _row(record: Record, reference: Record | None, bound: float | None) -> tuple[Value, ...]:
+    """Return the row of a run, beside the reference and the bound."""
     outcome = record.outcome
     step = typical_seconds(record) if outcome.seconds else None
     spread = _quartiles(record, reference)

@@ -263,7 +263,9 @@ def _chart(groups: Groups) -> Chart:
 
 
 def _summary(synchronous: Groups, asynchronous: Groups) -> tuple[str, ...]:
-    """Return the range of losses of synchronous schedules, and the fastest schedule of each kind."""
+    """Return the range of losses of synchronous schedules, and the fastest schedule of each
+    kind.
+    """
     sentences = []
     losses = [loss for group in synchronous.values() if (loss := _loss(group)) is not None]
     if losses:
