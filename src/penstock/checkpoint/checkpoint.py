@@ -95,7 +95,7 @@ class VersionedStage:
         """The prefix of the names of this copy's state."""
         return f"copy-{self.copy}/" if self.copy else ""
 
-    def own_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state_entries(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and plain state of the optimizer and the weight rule, both by name.
 
         Raises:
@@ -314,4 +314,4 @@ def _optimizer_state(
     """Return tensors and plain state of a stage's optimizer and, if any, of its weight rule."""
     if stage.update.optimizer is not None:
         check_optimizer(stage.update.optimizer)
-    return optimizer_state(stage, "") if version is None else version.own_state()
+    return optimizer_state(stage, "") if version is None else version.state_entries()

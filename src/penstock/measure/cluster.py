@@ -127,9 +127,9 @@ def measure_cluster(
         raise SettingError(f"{repeats} repeats of {seconds} s: both must be above 0")
     hosts = host_names(all_gather(this_host(), Host))
     assignment = gather_assignment(rank_facts(device))
-    own_gpu = assignment.transport == "nccl"
-    group = None if own_gpu else dist.new_group(backend="gloo")
-    wires = Wires(group, device if own_gpu else torch.device("cpu"))
+    uses_nccl = assignment.transport == "nccl"
+    group = None if uses_nccl else dist.new_group(backend="gloo")
+    wires = Wires(group, device if uses_nccl else torch.device("cpu"))
     loads, pairs = benchmark_loads(device), _pairs(dist.get_world_size())
     steps = _Steps(progress, len(loads) + len(pairs) + 1)
     placement = _placement(device, hosts, assignment)

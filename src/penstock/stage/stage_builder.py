@@ -114,8 +114,8 @@ class StageBuilder:
         tensors = tensors_of(
             self.traced, ((self.traced.layers[i].name, modules[i]) for i in layers)
         )
-        shared_here = [(entry, tensors[entry.name]) for entry in self.shared if rank in entry.ranks]
-        for entry, tensor in shared_here:
+        rank_shared = [(entry, tensors[entry.name]) for entry in self.shared if rank in entry.ranks]
+        for entry, tensor in rank_shared:
             if is_sharded(tensor):
                 raise SettingError(
                     f"parallelize= divides {entry.name}, which several stages use: leave its layer "
@@ -125,9 +125,9 @@ class StageBuilder:
         for index in indices:
             bounds = range(*self._bounds[index])
             stage_layers = [StageLayer(i, self.traced.layers[i].name, modules[i]) for i in bounds]
-            borrowed = _borrowed_parameters(rank, index, shared_here)
+            borrowed = _borrowed_parameters(rank, index, rank_shared)
             stages[index] = self._build_stage(rank, index, stage_layers, borrowed, activation_meter)
-        return stages, shared_here
+        return stages, rank_shared
 
     def _modules(self, rank: int, indices: Sequence[int], layers: Sequence[int]) -> list[nn.Module]:
         """Return the modules of a rank's layers, on its device.
@@ -246,18 +246,18 @@ class StageBuilder:
 
 
 def _borrowed_parameters(
-    rank: int, index: int, shared_here: Sequence[tuple[Shared, Tensor]]
+    rank: int, index: int, rank_shared: Sequence[tuple[Shared, Tensor]]
 ) -> list[nn.Parameter]:
     """Return the shared parameters of a rank that the optimizer of another stage updates.
 
     Args:
         rank: the rank.
         index: the stage for which they are borrowed.
-        shared_here: shared tensors of the rank.
+        rank_shared: shared tensors of the rank.
     """
     return [
         tensor
-        for entry, tensor in shared_here
+        for entry, tensor in rank_shared
         if (entry.home, entry.stages[0]) != (rank, index) and isinstance(tensor, nn.Parameter)
     ]
 
@@ -267,7 +267,7 @@ def parameter_names(traced: TracedChain, layers: Sequence[StageLayer]) -> dict[n
     names: dict[nn.Parameter, str] = {}
     for layer in layers:
         for name, parameter in parameters_of(layer.name, layer.module):
-            names.setdefault(parameter, traced.aliases.get(name, name))
+            names.setdefault(parameter, traced.first_name(name))
     return names
 
 

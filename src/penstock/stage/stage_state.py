@@ -16,6 +16,7 @@ from penstock.ranks.world import World
 from penstock.stage.stage import Stage
 from penstock.tracing.traced_chain import TracedChain
 from penstock.transport.payload import TensorForm
+from penstock.values.constants import dtype_name
 from penstock.values.sharded import copy_whole, is_sharded, whole
 
 
@@ -100,12 +101,12 @@ def load(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool = True) 
         SettingError: a tensor has another shape; or, with `strict`, names are missing or
             unexpected. Nothing has changed.
     """
-    aliases = placed.traced.aliases
-    names = _names(placed.traced)
+    traced = placed.traced
+    names = state_names(traced)
     missing = [
-        name for name in names if name not in tensors and aliases.get(name, name) not in tensors
+        name for name in names if name not in tensors and traced.first_name(name) not in tensors
     ]
-    accepted = {*names, *aliases}
+    accepted = {*names, *traced.aliases}
     unexpected = [name for name in tensors if name not in accepted]
     if strict and (missing or unexpected):
         mismatch = _describe_mismatch(missing, unexpected)
@@ -115,7 +116,7 @@ def load(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool = True) 
     return IncompatibleKeys(missing, unexpected)
 
 
-def _names(traced: TracedChain) -> list[str]:
+def state_names(traced: TracedChain) -> list[str]:
     """Return the names in the whole model's state, in the order of the chain."""
     names = (
         name
@@ -153,7 +154,7 @@ def _copy(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool) -> Non
     pairs = []
     for stage in placed.local:
         for name, target in stage_tensors(stage).items():
-            source = tensors.get(name, tensors.get(placed.traced.aliases.get(name, name)))
+            source = tensors.get(name, tensors.get(placed.traced.first_name(name)))
             if source is None:
                 if not strict:
                     continue
@@ -192,7 +193,7 @@ def owned_tensors(placed: Placed, stage: Stage, rank: int | None = None) -> dict
 
 def _is_owned(placed: Placed, name: str, rank: int) -> bool:
     """Whether a rank's tensor counts under this name."""
-    return placed.traced.aliases.get(name, name) == name and placed.shared.get(name, rank) == rank
+    return placed.traced.first_name(name) == name and placed.shared.get(name, rank) == rank
 
 
 def collect(world: World, placed: Placed) -> dict[str, Tensor]:
@@ -211,8 +212,8 @@ def collect(world: World, placed: Placed) -> dict[str, Tensor]:
     gathered = _gather(world, local, forms)
     if not gathered:
         return {}
-    aliases = placed.traced.aliases
-    return {name: gathered[aliases.get(name, name)] for name in _names(placed.traced)}
+    traced = placed.traced
+    return {name: gathered[traced.first_name(name)] for name in state_names(traced)}
 
 
 def collect_grads(world: World, placed: Placed) -> dict[str, Tensor]:
@@ -266,9 +267,7 @@ def _owned_forms(placed: Placed) -> dict[int, dict[str, TensorForm]]:
         for layer in layers:
             tensors |= state_of(placed.traced.layers[layer].name, placed.traced.modules[layer])
         forms[rank] = {
-            name: TensorForm(
-                tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), wants_grad=False
-            )
+            name: TensorForm(tuple(tensor.shape), dtype_name(tensor.dtype), wants_grad=False)
             for name, tensor in tensors.items()
             if _is_owned(placed, name, rank)
         }

@@ -1,8 +1,8 @@
 """A stage whose layers several processes share.
 
 FSDP2 gathers the weights at the beginning of a batch and keeps them until its end, as
-`reshard_after_forward=False` says. Backwards of micro-batches add up whole gradients; after the last
-one they are summed over the copies and divided, as torch.distributed.pipelining does. They are
+`reshard_after_forward=False` says. Backwards of micro-batches add up whole gradients; after the
+last one they are summed over the copies and divided, as torch.distributed.pipelining does. They are
 summed and not averaged, because losses carry their share of the joined batch.
 """
 
@@ -77,7 +77,7 @@ class ParallelStage:
 
         Gradients of earlier batches, which are sums over the copies already, are set aside.
         """
-        for parameter in self._reduced_here():
+        for parameter in self._reduced_without_fsdp():
             if parameter.grad is not None:
                 self._previous[parameter] = parameter.grad
                 parameter.grad = None
@@ -88,7 +88,7 @@ class ParallelStage:
         """After the last backward of a batch: sum the gradients over the copies."""
         if self._wrapped:
             self._reduce_by_fsdp()
-        self._sum_over_copies([p for p in self._reduced_here() if p.requires_grad])
+        self._sum_over_copies([p for p in self._reduced_without_fsdp() if p.requires_grad])
         for parameter, previous in self._previous.items():
             grad = parameter.grad
             parameter.grad = previous if grad is None else previous + grad
@@ -134,7 +134,7 @@ class ParallelStage:
             dist.broadcast(number, group=self._mesh.group(TENSOR), group_src=0)
         return number
 
-    def _reduced_here(self) -> list[nn.Parameter]:
+    def _reduced_without_fsdp(self) -> list[nn.Parameter]:
         """Return the shared parameters whose gradients FSDP does not sum over copies."""
         if self._mesh.copies == 1:
             return []
