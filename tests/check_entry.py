@@ -5,7 +5,8 @@ training (an argument of `ps.Pipeline`). For each kind with that name these test
 
 * the entry's own test file, `tests/<room>/test_<module>.py`;
 * of the files in `KINDS`, the tests that adopt all entries, for this entry only;
-* for an option, the tests whose source or parameters mention it.
+* for an option, the tests whose source or parameters mention it, and those that hold all
+  declarations of options.
 
 The style of the entry's file and the list of papers are checked as well. Exit status: 0 if all
 passed, 1 if something failed or is missing, 2 for an unknown name.
@@ -104,7 +105,7 @@ KINDS = {
         "A model",
         ("tests/zoo/test_catalogue.py", "tests/tracing/test_traced_chain.py"),
     ),
-    "option": Kind("training option", "An option of training", ()),
+    "option": Kind("training option", "An option of training", ("tests/test_option.py",)),
 }
 
 
@@ -127,7 +128,7 @@ class Entry:
     def files(self) -> list[str]:
         """Test files that may hold tests of the entry, from the root of the repository."""
         if self.kind is KINDS["option"]:
-            return sorted(_files_that_mention(self.name))
+            return [*sorted(_files_that_mention(self.name)), *self.kind.laws]
         own = [str(self.own_tests.relative_to(ROOT))] if self.own_tests.exists() else []
         return [*own, *(path for path in self.kind.laws if path not in own)]
 
@@ -140,6 +141,8 @@ class Entry:
         """
         parameters = item.name.partition("[")[2]
         if self.kind is KINDS["option"]:
+            if str(item.path.relative_to(ROOT)) in self.kind.laws:
+                return True
             function = inspect.getsource(getattr(item, "function", type(self)))
             return bool(re.search(rf"\b{self.name}\b", f"{function} {parameters}"))
         if item.path == self.own_tests:
@@ -234,7 +237,7 @@ class EntryTests:
 def missing_parts(entry: Entry) -> Iterator[str]:
     """Yield what an entry still needs, as requests."""
     if entry.kind is KINDS["option"]:
-        if not entry.files():
+        if not _files_that_mention(entry.name):
             yield f"write a test in tests/runtime that passes {entry.name}= to ps.Pipeline"
         return
     if not entry.own_tests.exists():

@@ -13,22 +13,18 @@ from pathlib import Path
 import torch
 from host_processes import HostProcesses
 from namespaces import Hosts, ending_on_signals
+from schedules import cluster_of
 from workloads import WORKLOADS
 
 import penstock as ps
-from penstock.cluster.device import Link
 
 HERE = Path(__file__).parent
-#: Rate of a link's payload over TCP to its nominal rate, and seconds of a message's way.
-PAYLOAD, LATENCY_S = 0.95, 300e-6
 
 
 def plan_1f1b(profile: ps.Profile, samples: int, count: int, mbit: int) -> ps.Plan:
     """Return the plan of 1F1B with a stage on every host."""
-    link = Link(LATENCY_S, PAYLOAD * mbit * 1e6 / 8)
-    devices = ps.cluster(f"local:{count}").devices
-    cluster = ps.Cluster(f"{count} hosts, {mbit} Mbit/s", devices, 1, link, link)
     options = {"stages": count, "schedules": ["1f1b"], "micro_batches": 2 * count}
+    cluster = cluster_of(count, mbit, None)
     return ps.plan(profile, cluster, samples, optimizer=torch.optim.Adam, **options)
 
 

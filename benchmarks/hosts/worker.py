@@ -51,14 +51,21 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     peak.reset()
     seconds, losses = [], []
     for _ in range(job["steps"]):
-        dist.barrier()
-        start = time.perf_counter()
-        losses.append(float(step(inputs, targets)))
-        dist.barrier()
-        seconds.append(time.perf_counter() - start)
+        step_s, loss = timed(step, inputs, targets)
+        seconds.append(step_s)
+        losses.append(loss)
     result = {"seconds": seconds, "losses": losses, "peak_bytes": peak.read()}
     dist.barrier()
     return result
+
+
+def timed(step: Any, inputs: Any, targets: Any) -> tuple[float, float]:
+    """Take a step; return its seconds until all hosts are done, and its loss."""
+    dist.barrier()
+    start = time.perf_counter()
+    loss = float(step(inputs, targets))
+    dist.barrier()
+    return time.perf_counter() - start, loss
 
 
 def _optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -68,36 +75,27 @@ def _optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 def ddp(job: dict[str, Any], workload: Any) -> Any:
     """Return a step of DistributedDataParallel, each host with its share of the batch."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(workload.model(), gradient_as_bucket_view=True)
     if job["system"] == "ddp-fp16":
         model.register_comm_hook(None, fp16_compress_hook)
-    optimizer = _optimizer(model.parameters())
-
-    def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        """Train one batch."""
-        x, y = inputs.chunk(ranks)[rank], targets.chunk(ranks)[rank]
-        optimizer.zero_grad()
-        loss = workload.loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        total = loss.detach() / ranks
-        dist.all_reduce(total)
-        return total
-
-    return step
+    return data_parallel_step(model, workload)
 
 
 def fsdp2(job: dict[str, Any], workload: Any) -> Any:
     """Return a step of torch's fully_shard on every layer with parameters."""
     del job
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = workload.model()
     for layer in flat_layers(model):
         if next(layer.parameters(), None) is not None:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    return data_parallel_step(model, workload)
+
+
+def data_parallel_step(model: torch.nn.Module, workload: Any) -> Any:
+    """Return a step of a model, each host with its share of the batch."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     optimizer = _optimizer(model.parameters())
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -178,12 +176,9 @@ def in_turn(job: dict[str, Any], workload: Any, inputs: Any, targets: Any) -> di
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(WARM_UP + job["rounds"]):
         for name, step in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            float(step(inputs, targets))
-            dist.barrier()
+            step_s, _ = timed(step, inputs, targets)
             if number >= WARM_UP:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(step_s)
     return {"seconds": seconds}
 
 

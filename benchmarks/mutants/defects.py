@@ -185,8 +185,8 @@ DEFECTS = [
     Defect(
         "interpreter: values of a failed batch are kept",
         "runtime/interpreter.py",
-        "for state in (self._arrivals, self._values, self._evicted_here):",
-        "for state in (self._arrivals, self._evicted_here):",
+        "for state in (self._arrivals, self._values, self._stored_activations):",
+        "for state in (self._arrivals, self._stored_activations):",
         RUNTIME,
     ),
     Defect(
@@ -197,10 +197,11 @@ DEFECTS = [
         RUNTIME,
     ),
     Defect(
-        "interpreter: I ends the use of a weight version, W does not",
+        "interpreter: W does not end the use of a weight version",
         "runtime/interpreter.py",
-        "if weights is not None and op.kind is not Kind.I:",
-        "if weights is not None and op.kind is not Kind.W:",
+        "        if weights is not None:\n            weights.finished(micro_batch)\n        return result\n",
+        "        if weights is not None and kind is Kind.B:\n            weights.finished(micro_batch)\n"
+        "        return result\n",
         (*RUNTIME, "tests/optim"),
     ),
     Defect(
@@ -352,7 +353,7 @@ DEFECTS = [
     Defect(
         "futex: no fence before the notifier is read",
         "shared_memory/futex.py",
-        "        self._fence()\n        if self._words[self._index]:",
+        "        self._lock.acquire()\n        self._lock.release()\n        if self._words[self._index]:",
         "        if self._words[self._index]:",
         ("tests/shared_memory", "tests/transport/test_same_host.py"),
     ),
@@ -673,14 +674,14 @@ DEFECTS = [
     Defect(
         "interpreter: a small batch waits for messages that it has not",
         "runtime/interpreter.py",
-        "            if (entry := batches.find(message.micro_batch)) is not None:\n                self._waits_for, self._waits_since = peer, time.monotonic()\n                self._arrivals",
-        "            if True:\n                entry = batches.find(message.micro_batch) or batches.find(0)\n                self._waits_for, self._waits_since = peer, time.monotonic()\n                self._arrivals",
+        "step.posts:\n            if (entry := find(message.micro_batch)) is not None:",
+        "step.posts:\n            if (entry := find(message.micro_batch) or find(0)) is not None:",
         (*RUNTIME,),
     ),
     Defect(
         "interpreter: the gradients of replicas are not summed",
         "runtime/interpreter.py",
-        "            self.replicas[op.stage].all_reduce()\n",
+        "            self.replicas[op.stage].all_reduce(updates=context.updates)\n",
         "            pass\n",
         (
             *RUNTIME,
@@ -1002,8 +1003,8 @@ DEFECTS = [
     Defect(
         "interpreter: gradients of W are not checked",
         "runtime/interpreter.py",
-        "if self.finite is not None and op.kind is not Kind.I:",
-        "if self.finite is not None and op.kind is Kind.B:",
+        "        if self.finite is not None:\n            self.finite.after_backward(",
+        "        if self.finite is not None and kind is Kind.B:\n            self.finite.after_backward(",
         (
             "tests/stage/test_finite_check.py",
             *RUNTIME,

@@ -1,8 +1,8 @@
 """Display values in Jupyter notebooks: pictures as SVG, descriptions as text.
 
 Layering: the packages of the values (`event`, `schedule`) must not import `penstock.draw`, which
-imports them. So `penstock/__init__.py`, which may import both, sets `NotebookPicture.svg_drawer`, and imports
-`penstock.draw` when the first picture is drawn.
+imports them. So `penstock/__init__.py`, which may import both, sets `NotebookPicture.svg_drawer`,
+and imports `penstock.draw` when the first picture is drawn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write dataclasses of plain data as JSON; `files.read` reads them back."""
+"""Write files atomically: text, and dataclasses of plain data, which `files.read` reads back."""
 
 from __future__ import annotations
 
@@ -22,6 +22,20 @@ def write_json(path: str | Path, value: object, *, durable: bool = False) -> Non
     Args:
         path: the file.
         value: a frozen dataclass of plain data.
+        durable: as of `write_text`.
+
+    Raises:
+        FileError: the file cannot be written.
+    """
+    write_text(path, to_json(value) + "\n", durable=durable)
+
+
+def write_text(path: str | Path, text: str, *, durable: bool = False) -> None:
+    """Write text to a file atomically: the file is complete or unchanged.
+
+    Args:
+        path: the file.
+        text: its content.
         durable: wait until the file is on disk, so that it survives a power failure.
 
     Raises:
@@ -30,13 +44,13 @@ def write_json(path: str | Path, value: object, *, durable: bool = False) -> Non
     target = Path(path)
     try:
         partial = target.with_name(target.name + ".partial")
-        partial.write_text(to_json(value) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         if durable:
             sync_file(partial)
         partial.replace(target)
         if durable:
             sync_folder(target.parent)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: the name is empty
         reason = getattr(error, "strerror", None) or error
         raise FileError(f"cannot write {target}: {reason}") from error
 

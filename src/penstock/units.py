@@ -13,6 +13,10 @@ MAX_BYTES, MAX_SECONDS = 2**60, 1e9
 _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
           "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+#: Units in which numbers are written, the largest first.
+TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+BYTE_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
 _QUANTITY = re.compile(
     r"\s*((?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ]*)\s*"
 )
@@ -72,9 +76,9 @@ def format_bytes(count: float) -> str:
     >>> format_bytes(3 * 2**30), format_bytes(12)
     ('3.0 GiB', '12 B')
     """
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if abs(count) >= _BYTES[unit]:
-            return f"{count / _BYTES[unit]:.1f} {unit}"
+    for unit, size in BYTE_UNITS:
+        if abs(count) >= size:
+            return f"{count / size:.1f} {unit}"
     return f"{count:.0f} B"
 
 
@@ -86,7 +90,7 @@ def format_seconds(seconds: float) -> str:
     """
     if seconds == 0:
         return "0 s"
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= factor:
-            return f"{seconds / factor:.1f} {unit}"
+    for unit, length in TIME_UNITS:
+        if abs(seconds) >= length:
+            return f"{seconds / length:.1f} {unit}"
     return f"{seconds / 1e-9:.1f} ns"

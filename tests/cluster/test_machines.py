@@ -44,6 +44,14 @@ def test_ranks_may_stand_anywhere():
     assert (topology.nodes, topology.devices_per_node, topology.kinds) == (2, 2, ("a", "b"))
 
 
+def test_ranks_are_grouped_by_node_however_they_are_spread():
+    """Ranks need not fill node after node, and some of them suffice."""
+    link = Link(0.0, 1e9)
+    cluster = Cluster("c", (Device("d", 1),) * 4, 2, link, link, node_of=(0, 1, 0, 1))
+    assert cluster.by_node(range(4)) == [[0, 2], [1, 3]]
+    assert cluster.by_node((3, 2)) == [[3], [2]]
+
+
 def test_one_cluster_has_one_form():
     """Equal clusters must be equal, or nothing that is remembered for one is found again."""
     filled = Cluster("x", (A,) * 4, 2, FAST, NET)

@@ -14,7 +14,7 @@ from penstock.runtime.player import AHEAD_ON_DEVICE
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.lower import Direction, lower, messages
 from penstock.schedule.op import Op
-from penstock.transport.communicators import communicator_keys, communicators_per_rank
+from penstock.transport.communicators import communicator_keys
 from penstock.verify.lowered import verify_lowered
 
 NAMES = sorted(name for name, facts in schedules().items() if facts.synchronous)
@@ -139,8 +139,8 @@ def test_n6_few_receives_of_a_link_are_open_at_once(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_n7_a_rank_is_in_two_communicators_for_each_neighbour(name):
-    """And in the one of all ranks. Each takes hundreds of MB of the device. What copies of a stage
-    exchange needs two more for each of these.
+    """Each takes device memory: hundreds of MB over NVLink (nccl#964). What copies of a stage exchange
+    needs two more for each of these.
     """
     for made in schedules_of(name):
         links = {link for link, *_ in messages(made)}
@@ -148,4 +148,5 @@ def test_n7_a_rank_is_in_two_communicators_for_each_neighbour(name):
         keys = communicator_keys(links, ())
         for rank in range(made.ranks):
             neighbours = {end for link in links if rank in link for end in link if end != rank}
-            assert communicators_per_rank(keys, rank) == 2 * len(neighbours) + 1
+            of_links = sum(rank in link for link, _ in keys)
+            assert of_links == 2 * len(neighbours)

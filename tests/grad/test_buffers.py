@@ -25,7 +25,7 @@ def test_copies_replace_the_buffers_until_the_originals_are_restored():
     buffer = module.mean
     contents = held.contents()
     module.mean.add_(1)  # as the forward does whose contents were taken
-    with held.as_they_were(contents):
+    with held.with_contents(contents):
         assert module.mean.tolist() == [0, 0]
         module.mean.add_(5)
         module.mean = module.mean * 2
@@ -39,7 +39,7 @@ def test_the_buffers_are_restored_after_a_failed_forward():
     held = Buffers([module])
     buffer = module.mean
     contents = held.contents()
-    with pytest.raises(ValueError, match="planted"), held.as_they_were(contents):
+    with pytest.raises(ValueError, match="planted"), held.with_contents(contents):
         raise ValueError("planted")
     assert module.mean is buffer
 
@@ -51,7 +51,7 @@ def test_a_buffer_that_every_forward_replaces_is_restored_too():
     contents = held.contents()
     module.mean = module.mean + 1
     newest = module.mean
-    with held.as_they_were(contents):
+    with held.with_contents(contents):
         assert module.mean.tolist() == [0, 0]
         module.mean = module.mean + 1
     assert module.mean is newest
@@ -62,7 +62,7 @@ def test_a_buffer_that_two_modules_share_is_one_copy():
     shared = torch.zeros(2)
     first, second = module_with(a=shared), module_with(b=shared)
     held = Buffers([first, second])
-    with held.as_they_were(held.contents()):
+    with held.with_contents(held.contents()):
         first.a.add_(1)
         assert second.b.tolist() == [1, 1]
     assert shared.tolist() == [0, 0]

@@ -144,7 +144,7 @@ def test_a_recompute_does_not_count(reports_passes):
             finally:
                 PASSES.recomputing = False
         else:
-            with buffers.as_they_were(contents):
+            with buffers.with_contents(contents):
                 second = deferred(part)
         torch.testing.assert_close(second, first)
     assert_same_statistics(deferred, plain)

@@ -37,7 +37,7 @@ def test_a_stage_has_all_groups_some_of_them_empty():
     """Schedulers with options per group depend on it."""
     held = named()
     groups = Groups.of(by_kind, held.items())
-    groups.know({held["b.bias"]: "b.bias"})
+    groups.add_names({held["b.bias"]: "b.bias"})
     optimizer = groups.factory(lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.3))(
         [held["b.bias"]]
     )

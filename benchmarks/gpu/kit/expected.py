@@ -11,12 +11,12 @@ from kit.results import Row, SectionResult
 
 FILE = Path(__file__).parents[1] / "expected.json"
 
-#: Verdicts; "missing" is a row that was not measured, or a card without a prediction.
-VERDICTS = ("as expected", "better", "worse", "missing")
-
 
 def compare(sections: Sequence[SectionResult], gpu: str | None, file: Path = FILE) -> list[Row]:
-    """A row for each prediction.
+    """Return a row for each prediction, with a verdict.
+
+    It is "as expected", "better", "worse", or "missing": the row was not measured, or the card has
+    no prediction.
 
     Args:
         sections: what was measured.

@@ -54,7 +54,8 @@ class Batch:
             sets it before its first loss (see `loss_weights.py`).
         loss_counts: by number, the count (such as tokens) from which its loss weight follows.
         whole: inputs and targets of the whole batch; on the meta device where this process has not
-            read all samples (see `BatchPart`), as are `inputs` and `targets` of its missing numbers.
+            read all samples (see `BatchPart`), as are `inputs` and `targets` of its missing
+            numbers.
         device_batches: copies of inputs and targets on other devices (see `device_batch.py`).
     """
 
@@ -225,22 +226,24 @@ def make_batch(
             same number; or sequences are to be sliced, and the tokens are not the second dimension
             of all tensors, or there are fewer tokens than slices.
     """
-    given_x, given_y = x, y
-    given_sizes = x.sizes if isinstance(x, BatchPart) else None
+    x_source, y_source = x, y
+    part_sizes = x.sizes if isinstance(x, BatchPart) else None
     x, y = whole_value(x), whole_value(y)
-    is_plain = given_sizes is None and _is_plain(x) and _is_plain(y)
+    is_plain = part_sizes is None and _is_plain(x) and _is_plain(y)
     if slicing is None and is_plain and x.shape[0] == y.shape[0]:
+        # The usual batch, without the description of nested values, which takes longer than its
+        # cut.
         return _cut_tensors(x, y, micro_batches, step, training)
     if training:
         _check_no_grad(x, "inputs")
         _check_no_grad(y, "targets")
     samples = _sample_count(x, y)
-    if given_sizes is None:
+    if part_sizes is None:
         sizes, slicing = micro_batch_sizes(samples, micro_batches, slicing)
     else:
-        sizes = list(given_sizes)
+        sizes = list(part_sizes)
     shares = [size / samples for size in sizes]
-    inputs, targets = _cut(given_x, sizes), None if y is None else _cut(given_y, sizes)
+    inputs, targets = _cut(x_source, sizes), None if y is None else _cut(y_source, sizes)
     if slicing is not None and slicing.along == "tokens":
         slicing = replace(slicing, shares=slicing.shares[: len(sizes)])
         lengths = _slice_lengths(x, y, slicing)
@@ -253,7 +256,7 @@ def make_batch(
             for length in row
         ]
     forms, structure = _describe_inputs(x)
-    count = given_sizes or len(sizes)
+    count = part_sizes or len(sizes)
     signature = _signature(training, y is not None, count, forms, structure, slicing)
     return Batch(step, inputs, targets, shares, signature, training, slicing=slicing, whole=(x, y))
 
@@ -336,6 +339,7 @@ def _tensor_form(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _check_no_grad(value: Any, what: str) -> None:
+    """Reject inputs or targets that require gradients: a pipeline computes none for them."""
     leaves = [value] if type(value) is Tensor else flatten(value)[0]
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.requires_grad:

@@ -108,6 +108,16 @@ def device_batch(batch: Batch, device: torch.device) -> DeviceBatch:
     return copies
 
 
+def micro_batch_inputs(batch: Batch, number: int, device: torch.device) -> Any:
+    """Return the inputs of a micro-batch or slice on a device.
+
+    On the CPU they are not cut from a copy of the whole batch, since a transfer costs nothing.
+    """
+    if device.type != "cpu":
+        return device_batch(batch, device).part(INPUTS, number)
+    return map_tensors(lambda leaf: leaf.to(device), batch.inputs[number])
+
+
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device; the host waits for no work of that device.
 

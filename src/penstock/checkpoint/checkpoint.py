@@ -30,6 +30,7 @@ from penstock.checkpoint.checkpoint_options import CheckpointOptions
 from penstock.checkpoint.optimizer_check import check_optimizer
 from penstock.checkpoint.optimizer_checkpoint import optimizer_state, rule_state
 from penstock.errors import SettingError
+from penstock.files.text import join_names
 from penstock.optim.stage_weights import StageWeights
 from penstock.stage import stage_state as state
 from penstock.stage.stage import Stage
@@ -94,7 +95,7 @@ class VersionedStage:
         """The prefix of the names of this copy's state."""
         return f"copy-{self.copy}/" if self.copy else ""
 
-    def own_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state_entries(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and plain state of the optimizer and the weight rule, both by name.
 
         Raises:
@@ -247,7 +248,7 @@ class CheckpointWriter:
             nan_names += fit.nan_names(content.checked)
         if nan_names:
             raise SettingError(
-                f"there are NaN values in {fit.join_names(nan_names)} at step "
+                f"there are NaN values in {join_names(nan_names)} at step "
                 f"{self.progress.step}: this run has diverged, and its checkpoint is not written, "
                 "to keep the previous one. Resume from an earlier checkpoint with a lower learning "
                 "rate; to write these values nevertheless, pass allow_nonfinite=True"
@@ -313,4 +314,4 @@ def _optimizer_state(
     """Return tensors and plain state of a stage's optimizer and, if any, of its weight rule."""
     if stage.update.optimizer is not None:
         check_optimizer(stage.update.optimizer)
-    return optimizer_state(stage, "") if version is None else version.own_state()
+    return optimizer_state(stage, "") if version is None else version.state_entries()

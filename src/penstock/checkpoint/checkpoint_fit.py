@@ -18,14 +18,14 @@ from penstock.checkpoint.checkpoint_index import Checkpoint, RuleFacts
 from penstock.checkpoint.checkpoint_options import CheckpointOptions
 from penstock.errors import FileError
 from penstock.files.json_values import json_value
+from penstock.files.text import join_names
 from penstock.modules.state_names import prefix_of, state_of
 from penstock.optim.schedulers import Schedulers
 from penstock.stage import stage_state as state
 from penstock.stage.stage import Stage
 from penstock.stage.stage_state import Placed
+from penstock.values.constants import dtype_name
 
-#: Names that a message lists of each kind of difference.
-_NAMES_IN_MESSAGE = 5
 #: torch's names of the dtypes of safetensors.
 _DTYPES = {
     "F64": "float64",
@@ -70,13 +70,6 @@ class Findings:
         return "; ".join(sentences)
 
 
-def join_names(names: Sequence[str]) -> str:
-    """List the first few names and the number of further ones."""
-    further = len(names) - _NAMES_IN_MESSAGE
-    suffix = f" and {further} more" if further > 0 else ""
-    return ", ".join(names[:_NAMES_IN_MESSAGE]) + suffix
-
-
 def nan_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the tensors that contain NaN.
 
@@ -104,7 +97,7 @@ def expected_tensors(placed: Placed) -> dict[str, Tensor]:
     A tensor with several names is saved under one of them.
     """
     return {
-        placed.traced.aliases.get(name, name): tensor
+        placed.traced.first_name(name): tensor
         for layer, module in zip(placed.traced.layers, placed.traced.modules, strict=True)
         for name, tensor in state_of(layer.name, module).items()
     }
@@ -119,7 +112,7 @@ def model_difference(headers: Iterable[Header], placed: Placed) -> str:
     saved_forms = _saved_forms(headers)
     lines = []
     for name, tensor in expected_tensors(placed).items():
-        form = describe_form(dtype_name(tensor), tuple(tensor.shape))
+        form = describe_form(dtype_name(tensor.dtype), tuple(tensor.shape))
         saved_form = saved_forms.pop(name, None)
         if saved_form is None:
             lines.append(f"{name} is not in the checkpoint")
@@ -149,14 +142,14 @@ def check_model(
     for stage in placed.local:
         parameters = parameter_names(stage)
         for name, target in state.stage_tensors(stage).items():
-            source = tensors.get(name, tensors.get(placed.traced.aliases.get(name, name)))
+            source = tensors.get(name, tensors.get(placed.traced.first_name(name)))
             if source is None:
                 findings.add("the state has no {}", f"{name!r}, which stage {stage.index} needs")
             elif source.shape != target.shape:
                 shapes = f"{tuple(source.shape)} in the state and {tuple(target.shape)}"
                 findings.add("{}", f"{name} has shape {shapes} in the model")
             elif source.dtype != target.dtype:
-                dtypes = f"{dtype_name(source)} in the state and {dtype_name(target)}"
+                dtypes = f"{dtype_name(source.dtype)} in the state and {dtype_name(target.dtype)}"
                 findings.add(
                     "{} (build the model in that dtype, or convert the weights by load_state_dict)",
                     f"{name} is {dtypes} in the model",
@@ -189,11 +182,6 @@ def _saved_forms(headers: Iterable[Header]) -> dict[str, str]:
 def describe_form(dtype: str, shape: tuple[int, ...]) -> str:
     """Return a dtype and a shape as text."""
     return f"{dtype} {shape}"
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """Return the name of a tensor's dtype without `torch.`."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 # -- schedulers, loss scaler, weight rule --------------------------------------------------------
@@ -277,7 +265,8 @@ def check_averages(
 
     A pipeline without any ignores them: `Pipeline.ema` then refuses to begin one anew.
     """
-    # Checkpoints of older schemas hold no averages: the caller restores them from files of their own.
+    # Checkpoints of older schemas hold no averages: the caller restores them from files of their
+    # own.
     if not options.averages or index.schema < 3:
         return
     if len(options.averages) != len(index.averages):

@@ -95,20 +95,20 @@ class Checkpoint:
     aliases: dict[str, str] = field(default_factory=dict)
     checksum: str = ""
 
-    def sum(self) -> str:
+    def content_sha256(self) -> str:
         """Compute the SHA-256 that `checksum` must have."""
-        later = _SCHEMA_3 if self.schema < 3 else ()
-        content = {
-            key: value
-            for key, value in asdict(self).items()
-            if key != "checksum" and key not in later
-        }
+        content = asdict(self)
+        del content["checksum"]
+        if self.schema < 3:
+            # Older versions of Penstock did not have these fields when they computed the checksum.
+            for name in _SCHEMA_3:
+                del content[name]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def write_index(folder: Path, index: Checkpoint) -> None:
     """Complete a checkpoint: write its index, with its checksum, over that of the previous one."""
-    write_json(folder / INDEX, replace(index, checksum=index.sum()), durable=True)
+    write_json(folder / INDEX, replace(index, checksum=index.content_sha256()), durable=True)
     sync_folder(folder.parent)  # the folder itself may be new
 
 
@@ -178,9 +178,9 @@ def _checksum_damage(index: Checkpoint) -> str:
     schema_3_fields = (index.hosts, index.averages, index.aliases, index.score is not None)
     if index.schema < 3 and any(schema_3_fields):
         return f"its schema is {index.schema}, and it has fields of schema 3"
-    if index.schema > 1 and index.checksum != index.sum():
+    if index.schema > 1 and index.checksum != index.content_sha256():
         return (
-            f"its content has the checksum {index.sum()[:12]}…, and the recorded one is "
+            f"its content has the checksum {index.content_sha256()[:12]}…, and the recorded one is "
             f"{index.checksum[:12]}…. Load another checkpoint, or restore this file as it was "
             "written"
         )

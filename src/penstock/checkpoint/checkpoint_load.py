@@ -66,7 +66,7 @@ def load(
         """Read and verify the checkpoint; return what identifies it to the other ranks."""
         contents.append(_read(folder, placed, versioned, options))
         index = contents[0].index
-        return [index.identity or index.sum(), index.step, str(folder.absolute())]
+        return [index.identity or index.content_sha256(), index.step, str(folder.absolute())]
 
     # One read for all ranks of this process; its report stands for each of them.
     first, *others = world.local_ranks
@@ -222,7 +222,7 @@ def _needed_names(placed: Placed, prefixes: Collection[str]) -> set[str]:
     For state of optimizers and weight rules these are the names without the last part, the key.
     """
     names = {name for stage in placed.local for name in state.stage_tensors(stage)}
-    names |= {placed.traced.aliases.get(name, name) for name in names}
+    names |= {placed.traced.first_name(name) for name in names}
     needed = {f"model/{name}" for name in names}
     for stage in placed.local:
         for name in names_of(stage).values():

@@ -104,8 +104,8 @@ def load_dcp_weights(folder: Path) -> dict[str, Tensor]:
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
             """Return the metadata."""
             del args, kwargs
-            known: Metadata = metadata
-            return known
+            read: Metadata = metadata
+            return read
 
     names = _weight_names(folder, metadata)
     tensors: dict[str, Tensor] = {}
@@ -156,7 +156,9 @@ def _read_metadata(folder: Path) -> Any:
 
 
 def _storage_damage(folder: Path, metadata: Any) -> str:
-    """Return what is wrong with the files and sizes that the metadata names; empty if nothing is."""
+    """Return what is wrong with the files and sizes that the metadata names; empty if nothing
+    is.
+    """
     available = 0
     for info in metadata.storage_data.values():
         name = info.relative_path
@@ -205,6 +207,7 @@ def _weight_names(folder: Path, metadata: Any) -> Mapping[str, str]:
         names = {key: str(path[0]) for key, path in paths.items() if len(path) == 1}
     if not names:
         raise FileError(
-            f"{folder} holds no weights of a model: its tensors are {', '.join(paths)[:200] or 'none'}"
+            f"{folder} holds no weights of a model: its tensors are "
+            f"{', '.join(paths)[:200] or 'none'}"
         )
     return names

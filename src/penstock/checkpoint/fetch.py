@@ -45,7 +45,8 @@ class _Inventory:
 
 
 def fetch_missing(folder: Path, world: World) -> None:
-    """Copy to every host the files of a checkpoint that are missing there and that another host has.
+    """Copy to every host the files of a checkpoint that are missing there and that another host
+    has.
 
     Nothing is done if every rank sees everything, or no rank sees an index, or ranks see different
     checkpoints: `load` then reads, or refuses with what is wrong. What is fetched is verified as
@@ -123,7 +124,7 @@ def _inventory(folder: Path) -> list[Any]:
         file = folder / name
         if file.exists():
             sizes[name] = file.stat().st_size
-    return [index.identity or index.sum(), list(index.files), sizes, bool(index.hosts)]
+    return [index.identity or index.content_sha256(), list(index.files), sizes, bool(index.hosts)]
 
 
 def _parse(report: Report) -> _Inventory:

@@ -34,7 +34,8 @@ class FolderLock:
         folder: the folder, which exists.
 
     Raises:
-        FileError: another run has the lock, or something in the folder is no file, see `check_files`.
+        FileError: another run has the lock, or something in the folder is no file, see
+            `check_files`.
     """
 
     _descriptor: int | None = None
@@ -86,8 +87,8 @@ def check_files(folder: Path) -> None:
             mode = path.stat().st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise FileError(
-                    f"{quote_path(path)} is {_kind(mode)}, and the folder of a run has files alone: "
-                    "remove it, or choose another folder"
+                    f"{quote_path(path)} is {_kind(mode)}, and the folder of a run has files "
+                    "alone: remove it, or choose another folder"
                 )
 
 

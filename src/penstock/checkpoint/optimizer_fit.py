@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from penstock.checkpoint.checkpoint_fit import Findings, describe_form, dtype_name, join_names
+from penstock.checkpoint.checkpoint_fit import Findings, describe_form
 from penstock.checkpoint.optimizer_checkpoint import Facts
+from penstock.files.text import join_names
 from penstock.optim.class_names import class_name, same_class
+from penstock.values.constants import dtype_name
 
 #: Keys of optimizer state that torch's own optimizers keep in the shape of the parameter.
 _PARAMETER_SHAPED = frozenset(
@@ -197,7 +199,7 @@ def _check_shapes(
             continue
         is_number = tensor.is_floating_point() or tensor.is_complex()
         if tensor.shape != shapes[name] or not is_number:
-            form = describe_form(dtype_name(tensor), tuple(tensor.shape))
+            form = describe_form(dtype_name(tensor.dtype), tuple(tensor.shape))
             findings.add(
                 "{}",
                 f"{key} of {name} is {form} in the state, and the parameter is of shape "

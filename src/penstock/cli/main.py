@@ -165,10 +165,10 @@ def status(arguments: list[str]) -> int:
     0: success; 1: the work failed; 2: the input was wrong; 130: Ctrl-C; 141: the reader of its
     output has closed the pipe.
     """
-    own = [word for word in arguments if word in _QUIET | _VERBOSE]
-    words = own + [word for word in arguments if word not in own]
+    flags = [word for word in arguments if word in _QUIET | _VERBOSE]
+    words = flags + [word for word in arguments if word not in flags]
     try:
-        with discarded_output() if _QUIET.intersection(own) else nullcontext():
+        with discarded_output() if _QUIET.intersection(flags) else nullcontext():
             app(words)
     except SystemExit as stop:
         # Typer turns a closed pipe into status 1, while it handles the error.
@@ -176,7 +176,7 @@ def status(arguments: list[str]) -> int:
             return CLOSED_PIPE
         if stop.code == STOPPED:  # Typer's own status too, for Ctrl-C before the command begins
             typer.echo("stopped", err=True)
-        elif _VERBOSE.intersection(own):
+        elif _VERBOSE.intersection(flags):
             _print_origin(stop)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0

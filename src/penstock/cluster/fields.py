@@ -39,6 +39,18 @@ _SHORT_DTYPES = {
 }
 
 
+def _match_rate(pattern: re.Pattern[str], text: object, form: str) -> re.Match[str]:
+    """Return the match of a rate with its pattern.
+
+    Raises:
+        SettingError: it does not match, or is not text; the message tells the form.
+    """
+    match = pattern.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise SettingError(f"{quote(text)} is not {form}")
+    return match
+
+
 def _checked_rate(rate: float, text: object) -> float:
     """Return a rate if a device can have it; 0 is refused where the device is built.
 
@@ -65,13 +77,10 @@ def parse_bandwidth(text: object) -> float:
     """
     if text == UNLIMITED:
         return math.inf
-    match = _BANDWIDTH.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        raise SettingError(
-            f"{quote(text)} is not a bandwidth; write for example '10 Gb/s' (bits) or '1.25 GB/s' "
-            "(bytes)"
-        )
-    return _checked_rate(float(match[1]) * _PREFIX[match[2]] / (1 if match[3] == "B" else 8), text)
+    form = "a bandwidth; write for example '10 Gb/s' (bits) or '1.25 GB/s' (bytes)"
+    match = _match_rate(_BANDWIDTH, text, form)
+    units_per_byte = 1 if match[3] == "B" else 8
+    return _checked_rate(float(match[1]) * _PREFIX[match[2]] / units_per_byte, text)
 
 
 def parse_flops(text: object) -> float:
@@ -83,11 +92,7 @@ def parse_flops(text: object) -> float:
     Raises:
         SettingError: it is not of that form.
     """
-    match = _FLOPS.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        raise SettingError(
-            f"{quote(text)} is not a rate of computing; write for example '15.7 TFLOP/s'"
-        )
+    match = _match_rate(_FLOPS, text, "a rate of computing; write for example '15.7 TFLOP/s'")
     return _checked_rate(float(match[1]) * _PREFIX[match[2]], text)
 
 
@@ -121,9 +126,7 @@ def parse_clock(text: object) -> float:
     Raises:
         SettingError: it is not of that form.
     """
-    match = _CLOCK.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        raise SettingError(f"{quote(text)} is not a clock; write for example '200 MHz'")
+    match = _match_rate(_CLOCK, text, "a clock; write for example '200 MHz'")
     return _checked_rate(float(match[1]) * _PREFIX[match[2]], text)
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import final
 
 from penstock.cluster.device import Device, Link
-from penstock.errors import ClusterError, FileError
+from penstock.errors import ClusterError
 from penstock.notebook import NotebookText
+from penstock.store import write_text
 
 #: Lines that are printed for different nodes at most.
 _MAX_NODE_LINES = 12
@@ -190,15 +191,20 @@ class Cluster(NotebookText):
 
     def ranks_of_node(self, node: int) -> tuple[int, ...]:
         """Return the ranks of a node, in order; none if there is no such node."""
-        return self._by_node.get(node, ())
+        return self._ranks_of_node.get(node, ())
 
     @cached_property
-    def _by_node(self) -> dict[int, tuple[int, ...]]:
+    def _ranks_of_node(self) -> dict[int, tuple[int, ...]]:
         """Ranks by node."""
-        ranks_of_node: dict[int, list[int]] = {}
-        for rank in range(self.ranks):
-            ranks_of_node.setdefault(self.node(rank), []).append(rank)
-        return {node: tuple(ranks) for node, ranks in ranks_of_node.items()}
+        groups = self.by_node(range(self.ranks))
+        return {self.node(ranks[0]): tuple(ranks) for ranks in groups}
+
+    def by_node(self, ranks: Sequence[int]) -> list[list[int]]:
+        """Return ranks grouped by their node; nodes are in the order of their first ranks."""
+        nodes: dict[int, list[int]] = {}
+        for rank in ranks:
+            nodes.setdefault(self.node(rank), []).append(rank)
+        return list(nodes.values())
 
     def link(self, a: int, b: int) -> Link:
         """Return the link from rank `a` to rank `b`.
@@ -293,11 +299,4 @@ class Cluster(NotebookText):
         Raises:
             FileError: the file cannot be written.
         """
-        target = Path(path)
-        try:
-            partial = target.with_name(target.name + ".partial")
-            partial.write_text(self.to_yaml(), encoding="utf-8")
-            partial.replace(target)
-        except (OSError, ValueError) as error:  # ValueError: the name is empty
-            reason = getattr(error, "strerror", None) or error
-            raise FileError(f"cannot write {target}: {reason}") from error
+        write_text(path, self.to_yaml())

@@ -90,6 +90,7 @@ def draw_lanes(page: Page, panel: Timeline) -> None:
 
 
 def _lane_height(panel: Timeline, stage_order: StageOrder, summed: bool, paired: bool) -> float:
+    """Return the height of a lane by what its boxes have to show."""
     if summed:
         return LOW_LANE if panel.ranks > _MANY_RANKS else LANE
     if paired:

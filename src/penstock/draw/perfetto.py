@@ -187,6 +187,7 @@ def _slice(panel: Timeline, event: Event, track: dict[str, int]) -> Entry:
 
 
 def _idle_slice(panel: Timeline, interval: IdleInterval, first_process: int) -> Entry:
+    """Return the slice of an idle interval, named after what the rank waits for."""
     name = "neither neighbour nor link"
     args: Entry = {}
     transfer = interval.transfer

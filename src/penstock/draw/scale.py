@@ -10,11 +10,10 @@ import numpy as np
 from penstock.event import Timeline
 from penstock.schedule.arrays import Array
 from penstock.schedule.op import Kind
-from penstock.units import format_seconds
+from penstock.units import TIME_UNITS, format_seconds
 
 #: Distances between ticks are 1, 2 or 5 times a power of ten.
 _TICK_STEPS = (1.0, 2.0, 5.0)
-_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 #: A timeline has a common unit only if its shortest op lasts at most this many units.
 _MAX_UNITS_OF_SHORTEST = 12
 #: Ops of whole units may be divided into up to this many equal parts, since micro-batches are cut
@@ -46,7 +45,7 @@ class Clock:
         if all(panel.source != "measured" for panel in panels) and _in_units(panels):
             return cls(1.0, "")
         length = axis_seconds(panels)
-        for unit, factor in _UNITS:
+        for unit, factor in TIME_UNITS:
             if length >= factor:
                 return cls(factor, unit)
         return cls(1.0, "s")

@@ -13,6 +13,7 @@ stages of all ranks belong together and have the same shade.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,6 +91,26 @@ class StageOrder:
             names = [f"s{stage}{self.arrows.get((rank, stage), '')}" for stage in stages]
             labels.append(" ".join(names) if len(names) <= 4 else f"{names[0]} … {names[-1]}")
         return labels
+
+
+def number_text(
+    panels: Sequence[Timeline], *, has_versions: bool = False, has_stages: bool = True
+) -> str:
+    """Return the legend's text on the numbers in boxes.
+
+    Args:
+        panels: the timelines.
+        has_versions: whether updates have numbers too.
+        has_stages: whether boxes on ranks with several stages have the stage.
+    """
+    text = "numbers: micro-batch"
+    if any(panel.slicing is not None for panel in panels):
+        text += ".slice"
+    if has_versions:
+        text += ", of U the weight version"
+    if has_stages and any(StageOrder.of(panel).has_shared_ranks for panel in panels):
+        text += ", s: stage"
+    return text
 
 
 def _direction(route: Route) -> str:

@@ -14,7 +14,7 @@ from penstock.draw.box_shades import BoxShades
 from penstock.draw.facts import KIND_NAMES, clean, heading, kinds_in, summary_items
 from penstock.draw.lanes import ARROW_CLASSES, draw_lanes
 from penstock.draw.page import LABEL, SMALL, TITLE, Page
-from penstock.draw.stage_order import StageOrder
+from penstock.draw.stage_order import number_text
 from penstock.draw.transfers import timed_transfers, transfer_direction
 from penstock.event import Timeline
 from penstock.schedule.op import Kind
@@ -79,8 +79,11 @@ def _legend(page: Page, panels: Sequence[Timeline]) -> list[tuple[str, str]]:
         entries.append((curve, "memory (peak on the left)"))
     if not page.summed:
         entries += _transfer_entries(panels)
-    remarks = [_number_text(page, panels)] if page.numbered else []
-    remarks += sorted(meanings)
+    remarks = sorted(meanings)
+    if page.numbered:
+        has_versions = Kind.U in page.numbered
+        numbers = number_text(panels, has_versions=has_versions, has_stages=not page.summed)
+        remarks.insert(0, numbers)
     if page.summed:
         remarks.append("too many ops for a box each: heights are shares of time")
     return entries + [("", remark) for remark in remarks]
@@ -107,18 +110,6 @@ def _transfer_entries(panels: Sequence[Timeline]) -> list[tuple[str, str]]:
             marker = f'marker-end="url(#penstock-{direction})"'
             entries.append((f'<path class="{classes}" d="M0 6H17" {marker}/>', name))
     return entries
-
-
-def _number_text(page: Page, panels: Sequence[Timeline]) -> str:
-    """Return the legend's text on the numbers in boxes."""
-    text = "numbers: micro-batch"
-    if any(panel.slicing is not None for panel in panels):
-        text += ".slice"
-    if Kind.U in page.numbered:
-        text += ", of U the weight version"
-    if not page.summed and any(StageOrder.of(panel).has_shared_ranks for panel in panels):
-        text += ", s: stage"
-    return text
 
 
 def _swatch(kind: Kind, two_shades: bool) -> str:

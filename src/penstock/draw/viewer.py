@@ -29,7 +29,7 @@ from penstock.draw.memory import downsample, holders_at_peak, memory_steps
 from penstock.draw.pairs import events_by_rank, pair_halves
 from penstock.draw.palette import FILLS, FILLS_ON_DARK, number_colours
 from penstock.draw.scale import Clock, axis_seconds
-from penstock.draw.stage_order import StageOrder
+from penstock.draw.stage_order import StageOrder, number_text
 from penstock.draw.transfers import timed_transfers, transfer_direction
 from penstock.draw.waits import critical_path, dependencies_of_timeline, waits
 from penstock.event import Event, MemoryCurve, Timeline
@@ -155,7 +155,7 @@ def viewer_legend(panels: Sequence[Timeline], max_ops: int = MAX_VIEWER_OPS) -> 
         entries.append((sign, "memory, its peak before it"))
     entries += [("", meaning) for meaning in meanings]
     if boxed:
-        entries.append(("", _number_text(panels)))
+        entries.append(("", number_text(panels)))
         if any(_has_pairs(panel) for panel in panels):
             entries.append(("", "half boxes: pairs of ops"))
     return "".join(f"<span>{sign}{escape(text)}</span>" for sign, text in entries)
@@ -163,16 +163,6 @@ def viewer_legend(panels: Sequence[Timeline], max_ops: int = MAX_VIEWER_OPS) -> 
 
 def _number_of_ops(panels: Sequence[Timeline]) -> int:
     return sum(len(panel.log.start) for panel in panels)
-
-
-def _number_text(panels: Sequence[Timeline]) -> str:
-    """Return the legend's text on the numbers in boxes."""
-    text = "numbers: micro-batch"
-    if any(panel.slicing is not None for panel in panels):
-        text += ".slice"
-    if any(StageOrder.of(panel).has_shared_ranks for panel in panels):
-        text += ", s: stage"
-    return text
 
 
 def _colour_sign(background: str) -> str:

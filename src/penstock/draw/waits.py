@@ -104,11 +104,11 @@ def _last_input(dependencies: Dependencies, row: int, arrival: Array) -> int | N
 def critical_path(panel: Timeline, dependencies: Dependencies) -> list[list[int]]:
     """Return per rank the ops of the critical path, by their positions in its program, ascending.
 
-    The critical path leads from the op that ends last back to the start of the timeline. Before each
-    of its ops comes the one that it starts after without a gap: the previous op of its rank, or the
-    op whose value arrives last. Time saved elsewhere does not make the timeline shorter, unless
-    messages wait for each other on a shared link. The path is cut off at an op that waits for
-    something else than a value.
+    The critical path leads from the op that ends last back to the start of the timeline. Before
+    each of its ops comes the one that it starts after without a gap: the previous op of its rank,
+    or the op whose value arrives last. Time saved elsewhere does not make the timeline shorter,
+    unless messages wait for each other on a shared link. The path is cut off at an op that waits
+    for something else than a value.
 
     Args:
         panel: a simulated timeline.

@@ -64,6 +64,7 @@ def simulate_command(state: State, panel: Panel, result: Result) -> str:
 
 
 def _cost_words(result: Result) -> list[str]:
+    """Return the flags of the costs; one number where all stages have the same."""
     words = []
     for name in (*_SECONDS, *_BYTES):
         values = getattr(result.costs, name)
@@ -71,14 +72,13 @@ def _cost_words(result: Result) -> list[str]:
         if not isinstance(values, tuple) or not values:
             continue
         texts = [seconds_text(v) if name in _SECONDS else f"{v:.0f}" for v in values]
-        unique = set(texts)
-        # Schedules that are made from the costs read the number of stages from forward.
-        text = texts[0] if len(unique) == 1 else ",".join(texts)
+        text = texts[0] if len(set(texts)) == 1 else ",".join(texts)
         words += [f"--{name.replace('_', '-')}", text]
     return words
 
 
 def _option_text(value: object) -> str:
+    """Write the value of a schedule's option as YAML, as `--option` reads it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
@@ -125,4 +125,5 @@ def _train_about(state: State, panel: Panel) -> str:
 
 
 def _listed(items: Sequence[str]) -> str:
+    """Join one or two items to a phrase."""
     return " and ".join(items)

@@ -24,7 +24,8 @@ from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.steady_state import Steady, steady
 from penstock.simulate.weight_versions import versions_per_stage
 
-#: Stages x micro-batches that the page simulates: 64 ranks with 4 stages each and 256 micro-batches.
+#: Stages x micro-batches that the page simulates: 64 ranks with 4 stages each and 256
+#: micro-batches.
 MAX_FORWARDS: Final = 65_536
 #: Ops of an asynchronous schedule with its own number of batches, up to which its steady state is
 #: computed: it takes several simulations of more batches.

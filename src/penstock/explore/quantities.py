@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.errors import SettingError
-from penstock.units import parse_bytes, parse_seconds
+from penstock.units import BYTE_UNITS, TIME_UNITS, parse_bytes, parse_seconds
 
 #: Largest seconds and bytes that a field accepts: 30 years, and 2**53 bytes. With more, sums over
 #: a timeline lose the digits of single ops.
 MAX_SECONDS, MAX_BYTES = 1e9, 2**53
-
-_BINARY_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-#: Units whose numbers read well from 1 to 1000; seconds from 1 on have no unit.
-_SHORT_TIMES = (("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 
 def parse_list(text: str, parse: Callable[[str], float], largest: float) -> tuple[float, ...]:
@@ -43,7 +39,7 @@ def seconds_text(seconds: float) -> str:
     ('250ms', '2', '1ms')
     """
     plain = repr(float(seconds)).removesuffix(".0")
-    for unit, factor in _SHORT_TIMES:
+    for unit, factor in TIME_UNITS[1:]:  # seconds from 1 on have no unit
         if factor <= seconds < 1000 * factor and seconds < 1:
             short = f"{seconds / factor:.12g}{unit}"
             return short if parse_seconds(short) == seconds else plain
@@ -56,7 +52,7 @@ def bytes_text(count: float) -> str:
     >>> bytes_text(1536), bytes_text(2**20), bytes_text(7)
     ('1.5KiB', '1MiB', '7')
     """
-    for unit, factor in _BINARY_UNITS:
+    for unit, factor in BYTE_UNITS:
         if count >= factor:
             short = f"{count / factor:g}{unit}"
             return short if parse_bytes(short) == count else f"{count:.0f}"

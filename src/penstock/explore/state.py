@@ -153,6 +153,7 @@ class _Field:
 
 
 def _whole_number(largest: int) -> _Field:
+    """Return a field that takes a whole number from 1 to `largest`."""
 
     def parse(text: str) -> int:
         word = text.strip()
@@ -166,6 +167,7 @@ def _whole_number(largest: int) -> _Field:
 
 
 def _replicas() -> _Field:
+    """Return a field that takes one number of replicas, or one per stage."""
     number = _whole_number(MAX_REPLICAS)
 
     def parse(text: str) -> tuple[object, ...]:
@@ -175,6 +177,7 @@ def _replicas() -> _Field:
 
 
 def _word(words: Iterable[str]) -> _Field:
+    """Return a field that takes one of some words."""
     accepted = tuple(words)
 
     def parse(text: str) -> str:

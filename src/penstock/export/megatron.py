@@ -219,6 +219,7 @@ def _compress_letters(word: str) -> str:
 
 
 def _notes(plan: Plan, pipelines: Pipelines) -> list[str]:
+    """Return what Megatron runs otherwise than the plan says, a sentence each."""
     if pipelines.schedule.stages > len(pipelines.placement):
         notes = unsupported_notes(plan, "interleaved", "interleaved 1F1B")
     else:

@@ -84,6 +84,7 @@ def torchtitan(plan: Plan) -> Exported:
 
 
 def _notes(plan: Plan, pipelines: Pipelines) -> list[str]:
+    """Return what torchtitan runs otherwise than the plan says, a sentence each."""
     notes = device_notes(plan)
     if plan.tensor_parallel > 1 and not plan.sequence_parallel:
         notes.append("no sequence parallelism: torchtitan's tensor parallelism includes it")

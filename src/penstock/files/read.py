@@ -169,7 +169,8 @@ def kind_of(model: type) -> str:
 
 
 def _first_error(error: ValidationError, model: type) -> str:
-    """Return where an error is, what was expected, what stands there, and how many others there are.
+    """Return where an error is, what was expected, what stands there, and how many others there
+    are.
 
     A misspelt key is also a missing one: the unknown key explains more.
     """

@@ -6,6 +6,7 @@ import errno
 import os
 import select
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.errors import FileError
@@ -20,6 +21,8 @@ _NO_WRITER_S, _SILENT_S = 0.3, 60.0
 NUL_PROBLEM = "it contains the character NUL, which no name or path can have"
 #: Characters of a foreign value that a message quotes.
 _QUOTED = 80
+#: Names that a message lists.
+_LISTED_NAMES = 5
 
 
 def read_text(path: str | Path, kind: str, max_bytes: int = MAX_BYTES) -> str:
@@ -131,3 +134,14 @@ def shorten(text: str, limit: int = _QUOTED) -> str:
     words = " ".join(text[: 10 * limit].split())
     printable = "".join(letter if letter.isprintable() else "?" for letter in words)
     return printable if len(printable) <= limit else printable[: limit - 1] + "…"
+
+
+def join_names(names: Sequence[str]) -> str:
+    """List the first few names and the number of further ones.
+
+    >>> join_names(["a", "b", "c", "d", "e", "f", "g"])
+    'a, b, c, d, e and 2 more'
+    """
+    further = len(names) - _LISTED_NAMES
+    suffix = f" and {further} more" if further > 0 else ""
+    return ", ".join(names[:_LISTED_NAMES]) + suffix

@@ -72,6 +72,7 @@ def _refuse(place: Any, problem: str) -> NoReturn:
 
 
 def _build(loader: _StrictLoader, node: yaml.Node) -> Any:
+    """Return the plain value of a node; refuse tags that would construct other objects."""
     if isinstance(node, yaml.MappingNode) and node.tag == _PREFIX + "map":
         return _build_mapping(loader, node)
     if isinstance(node, yaml.SequenceNode) and node.tag == _PREFIX + "seq":

@@ -78,7 +78,7 @@ class Attributes:
         return [module.read() for module in self._modules]
 
     @contextmanager
-    def as_they_were(self, contents: Values) -> Iterator[None]:
+    def with_contents(self, contents: Values) -> Iterator[None]:
         """Set the attributes to `contents` in this context, and restore them afterwards."""
         before = self.contents()
         self._write(contents)

@@ -36,7 +36,7 @@ class Buffers:
         return contents
 
     @contextmanager
-    def as_they_were(self, contents: Contents) -> Iterator[None]:
+    def with_contents(self, contents: Contents) -> Iterator[None]:
         """Put the tensors of `contents` in the place of the buffers in this context.
 
         Args:

@@ -94,6 +94,7 @@ def _form_difference(leaves: Sequence[Any], expected: Fingerprint) -> str | None
 
 
 def _form(leaf: Any) -> Any:
+    """Return what must be equal besides the numbers: shape and dtype, or a constant or its type."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype
     # A NaN differs from itself, so only its type can be compared.
@@ -108,6 +109,7 @@ def _text(form: Any) -> str:
 
 
 def _rows(leaf: Any) -> Tensor | None:
+    """Return one number per row of a tensor; None for leaves without numbers."""
     matrix = _matrix(leaf)
     if matrix is None:
         return None

@@ -75,11 +75,11 @@ def offloading(
     # `offloaded` cannot be reused by another tensor.
     alive: list[Tensor] = []
     # Bytes of the tensors so far, and of those that were moved.
-    seen_bytes = moved_bytes = 0
+    total_bytes = moved_bytes = 0
 
     def pack(tensor: Tensor) -> SavedVersion | _Offloaded:
         """Move a saved tensor to host memory if it is worth it and within the share."""
-        nonlocal seen_bytes, moved_bytes
+        nonlocal total_bytes, moved_bytes
         if tensor.layout is not torch.strided or tensor.nbytes < SMALLEST or not moves(tensor):
             return SavedVersion(tensor, holds=True)
         is_expanded = any(
@@ -91,8 +91,8 @@ def offloading(
         key = tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
         copy = offloaded.get(key)
         if copy is None:
-            seen_bytes += tensor.nbytes
-            if moved_bytes + tensor.nbytes > share * seen_bytes:
+            total_bytes += tensor.nbytes
+            if moved_bytes + tensor.nbytes > share * total_bytes:
                 return SavedVersion(tensor, holds=True)
             moved_bytes += tensor.nbytes
             copy = offloaded[key] = _Offloaded(tensor.detach())

@@ -44,6 +44,7 @@ from penstock.grad.fingerprint import (
 from penstock.grad.saved_version import SavedVersion
 from penstock.plan.segments import segments
 from penstock.values.deferred_checks import DeferredChecks
+from penstock.values.rare_checks import is_due
 from penstock.values.storage import copy_of, overlapping
 from penstock.values.structure import Structure, flatten, unflatten
 
@@ -204,7 +205,7 @@ class _Segment(Generic[L]):
         They are compared in forwards 1, 2, 4, 8 and so on, to limit the cost.
         """
         self._count += 1
-        return self._count & (self._count - 1) == 0
+        return is_due(self._count)
 
     @property
     def name(self) -> str:
@@ -356,8 +357,8 @@ class _Forward:
             stack.enter_context(torch.enable_grad())
             for device, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(device, dtype, enabled, self._autocast_caches))
-            stack.enter_context(self._segment.buffers.as_they_were(self._buffers))
-            stack.enter_context(self._segment.attributes.as_they_were(self._attributes))
+            stack.enter_context(self._segment.buffers.with_contents(self._buffers))
+            stack.enter_context(self._segment.attributes.with_contents(self._attributes))
             # Before the hooks, since copies of the input are no part of the layers' forward.
             value = inputs.restore()
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._fill_next, _same))
@@ -412,6 +413,7 @@ class _Forward:
         return tensor.detach()  # the tensor itself would hold its own node
 
     def _mismatch(self, recomputed: str) -> RunError:
+        """Return the error for a second forward that has saved other tensors than the first."""
         return RunError(
             f"{self._segment.name}: recomputed for the backward, its forward differs from the "
             f"first: of the tensors saved then it computed {recomputed}. The second forward gets "

@@ -129,6 +129,7 @@ def _live_outputs(
 
 
 def _off_path_successors(node: Node, on_path: Container[Node]) -> list[Node]:
+    """Return the nodes that a node leads to and that are not on the path."""
     return [
         successor
         for successor, _ in node.next_functions

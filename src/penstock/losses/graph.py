@@ -94,6 +94,8 @@ def nonlinearities(loss: Tensor, outputs: Iterable[Tensor]) -> list[Nonlinearity
     identities = {id(leaf) for leaf in outputs}
     depends: dict[Any, bool] = {}
     order: list[Any] = []
+    # A walk without recursion, since graphs are deeper than Python's stack: each node is visited
+    # before its inputs and again after them.
     pending = [(loss.grad_fn, False)] if loss.grad_fn is not None else []
     while pending:
         node, visited = pending.pop()

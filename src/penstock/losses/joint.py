@@ -124,11 +124,13 @@ class _Part(Function):
     def forward(
         ctx: Any, joint: _Joint, number: int, places: list[int], *outputs: Tensor
     ) -> Tensor:
+        """Return a 0, and note for which micro-batch and which of its outputs."""
         ctx.joint, ctx.number, ctx.places = joint, number, places
         return outputs[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, start: Tensor) -> Any:
+        """Return the gradients of the micro-batch's outputs in the joined loss."""
         grads = ctx.joint.grads_of(ctx.number, start)
         return (None, None, None, *[grads[place] for place in ctx.places])
 
@@ -142,7 +144,7 @@ class JointLosses:
     """
 
     call: LossCall
-    _now: _Joint | None = None
+    _current: _Joint | None = None
 
     def of(self, batch: Batch, number: int, value: Any) -> tuple[Tensor, Tensor]:
         """Return the root of one micro-batch's backward, and its part of the reported loss.
@@ -152,9 +154,9 @@ class JointLosses:
         Raises:
             SettingError: an output has no samples.
         """
-        if self._now is None or self._now.batch is not batch:
-            self._now = _Joint(batch)
-        joint = self._now
+        if self._current is None or self._current.batch is not batch:
+            self._current = _Joint(batch)
+        joint = self._current
         if number not in joint.outputs:
             joint.add(number, value)
         share = torch.zeros((), device=self.call.device)
@@ -162,7 +164,7 @@ class JointLosses:
             joint.loss = self._loss(joint)
             share = joint.loss.detach()
             if not batch.training:
-                self._now = None
+                self._current = None
         return self._root(joint, number, value), share
 
     def _loss(self, joint: _Joint) -> Tensor:

@@ -52,6 +52,7 @@ from penstock.losses.terms import (
 from penstock.losses.traced_loss import ModelLoss
 from penstock.losses.view import View
 from penstock.modules.side_loss import collect_side_losses
+from penstock.values.rare_checks import is_due
 from penstock.values.structure import tensors_of
 
 #: Number of forms of batches whose analysis is cached.
@@ -166,7 +167,7 @@ class LossWeights:
         """Whether a test is due again: at batches 1, 2, 4, 8, ..."""
         if knowledge.adds_up is not None and self._batches <= _ALWAYS_UP_TO:
             return True
-        return self._batches & (self._batches - 1) == 0
+        return is_due(self._batches)
 
     def _remember(self, key: object, knowledge: Knowledge) -> None:
         if len(self._knowledge_by_key) >= _MOST_FORMS:
@@ -352,12 +353,14 @@ class LossWeights:
         # again at every repetition, so the model's own outputs suffice then.
         brief = form is not None and key in self._knowledge_by_key
         try:
-            ways = self._additivity.ways(views, has_counts=form is not None, brief=brief)
+            weightings = self._additivity.weightings(
+                views, has_counts=form is not None, brief=brief
+            )
         except ReturnsCount:
             return self._by_counts(views[0])
-        if form is not None and all(way == "counts" for way in ways.values()):
+        if form is not None and set(weightings.values()) <= {"counts"}:
             return form.weights
-        adds_up = ways.get(False, "shares"), ways.get(True, "shares")
+        adds_up = weightings.get(False, "shares"), weightings.get(True, "shares")
         self._remember(key, Knowledge(adds_up=adds_up))
         return mean_or_sum_weights(batch, adds_up)
 

@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import SettingError
-from penstock.modules.state_names import parameters_of
 from penstock.optim.factory import check_factory
 from penstock.tracing.traced_chain import TracedChain
 
@@ -48,11 +47,7 @@ def check_loss(traced: TracedChain, loss: object) -> None:
         raise SettingError(
             f"loss= is a function from the model's output and the targets to a number, not {loss!r}"
         )
-    model_parameters = {
-        id(parameter)
-        for layer, module in zip(traced.layers, traced.modules, strict=True)
-        for _, parameter in parameters_of(layer.name, module)
-    }
+    model_parameters = {id(parameter) for _, parameter in traced.named_parameters()}
     for place, value in _referred(loss):
         weights = _trainable(value, model_parameters)
         if weights:

@@ -30,7 +30,7 @@ _COARSE = 0.03
 
 #: How losses add up: by the divisors that the graph shows ("counts"), as a mean over samples or
 #: tokens ("shares"), or as a sum.
-Way = Literal["counts", "shares", "sums"]
+Weighting = Literal["counts", "shares", "sums"]
 Loss = Callable[[Any, Any], Any]
 Change = Callable[[Tensor, int], Tensor]
 
@@ -128,6 +128,7 @@ class Reading:
         return self.values_fit(weights) and self._gradients_fit(weights)
 
     def _gradients_fit(self, weights: tuple[float, float]) -> bool:
+        """Return whether the weighted gradients of both parts add up to the joined one."""
         if not self.gradients:
             return True
         pairs = zip(weights, self.gradients, strict=True)
@@ -223,10 +224,10 @@ def _dot(one: Tensor, other: Tensor) -> float:
 
 
 def consistent(
-    readings_of_loss: Sequence[Reading], ways: Mapping[Way, tuple[float, float]]
-) -> Way | None:
-    """Return the first way of weighting both parts that fits all readings; None if none does."""
-    for name, weights in ways.items():
+    readings_of_loss: Sequence[Reading], weights_of: Mapping[Weighting, tuple[float, float]]
+) -> Weighting | None:
+    """Return the first weighting of both parts that fits all readings; None if none does."""
+    for name, weights in weights_of.items():
         if all(reading.fits(weights) for reading in readings_of_loss):
             return name
     return None

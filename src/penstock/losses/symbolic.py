@@ -111,7 +111,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value.new_empty(int(mask.expand(shape).sum()))
 
     def _nll(self, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Return the results of a negative log-likelihood: the loss and the weight of its targets."""
+        """Return the results of a negative log-likelihood: the loss and the weight of its
+        targets.
+        """
         self.by_values = True
         score, reduction = args[0], args[3]
         shape = () if reduction else args[1].shape
@@ -185,7 +187,7 @@ def resized(
 
 
 @contextmanager
-def apart_from_stage() -> Iterator[None]:
+def without_stage_hooks() -> Iterator[None]:
     """Record graphs that the saved-tensor hooks of the stage do not see."""
     with (
         torch.inference_mode(mode=False),
@@ -207,7 +209,7 @@ def evaluate(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> Evalu
     leaves = tensors_of(output)
     mode = _Mode(device)
     try:
-        with apart_from_stage(), mode:
+        with without_stage_hooks(), mode:
             value = loss(output, target)
         return _read(value, mode, leaves)
     except (UnknownForm, Unpredictable):

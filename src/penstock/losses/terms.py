@@ -242,6 +242,7 @@ def _multiplied_by_number(node: Any) -> tuple[float, Any]:
 
 
 def _sum_of_counted(node: Any) -> tuple[float, Any]:
+    """Return the factor of a division by a constant, and the node that it divides."""
     if node.next_functions[0][0] is None:
         raise UnknownForm("a division by what depends on outputs")
     divisor = _number(node._saved_other)

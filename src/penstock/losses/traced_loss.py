@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.batches.batch import Batch
-from penstock.batches.device_batch import INPUTS, device_batch
+from penstock.batches.device_batch import micro_batch_inputs
 from penstock.losses.terms import MEAN, SUM, UnknownForm, class_count
 from penstock.tracing.ops import op_name
 from penstock.tracing.traced_layer import StageInputs, TracedLayer
 from penstock.tracing.variants import Variant
-from penstock.values.structure import map_tensors, tensors_of
+from penstock.values.structure import tensors_of
 
 _SAME_VALUE = frozenset(
     {
@@ -100,16 +100,12 @@ class ModelLoss:
         """
         rows = []
         for number, share in zip(batch.numbers, batch.shares, strict=True):
-            inputs = StageInputs(self.layer.variants, self._inputs(batch, number), self.device)
+            value = micro_batch_inputs(batch, number, self.device)
+            inputs = StageInputs(self.layer.variants, value, self.device)
             rows.append(self._terms(inputs, share, place))
         if any(len(row) != len(rows[0]) for row in rows):
             raise UnknownForm("terms that come and go")
         return [_column(counts, batch.shares) for counts in zip(*rows, strict=True)]
-
-    def _inputs(self, batch: Batch, number: int) -> Any:
-        if self.device.type != "cpu":
-            return device_batch(batch, self.device).part(INPUTS, number)
-        return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[number])
 
     def _terms(self, inputs: StageInputs, share: float, place: int) -> list[float | None]:
         """Return the count of a micro-batch in each term; None for a sum."""
@@ -167,7 +163,7 @@ class _Reading:
     def _product(self, node: fx.Node, *, times: bool) -> list[float | None]:
         """Return the terms of a product or quotient of terms with a number."""
         first, second = node.args[0], node.args[1]
-        if times and (not isinstance(first, fx.Node) or self._is_known(first)):
+        if times and (not isinstance(first, fx.Node) or self._is_computable(first)):
             first, second = second, first
         return self._scaled(self.terms(_node(first)), second, times)
 
@@ -175,7 +171,7 @@ class _Reading:
         """Return the terms of both operands; a value that depends on no output is a constant."""
         terms: list[float | None] = []
         for part in node.args[:2]:
-            if isinstance(part, fx.Node) and not self._is_known(part):
+            if isinstance(part, fx.Node) and not self._is_computable(part):
                 terms += self.terms(part)
         return terms
 
@@ -193,7 +189,7 @@ class _Reading:
             return None
         raise UnknownForm(name)
 
-    def _is_known(self, node: fx.Node) -> bool:
+    def _is_computable(self, node: fx.Node) -> bool:
         """Whether a value depends on inputs and constants alone."""
         flow = self.variant.flow
         return node in flow.recomputed or node in flow.constants
@@ -202,7 +198,7 @@ class _Reading:
         """Return terms multiplied or divided by a value."""
         if not isinstance(by, fx.Node):
             return terms  # a number, the same for all micro-batches
-        if not self._is_known(by):
+        if not self._is_computable(by):
             raise UnknownForm("a factor that depends on outputs")
         (value,) = self.inputs.recompute(self.layer.training, [by])
         number = float(value)
@@ -218,7 +214,7 @@ class _Reading:
         if reduction != MEAN:
             raise UnknownForm("a loss that is not reduced")
         target = _node(node.args[1])
-        if not self._is_known(target):
+        if not self._is_computable(target):
             raise UnknownForm("targets that depend on outputs")
         if not _depends_on_contents(target):
             # Numbers of rows: each sample's own place is its class, as in a contrastive loss.
@@ -242,7 +238,7 @@ class _Reading:
         weight = _argument(node, "weight", None)
         if weight is None:
             return None
-        if self._is_known(weight):
+        if self._is_computable(weight):
             (value,) = self.inputs.recompute(self.layer.training, [weight])
             return value  # type: ignore[no-any-return]
         if weight not in self.variant.flow.weights:

@@ -22,7 +22,7 @@ from penstock.losses.probe import (
     readings,
     repeated,
 )
-from penstock.losses.symbolic import Evaluation, apart_from_stage, evaluate, outputs_like
+from penstock.losses.symbolic import Evaluation, evaluate, outputs_like, without_stage_hooks
 from penstock.losses.terms import UnknownForm, detached
 from penstock.modules.randomness import drawing, seed_generators
 from penstock.values.structure import map_tensors
@@ -136,10 +136,12 @@ class View:
         return self._evaluation((samples + others, tokens), self._joined_target())
 
     def _joined_target(self) -> Any:
+        """Return the targets of the joined pair."""
         targets = [self.call.target(self.batch, number) for number in self.pair]
         return join_values(targets, int(self.along_tokens))
 
     def _evaluation(self, extents: tuple[int, int], target: Any) -> Evaluation:
+        """Evaluate the loss on meta outputs of some samples and tokens."""
         output = outputs_like(self.value, self.extents(self.number), extents)
         return evaluate(self.call.untouched(), output, target)
 
@@ -159,7 +161,7 @@ class View:
         pair = Pair((first, second), self.sizes, self._output(), axis, count)
         loss = self.call.untouched()
         device = self.call.device
-        with apart_from_stage(), drawing(device):
+        with without_stage_hooks(), drawing(device):
             seed_generators(device, 0)
             before = generator_states(device)
             results = readings(loss, pair, brief=brief)
@@ -185,6 +187,7 @@ class View:
             return self.call.untouched()(copied(output), target)
 
     def _output(self) -> Any:
+        """Return the available output without its graph."""
         return map_tensors(detached, self.value)
 
 

@@ -194,6 +194,7 @@ def check_cards(driver: CardDriver) -> CardsReport:
 
 
 def _check_card(driver: CardDriver, kind: str, card: Card, count: int) -> CardReport:
+    """Return the report on one card: its driver, memory, peers and messages between processes."""
     return CardReport(
         f"{kind}:{card.index}",
         card.name,

@@ -129,9 +129,9 @@ def measure_cluster(
         raise SettingError(f"{repeats} repeats of {seconds} s: both must be above 0")
     hosts = host_names(all_gather(this_host(), Host))
     assignment = gather_assignment(rank_facts(device))
-    own_gpu = assignment.transport == "nccl"
-    group = None if own_gpu else dist.new_group(backend="gloo")
-    wires = Wires(group, device if own_gpu else torch.device("cpu"))
+    uses_nccl = assignment.transport == "nccl"
+    group = None if uses_nccl else dist.new_group(backend="gloo")
+    wires = Wires(group, device if uses_nccl else torch.device("cpu"))
     loads, pairs = benchmark_loads(device), _pairs(dist.get_world_size())
     steps = _Steps(progress, len(loads) + len(pairs) + 1)
     placement = _placement(device, hosts, assignment)
@@ -359,6 +359,7 @@ def _cluster(
         is_internal = node_of[pair.b] == node
         (internal_pairs.setdefault(node, []) if is_internal else network_pairs).append(pair)
     internal_links = _internal_links(internal_pairs, at_once)
+    # A cluster has links of both kinds, also where no pair of ranks uses one of them.
     any_internal = next((link for _, link in internal_links), None)
     network_times = [pair.times for pair in network_pairs]
     network = rounded_link(network_link(network_times, _SHARED_ABOVE)) if network_times else None

@@ -49,8 +49,8 @@ def measure_host_links(hosts: Sequence[str]) -> tuple[Link | None, Link | None]:
         ranks_of_host.setdefault(host, []).append(rank)
     inside = [(ranks[0], ranks[1]) for ranks in ranks_of_host.values() if len(ranks) > 1]
     first_ranks = [ranks[0] for ranks in ranks_of_host.values()]
-    every_pair = len(first_ranks) <= _ALL_PAIRS
-    between = list(combinations(first_ranks, 2) if every_pair else pairwise(first_ranks))
+    measures_all_pairs = len(first_ranks) <= _ALL_PAIRS
+    between = list(combinations(first_ranks, 2) if measures_all_pairs else pairwise(first_ranks))
     wires = Wires(dist.new_group(backend="gloo"), torch.device("cpu"))
     inside_link = _median_link(inside, wires)
     if inside_link is not None:
@@ -123,7 +123,9 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _time_pair(peer: int, wires: Wires) -> Times:
-    """Time messages to a rank, longer and longer ones, until one takes much longer than the first."""
+    """Time messages to a rank, longer and longer ones, until one takes much longer than the
+    first.
+    """
     sizes: list[int] = []
     seconds: list[float] = []
     cpu: list[float] = []

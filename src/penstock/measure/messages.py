@@ -29,7 +29,8 @@ AT_ONCE: Final = 2**24
 
 #: Seconds of a message after which no longer ones are timed on a network: what is left to learn of
 #: a link that takes this long is its bandwidth, which the last two sizes show. Messages that take
-#: `_SHORT_S` are timed once a round. At 10 Mbit/s `penstock profile --cluster` then took 33 s in all.
+#: `_SHORT_S` are timed once a round. At 10 Mbit/s `penstock profile --cluster` then took 33 s in
+#: all.
 LONG_S: Final = 0.05
 _SHORT_S: Final = 0.01
 

@@ -130,6 +130,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _family(name: str, args: tuple[Any, ...]) -> Family:
+    """Return the family of ops that an op belongs to, by which its speed is estimated."""
     if name in _MATRIX:
         return "matrix"
     if "attention" in name:

@@ -25,6 +25,7 @@ from penstock.measure.device_kinds import RankSpeed, find_unlike_pair, unlike_de
 from penstock.measure.example_samples import checked_tensors, example_to_trace, resized, tensors_in
 from penstock.measure.host_timings import host_timings
 from penstock.measure.replicable import moving_layers, with_single_copy_reasons
+from penstock.measure.saved_storages import SavedStorages
 from penstock.measure.timed_passes import PHASES, Loss, TimedPasses, WithLoss
 from penstock.measure.update import UpdateSeconds, measure_update
 from penstock.modules.module_state import computed_tensors
@@ -105,18 +106,18 @@ def profile(
     traced = as_chain(model, example_to_trace(example))
     batch = int(tensors[0].shape[0]) if batch is None else batch
     measured_sizes = _checked_sizes(batch, sizes, repeats, threads)
-    company = ConcurrentRanks(together)
-    target = company.device(device)
+    concurrent = ConcurrentRanks(together)
+    target = concurrent.device(device)
     modules = _copies(traced, target)
     if loss is not None:
         modules[-1] = WithLoss(modules[-1], loss, targets)
     disable_memory_trimming()
     with _threads(threads), torch.enable_grad(), drawing(target):
-        benchmark = _ChainBenchmark(traced, modules, target, company, progress)
+        benchmark = _ChainBenchmark(traced, modules, target, concurrent, progress)
         measured = benchmark.profile(example, batch, measured_sizes, repeats)
-    del modules, benchmark  # so that their memory can be given back
+    del modules, benchmark  # `trim_memory` returns to the system what nothing refers to
     trim_memory()
-    return company.gather(measured, Profile)[0]
+    return concurrent.gather(measured, Profile)[0]
 
 
 def _checked_sizes(
@@ -147,7 +148,7 @@ class _ChainBenchmark:
     traced: TracedChain
     modules: list[nn.Module]
     device: torch.device
-    company: ConcurrentRanks
+    concurrent: ConcurrentRanks
     progress: Progress | None
     _rank_layers: range = range(0)
 
@@ -155,13 +156,14 @@ class _ChainBenchmark:
         """Measure the whole profile."""
         meter = ConditionsMeter()
         runs = self.times(example, sizes, repeats)
-        rank_conditions = self.company.gather(meter.conditions(), RankConditions)
+        # Read at once: they are to be the conditions of the timed passes, not of what follows.
+        rank_conditions = self.concurrent.gather(meter.conditions(), RankConditions)
         value = resized(example, sizes[0], self.device)
         saved_bytes, entry_bytes = self.activation_bytes(value, sizes[0])
         update = self.update()
         machine = machine_facts(self.device)
-        if self.company.ranks > 1:
-            machine["ranks"] = str(self.company.ranks)
+        if self.concurrent.ranks > 1:
+            machine["ranks"] = str(self.concurrent.ranks)
         input_bytes = sum(
             leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in checked_tensors(example)
         )
@@ -183,7 +185,7 @@ class _ChainBenchmark:
             device=device_name(self.device),
             update_fixed_s=update.fixed_s,
             accumulate_s_per_byte=update.accumulate_s_per_byte,
-            busy_ranks=self.company.ranks,
+            busy_ranks=self.concurrent.ranks,
             conditions=combine_conditions(rank_conditions),
         )
         self._set_targets(sizes[0])
@@ -194,9 +196,10 @@ class _ChainBenchmark:
     def times(self, example: Any, sizes: Sequence[int], repeats: int) -> list[list[_LayerTimes]]:
         """Return the measurements per layer, in the order of the sizes."""
         self._rank_layers = range(len(self.modules))
-        if self.company.ranks > 1:
+        if self.concurrent.ranks > 1:
+            # One division of the layers for all sizes, by the seconds of the middle one.
             rough_seconds = self._rough_seconds(example, sizes[len(sizes) // 2])
-            self._rank_layers = self.company.share(rough_seconds)
+            self._rank_layers = self.concurrent.share(rough_seconds)
         runs: list[list[_LayerTimes]] = [[] for _ in self.modules]
         total = len(sizes) * len(self.modules)
         for number, size in enumerate(sizes):
@@ -217,7 +220,7 @@ class _ChainBenchmark:
         measured = map(_LayerTimes, passes.seconds, passes.output_bytes, passes.host_seconds)
         rank_times = dict(zip(layers, measured, strict=True))
         by_layer: dict[int, _LayerTimes] = {}
-        for part in self.company.gather(rank_times, dict[int, _LayerTimes]):
+        for part in self.concurrent.gather(rank_times, dict[int, _LayerTimes]):
             by_layer |= part
         return by_layer
 
@@ -225,8 +228,7 @@ class _ChainBenchmark:
         """Return rough seconds of forward and backward per layer; check that all ranks agree.
 
         Other programs slow a rank down temporarily: ranks that seem to differ are measured again,
-            and the
-        minimum counts.
+        and the minimum counts.
 
         Raises:
             SettingError: the devices of the ranks are of different kinds.
@@ -240,7 +242,7 @@ class _ChainBenchmark:
             seconds = [min(row["forward"]) + min(row["backward"]) for row in rough.seconds]
             least = list(map(min, least, seconds)) if least else seconds
             speed = RankSpeed(socket.gethostname(), device_name(self.device), model, sum(least))
-            ranks = self.company.gather(speed, RankSpeed)
+            ranks = self.concurrent.gather(speed, RankSpeed)
             pair = find_unlike_pair(ranks)
             if pair is None:
                 return least
@@ -254,9 +256,9 @@ class _ChainBenchmark:
 
     def update(self) -> UpdateSeconds:
         """Time accumulation and optimizer step, over the layers of all ranks."""
-        self.company.wait_for_all()
+        self.concurrent.wait_for_all()
         modules = [self.modules[index] for index in self._rank_layers]
-        parts = self.company.gather(measure_update(modules, self.device), UpdateSeconds)
+        parts = self.concurrent.gather(measure_update(modules, self.device), UpdateSeconds)
         return UpdateSeconds.combine(parts)
 
     def _set_targets(self, size: int) -> None:
@@ -272,7 +274,7 @@ class _ChainBenchmark:
             layers.start > 0,
             self.device,
             [self.traced.layers[index].name for index in layers],
-            self.company,
+            self.concurrent,
         )
 
 
@@ -319,42 +321,14 @@ def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[in
     Each storage counts at the first layer that saves it. A stage that begins with a layer also
     saves its input, unless that counts at this layer or a later one.
     """
-    # Storages are identified by address, so all of them are kept alive until the end: the address
-    # of a freed one would be reused.
-    seen_storages: dict[int, object] = {}
-    for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()):
-            storage = tensor.untyped_storage()
-            seen_storages[storage.data_ptr()] = storage
-    counted_at: dict[int, int] = {}
-    counts = [0] * len(modules)
+    saved = SavedStorages(modules, lambda tensor: tensor.untyped_storage().data_ptr())
     inputs: list[list[Tensor]] = []
-    layer = 0
-
-    def add(tensor: Tensor) -> None:
-        """Count a saved tensor's storage, unless an earlier layer saved it."""
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen_storages:
-            seen_storages[storage.data_ptr()] = storage
-            counted_at[storage.data_ptr()] = layer
-            counts[layer] += storage.nbytes()
-
-    with observing_saved_tensors(add):
+    with observing_saved_tensors(saved.add):
         for index, module in enumerate(modules):
-            layer = index
+            saved.layer = index
             inputs.append(tensors_in(value))
             value = module(value)
-    entries = []
-    for index, tensors in enumerate(inputs):
-        addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
-        entries.append(
-            sum(
-                tensor.nbytes
-                for tensor, address in zip(tensors, addresses, strict=True)
-                if counted_at.get(address, -1) < index
-            )
-        )
-    return counts, entries
+    return saved.counts, [saved.entry_bytes(index, row) for index, row in enumerate(inputs)]
 
 
 def _layers(

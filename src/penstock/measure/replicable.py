@@ -63,7 +63,10 @@ def moving_layers(
 
 
 def _run(module: nn.Module, value: Any, device: torch.device, seed: int) -> Any:
-    """Return the layer's output, with the same random numbers in every call."""
+    """Return the layer's output, with the same random numbers in every call.
+
+    `observe` compares two calls: dropout must not look like state that moves.
+    """
     seed_generators(device, seed)
     return module(pytree.tree_map(_clone, value))
 

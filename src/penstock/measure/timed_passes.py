@@ -272,6 +272,7 @@ class TimedPasses:
 def _times_of_layer(
     passes: Sequence[dict[Phase, list[float]]], index: int
 ) -> dict[Phase, list[float]]:
+    """Return the times of one layer by phase, in the order of the passes."""
     times: dict[Phase, list[float]] = {}
     for phase in PHASES:
         times[phase] = [seconds[phase][index] for seconds in passes]

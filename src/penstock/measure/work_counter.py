@@ -17,6 +17,7 @@ from penstock.grad.saved_version import observing_saved_tensors
 from penstock.grad.split import input_grad, weight_grad
 from penstock.measure.example_samples import checked_tensors, tensors_in
 from penstock.measure.op_work import OpWork, op_work
+from penstock.measure.saved_storages import SavedStorages
 from penstock.measure.timed_passes import Loss, WithLoss, bytes_of, named_failure
 from penstock.profile.counts import LayerCounts, ModelCounts, Work
 from penstock.tracing.traced_chain import TracedChain, chain
@@ -291,52 +292,27 @@ def _activation_bytes(
     Each storage counts at the first layer that saves it. A stage that begins with a layer also
     saves its input, unless that counts at this layer or a later one.
     """
-    # Storages are identified by address, so all of them are kept alive until the end.
-    seen_storages: dict[int, object] = {}
-    for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()):
-            storage = tensor.untyped_storage()
-            seen_storages[storage._cdata] = storage
-    counted_at: dict[int, int] = {}
+    # Fake tensors have no memory whose address could identify them.
+    saved = SavedStorages(modules, lambda tensor: tensor.untyped_storage()._cdata)
     inputs: list[list[Tensor]] = []
-    counts = [0] * len(modules)
     keys: list[object] = []
     repeated: dict[int, int] = {}
-    layer = 0
-
-    def add(tensor: Tensor) -> None:
-        """Count a saved tensor's storage, unless an earlier layer saved it."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen_storages:
-            seen_storages[storage._cdata] = storage
-            counted_at[storage._cdata] = layer
-            counts[layer] += storage.nbytes()
-
-    with observing_saved_tensors(add):
+    with observing_saved_tensors(saved.add):
         for index, module in enumerate(modules):
             keys.append((signatures[index], _signature(value)))
             if len(keys) > 2 and keys[-1] == keys[-2] == keys[-3]:
                 # The input is the output of an equal layer, which itself followed an equal one: so
                 # this layer saves as much as that one.
-                counts[index], repeated[index] = counts[index - 1], index - 1
+                saved.counts[index], repeated[index] = saved.counts[index - 1], index - 1
                 inputs.append([])
                 continue
-            layer = index
+            saved.layer = index
             inputs.append(tensors_in(value))
             value = module(value)
-    entries = []
-    for index, tensors in enumerate(inputs):
-        addresses = [tensor.untyped_storage()._cdata for tensor in tensors]
-        entries.append(
-            sum(
-                tensor.nbytes
-                for tensor, address in zip(tensors, addresses, strict=True)
-                if counted_at.get(address, -1) < index
-            )
-        )
+    entries = [saved.entry_bytes(index, row) for index, row in enumerate(inputs)]
     for index, previous in repeated.items():
         entries[index] = entries[previous]
-    return counts, entries
+    return saved.counts, entries
 
 
 def _lines(small: list[OpWork], large: list[OpWork]) -> tuple[Work, ...]:
@@ -378,6 +354,7 @@ def _multiply(work: Work, count: int) -> Work:
 
 
 def _sum_of(name: str, run: list[OpWork]) -> OpWork:
+    """Return the work of all calls of one op in a run, as one."""
     works = [work for work in run if work.op == name]
     family = works[0].family if works else "other"
     return OpWork(

@@ -200,7 +200,8 @@ def _plain(part: nn.Module) -> nn.Module:
 
 
 def check_not_traced(model: nn.Module) -> None:
-    """Reject a traced model with batch norms that `convert` would defer: its graph calls no modules.
+    """Reject a traced model with batch norms that `convert` would defer: its graph calls no
+    modules.
 
     Raises:
         SettingError: it has one.

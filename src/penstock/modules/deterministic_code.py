@@ -246,6 +246,7 @@ class _Reader:
                 self._read_attribute(instruction.argval)
 
     def _check_global(self, name: str, namespace: Mapping[str, Any]) -> None:
+        """Check the value of a global name; builtins that draw no random numbers are accepted."""
         if name in namespace:
             value = namespace[name]
             self._bind(namespace, name, value)

@@ -102,6 +102,7 @@ class _Reader:
         return _draws(value)
 
     def _function(self, function: Callable[..., Any]) -> bool:
+        """Return whether a user's function may draw, itself or by what it refers to."""
         if not isinstance(function, FunctionType) or _is_library(function.__module__):
             return False
         names = set(_names(function.__code__))
@@ -142,6 +143,7 @@ def _draws(value: Any) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that code mentions, those of its nested functions included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -40,7 +40,7 @@ def initial_values(
     if not meta_tensors:
         return {}
     model = copy.deepcopy(skeleton)
-    fresh = {first: _unset(tensor, device) for first, tensor in meta_tensors.items()}
+    fresh = {first: _unset_copy(tensor, device) for first, tensor in meta_tensors.items()}
     owners = _insert(model, names, fresh)
     with torch.no_grad():
         _initialise(model, owners)
@@ -75,17 +75,17 @@ def _initialise(model: nn.Module, owners: Sequence[str]) -> None:
     """Call the methods that initialise the tensors of some modules."""
     resetting: set[str] = set()
     for owner in owners:
-        resetting.update(_resetting(model, owner))
-    for path in _upwards(owners):
+        resetting.update(_resetting_modules(model, owner))
+    for path in _innermost_first(owners):
         if path in resetting:
-            _reset_of(model.get_submodule(path))()
-    for path in _upwards(owners):
-        whole = _initialiser(model, path)
-        if whole is not None:
-            whole._init_weights(model.get_submodule(path))
+            _reset_method(model.get_submodule(path))()
+    for path in _innermost_first(owners):
+        model_part = _initialiser(model, path)
+        if model_part is not None:
+            model_part._init_weights(model.get_submodule(path))
 
 
-def _unset(tensor: Tensor, device: torch.device) -> Tensor:
+def _unset_copy(tensor: Tensor, device: torch.device) -> Tensor:
     """Allocate memory filled with a marker: not a number, or the smallest integer.
 
     A tensor that still has the marker afterwards was not initialised.
@@ -99,6 +99,10 @@ def _unset(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_set(tensor: Tensor) -> bool:
+    """Return whether a tensor has other values than the marker of `_unset_copy`.
+
+    Booleans have no value left for a marker: they count as set.
+    """
     if tensor.dtype is torch.bool or tensor.numel() == 0:
         return True
     if tensor.is_floating_point() or tensor.is_complex():
@@ -106,33 +110,37 @@ def _is_set(tensor: Tensor) -> bool:
     return not bool((tensor == torch.iinfo(tensor.dtype).min).all())
 
 
-def _reset_of(module: nn.Module) -> Any:
+def _reset_method(module: nn.Module) -> Any:
+    """Return the method that initialises a module's own tensors; None if it has none."""
+    # Some modules of torch, such as nn.MultiheadAttention, have only the private name.
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return reset if callable(reset) else None
 
 
-def _resetting(model: nn.Module, owner: str) -> Iterator[str]:
+def _resetting_modules(model: nn.Module, owner: str) -> Iterator[str]:
     """Yield the paths of the modules whose reset initialises the tensors of a module.
 
     It is the module itself, or the closest module around it that has a reset. In addition, torch's
     transformer initialises the tensors of all its submodules again.
     """
-    is_found = False
-    for path in _around(owner):
+    has_reset = False
+    for path in _enclosing_paths(owner):
         module = model.get_submodule(path)
-        if _reset_of(module) is not None and (not is_found or isinstance(module, nn.Transformer)):
-            is_found = True
+        if _reset_method(module) is not None and (
+            not has_reset or isinstance(module, nn.Transformer)
+        ):
+            has_reset = True
             yield path
 
 
-def _around(path: str) -> Iterator[str]:
+def _enclosing_paths(path: str) -> Iterator[str]:
     """Yield a module's path and those of the modules around it, up to the model."""
     parts = path.split(".") if path else []
     for length in range(len(parts), -1, -1):
         yield ".".join(parts[:length])
 
 
-def _upwards(paths: Sequence[str]) -> list[str]:
+def _innermost_first(paths: Sequence[str]) -> list[str]:
     """Return paths with those of all modules around them, innermost first.
 
     The order matters: a block may initialise its last projection differently than that module does
@@ -140,13 +148,13 @@ def _upwards(paths: Sequence[str]) -> list[str]:
     """
     all_paths: dict[str, None] = {}
     for path in paths:
-        all_paths.update(dict.fromkeys(_around(path)))
+        all_paths.update(dict.fromkeys(_enclosing_paths(path)))
     return sorted(all_paths, key=lambda path: -(path.count(".") + (path != "")))
 
 
 def _initialiser(model: nn.Module, path: str) -> Any:
     """Return the innermost module around a path, or at it, that has `_init_weights`; else None."""
-    for outer_path in _around(path):
+    for outer_path in _enclosing_paths(path):
         module = model.get_submodule(outer_path)
         if callable(getattr(module, "_init_weights", None)):
             return module

@@ -188,6 +188,7 @@ def content(value: Any, depth: int = _DEPTH) -> Content:
 
 
 def _generator_content(value: Any) -> Content | None:
+    """Return the state of a random generator; None for other values."""
     if isinstance(value, random.Random):
         return "random", _hash(repr(value.getstate()).encode())
     if isinstance(value, np.random.Generator):
@@ -228,6 +229,7 @@ def _digest(tensor: Tensor) -> Content:
 
 
 def _mark(tensor: Tensor) -> Content:
+    """Return a value that differs after a tensor was replaced or changed."""
     try:
         return id(tensor), tensor._version, repr(float(tensor.detach().sum(dtype=torch.float64)))
     except (RuntimeError, NotImplementedError, TypeError):

@@ -59,7 +59,8 @@ def may_draw(module: nn.Module) -> bool:
 
 
 def prove_no_draws(module: nn.Module) -> DeterminismProof | None:
-    """Return a proof that a forward of a module with code of the user draws nothing, if there is one.
+    """Return a proof that a forward of a module with code of the user draws nothing, if there is
+    one.
 
     The code of the user is read. Of torch's modules it is known which may draw.
     """

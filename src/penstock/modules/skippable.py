@@ -251,6 +251,7 @@ class Skippable(nn.Module):
         return namespaces
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Accept the names of a state that torchgpipe or FairScale has saved, too."""
         nested_prefix = f"{prefix}module."
         # torchgpipe and FairScale have the user's module one level down.
         if "module" not in self._modules:

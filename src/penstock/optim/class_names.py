@@ -38,6 +38,7 @@ def same_class(first: str, second: str) -> bool:
 
 
 def _same_single_class(first: str, second: str) -> bool:
+    """Return whether two names may be of one class, whose script was run or imported."""
     if first == second:
         return True
     (module, name), (other_module, other_name) = _split(first), _split(second)

@@ -88,6 +88,7 @@ class SgdDirection(Direction):
             _add(weights, directions, -float(group["lr"]) * updates)
 
     def _momentum(self, group: Group) -> Mapping[int, Tensor | None]:
+        """Return the momentum of a group's parameters; None where there has been no step."""
         return {
             self._index[parameter]: state.get("momentum_buffer")
             for parameter, state in _states(self._optimizer, group)

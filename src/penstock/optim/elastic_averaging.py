@@ -201,6 +201,7 @@ class Averaged(StageWeights):
 
     @staticmethod
     def _load_tensors(replica: _Replica, values: Sequence[Tensor | None]) -> None:
+        """Copy saved values into a replica; None leaves a tensor as it is."""
         pairs = [
             (target, value)
             for target, value in zip(replica.tensors, values, strict=False)
@@ -212,6 +213,7 @@ class Averaged(StageWeights):
         return self._replicas[self._use(number).batch % len(self._replicas)]
 
     def _activate(self, replica: _Replica) -> None:
+        """Point the parameters to the weights of a replica."""
         if self._active is not replica:
             self._allocate()
             for parameter, tensor in zip(self._update.parameters, replica.tensors, strict=True):
@@ -248,6 +250,7 @@ class Averaged(StageWeights):
             copy(replica.flat, [block.flat for block in self._reference])
 
     def _end_round(self) -> None:
+        """Move the reference by the mean change of all replicas in this round."""
         torch._foreach_add_(
             [block.flat for block in self._reference],
             self._round_changes,

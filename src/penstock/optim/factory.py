@@ -107,6 +107,7 @@ def group_numbers(optimizer: Optimizer | None) -> dict[int, int]:
 
 
 def _check_parameters(optimizer: Optimizer, parameters: Sequence[nn.Parameter], place: str) -> None:
+    """Reject an optimizer over parameters other than those that it was made for."""
     stage_ids = set(map(id, parameters))
     foreign = [
         parameter
@@ -127,6 +128,7 @@ def _check_parameters(optimizer: Optimizer, parameters: Sequence[nn.Parameter], 
 
 
 def _check_closure(optimizer: Optimizer) -> None:
+    """Reject an optimizer whose step() must be given a closure."""
     required = _required_arguments(optimizer)
     if not required:
         return
@@ -190,6 +192,7 @@ def _differs(value: object, default: object) -> bool:
 
 
 def _class_path(optimizer: Optimizer) -> str:
+    """Return the name of an optimizer's class as users write it."""
     kind = type(optimizer)
     return (
         f"torch.optim.{kind.__name__}"

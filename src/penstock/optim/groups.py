@@ -69,7 +69,7 @@ class Groups:
             place[name] = options.index(plain_options)
         return cls(tuple(options), place)
 
-    def know(self, names: Mapping[nn.Parameter, str]) -> None:
+    def add_names(self, names: Mapping[nn.Parameter, str]) -> None:
         """Register the names of parameters before their optimizer is created.
 
         Parameters that are not registered go into the first group.

@@ -106,6 +106,7 @@ def separate_tensors(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set an option of a group; a tensor keeps its memory, which others may read."""
     current = group.get(key)
     if not isinstance(current, Tensor):
         group[key] = value.clone() if isinstance(value, Tensor) else value

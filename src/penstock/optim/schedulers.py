@@ -167,9 +167,13 @@ def _fitting_state(state: Mapping[str, Any], present: Mapping[str, Any]) -> dict
     """
     fitting = dict(state)
     for key, value in state.items():
-        own_value = present.get(key)
-        if isinstance(value, list) and isinstance(own_value, list) and len(own_value) != len(value):
-            fitting[key] = own_value
+        present_value = present.get(key)
+        if (
+            isinstance(value, list)
+            and isinstance(present_value, list)
+            and len(present_value) != len(value)
+        ):
+            fitting[key] = present_value
     return fitting
 
 

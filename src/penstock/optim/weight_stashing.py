@@ -112,6 +112,7 @@ class Versions(StageWeights):
             self._peak = max(self._peak, self.versions)
 
     def _release_unread(self, read: set[int]) -> None:
+        """Release the versions that neither a micro-batch in flight nor a later one reads."""
         for version in list(self._versions):
             if version not in (self._newest, *read) and version < self._next_forward:
                 self._release(version)
@@ -184,6 +185,7 @@ class Versions(StageWeights):
         return [block.flat for block in after.blocks]
 
     def _stored(self, version: int, number: int) -> _Version:
+        """Return a version that a micro-batch reads."""
         stored = self._versions.get(version)
         if stored is None:
             state = (
@@ -226,6 +228,7 @@ class Versions(StageWeights):
         return groups
 
     def _version(self, blocks: list[Block]) -> _Version:
+        """Return a version of these blocks, which count one user more."""
         for block in blocks:
             block.users += 1
         return _Version(blocks, self._layout.tensors(blocks))
@@ -241,9 +244,11 @@ class Versions(StageWeights):
         return self._version([copies.get(block.group, block) for block in version.blocks])
 
     def _new_block(self, group: int) -> Block:
+        """Return unused memory for a group, from an earlier version if there is any."""
         return self._free[group].pop() if self._free[group] else self._layout.new_block(group)
 
     def _release(self, version: int) -> None:
+        """Drop a version; memory that no other version uses is kept for later ones."""
         for block in self._versions.pop(version).blocks:
             block.users -= 1
             if not block.users:

@@ -298,7 +298,7 @@ def share(
                     or other_loads.memory[stage] + stage_bytes[end] - stage_bytes[start]
                     > limits[stage]
                 ):
-                    break
+                    break  # longer stages have larger loads
                 link_load = other_loads.links[stage] + links[end] if stage < stages - 1 else 0.0
                 if link_load > bound:
                     continue

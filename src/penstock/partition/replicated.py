@@ -59,10 +59,9 @@ def replicated_table(
             micro-batch of a stage of the layers a .. b - 1 on k ranks; infinite if it does not fit.
             Entries with k = 0 or b <= a are not read.
         boundary: shape (layers - 1,): seconds of the cut after a layer. None is free. Costs of
-            links
-            that depend on the numbers of ranks belong in the table: a link from k to l ranks that
-            carries 1 / min(k, l) of the bytes on each connection takes the longer of the times of
-            the k and of the l.
+            links that depend on the numbers of ranks belong in the table: a link from k to l ranks
+            that carries 1 / min(k, l) of the bytes on each connection takes the longer of the times
+            of the k and of the l.
         limits: see `Limits`.
 
     Returns:
@@ -355,12 +354,12 @@ def _ranks_in_memory(
     replicas = np.maximum(np.arange(ranks + 1), 1)
     # Rows: first layer; columns: end of the stage.
     free_bytes = limit - (fixed - fixed[:, None])
+    saved_bytes = saved - saved[:, None]
+    # A stage that saves nothing has any number of micro-batches in flight.
+    without_saving = np.where(free_bytes >= 0, np.inf, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        in_flight = np.where(
-            saved > saved[:, None],
-            np.floor(free_bytes / (saved - saved[:, None])),
-            np.where(free_bytes >= 0, np.inf, 0),
-        )
+        fitting = np.floor(free_bytes / saved_bytes)
+        in_flight = np.where(saved_bytes > 0, fitting, without_saving)
     in_flight = np.where(free_bytes < 0, 0.0, in_flight)[:, :, None]
     whole_batch_fits = in_flight >= np.ceil(micro_batches / replicas)
     most_ranks = np.where(whole_batch_fits, ranks, np.minimum(in_flight * replicas, ranks))

@@ -35,7 +35,9 @@ _REPEATS = 3
 
 @command("profile")
 def _profile(state: dict[str, Any], arguments: dict[str, Any]) -> None:
-    """Measure the layers of a setup's model, together with the other ranks, and save the profile."""
+    """Measure the layers of a setup's model, together with the other ranks, and save the
+    profile.
+    """
     import torch
     from torch import nn
 

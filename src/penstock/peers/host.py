@@ -1,4 +1,6 @@
-"""A host: one process per library, with the library loaded, from which fresh processes are forked."""
+"""A host: one process per library, with the library loaded, from which fresh processes are
+forked.
+"""
 
 from __future__ import annotations
 

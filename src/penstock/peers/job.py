@@ -5,7 +5,7 @@ that compares gradients.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -105,6 +105,20 @@ class Job:
 
             handle = sgd.register_step_pre_hook(compare)
         return sgd
+
+    def training_step(self, network: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return a step that trains a network, called like the model, and returns its loss."""
+        optimizer = self.optimizer(network.parameters())
+
+        def step(inputs: Tensor, targets: Tensor) -> Tensor:
+            """Train one batch."""
+            loss = self.loss(network(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
 
     def compare_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the largest gradient error of every parameter of an optimizer."""

@@ -149,19 +149,20 @@ class Comparison:
         """Start entrants until memory is full, measure them, end all but the reference and the
         bound, and so on.
         """
-        staying = (self._rules.reference, BOUND)
+        # Others are compared with these two in the same rounds, so they are never ended.
+        permanent = (self._rules.reference, BOUND)
         budget = available_bytes() - SPARE_BYTES
         group: list[str] = []
-        for name in sorted(self._entrants, key=lambda name: name not in staying):
+        for name in sorted(self._entrants, key=lambda name: name not in permanent):
             if not self._start(name):
                 continue
             group.append(name)
             if sum(self._held_bytes[other] for other in self._ranks) > budget:
                 self._run_rounds(group)
-                self._end([other for other in group if other not in staying])
-                group = [other for other in group if other in staying]
+                self._end([other for other in group if other not in permanent])
+                group = [other for other in group if other in permanent]
         measured = any(row.rounds for row in self.rows.values())
-        if any(name not in staying for name in group) or not measured:
+        if any(name not in permanent for name in group) or not measured:
             self._run_rounds(group)
 
     def _start(self, name: str) -> bool:

@@ -38,6 +38,7 @@ from penstock.modules.randomness import (
     seed_generators,
     stream_seed,
 )
+from penstock.values.rare_checks import is_due
 
 
 class ForwardSeed:
@@ -164,6 +165,8 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._layer_randomness.random_in_rerun |= reruns
             return func(*args, **kwargs)
         with drawing(self._device):
+            # Other partitions draw from the same generators in between: the stream's state is put
+            # there for one op.
             if self._stream_state is None:
                 seed_generators(self._device, self._stream())
             else:
@@ -261,8 +264,7 @@ class PartitionRandomness:
             self._layers, self._runs = {}, 0
             self._attributes = Attributes(self._module.children())
         self._runs += 1
-        is_power_of_two = self._runs & (self._runs - 1) == 0
-        self.observing = self._may_draw and is_power_of_two
+        self.observing = self._may_draw and is_due(self._runs)
         if self.observing:
             return True
         if not self._may_draw:

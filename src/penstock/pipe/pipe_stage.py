@@ -169,7 +169,8 @@ class PipeStage:
         inputs = [self._make_leaves(value, run.has_backward) for value in arrived]
         first_forward = self._second_forwards.first() if recompute else None
         # The graph is recorded even if the micro-batch is recomputed: it shows which outputs
-        # require gradients, and torch chooses kernels by it. It is freed at the end of this forward.
+        # require gradients, and torch chooses kernels by it. It is freed at the end of this
+        # forward.
         with (
             checkpointing() if recompute else nullcontext(),
             torch.set_grad_enabled(run.has_backward),

@@ -86,7 +86,8 @@ def _turns(programs: Sequence[Sequence[Step]]) -> Iterator[Turn]:
     message has been sent.
     """
     waiting = [deque(program) for program in programs]
-    # By rank, the messages that other ranks send to it: that it has posted, and that have been sent.
+    # By rank, the messages that other ranks send to it: that it has posted, and that have been
+    # sent.
     posted: list[set[Message]] = [set() for _ in programs]
     sent: list[set[Message]] = [set() for _ in programs]
     while any(waiting):

@@ -81,6 +81,7 @@ class LossNode(torch.autograd.Function):
 
 
 def _check_inputs(value: Any) -> None:
+    """Reject inputs that require gradients: no gradient is computed for them here."""
     for leaf in flatten(value)[0]:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise SettingError(

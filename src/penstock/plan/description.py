@@ -113,13 +113,13 @@ def _pipeline(plan: Plan) -> list[str]:
         replicas = f" with {_replica_text(pipeline)} replicas"
     plural = "es" if pipeline.micro_batches > 1 else ""
     slower = slowdown(pipeline.step_s, plan.predicted.step_s)
-    own_peak = format_bytes(max(plan.predicted.peak_memory))
+    plan_peak = format_bytes(max(plan.predicted.peak_memory))
     return [
         (
             f"  best pipeline: {pipeline.schedule}, {pipeline.stages} stages of "
             f"{', '.join(map(str, pipeline.lengths))} layers{replicas}, {pipeline.micro_batches} "
             f"micro-batch{plural}: {format_seconds(pipeline.step_s)} a step ({slower}), at most "
-            f"{format_bytes(pipeline.peak_bytes)} on a rank instead of {own_peak}"
+            f"{format_bytes(pipeline.peak_bytes)} on a rank instead of {plan_peak}"
         ),
         f"    {plan.pipeline_note}",
     ]

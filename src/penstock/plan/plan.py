@@ -183,7 +183,8 @@ class Plan(NotebookText):
         return Selection(self.recomputed, self.segment_starts)
 
     def check(self) -> None:
-        """Check that the fields agree with each other. `verify` checks whether the schedule is sound.
+        """Check that the fields agree with each other. `verify` checks whether the schedule is
+        sound.
 
         Raises:
             PlanError: fields contradict each other; the message names them.

@@ -3,7 +3,8 @@
     share of the peak = BEST x m / (m + EDGE) x n / (n + EDGE) x k / (k + DEPTH)
 
 A product of m x k by k x n is computed in tiles of its result. Small m or n leave tiles partly
-empty and the last wave of tiles short; small k leaves little work per tile to hide its start and end.
+empty and the last wave of tiles short; small k leaves little work per tile to hide its start and
+end.
 """
 
 from __future__ import annotations

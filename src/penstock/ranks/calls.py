@@ -21,6 +21,7 @@ from penstock.ranks.settings.setting_differences import ranks_in_words
 from penstock.ranks.settings.settings_exchange import missing_keys
 from penstock.ranks.store_status_board import StoreBoard
 from penstock.transport.process_group import naming_lost_ranks
+from penstock.values.rare_checks import is_due
 from penstock.values.structure import tensors_of
 
 #: Batches that are compared as a whole, before anything is computed: the first ones, and then those
@@ -47,6 +48,11 @@ _MASK = (1 << _BITS) - 1
 
 #: Seconds for which a difference waits for the other rank's words.
 _PATIENCE_S = 3.0
+
+
+def is_compared_whole(batch: int) -> bool:
+    """Return whether ranks compare all numbers of a batch, given its number in the run, from 0."""
+    return batch < FIRST_BATCHES or is_due(batch)
 
 
 class Calls:
@@ -150,7 +156,7 @@ class ComparedCalls(Calls):
         self._number += 1
         turn = self._batches
         self._batches += 1
-        whole = turn < FIRST_BATCHES or turn & (turn - 1) == 0
+        whole = is_compared_whole(turn)
         tensors: Sequence[Tensor]
         if not self.check_data:
             form, tensors = f"{len(batch.inputs)} micro-batches", ()

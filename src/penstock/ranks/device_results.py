@@ -20,7 +20,7 @@ from penstock.ranks.results import (
     DTYPES,
     last_ranks_by_batch,
     mean_of_messages,
-    micro_batches_of,
+    numbers_by_rank,
     sum_of_local,
 )
 from penstock.ranks.world import World
@@ -147,16 +147,6 @@ def device_losses(world: World) -> DeviceLosses | None:
     return None if world.collectives is None else DeviceLosses(world, world.collectives)
 
 
-def last_micro_batches(schedule: Schedule, batch: Batch) -> dict[int, list[int]]:
-    """Return, by rank, the micro-batches of a batch whose last stage it runs."""
-    numbers_of: dict[int, list[int]] = {}
-    for rank in schedule.ranks_of_stage[-1]:
-        numbers = micro_batches_of(schedule, rank, len(batch.numbers))
-        if numbers:
-            numbers_of[rank] = numbers
-    return numbers_of
-
-
 class DeviceStreamLosses:
     """Losses of the batches of a stream, as `StreamLosses`.
 
@@ -176,10 +166,7 @@ class DeviceStreamLosses:
 
     def expect(self, index: int, batch: Batch) -> None:
         """Note which ranks will have the losses of a batch. Arguments as for `StreamLosses`."""
-        numbers_of: dict[int, list[int]] = {}
-        for number in batch.numbers:
-            rank = self._last_ranks[index % self._period][number]
-            numbers_of.setdefault(rank, []).append(number)
+        numbers_of = numbers_by_rank(self._last_ranks[index % self._period], batch)
         self._numbers_of[batch.step] = dict(sorted(numbers_of.items()))
 
     def tell(self, batch: Batch) -> None:

@@ -73,6 +73,7 @@ def ranks_of_devices(setting: RunConfig, hosts: Sequence[str]) -> tuple[int, ...
         used_here = [device for device in devices if device in used]
         ranks_here = [rank for rank, name in enumerate(hosts) if name == renamed[host]]
         if len(ranks_here) == len(devices):
+            # A process on every device of the host, also on those that the plan leaves idle.
             ranks_here = [ranks_here[devices.index(device)] for device in used_here]
         if len(ranks_here) < len(used_here):
             return None

@@ -116,9 +116,11 @@ class DistributedWorld:
         # torch creates process groups in all processes of a job in one order, so that one of
         # several pipelines cannot have groups of its own for its replicas.
         if group.has_whole_job and all_on_host(store, self._rank, self.size, self._device):
-            apart = {s: ranks for s, ranks in replicas.items() if not self._near.connects(ranks)}
-            self._collectives = make_replica_collectives(self._wire, apart)
-            self.has_replica_collectives = bool(apart)
+            remote_replicas = {
+                stage: ranks for stage, ranks in replicas.items() if not self._near.connects(ranks)
+            }
+            self._collectives = make_replica_collectives(self._wire, remote_replicas)
+            self.has_replica_collectives = bool(remote_replicas)
         late = self._late if groups else None
         self._board = StoreBoard(store, self._rank, self.size, self._stop, late)
         self.calls: Calls = ComparedCalls(store, self._board, self._rank, self.size, deadline_s)

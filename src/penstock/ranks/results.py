@@ -85,19 +85,27 @@ def _compare_batches(world: World, source: int, batch: Batch) -> None:
 def by_micro_batch(world: World, schedule: Schedule, batch: Batch) -> dict[int, Any]:
     """Return the model's outputs by micro-batch, on every rank."""
     outputs_by_number: dict[int, Any] = {}
-    for rank in schedule.ranks_of_stage[-1]:
-        numbers = micro_batches_of(schedule, rank, len(batch.numbers))
-        if numbers:
-            is_local = rank in world.local_ranks
-            local_outputs = [batch.outputs[m] for m in numbers] if is_local else None
-            rank_outputs = world.broadcast(local_outputs, rank)
-            outputs_by_number |= zip(numbers, rank_outputs, strict=True)
+    for rank, numbers in last_micro_batches(schedule, batch).items():
+        is_local = rank in world.local_ranks
+        local_outputs = [batch.outputs[m] for m in numbers] if is_local else None
+        rank_outputs = world.broadcast(local_outputs, rank)
+        outputs_by_number |= zip(numbers, rank_outputs, strict=True)
     return outputs_by_number
 
 
 def micro_batches_of(schedule: Schedule, rank: int, micro_batches: int) -> list[int]:
     """Return the micro-batches whose last stage runs on `rank`."""
     return [m for m in range(micro_batches) if schedule.placement[schedule.stages - 1, m] == rank]
+
+
+def last_micro_batches(schedule: Schedule, batch: Batch) -> dict[int, list[int]]:
+    """Return, by rank, the micro-batches of a batch whose last stage it runs."""
+    numbers_of: dict[int, list[int]] = {}
+    for rank in schedule.ranks_of_stage[-1]:
+        numbers = micro_batches_of(schedule, rank, len(batch.numbers))
+        if numbers:
+            numbers_of[rank] = numbers
+    return numbers_of
 
 
 def _loss_message(batch: Batch, numbers: list[int]) -> Tensor:
@@ -112,14 +120,10 @@ def _loss_message(batch: Batch, numbers: list[int]) -> Tensor:
 
 def _gather_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor | None:
     """Return the mean loss and the batch's checksum on rank 0, None on other ranks."""
-    numbers_of: dict[int, list[int]] = {}
+    numbers_of = last_micro_batches(schedule, batch)
     messages: dict[int, list[Tensor]] = {}
     forms: dict[int, list[TensorForm]] = {}
-    for rank in schedule.ranks_of_stage[-1]:
-        numbers = micro_batches_of(schedule, rank, len(batch.numbers))
-        if not numbers:
-            continue
-        numbers_of[rank] = numbers
+    for rank, numbers in numbers_of.items():
         forms[rank] = [TensorForm((2 + len(numbers),), "float64", wants_grad=False)]
         if rank in world.local_ranks:
             messages[rank] = [_loss_message(batch, numbers)]
@@ -155,6 +159,19 @@ def last_ranks_by_batch(schedule: Schedule) -> list[list[int]]:
     return last_ranks
 
 
+def numbers_by_rank(last_ranks: Sequence[int], batch: Batch) -> dict[int, list[int]]:
+    """Return, by rank, the micro-batches of a batch of a stream whose last stage it runs.
+
+    Args:
+        last_ranks: of the batch, see `last_ranks_by_batch`.
+        batch: the batch.
+    """
+    numbers_of: dict[int, list[int]] = {}
+    for number in batch.numbers:
+        numbers_of.setdefault(last_ranks[number], []).append(number)
+    return numbers_of
+
+
 class StreamLosses:
     """Losses of the batches of a stream.
 
@@ -187,10 +204,7 @@ class StreamLosses:
         """
         if self._all_local:
             return
-        numbers_of: dict[int, list[int]] = {}
-        for number in batch.numbers:
-            rank = self._last_ranks[index % self._period][number]
-            numbers_of.setdefault(rank, []).append(number)
+        numbers_of = numbers_by_rank(self._last_ranks[index % self._period], batch)
         local_numbers = numbers_of.pop(self._rank, None)
         if local_numbers is not None:
             self._to_send[batch.step] = local_numbers

@@ -138,7 +138,7 @@ def tensors_of(traced: TracedChain, layers: Iterable[tuple[str, nn.Module]]) -> 
             module.named_buffers(prefix, remove_duplicate=False),
         ):
             for name, tensor in named_tensors:
-                tensors.setdefault(traced.aliases.get(name, name), tensor)
+                tensors.setdefault(traced.first_name(name), tensor)
     return tensors
 
 

@@ -242,10 +242,10 @@ def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Tr
     checks_gradients = builder.make is not None and LossScaler.of(training.options.scaler) is None
     for rank in world.local_ranks:
         meter = ActivationMeter()
-        stages, shared_here = builder.build_stages(rank, meter)
+        stages, rank_shared = builder.build_stages(rank, meter)
         guard = PeerGuard(rank, world.board(rank))
         replicas = _make_replicas(
-            stages, guard, world, setting.schedule, shared_here, training.options
+            stages, guard, world, setting.schedule, rank_shared, training.options
         )
         wave_replicas[rank] = replicas if in_waves else {}
         interpreters[rank] = Interpreter(
@@ -261,7 +261,7 @@ def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Tr
             setting.predicted_bytes[rank] if setting.predicted_bytes else None,
             builder.parallel,
         )
-        tied_tensors = [(entry, tensor) for entry, tensor in shared_here if len(entry.ranks) > 1]
+        tied_tensors = [(entry, tensor) for entry, tensor in rank_shared if len(entry.ranks) > 1]
         if tied_tensors:
             tied[rank] = Tied(rank, tied_tensors, world.transport(rank), guard)
     if training.parallelism is not None:
@@ -308,7 +308,7 @@ def _make_replicas(
         options: those of gradient hooks and of ZeRO are used here.
     """
     rank = guard.rank
-    shared_tensors_here = [tensor for _, tensor in shared]
+    shared_by_stages = [tensor for _, tensor in shared]
     replicas: dict[int, ReplicaGroup] = {}
     for index, stage in stages.items():
         ranks = schedule.ranks_of_stage[index]
@@ -319,7 +319,7 @@ def _make_replicas(
                 rank,
                 world.transport(rank),
                 guard,
-                [*shared_tensors_here, *filter(is_sharded, stage.tensors())],
+                [*shared_by_stages, *filter(is_sharded, stage.tensors())],
                 world.open_segment(ranks),
                 # Buckets bring every sum to every replica; at level 1 each needs those of its part.
                 None

@@ -107,18 +107,18 @@ class BatchNeeds:
 def needs_of(assembly: Assembly) -> BatchNeeds:
     """Return what the ranks of this process need of a batch."""
     schedule = assembly.setting.schedule
-    everything = frozenset({number for _, number in schedule.placement})
-    nothing: frozenset[int] = frozenset()
+    all_numbers = frozenset({number for _, number in schedule.placement})
     last = len(assembly.setting.lengths) - 1
     is_traced = assembly.traced.variants is not None
-    inputs, targets = nothing, nothing
+    inputs: frozenset[int] = frozenset()
+    targets: frozenset[int] = frozenset()
     for rank, interpreter in assembly.interpreters.items():
         for index, stage in interpreter.stages.items():
             if index == last:
-                targets = everything
+                targets = all_numbers
             if index == last and is_traced:
                 # A loss that the model computes is counted by the inputs of all micro-batches.
-                inputs = everything
+                inputs = all_numbers
             elif index == 0 or stage.runner.entry is not None:
                 inputs |= _numbers_of(schedule, index, rank)
     return BatchNeeds(SampleNeeds(inputs, schedule), SampleNeeds(targets, schedule))

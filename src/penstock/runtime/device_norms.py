@@ -18,7 +18,7 @@ from penstock.ranks.processes.rank_reports import Report, exchange
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.interpreter import Interpreter
 from penstock.transport.devices.device_collectives import DeviceCollectives
-from penstock.values.constants import dtype_of
+from penstock.values.constants import dtype_name, dtype_of
 
 
 class _Layout(NamedTuple):
@@ -101,7 +101,7 @@ class DeviceNorms:
         for stage in self._homes[interpreter.rank]:
             parameters = interpreter.stages[stage].update.parameters
             counts.append([stage, len(parameters)])
-            dtypes += {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
+            dtypes += {dtype_name(parameter.dtype) for parameter in parameters}
         report = Report(interpreter.rank, "", [counts, dtypes])
         reports = exchange(self._assembly.world, {interpreter.rank: report})
         sizes: dict[int, int] = {}

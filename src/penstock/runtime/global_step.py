@@ -125,8 +125,8 @@ class GlobalStep:
     def step(self, rank: int) -> tuple[Tensor | None, float]:
         """Step all stages of a rank and send tied weights. On every rank.
 
-        With a loss scaler or on_nonfinite="skip" the step is skipped if any rank has a gradient that
-        is not finite.
+        With a loss scaler or on_nonfinite="skip" the step is skipped if any rank has a gradient
+        that is not finite.
 
         Returns:
             The global gradient norm, None if it is not computed; and a number above 0 if the step
@@ -145,6 +145,8 @@ class GlobalStep:
             interpreter.finite.reset()
         if not nonfinite:
             if self.assembly.zero:
+                # All are sent before any is waited for: ranks may hold several stages, in different
+                # orders.
                 for replicas in interpreter.replicas.values():
                     replicas.send_updates()
                 for replicas in interpreter.replicas.values():
@@ -253,10 +255,10 @@ class GlobalStep:
         for rank, arrival in arrivals.items():
             rank_nonfinite, lengths, packed = interpreter.guard(rank, arrival.wait).tensors
             nonfinite = nonfinite + rank_nonfinite
-            known_lengths = self._lengths.get((rank, self.epoch))
-            if known_lengths is None:
-                known_lengths = self._lengths[rank, self.epoch] = lengths.tolist()
-            parts = torch.split(packed, known_lengths)
+            row_lengths = self._lengths.get((rank, self.epoch))
+            if row_lengths is None:
+                row_lengths = self._lengths[rank, self.epoch] = lengths.tolist()
+            parts = torch.split(packed, row_lengths)
             for stage, part in zip(self._homes[rank], parts[1:], strict=True):
                 by_stage[stage] = _without_padding(part, self.options.clip_norm_type)
         norms = [by_stage[stage] for stage in sorted(by_stage)]

@@ -1,7 +1,8 @@
 """Tracing before a batch: check that a traced model's graphs fit it, and trace missing ones.
 
-Every rank knows the shapes of the whole batch, so all ranks trace at the same time, before any of them runs an op.
-If a rank traced in the middle of a step, the others would wait and could exceed their deadline.
+Every rank knows the shapes of the whole batch, so all ranks trace at the same time, before any of
+them runs an op. If a rank traced in the middle of a step, the others would wait and could exceed
+their deadline.
 """
 
 from __future__ import annotations

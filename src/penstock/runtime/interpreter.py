@@ -90,7 +90,7 @@ class Interpreter:
     _arrivals: dict[Message, Arrival] = field(default_factory=dict)
     _values: dict[Message, Payload] = field(default_factory=dict)
     # Activations that other ranks have evicted to this one, by stage and micro-batch.
-    _evicted_here: dict[tuple[int, int], Payload] = field(default_factory=dict)
+    _stored_activations: dict[tuple[int, int], Payload] = field(default_factory=dict)
     _batch_step: int = 0
     _computing: bool = False
     _op_start: Mark = None
@@ -180,7 +180,7 @@ class Interpreter:
 
     def forget(self) -> None:
         """Drop all state of unfinished batches."""
-        for state in (self._arrivals, self._values, self._evicted_here):
+        for state in (self._arrivals, self._values, self._stored_activations):
             state.clear()
         for stage in self.stages.values():
             stage.forget()
@@ -410,10 +410,10 @@ class Interpreter:
         if op.kind is Kind.E:
             if arrived is None:
                 return self.stages[op.stage].evict(batch, number)
-            self._evicted_here[key] = arrived
+            self._stored_activations[key] = arrived
             self.activation_meter.take(arrived.nbytes)
         elif arrived is None:
-            activations = self._evicted_here.pop(key)
+            activations = self._stored_activations.pop(key)
             self.activation_meter.give(activations.nbytes)
             return activations
         else:

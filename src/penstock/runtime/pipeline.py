@@ -20,7 +20,7 @@ from penstock.plan.plan import Plan
 from penstock.ranks.calls import END_OF_TRAIN
 from penstock.ranks.make_world import Place, world_of
 from penstock.ranks.mesh.copy_batches import CopyBatches
-from penstock.ranks.mesh.replicated_setting import for_mesh, replicated
+from penstock.ranks.mesh.replicated_setting import plan_for_mesh, replicated
 from penstock.ranks.results import outputs
 from penstock.ranks.settings.run_config import Overrides, check, make_run_config
 from penstock.ranks.settings.settings_exchange import report_failures
@@ -137,7 +137,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         traced = as_chain(model, example)
         overrides = Overrides(balance, schedule, micro_batches, recompute, weights, weights_options)
         place = Place.of(executor, device, deadline_s, mesh)
-        run_config = make_run_config(traced, for_mesh(plan, place.mesh), overrides)
+        run_config = make_run_config(traced, plan_for_mesh(plan, place.mesh), overrides)
         self.setting = replicated(run_config, place.mesh)
         check(self.setting)
         training_options.check(self.setting.schedule, loss, steps=optimizer is not None)
@@ -315,7 +315,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         self._preparation.prepare(batch)
         self._player.play(batch, Mode.EVALUATE)
         value = outputs(self._world, self._player.one_batch, batch)
-        return value if self._copies is None else self._copies.own_outputs(value)
+        return value if self._copies is None else self._copies.outputs_of_copy(value)
 
     def zero_grad(self) -> None:
         """Drop the gradients of the local stages."""

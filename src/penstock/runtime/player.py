@@ -11,8 +11,8 @@ from torch import Tensor
 
 from penstock.batches.batch import Batch
 from penstock.modules.deferred_batch_norm import DeferredBatchNorm, deferring
-from penstock.ranks.device_results import device_losses, last_micro_batches
-from penstock.ranks.results import mean_loss
+from penstock.ranks.device_results import device_losses
+from penstock.ranks.results import last_micro_batches, mean_loss
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.global_step import GlobalStep
 from penstock.runtime.streaming import Streaming

@@ -1,8 +1,8 @@
 """Notice ranks that become slower, or that are slower than planned, while a run goes on.
 
-Every rank adds up the time in which it computes, without its waits, and publishes the median of some
-steps in the store; rank 0 compares. A thread talks to the store, so that no step waits for it, and
-no device is waited for: ops that it has not finished yet are left out.
+Every rank adds up the time in which it computes, without its waits, and publishes the median of
+some steps in the store; rank 0 compares. A thread talks to the store, so that no step waits for it,
+and no device is waited for: ops that it has not finished yet are left out.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class SlowRanks:
     _windows_since: int = 0
 
     def compare(self, seconds: Mapping[int, float]) -> str | None:
-        """Return a line that names the slow ranks; None if there are none, or no others than before.
+        """Return a line that names the slow ranks; None if there are none, or no others than
+        before.
 
         Args:
             seconds: by rank, the computing time per step; ranks that do not compute are left out.
@@ -92,7 +93,8 @@ class SlowRanks:
         return slow
 
     def _slower_than_planned(self, seconds: Mapping[int, float]) -> dict[int, tuple[str, float]]:
-        """Return reason and ratio of the ranks that are slower than planned, relative to the others.
+        """Return reason and ratio of the ranks that are slower than planned, relative to the
+        others.
 
         Relative, since a profile that is wrong by the same factor everywhere does not make a plan
         worse.
@@ -119,19 +121,17 @@ class BusyTimes:
         exchange: of the pipeline, whose store is used; None if all ranks are threads of this
             process, which are not compared.
         setting: what is run.
-        window: number of steps of which the median is published.
     """
 
     def __init__(
         self,
         exchange: SettingsExchange | None,
         setting: RunConfig,
-        window: int = WINDOW,
     ) -> None:
         self._exchange = exchange
         hosts = [] if exchange is None else exchange.hosts
         self._slow_ranks = SlowRanks(planned_seconds(setting), hosts)
-        self._window = window
+        self._window = WINDOW
         self._steps: list[float] = []
         # The marks of the last step, which a device may not have reached yet.
         self._pending: _Marks | None = None

@@ -14,7 +14,6 @@ from torch import nn
 
 from penstock.batches.batch import Batch
 from penstock.errors import SettingError
-from penstock.modules.state_names import parameters_of
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.global_step import GlobalStep
 from penstock.tracing.traced_chain import TracedChain
@@ -47,13 +46,11 @@ class Trainability:
                 self._add(name, parameter)
         # The model's own parameters, by which users freeze: stages of models on the meta device
         # have others.
-        for layer, module in zip(traced.layers, traced.modules, strict=True):
-            for alias, parameter in parameters_of(layer.name, module):
-                name = traced.aliases.get(alias, alias)
-                if name in self._holders:
-                    self._add(name, parameter)
-                else:
-                    self._elsewhere.setdefault(name, weakref.ref(parameter))
+        for name, parameter in traced.named_parameters():
+            if name in self._holders:
+                self._add(name, parameter)
+            else:
+                self._elsewhere.setdefault(name, weakref.ref(parameter))
         self._watched = [parameter for holders in self._holders.values() for parameter in holders]
         self._flags = [parameter.requires_grad for parameter in self._watched]
         self._flags_elsewhere = self._read_elsewhere()
@@ -143,16 +140,19 @@ class Trainability:
         return [name for name in thawed if id(self._holders[name][0]) not in trained]
 
     def _check_stream(self, new: list[str]) -> None:
+        """Reject thawed parameters if the schedule keeps versions of the weights."""
         schedule = self.assembly.setting.schedule
         if not new or schedule.stream is None or not self.assembly.steps:
             return
         raise SettingError(
-            f"{', '.join(new[:3])}{', ...' if len(new) > 3 else ''} had requires_grad=False when the pipeline was made, and now "
-            f"True: {schedule.name} is asynchronous and keeps versions of the weights that it was made with. Make a new Pipeline "
-            "after requires_grad_(True), or take a synchronous schedule"
+            f"{', '.join(new[:3])}{', ...' if len(new) > 3 else ''} had requires_grad=False when "
+            f"the pipeline was made, and now True: {schedule.name} is asynchronous and keeps "
+            "versions of the weights that it was made with. Make a new Pipeline after "
+            "requires_grad_(True), or take a synchronous schedule"
         )
 
     def _refresh(self, thawed: set[str]) -> None:
+        """Tell what keeps lists of trainable parameters that some were thawed."""
         for stage in self.assembly.stages:
             stage.update.refresh()
         for rank, interpreter in self.assembly.interpreters.items():

@@ -68,6 +68,7 @@ class BidirectionalProgram:
         return self._next(Kind(text[0]), int(text[1]))
 
     def _next(self, kind: Kind, stage_index: int) -> Op:
+        """Return the next op of a kind on a stage of the rank; the W of an I is then pending."""
         key = _counter_key(kind), stage_index
         micro_batch = self._first[stage_index] + self._step * self._counts[key]
         self._counts[key] += 1

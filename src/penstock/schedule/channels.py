@@ -55,6 +55,7 @@ class ActionGraph:
                     node_of_transfer[rank, action] = len(nodes)
                 else:
                     node_of_op.append(len(nodes))
+                # An action waits for the one before it on its rank.
                 waits.append([len(nodes) - 1] if place else [])
                 nodes.append((rank, action))
         dependencies = dependencies_of(schedule)
@@ -68,6 +69,7 @@ class ActionGraph:
             waits[waiting].append(send)
         consumer_of = dependencies.consumer.tolist()
         for op, inputs in enumerate(dependencies.inputs()):
+            # Inputs that come as messages are waited for above.
             local = [node_of_op[source] for source in inputs if consumer_of[source] != op]
             waits[node_of_op[op]] += local
         for group in dependencies.groups(pairs=False):

@@ -60,6 +60,7 @@ def from_block(
 
 
 def _repeat(block: Mapping[tuple[Kind, int], int], interval: int, micro_batches: int) -> Slots:
+    """Return the slots of all micro-batches: those of the block, shifted by the interval."""
     slots: Slots = {}
     for (kind, stage), slot in block.items():
         for m in range(micro_batches):

@@ -137,6 +137,7 @@ class Schedule(NotebookPicture):
         return tuple(map(self._line, self.programs))
 
     def _line(self, ops: Program) -> str:
+        """Write a program; `&` joins the ops of a pair."""
         if not self.pairs:
             return " ".join(map(str, ops))
         text = "".join(
@@ -206,6 +207,16 @@ class Schedule(NotebookPicture):
         One more than the highest number of a forward.
         """
         return 1 + max((op.micro_batch for op in self.ops if op.kind is Kind.F), default=-1)
+
+    @cached_property
+    def total_micro_batches(self) -> int:
+        """Number of micro-batches of all batches; slices of one micro-batch count as one."""
+        return self.micro_batches * self.batches
+
+    @property
+    def slices_per_micro_batch(self) -> float:
+        """Mean number of slices of a micro-batch; 1 if micro-batches are not cut."""
+        return self.slices / self.total_micro_batches
 
     @cached_property
     def shares(self) -> tuple[float, ...]:

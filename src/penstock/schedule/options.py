@@ -7,19 +7,18 @@ from inspect import Parameter, signature
 
 from penstock.errors import ScheduleError
 
+#: The arguments of a schedule's function before it are the numbers of stages and micro-batches.
+_FIRST_OPTION = 2
 
-def option_names(make: Callable[..., object], positional: int = 2) -> tuple[str, ...]:
+
+def option_names(make: Callable[..., object]) -> tuple[str, ...]:
     """Return the names of the options that a schedule's function takes.
 
     >>> def gpipe(stages, micro_batches, backward_order="forward"): ...
     >>> option_names(gpipe)
     ('backward_order',)
-
-    Args:
-        make: the function of a schedule.
-        positional: number of its first arguments that are no options.
     """
-    parameters = [*signature(make).parameters.values()][positional:]
+    parameters = [*signature(make).parameters.values()][_FIRST_OPTION:]
     return tuple(
         parameter.name for parameter in parameters if parameter.kind is not Parameter.VAR_KEYWORD
     )

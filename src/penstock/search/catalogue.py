@@ -20,9 +20,9 @@ from penstock.synthesis.deadline import Deadline
 from penstock.units import parse_bytes
 from penstock.weights.catalogue import WeightRule
 
-#: Seconds after which the clock ends a search if the request sets no limit. The longest search of the
-#: benchmarks takes half a minute of one core; a busy machine must not end it, or the plan would depend
-#: on what else runs.
+#: Seconds after which the clock ends a search if the request sets no limit. The longest search of
+#: the benchmarks takes half a minute of one core; a busy machine must not end it, or the plan would
+#: depend on what else runs.
 TIME_LIMIT_S = 600.0
 
 PLANNERS: Registry[Callable[[PlanRequest], Plan]] = Registry("planner", "penstock.search.planners")
@@ -165,23 +165,13 @@ def make_request(
         options.pop("sequence_parallel", None),
         options.pop("zero", 0),
     )
-    if sharding_options.tensor_parallel is not None and sharding_options.tensor_parallel < 1:
-        raise PlanError(
-            f"tensor_parallel is {sharding_options.tensor_parallel}; it must be 1 or more"
-        )
+    _check_width(profile, sharding_options.tensor_parallel)
     time_limit_s = options.pop("time_limit_s", None)
     if time_limit_s is None:
         time_limit_s = TIME_LIMIT_S
     if not time_limit_s >= 0:
         raise PlanError(f"time_limit_s is {time_limit_s!r}; it must be 0 s or more")
     options.setdefault("deadline", Deadline(time_limit_s))
-    has_widths = isinstance(profile, Profile) and bool(profile.widths)
-    if not has_widths and (sharding_options.tensor_parallel or 1) > 1:
-        width = sharding_options.tensor_parallel
-        raise PlanError(
-            f"tensor_parallel is {width}, and the profile has no costs of layers that {width} "
-            "devices share: make it with penstock.profile.transformer.transformer_profile"
-        )
     kind = None if optimizer is None else optimizer_kind(optimizer)
     return PlanRequest(
         profile,
@@ -197,6 +187,25 @@ def make_request(
         sharding_options=sharding_options,
         **options,
     )
+
+
+def _check_width(profile: Profiles, tensor_parallel: int | None) -> None:
+    """Check the number of devices that share each layer; None leaves it to the planner.
+
+    Raises:
+        PlanError: it is below 1, or the profile has no costs for it.
+    """
+    if tensor_parallel is None:
+        return
+    if tensor_parallel < 1:
+        raise PlanError(f"tensor_parallel is {tensor_parallel}; it must be 1 or more")
+    has_widths = isinstance(profile, Profile) and bool(profile.widths)
+    if tensor_parallel > 1 and not has_widths:
+        raise PlanError(
+            f"tensor_parallel is {tensor_parallel}, and the profile has no costs of layers that "
+            f"{tensor_parallel} devices share: make it with "
+            "penstock.profile.transformer.transformer_profile"
+        )
 
 
 def _float_items(options: Mapping[str, float]) -> tuple[tuple[str, float], ...]:

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from penstock.errors import PenstockError, PlanError
 from penstock.plan.plan import Plan
+from penstock.search.instantiate import unreplicable_copies
 from penstock.search.request import PlanRequest
-from penstock.simulate.stage_seconds import parts_of
 from penstock.units import format_bytes
 from penstock.verify.verify import verify
 
@@ -105,16 +105,13 @@ def _check_schedule(plan: Plan, request: PlanRequest) -> Iterator[str]:
 
 def _check_replicas(plan: Plan, request: PlanRequest) -> Iterator[str]:
     """Yield layers that must not be replicated but are, and stages with too many replicas."""
-    holders = plan.schedule.ranks_of_stage
-    for part, ranks in zip(parts_of(plan.lengths), holders, strict=True):
-        for layer in range(part.start, part.stop):
-            if len(ranks) > 1 and layer in request.unreplicable_layers:
-                yield (
-                    f"copies: layer {plan.layer_names[layer]} is on ranks "
-                    f"{', '.join(map(str, ranks))}, and cannot have copies: "
-                    f"{request.unreplicable_layers[layer]}"
-                )
-    replicas, allowed = max(map(len, holders)), request.max_replicas
+    for layer, ranks in unreplicable_copies(request, plan.schedule, plan.lengths):
+        yield (
+            f"copies: layer {plan.layer_names[layer]} is on ranks {', '.join(map(str, ranks))}, "
+            f"and cannot have copies: {request.unreplicable_layers[layer]}"
+        )
+    replicas = max(map(len, plan.schedule.ranks_of_stage))
+    allowed = request.max_replicas
     # A named schedule may consist of replicas, such as Chimera; its options do not ask for them.
     inherent = request.schedules is not None and "replicas" not in dict(plan.schedule_options)
     if allowed is not None and replicas > allowed and not inherent:

@@ -1,10 +1,10 @@
 """Plans of device groups: tensor parallelism, sequence parallelism and ZeRO on large clusters.
 
-Every width that the profile has, and every level of ZeRO that the request allows, is a request of its
-own for a cluster of groups. All their configurations compete: equal pipelines are represented by one,
-so that the work does not grow with the number of replicas, and a configuration whose lower bound
-exceeds the best time is not simulated. Only numbers of pipelines and of micro-batches that divide the
-batch are tried. The plan that is chosen is simulated with all its pipelines.
+Every width that the profile has, and every level of ZeRO that the request allows, is a request of
+its own for a cluster of groups. All their configurations compete: equal pipelines are represented
+by one, so that the work does not grow with the number of replicas, and a configuration whose lower
+bound exceeds the best time is not simulated. Only numbers of pipelines and of micro-batches that
+divide the batch are tried. The plan that is chosen is simulated with all its pipelines.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def has_groups(request: PlanRequest) -> bool:
 def group_requests(request: PlanRequest, options: ShardingOptions) -> list[PlanRequest]:
     """Return a request per way to share a stage that the arguments leave open.
 
-    Sequence parallelism moves as many bytes and stores fewer: where it is left open, groups have it.
+    Sequence parallelism moves as many bytes and stores fewer: where it is left open, groups have
+        it.
 
     Args:
         request: for single devices, whose profile has widths.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, final
@@ -254,18 +254,30 @@ def check_replicable(request: PlanRequest, schedule: Schedule, lengths: Sequence
     Raises:
         PlanError: it does; the message names the layer and the reason.
     """
+    first = next(unreplicable_copies(request, schedule, lengths), None)
+    if first is None:
+        return
+    layer, ranks = first
+    raise PlanError(
+        f"{schedule.name} holds {len(ranks)} copies of the stage with layer "
+        f"{request.profile.layers[layer].name}, and copies of that layer would train to other "
+        f"numbers than one: {request.unreplicable_layers[layer]}. Request schedules with one copy "
+        "of each stage, such as schedules='1f1b' with max_replicas=1"
+    )
+
+
+def unreplicable_copies(
+    request: PlanRequest, schedule: Schedule, lengths: Sequence[int]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield the layers that must not be replicated and are, each with the ranks of its copies."""
     if not request.unreplicable_layers:
         return
     for part, ranks in zip(parts_of(lengths), schedule.ranks_of_stage, strict=True):
+        if len(ranks) == 1:
+            continue
         for layer in range(part.start, part.stop):
-            if len(ranks) > 1 and layer in request.unreplicable_layers:
-                raise PlanError(
-                    f"{schedule.name} holds {len(ranks)} copies of the stage with layer "
-                    f"{request.profile.layers[layer].name}, and copies of that layer would train "
-                    f"to other numbers than one: {request.unreplicable_layers[layer]}. Request "
-                    "schedules with one copy of each stage, such as schedules='1f1b' with "
-                    "max_replicas=1"
-                )
+            if layer in request.unreplicable_layers:
+                yield layer, ranks
 
 
 def with_request(placed: PlacedSchedule, request: PlanRequest) -> PlacedSchedule:
@@ -278,8 +290,8 @@ def with_request(placed: PlacedSchedule, request: PlanRequest) -> PlacedSchedule
 def cached_schedule(
     name: str, stages: int, micro_batches: int, options: tuple[tuple[str, Option], ...]
 ) -> Schedule:
-    """Return a schedule that needs no costs. A search asks for the same ones again and again: the last
-    few are cached, and of small ones many.
+    """Return a schedule that needs no costs. A search asks for the same ones again and again: the
+    last few are cached, and of small ones many.
     """
     make = _small_schedule if stages * micro_batches <= SMALL else _large_schedule
     return make(name, stages, micro_batches, options)
@@ -348,8 +360,8 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
 def _sizes(
     request: PlanRequest, proposal: Proposal, schedule: Schedule, pipelines: int
 ) -> list[float]:
-    """Return the samples of every micro-batch of a schedule; of several pipelines, which take turns,
-    those of the first.
+    """Return the samples of every micro-batch of a schedule; of several pipelines, which take
+    turns, those of the first.
     """
     sizes = micro_batch_sizes(request.batch, schedule, proposal.micro_batches)
     return sizes[::pipelines]
@@ -383,8 +395,8 @@ def needs_costs(name: str) -> bool:
 
 
 def best(feasible: Iterable[Evaluated], most_s: float = math.inf) -> Evaluated:
-    """Return the fastest candidate; of those as fast, up to rounding, a synchronous one, then the one
-    with the least memory (to about 2 %), then the one with the fewest micro-batches.
+    """Return the fastest candidate; of those as fast, up to rounding, a synchronous one, then the
+    one with the least memory (to about 2 %), then the one with the fewest micro-batches.
 
     No candidate slower than `most_s` is preferred to a faster one.
     """

@@ -33,16 +33,17 @@ from penstock.synthesis.deadline import Deadline
 #: does that work in about half the time, so that the clock seldom ends a search.
 USUAL_BUDGET_S = 10.0
 
-#: Share of the time limit after which the clock stops the search; the rest is for the plan's table and
-#: its suggestions.
+#: Share of the time limit after which the clock stops the search; the rest is for the plan's table
+#: and its suggestions.
 SEARCH_SHARE = 0.85
 
 #: While nothing fits, a step of the search may take this many times its work, and no budget is
 #: smaller than the usual one: a plan that fits matters more than the fastest one.
 UNFIT = 4
 
-#: Layers times ranks from which a request is large: cuts and bounds, which are no simulated ops, then
-#: take most of the time, and the work allowed shrinks in proportion, down to the share LEAST_SHARE.
+#: Layers times ranks from which a request is large: cuts and bounds, which are no simulated ops,
+#: then take most of the time, and the work allowed shrinks in proportion, down to the share
+#: LEAST_SHARE.
 LARGE, LEAST_SHARE = 500, 0.05
 
 #: Fixed cost of evaluating one configuration, expressed in ops.
@@ -101,8 +102,8 @@ class PlanSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether to stop: the budget of work or time is spent. While nothing fits, it is larger, see
-        `UNFIT`.
+        """Whether to stop: the budget of work or time is spent. While nothing fits, it is larger,
+        see `UNFIT`.
         """
         if self.deadline.is_over():
             self.stopped_by = "time"

@@ -39,7 +39,7 @@ def cost_schedules(request: PlanRequest, candidates: Sequence[Evaluated]) -> Ite
             yield _proposal(candidate, name)
     if request.budget_s < SEARCHED_FROM_S or not plain:
         return
-    fastest = plain[0]
+    fastest = plain[0]  # candidates are in order of their time
     room = _activation_room(fastest)
     ops = fastest.placed.proposal.stages * fastest.placed.proposal.micro_batches
     if room is not None and ops <= MOST_OPS:
@@ -77,11 +77,11 @@ def _activation_room(candidate: Evaluated) -> tuple[int, ...] | None:
     """Return per rank the bytes that activations may use besides the weights; None if the candidate
     recomputes, or a rank has none.
     """
+    if candidate.recompute is not Recompute.NEVER:
+        return None
     placed = candidate.placed
     weight_bytes = placed.costs.spread("weight_bytes", placed.schedule.stages) or ()
     room = tuple(
         int(placed.request.memory_bytes(rank) - size) for rank, size in enumerate(weight_bytes)
     )
-    return (
-        room if candidate.recompute is Recompute.NEVER and all(size > 0 for size in room) else None
-    )
+    return room if min(room, default=1) > 0 else None

@@ -26,8 +26,8 @@ from penstock.synthesis.deadline import Deadline
 from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.compatibility import mismatch_message, schedule_for
 
-#: Numbers of micro-batches that are tried where no divisor of the batch is near. Doubling beyond these
-#: shrinks the bubble little and pays the fixed cost of every call again.
+#: Numbers of micro-batches that are tried where no divisor of the batch is near. Doubling beyond
+#: these shrinks the bubble little and pays the fixed cost of every call again.
 MICRO_BATCHES = tuple(2**power for power in range(13))
 
 #: More micro-batches per pipeline than this gain little.
@@ -108,8 +108,8 @@ class PlanRequest:
         self._check_numbers()
         if self.batch > MAX_BATCH:
             raise PlanError(
-                f"a batch of {self.batch:,} samples is more than {MAX_BATCH:,}: planners try each of "
-                "its divisors as micro-batches. Plan for the samples of one step"
+                f"a batch of {self.batch:,} samples is more than {MAX_BATCH:,}: planners try each "
+                "of its divisors as micro-batches. Plan for the samples of one step"
             )
         if len(self.profile) == 0:
             raise PlanError("the profile has no layers: there is nothing to plan")
@@ -246,8 +246,8 @@ class PlanRequest:
         return self._profiles[rank]
 
     def mean_seconds(self, rank: int, phase: Phase, micro_batches: int) -> Array:
-        """Return per layer the seconds of one phase of a micro-batch on a rank, on average over those
-        of a batch, whose sizes may differ by one sample.
+        """Return per layer the seconds of one phase of a micro-batch on a rank, on average over
+        those of a batch, whose sizes may differ by one sample.
         """
         profile = self.profile_of(rank)
         smaller, rest = divmod(self.batch, micro_batches)

@@ -1,9 +1,9 @@
 """Figures of all schedules for the same model on the same ranks, to compare them.
 
 A rank takes F = 1, B = 2, I = W = 1 for a micro-batch, whatever share of the model it holds: where
-a schedule puts v stages on each of S ranks there are v S stages, and each costs 1 / v. Micro-batches
-in flight are counted likewise, through all stages that a rank holds. Transfers and updates take no
-time. An asynchronous schedule is represented by one batch of its steady state.
+a schedule puts v stages on each of S ranks there are v S stages, and each costs 1 / v.
+Micro-batches in flight are counted likewise, through all stages that a rank holds. Transfers and
+updates take no time. An asynchronous schedule is represented by one batch of its steady state.
 """
 
 from __future__ import annotations

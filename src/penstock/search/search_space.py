@@ -146,10 +146,8 @@ class SearchSpace:
         if shape.ranks == 1:
             families = tuple(_distinct_on_one_stage(families))
         variants = [
-            (facts, *layout) for facts in families for layout in layouts(facts, shape.ranks)
+            (facts, *layout) for facts in families for layout in self.layouts_of(facts, shape.ranks)
         ]
-        if shape.ranks == 1:
-            variants = [variant for variant in variants if variant[1] == 1]
         for micro_batches in counts:
             if micro_batches < shape.pipelines:
                 continue
@@ -293,8 +291,8 @@ class SearchSpace:
 
     @cached_property
     def _least_slowdown(self) -> float:
-        """The least slowdown of a node's ranks while they share work in any way, also if only some of
-        them are busy.
+        """The least slowdown of a node's ranks while they share work in any way, also if only some
+        of them are busy.
 
         Where all together are slower than one, one alone does all the work. Of ranks of several
         kinds on a node the fastest may be busy alone: there it is 1.

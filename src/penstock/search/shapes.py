@@ -65,9 +65,9 @@ def shapes(request: PlanRequest) -> list[Shape]:
 
 
 def placements(request: PlanRequest) -> list[Shape]:
-    """Return, for few devices, the shapes with every choice and order of devices, of which those that
-    differ only by equal devices or equal nodes are one; none for more devices, or if all are equal
-    and in one node.
+    """Return, for few devices, the shapes with every choice and order of devices, of which those
+    that differ only by equal devices or equal nodes are one; none for more devices, or if all are
+    equal and in one node.
     """
     cluster = request.cluster
     if cluster.ranks > FEW_PLACED or (cluster.nodes == 1 and len(cluster.kinds) == 1):
@@ -87,7 +87,9 @@ def placements(request: PlanRequest) -> list[Shape]:
 
 
 def placement_key(cluster: Cluster, devices: Sequence[int]) -> tuple[object, ...]:
-    """Return a key that is equal for placements that differ only by equal devices or equal nodes."""
+    """Return a key that is equal for placements that differ only by equal devices or equal
+    nodes.
+    """
     place_of_node: dict[int, int] = {}
     key = []
     for rank in devices:

@@ -73,6 +73,7 @@ class Notifier:
         self._syscall(_SYS_FUTEX, self._address, _FUTEX_WAIT, 1, ctypes.addressof(timeout))
 
     def _fence(self) -> None:
+        """Order all accesses to memory before and after this call."""
         # Acquiring an uncontended lock is an atomic exchange in memory, which on x86 orders all
         # accesses before and after it. Python has no fence of its own.
         self._lock.acquire()

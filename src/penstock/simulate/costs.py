@@ -49,8 +49,8 @@ def _is_amount(number: object) -> bool:
 
 
 def _is_valid_row(value: object) -> bool:
-    """Return whether this is a tuple of floats that are finite and 0 or more. A search makes costs from
-    such rows thousands of times, for which tests of abstract types take most of the time.
+    """Return whether this is a tuple of floats that are finite and 0 or more. A search makes costs
+    from such rows thousands of times, for which tests of abstract types take most of the time.
     """
     if type(value) is not tuple or set(map(type, value)) != {float}:
         return False
@@ -81,8 +81,8 @@ class Costs:
         input_grad, weight_grad: seconds of I and W; if one is missing it is `backward` minus the
             other, if both are, each is half of it.
         update: seconds of U.
-        forward_backward: seconds of an F and a B that run as one, per stage of the F; by default, and for all
-            other pairs, the sum of both.
+        forward_backward: seconds of an F and a B that run as one, per stage of the F; by default,
+            and for all other pairs, the sum of both.
         transfer: seconds per boundary, in either direction.
         transfer_back: seconds per boundary for gradients, if they differ.
         latency, bandwidth: instead of `transfer`: a message takes latency + boundary_bytes /
@@ -99,12 +99,12 @@ class Costs:
         activation_bytes_after_input_grad: the part of these that is needed between I and W; all by
             default.
         input_bytes: the part of these that is the stage's input: all that recompute saves.
-        recompute: seconds of the forward of those layers that selective recompute runs again; `forward`
-            by default.
+        recompute: seconds of the forward of those layers that selective recompute runs again;
+            `forward` by default.
         saved_bytes: the part of `activation_bytes` that selective recompute saves; `input_bytes` by
             default.
-        recompute_peak_bytes: peak of the recomputed part during a whole B; all of it by default, as it is
-            for a backward in two parts.
+        recompute_peak_bytes: peak of the recomputed part during a whole B; all of it by default, as
+            it is for a backward in two parts.
         weight_bytes: weights, gradients and optimizer state of a stage together.
         gradient_bytes, optimizer_bytes: the parts of `weight_bytes` for these; the remainder are
             weights.
@@ -170,7 +170,8 @@ class Costs:
             raise SettingError(f"costs: links are one of {', '.join(LINKS)}, not {self.links!r}")
         if self.network is not None and self.links != "duplex":
             raise SettingError(
-                f"costs: links are {self.links!r}, and a network has links of its own; leave one out"
+                f"costs: links are {self.links!r}, and a network has links of its own; leave one "
+                "out"
             )
         alternatives = [
             name for name in ("latency", "bandwidth") if getattr(self, name) is not None

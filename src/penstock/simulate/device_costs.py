@@ -8,9 +8,7 @@ from dataclasses import replace
 from penstock.profile.profile import Phase, Profile
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
-from penstock.simulate.stage_seconds import PHASES, stage_seconds, update_seconds
-
-__all__ = ["PHASES", "on_devices"]
+from penstock.simulate.stage_seconds import stage_seconds, update_seconds
 
 
 def on_devices(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.cluster.cluster import Cluster
 from penstock.cluster.device import Link
 from penstock.schedule.op import Schedule
-from penstock.simulate.host_costs import NETWORK_S_PER_BYTE
+from penstock.simulate.host_costs import network_s_per_byte
 
 #: On CPUs the core that sends gradients to another replica also receives that replica's and adds
 #: them, through memory that is in no cache: that takes this many times as long as one direction of
@@ -58,11 +58,9 @@ def in_buckets(ranks: Sequence[int], cluster: Cluster) -> bool:
 
 def processor_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluster) -> float:
     """Return the CPU seconds in which a replica sends and receives buckets: they overlap no op."""
-    per_byte = cluster.between.cpu_s_per_byte
-    if per_byte is None:
-        per_byte = NETWORK_S_PER_BYTE
     count = len(ranks)
-    return 2 * _rounds(count) * _piece(gradient_bytes, count) * per_byte
+    bytes_sent = _rounds(count) * _piece(gradient_bytes, count)
+    return 2 * bytes_sent * network_s_per_byte(cluster.between)  # it sends and receives them
 
 
 def least_sum_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Cluster) -> float:
@@ -88,7 +86,7 @@ def sum_memory_copies(ranks: Sequence[int], cluster: Cluster) -> int:
     """
     if len(ranks) < 2 or any(cluster.devices[rank].kind != "cpu" for rank in ranks):
         return 0
-    on_one_host = len(_ranks_of_nodes(ranks, cluster)) == 1
+    on_one_host = len(cluster.by_node(ranks)) == 1
     return 1 if on_one_host or len(ranks) == 2 else 3
 
 
@@ -121,7 +119,7 @@ def _on_hosts(ranks: Sequence[int], gradient_bytes: float, cluster: Cluster) -> 
     piece = _piece(gradient_bytes, len(ranks))
     phases = 1 if len(ranks) == 2 else 2
     slowest = 0.0
-    members_of = _ranks_of_nodes(ranks, cluster)
+    members_of = cluster.by_node(ranks)
     for members in members_of:
         if len(members) > 1:
             link = cluster.link(*members[:2])
@@ -138,17 +136,9 @@ def _on_hosts(ranks: Sequence[int], gradient_bytes: float, cluster: Cluster) -> 
     return max(slowest, network_s) + SUM_S_PER_BYTE * gradient_bytes
 
 
-def _ranks_of_nodes(ranks: Sequence[int], cluster: Cluster) -> list[list[int]]:
-    """Return these ranks, grouped by their node."""
-    nodes: dict[int, list[int]] = {}
-    for rank in ranks:
-        nodes.setdefault(cluster.node(rank), []).append(rank)
-    return list(nodes.values())
-
-
 def _links_among(ranks: Sequence[int], cluster: Cluster) -> list[tuple[Link, int]]:
     """Return the links between these ranks, with the number of ranks of a node that use each."""
-    nodes = _ranks_of_nodes(ranks, cluster)
+    nodes = cluster.by_node(ranks)
     links = [(cluster.link(*members[:2]), len(members)) for members in nodes if len(members) > 1]
     firsts = [members[0] for members in nodes]
     if len(firsts) > 1:

@@ -73,7 +73,9 @@ def with_host_work(
 
 
 def _network(costs: Costs, schedule: Schedule, cluster: Cluster) -> Network | None:
-    """Return the network of the ranks; None if no message uses it, or a shared medium carries it."""
+    """Return the network of the ranks; None if no message uses it, or a shared medium carries
+    it.
+    """
     pairs = [pair for stage in range(schedule.stages - 1) for pair in _pairs(schedule, stage)]
     if costs.links != "duplex" or not any(_crosses_hosts(cluster, pair) for pair in pairs):
         return None
@@ -114,7 +116,7 @@ def _accumulation_seconds(
     for ranks, gradient_bytes in zip(schedule.ranks_of_stage, gradients, strict=True):
         # The first slice of every batch on every replica writes instead of adding.
         additions = max(schedule.slices - len(ranks) * schedule.batches, 0)
-        per_micro_batch = additions / _total_micro_batches(schedule)
+        per_micro_batch = additions / schedule.total_micro_batches
         slowest = max(profiles[rank].accumulate_s_per_byte for rank in ranks)
         seconds.append(per_micro_batch * gradient_bytes * slowest)
     return seconds
@@ -131,30 +133,32 @@ def _message_seconds(
     crossing = costs.spread("boundary_bytes", schedule.stages - 1) or (0.0,) * (schedule.stages - 1)
     forward: list[Entry] = [0.0] * schedule.stages
     backward: list[Entry] = [0.0] * schedule.stages
-    share = 1 / _total_micro_batches(schedule)
+    share = 1 / schedule.total_micro_batches
+
+    def add(stage: int, sends: Entry, receives: Entry) -> None:
+        """Add the messages from a stage to the next one, and those of the gradients back."""
+        forward[stage] = _plus(forward[stage], sends)
+        forward[stage + 1] = _plus(forward[stage + 1], receives)
+        backward[stage + 1] = _plus(backward[stage + 1], sends)
+        backward[stage] = _plus(backward[stage], receives)
+
     for stage, boundary_bytes in enumerate(crossing):
-        slices_per_micro_batch = schedule.slices * share
-        message_bytes = boundary_bytes / slices_per_micro_batch
+        message_bytes = boundary_bytes / schedule.slices_per_micro_batch
         pairs = _pairs(schedule, stage)
         seconds_of = {pair: _rank_seconds(message_bytes, pair, cluster) for pair in pairs}
         if len(set(seconds_of.values())) > 1:
+            # A mean over micro-batches would slow down those that stay inside of a host.
             rows = [
                 [seconds_of[pair] for pair in row if pair in seconds_of]
                 for row in _pairs_of_micro_batches(schedule, stage)
             ]
-            sends: Entry = [sum(send_s for send_s, _ in row) for row in rows]
-            receives: Entry = [sum(receive_s for _, receive_s in row) for row in rows]
-            forward[stage] = _plus(forward[stage], sends)
-            forward[stage + 1] = _plus(forward[stage + 1], receives)
-            backward[stage + 1] = _plus(backward[stage + 1], sends)
-            backward[stage] = _plus(backward[stage], receives)
+            sends = [sum(send_s for send_s, _ in row) for row in rows]
+            receives = [sum(receive_s for _, receive_s in row) for row in rows]
+            add(stage, sends, receives)
             continue
         for pair, messages in pairs.items():
             send_s, receive_s = seconds_of[pair]
-            forward[stage] = _plus(forward[stage], share * messages * send_s)
-            forward[stage + 1] = _plus(forward[stage + 1], share * messages * receive_s)
-            backward[stage + 1] = _plus(backward[stage + 1], share * messages * send_s)
-            backward[stage] = _plus(backward[stage], share * messages * receive_s)
+            add(stage, share * messages * send_s, share * messages * receive_s)
     return forward, backward
 
 
@@ -167,12 +171,16 @@ def _rank_seconds(
     return SEND_S + cluster.transfer_seconds(message_bytes, *pair), RECEIVE_S
 
 
+def network_s_per_byte(link: Link) -> float:
+    """Return the CPU seconds per byte that each of two hosts spends on a message between them."""
+    return NETWORK_S_PER_BYTE if link.cpu_s_per_byte is None else link.cpu_s_per_byte
+
+
 def _network_cpu_seconds(message_bytes: float, link: Link) -> tuple[float, float]:
     """Return the CPU seconds of a message between hosts, of its sender and of its receiver."""
-    per_byte = NETWORK_S_PER_BYTE if link.cpu_s_per_byte is None else link.cpu_s_per_byte
     # What was measured is gloo's part; the constants also have Penstock's own bookkeeping.
     per_message = link.cpu_s_per_message or 0.0
-    bytes_s = message_bytes * per_byte
+    bytes_s = message_bytes * network_s_per_byte(link)
     return max(SEND_S, per_message) + bytes_s, max(RECEIVE_S, per_message) + bytes_s
 
 
@@ -182,7 +190,7 @@ def _flight_seconds(costs: Costs, schedule: Schedule, cluster: Cluster) -> PerSt
     """
     crossing = costs.spread("boundary_bytes", schedule.stages - 1) or (0.0,) * (schedule.stages - 1)
     # Costs are for whole micro-batches and a slice takes its share: scale up to undo that.
-    slices = schedule.slices / _total_micro_batches(schedule)
+    slices = schedule.slices_per_micro_batch
     seconds: list[float | list[float]] = []
     for stage, boundary_bytes in enumerate(crossing):
         flight_of_pair = {
@@ -226,8 +234,3 @@ def _pairs(schedule: Schedule, stage: int) -> Counter[tuple[int, int]]:
         for number in range(schedule.slices)
     )
     return Counter({pair: crossings for pair, crossings in pairs.items() if pair[0] != pair[1]})
-
-
-def _total_micro_batches(schedule: Schedule) -> int:
-    """Return the number of (unsliced) micro-batches of all batches."""
-    return schedule.micro_batches * schedule.batches

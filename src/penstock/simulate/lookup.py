@@ -24,8 +24,10 @@ from penstock.schedule.op import BACKWARD_STARTS
 from penstock.schedule.recompute import Recompute
 from penstock.simulate.cost_arrays import Amounts
 
+#: Numbers of the blocks of messages.
 _UP, _DOWN, _EVICT = 7, 8, 9
 _BLOCKS = 11  #: the last block is 0
+#: By kind, the block of an op's seconds and that of its message.
 _WORK = {"F": 0, "B": 1, "I": 2, "W": 3, "U": 4, "E": 10, "L": 10}
 _HOP = {"F": _UP, "B": _DOWN, "I": _DOWN, "W": 10, "U": 10, "E": _EVICT, "L": _EVICT}
 _TO_RECOMPUTED = 4  #: offset from the blocks of B and I to those of recomputed ones
@@ -132,6 +134,7 @@ class Tables:
             block_of: `_WORK` or `_HOP`.
         """
         ops, stages = self.dependencies.ops, self.dependencies.stages
+        # Indexed by the code point of the kind's letter: one look-up for all ops at once.
         blocks = np.full(256, _BLOCKS - 1, np.int32)
         for letter, block in block_of.items():
             blocks[ord(letter)] = block

@@ -46,8 +46,8 @@ class Network:
         """
         if len(self.hosts) != dependencies.ranks:
             raise SettingError(
-                f"costs: the network has {len(self.hosts)} hosts for the {dependencies.ranks} ranks "
-                f"of {dependencies.name}; give one host per rank"
+                f"costs: the network has {len(self.hosts)} hosts for the {dependencies.ranks} "
+                f"ranks of {dependencies.name}; give one host per rank"
             )
         links, link = dependencies.links.reshape(-1, 2), dependencies.graph.link
         host_of = np.array(self.hosts, np.int64)

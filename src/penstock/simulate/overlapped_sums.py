@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from penstock.cluster.cluster import Cluster
 from penstock.profile.profile import Phase, Profile
-from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.op import BACKWARD_ENDS, Kind, Op, Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.gradient_sync import (
     SUM_S_PER_BYTE,
@@ -107,17 +107,12 @@ def hidden_sum_seconds(
         if (id(profiles[rank]), tail) in walked:
             continue
         walked.add((id(profiles[rank]), tail))
-        walk = _Walk(profiles[rank], lengths, samples / _slices(schedule), sums)
+        walk = _Walk(profiles[rank], lengths, samples / schedule.slices_per_micro_batch, sums)
         for stage, seconds in walk.hidden(tail).items():
             least[stage] = min(least.get(stage, seconds), seconds)
     for stage, seconds in least.items():
         hidden[stage] = seconds
     return hidden
-
-
-def _slices(schedule: Schedule) -> float:
-    """Return the mean number of slices of a micro-batch."""
-    return schedule.slices / (schedule.micro_batches * schedule.batches)
 
 
 def _tail(program: Sequence[Op], stages: set[int]) -> tuple[Op, ...]:
@@ -127,7 +122,7 @@ def _tail(program: Sequence[Op], stages: set[int]) -> tuple[Op, ...]:
         completing = [
             place
             for place, op in enumerate(program)
-            if op.stage == stage and op.kind in (Kind.B, Kind.W)
+            if op.stage == stage and op.kind in BACKWARD_ENDS
         ]
         first = min(first, max(completing, default=first))
     return tuple(program[first:])
@@ -185,7 +180,7 @@ class _Walk:
 
     def hidden(self, ops: Sequence[Op]) -> dict[int, float]:
         """Return by stage the seconds of its sum that run beside these ops."""
-        last = {op.stage: op for op in ops if op.kind in (Kind.B, Kind.W)}
+        last = {op.stage: op for op in ops if op.kind in BACKWARD_ENDS}
         seconds: dict[int, float] = {}
         for op in ops:
             if op.kind is Kind.U and op.stage in self._sent_s:

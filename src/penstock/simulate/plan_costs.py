@@ -331,9 +331,9 @@ def width_profile(profiles: Profiles, sharding: Sharding) -> Profile:
     """
     if not isinstance(profiles, Profile):
         raise PlanError("tensor parallelism is planned for one kind of device: give one profile")
-    wanted = sharding.tensor_parallel, sharding.sequence_parallel
+    layout = sharding.tensor_parallel, sharding.sequence_parallel
     for profile in (profiles, *profiles.widths):
-        if (profile.tensor_parallel, profile.sequence_parallel) == wanted:
+        if (profile.tensor_parallel, profile.sequence_parallel) == layout:
             return profile
     widths = sorted({profile.tensor_parallel for profile in (profiles, *profiles.widths)})
     raise PlanError(
@@ -355,8 +355,8 @@ def with_plan_zero(
     # Level 1 runs here, without buckets; the others are of devices that sum without further copies.
     factors = []
     for ranks, count in zip(schedule.ranks_of_stage, sum_copies(schedule, cluster), strict=True):
-        kept = 0 if zero > 1 or in_buckets(ranks, cluster) else count
-        factors.append((1 + kept) / (1 + count) - 1)
+        gradient_copies = 0 if zero > 1 or in_buckets(ranks, cluster) else count
+        factors.append((1 + gradient_copies) / (1 + count) - 1)
     costs = _with_gradient_copies(costs, schedule, factors)
     updates = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
     gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages

@@ -27,8 +27,9 @@ def simulate_schedule(
     arrived. Every directed pair of ranks has one link, which carries one message at a time, in the
     order of sending. Replicas of a stage start their U together, when the last of them is ready,
     or, where a stream has waves, wait for each other at the ends of waves only (see
-    `updates.awaited_update`). The two ops of a pair also start together, and end together. E and L take no
-    time on a rank; their message takes `costs.offload`, and the receiving half waits for it.
+    `updates.awaited_update`). The two ops of a pair also start together, and end together. E and L
+    take no time on a rank; their message takes `costs.offload`, and the receiving half waits for
+    it.
 
     Where links share a medium (`costs.links`), or hosts have network cards (`costs.network`), that
     also carries one message at a time, first come, first served: a message arrives at it when the

@@ -170,8 +170,8 @@ class _Batch:
         table = self.tables.seconds
         seconds = np.broadcast_to(table, (amounts.vectors, table.shape[1]))
         work = ITERATIONS_PER_OP * len(dependencies.ops) * amounts.vectors
-        own_links = self.links == "duplex" and self.network is None
-        if work and own_links and is_worth_compiling(time_vectors, work):
+        has_plain_links = self.links == "duplex" and self.network is None
+        if work and has_plain_links and is_worth_compiling(time_vectors, work):
             # Compiled now, since the work of a single chunk may be too short for that.
             compiled(time_vectors)
             makespan, span = self._in_chunks(seconds)

@@ -1,4 +1,6 @@
-"""Costs of micro-batches of several sizes, from those of schedules whose micro-batches are equal."""
+"""Costs of micro-batches of several sizes, from those of schedules whose micro-batches are
+equal.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Reach:
     _checked_forms: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._own_ids = set(map(id, self.parameters))
+        self._parameter_ids = set(map(id, self.parameters))
 
     def check_output(self, form: str, value: Any) -> None:
         """Check the graph of the layers' output, once for each form of micro-batch.
@@ -92,7 +92,7 @@ class Reach:
         self._checked_forms.add(form)
         for parameter in _parameters(_nodes_of(value), frozenset()):
             name = self.model.name(parameter)
-            if id(parameter) not in self._own_ids and name is not None:
+            if id(parameter) not in self._parameter_ids and name is not None:
                 raise SettingError(
                     f"a layer of stage {self.stage} uses {name}, a parameter of another stage, "
                     "without having it as a parameter: its gradient would be lost. Assign the "
@@ -132,7 +132,7 @@ class Reach:
     def _foreign_parameters(self, root: Node, ends: frozenset[Node]) -> list[nn.Parameter]:
         """Return the parameters that a graph leads to, except through `ends`, of other stages."""
         reachable = _parameters([root], ends)
-        return [parameter for parameter in reachable if id(parameter) not in self._own_ids]
+        return [parameter for parameter in reachable if id(parameter) not in self._parameter_ids]
 
     def _loss_message(self, parameter: Tensor) -> str:
         """Return the message for a loss that uses a parameter of another stage or model."""

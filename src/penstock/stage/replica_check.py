@@ -121,7 +121,7 @@ def _hooks_on_meta(traced: TracedChain) -> list[str]:
     """Describe hooks on weights on the meta device: the parameters that replace them lose them."""
     hooks = weights_with_hooks(traced)
     on_meta = {
-        traced.aliases.get(name, name)
+        traced.first_name(name)
         for layer, module in zip(traced.layers, traced.modules, strict=True)
         for name, parameter in module.named_parameters(prefix_of(layer.name, module))
         if parameter.is_meta

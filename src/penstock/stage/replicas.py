@@ -145,12 +145,16 @@ class ReplicaGroup:
             self.shards.send_updates()
 
     def receive_updates(self) -> None:
-        """Wait for the parameters that other replicas have updated. All call it, as `all_reduce`."""
+        """Wait for the parameters that other replicas have updated. All call it, as
+        `all_reduce`.
+        """
         if self.shards is not None:
             self.shards.receive_updates()
 
     def watch(self) -> None:
-        """Before the last backward before an update, prepare to sum gradients beside it. Optional."""
+        """Before the last backward before an update, prepare to sum gradients beside it.
+        Optional.
+        """
         if self.buckets is not None and self._parameters and not self._sparse:
             self.buckets.watch(self._parameters)
 
@@ -166,7 +170,7 @@ class ReplicaGroup:
             self.buckets.start(self._parameters)
         if self._shared_memory is not None:
             # Shared memory is made in `all_reduce`, where this rank may wait for the others.
-            area = self._shared_memory.known_area(self._parameters)
+            area = self._shared_memory.existing_area(self._parameters)
             if area is not None:
                 self._shared_memory.start(area)
 
@@ -187,8 +191,8 @@ class ReplicaGroup:
         tables = [parameter for parameter in parameters if id(parameter) in self._sparse]
         counts, sums = self._all_sum(has_grad, [*grads, *map(rows_of, tables)])
         rows = dict(zip(map(id, tables), sums[len(parameters) :], strict=True))
-        known_counts = [1] * len(parameters) if all_have else counts.tolist()
-        self._set_grads(known_counts, sums[: len(parameters)], rows)
+        counts_by_parameter = [1] * len(parameters) if all_have else counts.tolist()
+        self._set_grads(counts_by_parameter, sums[: len(parameters)], rows)
 
     def _sum_shards(self, shards: OptimizerShards) -> None:
         """Sum, by messages, the gradients of those parameters that this replica updates."""

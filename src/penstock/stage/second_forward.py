@@ -83,10 +83,11 @@ class SecondForwards:
 
     @contextmanager
     def _restoring(self, first: FirstForward) -> Iterator[None]:
+        """Run a block with the state of the first forward, which is needed no more afterwards."""
         with (
             recomputing(),
-            self._buffers.as_they_were(first.buffers),
-            self._attributes.as_they_were(first.attributes),
+            self._buffers.with_contents(first.buffers),
+            self._attributes.with_contents(first.attributes),
         ):
             yield
         first.buffers = {}
@@ -124,8 +125,8 @@ def unlike(place: str, mismatch: str) -> RunError:
         mismatch: how its results differ.
     """
     return RunError(
-        f"{place}: recomputed for the backward, the forward made {mismatch}: the gradients would be "
-        "those of another network. A second forward has the inputs, buffers, plain attributes "
+        f"{place}: recomputed for the backward, the forward made {mismatch}: the gradients would "
+        "be those of another network. A second forward has the inputs, buffers, plain attributes "
         "(numbers, strings, flags) and random numbers of torch, random and numpy.random that the "
         "first had. It does not have other state (global variables, lists, a generator of its "
         "own): keep that in a buffer or an attribute, draw from the global generators, or do not "

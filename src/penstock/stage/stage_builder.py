@@ -114,8 +114,8 @@ class StageBuilder:
         tensors = tensors_of(
             self.traced, ((self.traced.layers[i].name, modules[i]) for i in layers)
         )
-        shared_here = [(entry, tensors[entry.name]) for entry in self.shared if rank in entry.ranks]
-        for entry, tensor in shared_here:
+        rank_shared = [(entry, tensors[entry.name]) for entry in self.shared if rank in entry.ranks]
+        for entry, tensor in rank_shared:
             if is_sharded(tensor):
                 raise SettingError(
                     f"parallelize= divides {entry.name}, which several stages use: leave its layer "
@@ -125,9 +125,9 @@ class StageBuilder:
         for index in indices:
             bounds = range(*self._bounds[index])
             stage_layers = [StageLayer(i, self.traced.layers[i].name, modules[i]) for i in bounds]
-            borrowed = _borrowed_parameters(rank, index, shared_here)
+            borrowed = _borrowed_parameters(rank, index, rank_shared)
             stages[index] = self._build_stage(rank, index, stage_layers, borrowed, activation_meter)
-        return stages, shared_here
+        return stages, rank_shared
 
     def _modules(self, rank: int, indices: Sequence[int], layers: Sequence[int]) -> list[nn.Module]:
         """Return the modules of a rank's layers, on its device.
@@ -142,11 +142,9 @@ class StageBuilder:
         layout = self.training.options.memory_format
         if layout is not None:
             modules = [module.to(memory_format=layout) for module in modules]  # type: ignore[call-overload]
-        return (
-            modules
-            if len(self.world.local_ranks) == 1
-            else self._copy_modules(rank, indices, dict(zip(layers, modules, strict=True)))
-        )
+        if len(self.world.local_ranks) == 1:
+            return modules
+        return self._copy_modules(rank, indices, dict(zip(layers, modules, strict=True)))
 
     def _copy_modules(
         self, rank: int, indices: Sequence[int], modules: Mapping[int, nn.Module]
@@ -176,8 +174,10 @@ class StageBuilder:
                 memo.update((id(tensor), tensor) for tensor in originals)
                 if self._first_rank[index] != rank or len(originals) < len(named):
                     copied_layers.append(layer)
+        # One call for all layers, so that tensors which they share stay shared.
         copies = copy.deepcopy(nn.ModuleList([modules[layer] for layer in copied_layers]), memo)
-        return list({**modules, **dict(zip(copied_layers, copies, strict=True))}.values())
+        copy_of_layer = dict(zip(copied_layers, copies, strict=True))
+        return [copy_of_layer.get(layer, module) for layer, module in modules.items()]
 
     def _build_stage(
         self,
@@ -200,7 +200,7 @@ class StageBuilder:
         options = training.options
         names = parameter_names(self.traced, layers)
         if self._groups is not None:
-            self._groups.know(names)
+            self._groups.add_names(names)
         evictions = (op for op in setting.schedule.programs[rank] if op.kind is Kind.E)
         update = Update.make(
             list(names), self.make, borrowed, f"stage {index}", options.clip_grad_value
@@ -246,18 +246,18 @@ class StageBuilder:
 
 
 def _borrowed_parameters(
-    rank: int, index: int, shared_here: Sequence[tuple[Shared, Tensor]]
+    rank: int, index: int, rank_shared: Sequence[tuple[Shared, Tensor]]
 ) -> list[nn.Parameter]:
     """Return the shared parameters of a rank that the optimizer of another stage updates.
 
     Args:
         rank: the rank.
         index: the stage for which they are borrowed.
-        shared_here: shared tensors of the rank.
+        rank_shared: shared tensors of the rank.
     """
     return [
         tensor
-        for entry, tensor in shared_here
+        for entry, tensor in rank_shared
         if (entry.home, entry.stages[0]) != (rank, index) and isinstance(tensor, nn.Parameter)
     ]
 
@@ -267,19 +267,14 @@ def parameter_names(traced: TracedChain, layers: Sequence[StageLayer]) -> dict[n
     names: dict[nn.Parameter, str] = {}
     for layer in layers:
         for name, parameter in parameters_of(layer.name, layer.module):
-            names.setdefault(parameter, traced.aliases.get(name, name))
+            names.setdefault(parameter, traced.first_name(name))
     return names
 
 
 def _named_parameters(traced: TracedChain) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of the whole model, each once.
-
-    Parameters of layers that are not materialised yet are on the meta device.
-    """
+    """Yield the parameters of the whole model, each once."""
     yielded: set[str] = set()
-    for layer, module in zip(traced.layers, traced.modules, strict=True):
-        for alias, parameter in parameters_of(layer.name, module):
-            name = traced.aliases.get(alias, alias)
-            if name not in yielded:
-                yielded.add(name)
-                yield name, parameter
+    for name, parameter in traced.named_parameters():
+        if name not in yielded:
+            yielded.add(name)
+            yield name, parameter

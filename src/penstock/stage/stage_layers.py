@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.batches.batch import Batch
-from penstock.batches.device_batch import INPUTS, device_batch
+from penstock.batches.device_batch import micro_batch_inputs
 from penstock.grad.offload import offloading
 from penstock.grad.recompute import Recomputing
 from penstock.modules.randomness import has_dropout, may_draw
@@ -21,7 +21,6 @@ from penstock.stage.stage_random import Place, StageDraws
 from penstock.tracing.slices import has_past
 from penstock.values.deferred_checks import DeferredChecks
 from penstock.values.sharded import local_part
-from penstock.values.structure import map_tensors
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class StageLayers:
     ) -> Any:
         """Run the layers between `entry` and `exit`. Arguments as for `run`."""
         if self.entry is not None:
-            value = self.entry(value, self._inputs(batch, micro_batch))
+            value = self.entry(value, micro_batch_inputs(batch, micro_batch, self.device))
         if not self.draws.needed and not batch.cuts_tokens and not self.recomputed:
             for call in self._calls:
                 value = call(value)
@@ -212,12 +211,6 @@ class StageLayers:
             for part in self._parts:
                 value = call(part, value)
             return value
-
-    def _inputs(self, batch: Batch, micro_batch: int) -> Any:
-        """Return the inputs of a micro-batch on this device."""
-        if self.device.type != "cpu":
-            return device_batch(batch, self.device).part(INPUTS, micro_batch)
-        return map_tensors(lambda leaf: leaf.to(self.device), batch.inputs[micro_batch])
 
     def _compile_parts(self, parts: Sequence[_Part], options: Mapping[str, Any]) -> Iterator[_Part]:
         """Compile the layers; neighbours become one function if that is possible.

@@ -4,10 +4,11 @@ This is determined again for every batch, because models change while they are t
 
 Random streams depend on seed, step, layer and micro-batch. Torch's generators are seeded for every
 layer that may draw: it has modules of torch that do, or code of the user that is not proven to draw
-nothing (`modules.deterministic_code`) or was observed to draw nevertheless. Python's `random` and `numpy.random` are seeded for layers whose code mentions
-them or that were observed to draw from them. A backward holds the generators exclusively if it was
-observed to draw: `torch.utils.checkpoint` inside a layer runs the layer's forward again in the
-backward, and sets and restores torch's random state meanwhile, which other threads must not see.
+nothing (`modules.deterministic_code`) or was observed to draw nevertheless. Python's `random` and
+`numpy.random` are seeded for layers whose code mentions them or that were observed to draw from
+them. A backward holds the generators exclusively if it was observed to draw:
+`torch.utils.checkpoint` inside a layer runs the layer's forward again in the backward, and sets and
+restores torch's random state meanwhile, which other threads must not see.
 
 The batches number 1, 2, 4, 8 and so on are observed. The count starts again when settings of the
 layers change.
@@ -43,6 +44,7 @@ from penstock.modules.randomness import (
     seed_generators,
     stream_seed,
 )
+from penstock.values.rare_checks import is_due
 
 #: Last component of a stream's seed in evaluation and in a backward; a training forward has none.
 _EVALUATION, _BACKWARD = 1, 2
@@ -175,7 +177,7 @@ class StageDraws:
             self._evaluation = batch.step, number + 1 if step == batch.step else 0
         count = self._counts[training] = self._counts[training] + 1
         # All micro-batches of the first batch are observed, then one of batches 2, 4, 8 and so on.
-        micro_batches = len(batch.inputs) if count == 1 else int(count & (count - 1) == 0)
+        micro_batches = len(batch.inputs) if count == 1 else int(is_due(count))
         self._forwards_to_observe = micro_batches if self._runs_user_code else 0
         if training:
             self._backwards_to_observe = 0 if self._compiled else self._forwards_to_observe
@@ -272,6 +274,7 @@ class StageDraws:
         )
         if not observing and not draws:
             return run(value)
+        # The stream depends on the place alone, so that no cut and no schedule changes the numbers.
         components = [self._seed, place.batch.step, part.index, place.micro_batch]
         if not training:
             components += [_EVALUATION, self._evaluation[1]]
@@ -279,6 +282,7 @@ class StageDraws:
         seed_generators(self._device, stream_seed(*components), host=host)
         if not randomness.user_code:
             return run(value)
+        # Code of users may draw in some calls only: the generators' states tell.
         torch_before = torch.get_rng_state()
         host_before = host_state() if observing else None
         output = run(value)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import SettingError
+from penstock.files.text import join_names
 from penstock.modules.state_names import parameters_of, state_of
 from penstock.ranks.world import World
 from penstock.stage.stage import Stage
 from penstock.tracing.traced_chain import TracedChain
 from penstock.transport.payload import TensorForm
+from penstock.values.constants import dtype_name
 from penstock.values.sharded import copy_whole, is_sharded, whole
 
 
@@ -99,12 +101,12 @@ def load(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool = True) 
         SettingError: a tensor has another shape; or, with `strict`, names are missing or
             unexpected. Nothing has changed.
     """
-    aliases = placed.traced.aliases
-    names = _names(placed.traced)
+    traced = placed.traced
+    names = state_names(traced)
     missing = [
-        name for name in names if name not in tensors and aliases.get(name, name) not in tensors
+        name for name in names if name not in tensors and traced.first_name(name) not in tensors
     ]
-    accepted = {*names, *aliases}
+    accepted = {*names, *traced.aliases}
     unexpected = [name for name in tensors if name not in accepted]
     if strict and (missing or unexpected):
         mismatch = _describe_mismatch(missing, unexpected)
@@ -114,7 +116,7 @@ def load(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool = True) 
     return IncompatibleKeys(missing, unexpected)
 
 
-def _names(traced: TracedChain) -> list[str]:
+def state_names(traced: TracedChain) -> list[str]:
     """Return the names in the whole model's state, in the order of the chain."""
     names = (
         name
@@ -128,16 +130,10 @@ def _describe_mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> str
     """Describe missing and unexpected names of a state."""
     mismatches = []
     if missing:
-        mismatches.append(f"it has no {_join_names(missing)}")
+        mismatches.append(f"it has no {join_names(list(map(repr, missing)))}")
     if unexpected:
-        mismatches.append(f"the model has no {_join_names(unexpected)}")
+        mismatches.append(f"the model has no {join_names(list(map(repr, unexpected)))}")
     return "; ".join(mismatches)
-
-
-def _join_names(names: Sequence[str], limit: int = 6) -> str:
-    """List the first names, and the number of further ones."""
-    text = ", ".join(repr(name) for name in names[:limit])
-    return text if len(names) <= limit else f"{text} and {len(names) - limit} more"
 
 
 def _advice(names: Sequence[str], unexpected: Sequence[str]) -> str:
@@ -158,7 +154,7 @@ def _copy(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool) -> Non
     pairs = []
     for stage in placed.local:
         for name, target in stage_tensors(stage).items():
-            source = tensors.get(name, tensors.get(placed.traced.aliases.get(name, name)))
+            source = tensors.get(name, tensors.get(placed.traced.first_name(name)))
             if source is None:
                 if not strict:
                     continue
@@ -178,7 +174,8 @@ def _copy(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool) -> Non
 def owned_tensors(placed: Placed, stage: Stage, rank: int | None = None) -> dict[str, Tensor]:
     """Return those tensors of a stage that count in the model's state, as wholes.
 
-    Processes that share the stage call it in the same order. Each tensor is under one name, and one that several stages use is in that of its home alone.
+    Each tensor has one name, and one that several stages use is in that of its home alone.
+    Processes that share the stage call it in the same order, since wholes are gathered.
 
     Args:
         placed: the placement of the stages.
@@ -196,7 +193,7 @@ def owned_tensors(placed: Placed, stage: Stage, rank: int | None = None) -> dict
 
 def _is_owned(placed: Placed, name: str, rank: int) -> bool:
     """Whether a rank's tensor counts under this name."""
-    return placed.traced.aliases.get(name, name) == name and placed.shared.get(name, rank) == rank
+    return placed.traced.first_name(name) == name and placed.shared.get(name, rank) == rank
 
 
 def collect(world: World, placed: Placed) -> dict[str, Tensor]:
@@ -215,8 +212,8 @@ def collect(world: World, placed: Placed) -> dict[str, Tensor]:
     gathered = _gather(world, local, forms)
     if not gathered:
         return {}
-    aliases = placed.traced.aliases
-    return {name: gathered[aliases.get(name, name)] for name in _names(placed.traced)}
+    traced = placed.traced
+    return {name: gathered[traced.first_name(name)] for name in state_names(traced)}
 
 
 def collect_grads(world: World, placed: Placed) -> dict[str, Tensor]:
@@ -270,9 +267,7 @@ def _owned_forms(placed: Placed) -> dict[int, dict[str, TensorForm]]:
         for layer in layers:
             tensors |= state_of(placed.traced.layers[layer].name, placed.traced.modules[layer])
         forms[rank] = {
-            name: TensorForm(
-                tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), wants_grad=False
-            )
+            name: TensorForm(tuple(tensor.shape), dtype_name(tensor.dtype), wants_grad=False)
             for name, tensor in tensors.items()
             if _is_owned(placed, name, rank)
         }

@@ -26,6 +26,7 @@ from penstock.schedule.op import Schedule
 from penstock.stage.gradients.bucket_reduction import parse_hook
 from penstock.tracing.traced_chain import TracedChain
 from penstock.transport.compressed import check_compression
+from penstock.values.constants import dtype_name
 
 _UNREDUCED = (
     "the loss has reduction='none', which gives one number for each sample; it must give one "
@@ -143,7 +144,7 @@ class TrainingOptions(CommonOptions):
         """
         self._check_loss(schedule, loss)
         self._check_clipping()
-        if self.autocast not in (None, *map(_dtype_name, _AUTOCAST_DTYPES)):
+        if self.autocast not in (None, *map(dtype_name, _AUTOCAST_DTYPES)):
             raise SettingError(
                 f"autocast is torch.bfloat16 or torch.float16, not {self.autocast!r}"
             )
@@ -334,7 +335,7 @@ def parse_options(values: Mapping[str, Any]) -> TrainingOptions:
             )
     values = dict(values)
     if values.get("autocast") in _AUTOCAST_DTYPES:
-        values["autocast"] = _dtype_name(values["autocast"])  # as files hold it
+        values["autocast"] = dtype_name(values["autocast"])  # as files hold it
     return TrainingOptions(**values)
 
 
@@ -348,11 +349,6 @@ def _check_hook(hook: object) -> None:
         "gradient_hook is 'none', 'fp16', 'bf16', 'powersgd', or 'powersgd-R' with a rank R from 1 "
         f"to 1024, not {hook!r}"
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype, such as bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 def check_accumulate(count: object, schedule: Schedule) -> None:

@@ -111,6 +111,7 @@ class Grid:
         return list(dict.fromkeys(cells))
 
     def _cell(self, combination: Mapping[str, Any], repetition: int) -> Cell:
+        """Return the cell of a combination."""
         values = dict(combination)
         values["model_options"] = options(values["model_options"])
         values["options"] = options(values["options"])
@@ -152,6 +153,7 @@ class Grid:
         self._check_size()
 
     def _check_schedules(self, chosen: Sequence[System]) -> None:
+        """Reject schedules that none of the chosen systems has."""
         schedules = {""}
         for system in chosen:
             schedules.update(system.schedules)

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 #: Terms of the continued fraction; 30 suffice for all degrees of freedom below 1,000.
 _TERMS = 300
+#: Relative change of the fraction below which further terms are rounding.
 _EPSILON = 1e-15
+#: Stands for 0 in divisions (Lentz).
 _TINY = 1e-300
+#: Probability with which an interval contains the expected value.
 LEVEL = 0.95
 
 
@@ -43,7 +46,7 @@ class Interval:
         return None if self.half_width is None else self.mean + self.half_width
 
 
-def mean_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
+def mean_interval(values: Sequence[float]) -> Interval | None:
     """Return the mean of independent values with its confidence interval by the t-distribution.
 
     >>> round(mean_interval([1.0, 2.0, 3.0]).half_width, 4)  # 4.3027 / sqrt(3)
@@ -51,10 +54,10 @@ def mean_interval(values: Sequence[float], level: float = LEVEL) -> Interval | N
 
     Args:
         values: independent, of one normal distribution.
-        level: probability with which such an interval contains the expected value.
 
     Returns:
-        The interval, or None without values.
+        The interval, which contains the expected value with probability `LEVEL`; None without
+        values.
     """
     if not values:
         return None
@@ -62,7 +65,7 @@ def mean_interval(values: Sequence[float], level: float = LEVEL) -> Interval | N
     if len(values) < 2:
         return Interval(mean, None, 1)
     error = statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(mean, t_quantile((1 + level) / 2, len(values) - 1) * error, len(values))
+    return Interval(mean, t_quantile((1 + LEVEL) / 2, len(values) - 1) * error, len(values))
 
 
 def mean_of(interval: Interval | None) -> float | None:
@@ -113,7 +116,7 @@ def t_quantile(probability: float, degrees: float) -> float:
         high *= 2
     while high - low > 1e-12 * max(1.0, high):
         middle = (low + high) / 2
-        if middle in (low, high):
+        if middle in (low, high):  # no double is in between
             break
         if t_cumulative(middle, degrees) < probability:
             low = middle

@@ -115,6 +115,7 @@ class Records:
         text = read_text(self.path, "records of the study", _MAX_BYTES)
         complete = text[: text.rfind("\n") + 1]
         if machine is not None and complete != text:
+            # The next record would continue the incomplete line.
             self.path.write_text(complete, encoding="utf-8")
         self._parse(complete, study)
         if not complete and machine is not None:
@@ -122,6 +123,11 @@ class Records:
             self._append(_Line(head=_Head(_SCHEMA, study, self.machine)))
 
     def _open(self, folder: Path) -> None:
+        """Make the folder and the file, if they do not exist, and check that both can be written.
+
+        Raises:
+            FileError: they cannot.
+        """
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8"):
@@ -169,6 +175,11 @@ class Records:
             self._records[record.cell.key] = record
 
     def _append(self, line: _Line) -> None:
+        """Write a line at the end of the file.
+
+        Raises:
+            FileError: it cannot be written.
+        """
         values = {name: value for name, value in asdict(line).items() if value is not None}
         try:
             with self.path.open("a", encoding="utf-8") as file:

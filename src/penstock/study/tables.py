@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from penstock.report.document import Column, Table, Value
+from penstock.report.document import Column, Series, Table, Value
 from penstock.study.cell import Cell
 from penstock.study.intervals import mean_interval
 from penstock.study.records import Record
@@ -27,6 +27,30 @@ def typical_seconds(record: Record) -> float:
 def runs_that_ended(records: Iterable[Record]) -> list[Record]:
     """Return the records with times."""
     return [record for record in records if record.ok and record.outcome.seconds]
+
+
+def peaks_of(records: Iterable[Record]) -> list[int]:
+    """Return the largest peak memory of a rank, in bytes, of every run that measured it."""
+    return [max(record.outcome.peak_bytes) for record in records if record.outcome.peak_bytes]
+
+
+def last_losses(records: Iterable[Record]) -> list[float]:
+    """Return the last training loss of every run that has losses."""
+    return [record.outcome.losses[-1] for record in records if record.outcome.losses]
+
+
+def bars(name: str, rows: Sequence[tuple[str, float, float, float]]) -> tuple[Series, list[str]]:
+    """Return the series of a bar chart with intervals, and its categories.
+
+    Args:
+        name: of the series.
+        rows: per bar its category, its height, and the ends of its interval.
+    """
+    x = tuple(float(index) for index in range(len(rows)))
+    heights = tuple(height for _, height, _, _ in rows)
+    lows = tuple(low for _, _, low, _ in rows)
+    highs = tuple(high for _, _, _, high in rows)
+    return Series(name, x, heights, lows, highs), [category for category, *_ in rows]
 
 
 def reason_of(records: Sequence[Record]) -> str:
@@ -56,8 +80,7 @@ def record_row(records: Sequence[Record]) -> tuple[Value, ...]:
     cell = records[0].cell
     ended = runs_that_ended(records)
     interval = mean_interval([typical_seconds(record) for record in ended])
-    losses = [record.outcome.losses[-1] for record in ended if record.outcome.losses]
-    peaks = [max(record.outcome.peak_bytes) for record in ended if record.outcome.peak_bytes]
+    losses = last_losses(ended)
     return (
         cell.system_label,
         cell.stages,
@@ -67,12 +90,12 @@ def record_row(records: Sequence[Record]) -> tuple[Value, ...]:
         interval.mean if interval else None,
         interval.half_width if interval else None,
         statistics.fmean(losses) if losses else None,
-        max(peaks, default=None),
+        max(peaks_of(ended), default=None),
         reason_of(records),
     )
 
 
-def record_table(name: str, title: str, records: Sequence[Record], caption: str = "") -> Table:
+def record_table(name: str, title: str, records: Sequence[Record]) -> Table:
     """Return a table with a row per group of repetitions."""
     rows = tuple(record_row(group) for group in by_group(records).values())
-    return Table(name, title, RECORD_COLUMNS, rows, caption, ("records.jsonl",))
+    return Table(name, title, RECORD_COLUMNS, rows, "", ("records.jsonl",))

@@ -58,6 +58,7 @@ def setup_of_cell(cell: Cell) -> Setup:
 
 
 def _number(name: str, value: Plain) -> float:
+    """Return an option as a number; reject other values."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SettingError(f"option {name}: must be a number, not {value!r}")
     return float(value)

@@ -58,12 +58,14 @@ def anneal(spec: Spec, encoding: Encoding, work: Workspace, settings: AnnealSett
         if best <= settings.target[0]:
             break
         temperature *= cooling
+        # Only a move on the critical path can shorten the programs.
         index = int(random_unit(settings.rng_state) * length)
         rank = path[index] // size
         _copy(encoding, rank, saved_row)
         if not _try_move(encoding, path, length, index, settings):
             continue
         proposed = evaluate(spec, encoding, work) if is_valid(spec, encoding, work, rank) else -1.0
+        # Metropolis's rule: programs that are longer by little, or early, are accepted too.
         if proposed >= 0.0 and (
             proposed <= current
             or random_unit(settings.rng_state) < np.exp((current - proposed) / temperature)

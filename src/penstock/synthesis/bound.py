@@ -228,6 +228,7 @@ class RouteBounds:
             machine.add(self.head_i[s, done] + self.until_gradient[s], self.remaining[s])
 
     def _add_backward(self, machine: _Machine, s: int, n: int) -> None:
+        """Add the backward of a micro-batch: until its gradient leaves, and the rest."""
         machine.add(self.head_i[s, n], self.until_gradient[s])
         machine.add(self.head_i[s, n] + self.until_gradient[s], self.remaining[s])
 

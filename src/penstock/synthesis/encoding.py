@@ -140,23 +140,26 @@ def _program(
     first = np.concatenate([[0], np.cumsum(spec.counts)])
     stages, has_one_route = problem.stages, len(problem.routes) == 1
     numbering = _Numbering()
-    due, free, ops = [*problem.copies_of_rank[rank]], 0.0, list[Op]()
+    due = [*problem.copies_of_rank[rank]]
     unreleased = {copy: int(spec.counts[copy // stages]) for copy in due}
+    ops: list[Op] = []
+    free_s = 0.0
     for place in range(int(encoding.lengths[rank])):
         copy, code = divmod(int(encoding.codes[rank, place]), 4)
         start = float(work.start[rank, place])
         ready = [other for other in due if unreleased[other] == 0 and has_one_route]
         for other in ready:
-            end = free + float(spec.cost[other, UPDATE])
-            if end <= start and (end == free or start > free):
+            end = free_s + float(spec.cost[other, UPDATE])
+            # The rank is idle long enough for the update.
+            if end <= start and (end == free_s or start > free_s):
                 due.remove(other)
-                free = end
+                free_s = end
                 ops.append(Op(Kind.U, other % stages, 1))
         number = numbering.next(copy, code)
         if code in (W, B):
             unreleased[copy] -= 1
         ops.append(Op(_KINDS[code], copy % stages, int(first[copy // stages]) + number))
-        free = max(free, start) + float(spec.cost[copy, code])
+        free_s = max(free_s, start) + float(spec.cost[copy, code])
     last_updates = [Op(Kind.U, stage, 1) for stage in sorted({copy % stages for copy in due})]
     return (*ops, *last_updates)
 

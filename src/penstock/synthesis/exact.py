@@ -315,9 +315,11 @@ class _Model:
         total = sum(size * len(row) for size, row in zip(sizes, rows, strict=True))
         if limit == math.inf or total <= limit:
             return
+        # CP-SAT takes whole numbers: all sizes in the largest unit of which each is a multiple.
         unit = math.lcm(*(size.denominator for size in sizes))
         whole_limit = Fraction(repr(limit)) * unit
         if len(rows) == 1 and rows[0][0].joined is None:
+            # All micro-batches are equal: with room for n, each waits for the n-th before it.
             room = math.floor(whole_limit / sizes[0] / unit)
             for micro_batch, later in zip(rows[0], rows[0][room:], strict=False):
                 model.add(later.forward >= micro_batch.released)

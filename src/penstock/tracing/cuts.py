@@ -102,6 +102,7 @@ def _runs_with_weights(flow: Flow) -> list[_Run]:
 
 
 def _is_leaf(model: nn.Module, path: str) -> bool:
+    """Return whether a path is that of a module without submodules."""
     try:
         return path != "" and not any(True for _ in model.get_submodule(path).children())
     except AttributeError:

@@ -134,6 +134,7 @@ class Draws:
         return f"it draws random numbers from {name}: {_ADVICE}"
 
     def _changed_source(self) -> _Source | None:
+        """Return a source whose state has changed; None if none has."""
         for source, (_, mark) in zip(self._sources, self._before, strict=True):
             if source.mark() != mark:
                 return source
@@ -159,6 +160,7 @@ class Draws:
 
 
 def _global_sources() -> Iterator[_Source]:
+    """Yield the global generators of Python and, if it is loaded, of NumPy."""
     yield _Source("Python's `random`", random.getstate, random.setstate)
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
@@ -201,6 +203,7 @@ def _within_value(path: str, value: Any, visited: set[int], depth: int) -> Itera
 
 
 def _items(value: Any) -> Iterable[tuple[str, Any]]:
+    """Return the values inside of a value, with their names."""
     if isinstance(value, dict):
         return [(str(key), item) for key, item in value.items()]
     if isinstance(value, (list, tuple, set, frozenset)):

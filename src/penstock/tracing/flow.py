@@ -273,6 +273,7 @@ def _check_changes(
 
 
 def _changed_memory(changes: Mapping[int, frozenset[int]]) -> set[int]:
+    """Return all memory that some op changes."""
     memory: set[int] = set()
     for changed in changes.values():
         memory |= changed

@@ -40,7 +40,7 @@ class Segment:
     def of(cls, flow: Flow, ops: range) -> Segment:
         """Return the segment of a range of ops."""
         is_last = ops.stop == len(flow.order)
-        nodes = _own_nodes(flow, ops)
+        nodes = _segment_nodes(flow, ops)
         # An input that the model changes in place is not recomputed: the first layer sends it on
         # like a value that it has computed.
         inputs: list[fx.Node] = []
@@ -95,11 +95,11 @@ class Segment:
         returned = list(self.leaving)
         if self.is_last:
             returned = [node for node in self.flow.outputs if node is not None]
-        nodes = _own_nodes(self.flow, self.ops)
+        nodes = _segment_nodes(self.flow, self.ops)
         return function_of(nodes, [*self.weights, *self.arriving, *self.recomputed], returned)
 
 
-def _own_nodes(flow: Flow, ops: range) -> list[fx.Node]:
+def _segment_nodes(flow: Flow, ops: range) -> list[fx.Node]:
     return [flow.order[index] for index in ops if flow.order[index] not in flow.recomputed]
 
 

@@ -26,6 +26,10 @@ from penstock.tracing.checks import passing, record_check, record_sizes
 from penstock.tracing.faults import Refused
 
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
+#: Arguments of CTC loss after the scores and the targets, in order, and their defaults.
+_CTC_NAMES = ("input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
+_CTC_DEFAULTS = {"blank": 0, "reduction": "mean", "zero_infinity": False}
+_DATA_GETTER = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
 
 
 class Interceptor(TorchFunctionMode):
@@ -46,12 +50,15 @@ class Interceptor(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__bool__":
+            # `if tensor:` would make the graph hold for one branch alone. Where the other branch
+            # raises, the condition becomes a check in the graph.
             frame = sys._getframe(1)
             passes = passing(frame)
             if passes is not None:
                 record_check(args[0], passes=passes, frame=frame)
                 return passes
         if name == "__get__" and func == _DATA_GETTER:
+            # torch.export would take what `.data` returns for a constant.
             return args[0].detach()
         if func is torch._assert and isinstance(args[0], Tensor):
             record_check(args[0], passes=True, frame=sys._getframe(1))
@@ -75,7 +82,7 @@ class Interceptor(TorchFunctionMode):
         return name
 
 
-def _as_one_op(name: str, mode: Any, args: tuple[Any, ...], outputs: Any) -> Any:
+def _record_as_one_op(name: str, mode: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     """Record a call as one op.
 
     Args:
@@ -105,13 +112,8 @@ def _ctc_loss(
         rows = log_probs.sum(0).sum(-1)
         output = rows if values["reduction"] in ("none", 0) else rows.sum()
     name = interceptor.name_of(functional.ctc_loss)
-    loss: Tensor = _as_one_op(name, mode, (log_probs, targets, *arguments), output)
+    loss: Tensor = _record_as_one_op(name, mode, (log_probs, targets, *arguments), output)
     return loss
-
-
-_CTC_NAMES = ("input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
-_CTC_DEFAULTS = {"blank": 0, "reduction": "mean", "zero_infinity": False}
-_DATA_GETTER = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
 
 
 @lru_cache(maxsize=1)
@@ -140,17 +142,17 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
     """
     original = torch.autograd.Function.__dict__["apply"]
     thread = threading.get_ident()
-    plain: Callable[..., Any] = original.__func__
+    original_apply: Callable[..., Any] = original.__func__
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         """Call an autograd.Function; while tracing, as a single op of the graph."""
         mode = get_proxy_mode() if threading.get_ident() == thread else None
         if mode is None or cls.__module__.startswith("torch._"):
-            return plain(cls, *args, **kwargs)
+            return original_apply(cls, *args, **kwargs)
         if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ != "CheckpointFunction":
             # Before 2.13, a checkpoint that is not reentrant saves its inputs by a function that
             # returns nothing.
-            return plain(cls, *args, **kwargs)
+            return original_apply(cls, *args, **kwargs)
         if cls.__module__ == "torch.utils.checkpoint":
             # The plan decides about recomputation, so the function is called directly. It is the
             # first argument; the second is a flag.
@@ -161,27 +163,30 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
                 "may change"
             )
         with disable_proxy_modes_tracing():
-            outputs = plain(cls, *args)
-        return _as_one_op(interceptor.name_of(cls), mode, args, outputs)
+            outputs = original_apply(cls, *args)
+        return _record_as_one_op(interceptor.name_of(cls), mode, args, outputs)
 
-    decide: Callable[[Any], bool] = torch.SymBool.__bool__
+    original_bool: Callable[[Any], bool] = torch.SymBool.__bool__
     function: Any = torch.autograd.Function
     symbolic_bool: Any = torch.SymBool
-    function.apply, symbolic_bool.__bool__ = classmethod(apply), _recording_truth(decide, thread)
+    function.apply, symbolic_bool.__bool__ = (
+        classmethod(apply),
+        _recording_truth(original_bool, thread),
+    )
     try:
         yield
     finally:
-        function.apply, symbolic_bool.__bool__ = original, decide
+        function.apply, symbolic_bool.__bool__ = original, original_bool
 
 
-def _recording_truth(decide: Callable[[Any], bool], thread: int) -> Callable[[Any], bool]:
+def _recording_truth(original_bool: Callable[[Any], bool], thread: int) -> Callable[[Any], bool]:
     """Return a replacement of `SymBool.__bool__` that records checks of undecidable conditions."""
 
     def truth(value: Any) -> bool:
         if threading.get_ident() != thread:
-            return decide(value)
+            return original_bool(value)
         try:
-            return decide(value)
+            return original_bool(value)
         except GuardOnDataDependentSymNode:
             passes = passing(sys._getframe(1))
             if passes is None:

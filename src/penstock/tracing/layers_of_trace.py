@@ -92,6 +92,7 @@ def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
 
 
 def _check_hooks(model: nn.Module) -> None:
+    """Reject hooks on backwards of modules, which a trace does not run."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise ChainError(

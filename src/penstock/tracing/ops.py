@@ -105,6 +105,7 @@ def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
 
 
 def _viewed(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose memory the result of a node may share."""
     if op_name(node) == "getitem":
         return list(node.all_input_nodes)
     return [

@@ -49,7 +49,7 @@ def weights_with_hooks(traced: TracedChain) -> dict[str, str]:
         for name, parameter in module.named_parameters(prefix_of(layer.name, module)):
             registrar = weight_hook(parameter)
             if registrar:
-                registrars.setdefault(traced.aliases.get(name, name), registrar)
+                registrars.setdefault(traced.first_name(name), registrar)
     return registrars
 
 
@@ -60,7 +60,7 @@ def weights_with_max_norm(traced: TracedChain) -> frozenset[str]:
         for name, part in module.named_modules(prefix=prefix_of(layer.name, module)):
             if _max_norm(part) is not None:
                 weight = f"{name}.weight" if name else "weight"
-                tables.add(traced.aliases.get(weight, weight))
+                tables.add(traced.first_name(weight))
     return frozenset(tables)
 
 
@@ -152,8 +152,8 @@ def _changes_variables(hook: Callable[..., Any]) -> bool:
         if step.opname == "RETURN_CONST":
             returns |= step.argval is not None
         elif step.opname == "RETURN_VALUE":
-            nothing = before is not None and before.opname == "LOAD_CONST" and before.argval is None
-            returns |= not nothing
+            is_none = before is not None and before.opname == "LOAD_CONST" and before.argval is None
+            returns |= not is_none
         before = step
     return stores and returns
 

@@ -16,6 +16,7 @@ from penstock.tracing.layers_of_trace import Part, trace
 from penstock.tracing.sequential import check_containers, container_tensors, runs_otherwise
 from penstock.tracing.traced_layer import Entry, leave
 from penstock.tracing.variants import Variants
+from penstock.values.constants import dtype_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +54,24 @@ class TracedChain:
     order: tuple[str, ...] = ()
     roots: tuple[nn.Module, ...] = ()
 
+    def first_name(self, name: str) -> str:
+        """Return the name of a tensor in the chain, given any of its names in the model."""
+        return self.aliases.get(name, name)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the layers' parameters with their names in the chain; a tied one once per layer.
+
+        Parameters of layers that are not materialised yet are on the meta device.
+        """
+        for layer, module in zip(self.layers, self.modules, strict=True):
+            for alias, parameter in parameters_of(layer.name, module):
+                yield self.first_name(alias), parameter
+
     def parameter_names(self) -> list[str]:
         """Return the chain's names of all parameters, in the order of `model.parameters()`."""
-        by_layer = [
-            name
-            for layer, module in zip(self.layers, self.modules, strict=True)
-            for name, _ in parameters_of(layer.name, module)
-        ]
-        return [*dict.fromkeys(self.aliases.get(name, name) for name in (*self.order, *by_layer))]
+        ordered = [self.first_name(name) for name in self.order]
+        by_layer = [name for name, _ in self.named_parameters()]
+        return [*dict.fromkeys((*ordered, *by_layer))]
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -140,6 +151,7 @@ def as_chain(
 
 
 def _parts(named: Sequence[tuple[str, nn.Module]]) -> list[Part]:
+    """Return the description of each module for the chain."""
     parts = []
     for (name, module), (_, carrier) in zip(named, with_skip_carriers(named), strict=True):
         inner_names = tuple(inner_name for inner_name, _ in module.named_modules(prefix=name))
@@ -162,6 +174,7 @@ def _needs_example(model: nn.Module) -> ChainError:
 
 
 def _modules(model: object) -> list[nn.Module]:
+    """Return the modules of a list; reject anything else."""
     if not isinstance(model, Iterable):
         raise ChainError(
             f"a chain is made of a model or a list of modules, not {type(model).__name__}"
@@ -279,7 +292,7 @@ def _names(
             TensorFacts(
                 canonical,
                 tuple(tensor.shape),
-                str(tensor.dtype).removeprefix("torch."),
+                dtype_name(tensor.dtype),
                 tensor.numel() * tensor.element_size(),
                 isinstance(tensor, nn.Parameter) and tensor.requires_grad,
             ),

@@ -63,6 +63,7 @@ class StageInputs(Whole):
         return [values[node] for node in nodes]
 
     def _of(self, training: bool) -> tuple[Variant, dict[fx.Node, Any]]:
+        """Return the graph for a mode, and the values of its inputs."""
         entry = self._values.get(training)
         if entry is None:
             variant = self._variants.find(self._form, training)

@@ -233,6 +233,7 @@ class Variants:
             ) from error
 
     def _check_steady(self, captured: Capture) -> None:
+        """Reject a graph that changes buffers which the example's graph leaves as they are."""
         if changed_tensors(captured, self.names) & self.steady:
             raise ChainError(
                 f"for inputs of this form {self.model_name} changes buffers that it does not "
@@ -341,6 +342,7 @@ class Variants:
 
     @staticmethod
     def _exact_key(form: Form) -> tuple[object, ...]:
+        """Return the key of a form with all its sizes."""
         leaves = [
             (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in form.leaves
         ]
@@ -351,6 +353,7 @@ class Variants:
         return _dtype_context(), form.kind
 
     def _capture(self, form: Form, training: bool) -> Capture:
+        """Trace the model for inputs of a form, and clean the graph."""
         mode = "training" if training else "evaluation"
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in form.tensors)
         with announced(f"tracing {self.model_name} in {mode} for inputs of {shapes}"):

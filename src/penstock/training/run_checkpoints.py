@@ -45,7 +45,7 @@ def run_checkpoints(
     """
     return Checkpoints(
         folder / CHECKPOINTS,
-        every=config.checkpoint_every,
+        interval=config.checkpoint_every,
         keep=config.keep,
         context=SeriesContext(
             earlier=[folder / SINGLE_CHECKPOINT],

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +44,9 @@ NCCL_DTYPES = frozenset(
 #: notifying the other ranks: our own deadline must always expire first.
 GROUP_TIMEOUT = timedelta(days=7)
 
+#: Tag of the receive that closes a group of gloo; no message has it.
+_CLOSING_TAG = 2**31 - 1
+
 #: Seconds to wait for each communicator's abort.
 _ABORT_S = 10.0
 
@@ -55,13 +59,6 @@ def communicator_keys(links: Iterable[Link], copies: Iterable[Link]) -> list[Lin
         copies: links between replicas of a stage, and between ranks that hold a tied weight.
     """
     return sorted([(link, False) for link in set(links)] + [(link, True) for link in set(copies)])
-
-
-def communicators_per_rank(keys: Iterable[LinkKey], rank: int) -> int:
-    """Return how many communicators a rank is part of: those of its links, and the one of all
-    ranks. Each takes device memory: hundreds of MB over NVLink (nccl#964).
-    """
-    return sum(rank in link for link, _ in keys) + 1
 
 
 def make_communicators(
@@ -149,3 +146,21 @@ def abort_communicators(groups: Iterable[dist.ProcessGroup]) -> None:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor in a dtype that NCCL supports: itself, or a view of its bytes."""
     return tensor if tensor.dtype in NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)
+
+
+def close_gloo_group(group: dist.ProcessGroup, rank: int) -> None:
+    """End all waits in a group of gloo.
+
+    gloo has no abort, but a receive that times out closes the whole context.
+
+    Args:
+        group: to close.
+        rank: of this process in the job.
+    """
+    others = [other for other in dist.get_process_group_ranks(group) if other != rank]
+    if not others:
+        return
+    with suppress(RuntimeError):
+        receive = dist.irecv(torch.empty(1), others[0], group=group, tag=_CLOSING_TAG)
+        if receive is not None:
+            receive.wait(timedelta(milliseconds=1))

@@ -24,7 +24,7 @@ from penstock.schedule.op import Kind
 from penstock.transport.payload import Payload
 from penstock.transport.transport import Arrival, Transport
 from penstock.values import serialize as wire
-from penstock.values.constants import decode, dtype_of, encode
+from penstock.values.constants import decode, dtype_name, dtype_of, encode
 from penstock.values.structure import Structure
 
 #: Formats that a boundary may be sent in.
@@ -164,7 +164,7 @@ def compress(
         else:
             values = leaf.detach()
             parts = quantize(values, code) if quantizer is None else quantizer(place, values)
-            dtype = str(leaf.dtype).removeprefix("torch.")
+            dtype = dtype_name(leaf.dtype)
             forms.append(["bits", len(parts), dtype, list(leaf.shape)])
             tensors += parts
     structure = payload.structure

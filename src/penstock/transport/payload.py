@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.values import serialize as wire
-from penstock.values.constants import decode, dtype_of, encode, key_of
+from penstock.values.constants import decode, dtype_name, dtype_of, encode, key_of
 from penstock.values.storage import Stride, copy_stride, overlapping
 from penstock.values.structure import Structure, check_tensor, flatten, unflatten
 
@@ -45,7 +45,7 @@ class TensorForm:
         """Return the form of a tensor."""
         shape, stride = tuple(tensor.shape), tensor.stride()
         receiver_stride = copy_stride(shape, stride)
-        return cls(shape, str(tensor.dtype).removeprefix("torch."), wants_grad, receiver_stride)
+        return cls(shape, dtype_name(tensor.dtype), wants_grad, receiver_stride)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -25,6 +25,7 @@ from penstock.errors import PenstockError, RunError
 from penstock.standard_error import write_line
 from penstock.transport.addresses import bind_address, interface_of
 from penstock.transport.attempt_store import TIMEOUT_S, attempt_store, launcher_listens
+from penstock.transport.communicators import close_gloo_group
 from penstock.transport.host_memory import disable_memory_trimming
 from penstock.transport.liveness.heartbeats import Heartbeats, wait_for_keys
 from penstock.transport.liveness.store_watch import StoreWatch, wait_for_store
@@ -223,18 +224,10 @@ def _start_heartbeats(store: Store, rank: int, size: int, timeout_s: float) -> N
 
 
 def _abort_groups() -> None:
-    """End the waits for other ranks in all groups of gloo.
-
-    gloo has no abort, but a receive that times out closes the whole context.
-    """
+    """End the waits for other ranks in all groups of gloo."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-        if not others or "gloo" not in dist.get_backend_config(group):
-            continue
-        with suppress(RuntimeError):
-            receive = dist.irecv(torch.empty(1), others[0], group=group, tag=2**31 - 1)
-            if receive is not None:
-                receive.wait(timedelta(milliseconds=1))
+        if "gloo" in dist.get_backend_config(group):
+            close_gloo_group(group, dist.get_rank())
 
 
 @contextmanager

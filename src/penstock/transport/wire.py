@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
 from penstock.transport.buffer_meter import BufferMeter
-from penstock.transport.communicators import LinkKey, abort_communicators
+from penstock.transport.communicators import LinkKey, abort_communicators, close_gloo_group
 from penstock.transport.transport import TransportLost, TransportTimeout
 
 
@@ -175,25 +175,7 @@ class Wire:
         everyone = [] if self.everyone is None else [self.everyone]
         abort_communicators([*self.groups.values(), *everyone])
         for group in (self.shared, *self.replica_groups):
-            _close_group(group, self.ranks[self.rank])
-
-
-def _close_group(group: dist.ProcessGroup, rank: int) -> None:
-    """End all waits in a group of gloo, by a receive that times out.
-
-    Args:
-        group: to close.
-        rank: of this process in the job.
-    """
-    others = [other for other in dist.get_process_group_ranks(group) if other != rank]
-    if not others:
-        return
-    try:
-        receive = dist.irecv(torch.empty(1), others[0], group=group, tag=2**31 - 1)
-        if receive is not None:
-            receive.wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        return
+            close_gloo_group(group, self.ranks[self.rank])
 
 
 def is_lost(error: RuntimeError) -> bool:

@@ -207,6 +207,14 @@ def _torch_attribute(kind: type, content: Any) -> Any:
     return attribute
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as plans, checkpoints and messages have it.
+
+    >>> dtype_name(torch.float32) 'float32'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name such as `float32`.
 
@@ -231,7 +239,7 @@ _WRITERS: dict[type, Any] = {
     slice: lambda value: {"slice": _encode_list((value.start, value.stop, value.step))},
     range: lambda value: {"range": [value.start, value.stop, value.step]},
     type(Ellipsis): lambda _: {"ellipsis": None},
-    torch.dtype: lambda value: {"dtype": str(value).removeprefix("torch.")},
+    torch.dtype: lambda value: {"dtype": dtype_name(value)},
     torch.layout: lambda value: {"layout": str(value).removeprefix("torch.")},
     torch.memory_format: lambda value: {"memory_format": str(value).removeprefix("torch.")},
     torch.device: lambda value: {"device": str(value)},

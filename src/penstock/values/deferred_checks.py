@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.values.capture import is_capturing
+from penstock.values.rare_checks import is_due
 
 #: In every batch whose number is a multiple of this, results are read at once. One wait in 16
 #: batches takes less than a thousandth of the time of a step.
@@ -61,8 +62,7 @@ class DeferredChecks:
             return False
         if is_capturing(self._device):
             return True  # a read would fail; what a graph leaves is read after it has run
-        is_power_of_two = self._batches & (self._batches - 1) == 0
-        return not is_power_of_two and self._batches % PERIOD != 0
+        return not is_due(self._batches) and self._batches % PERIOD != 0
 
     @property
     def pending(self) -> bool:

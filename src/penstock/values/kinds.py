@@ -268,6 +268,7 @@ def _split_sparse(value: Tensor) -> tuple[Context, list[Any]]:
 
 
 def _build_sparse(_: type, context: Context, parts: list[Any]) -> Tensor:
+    """Rebuild a sparse tensor from its indices and values."""
     size, coalesced = context
     return torch.sparse_coo_tensor(
         parts[0], parts[1], size, is_coalesced=coalesced, check_invariants=False

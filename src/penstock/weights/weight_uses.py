@@ -326,8 +326,8 @@ def _missing_batches(
     # copy has completed. At the gradient, the copy has as many updates as batches before this one.
     maximum = 0
     for number, micro_batch in micro_batches.items():
-        own_waves = reads[stage][number].forward // waves.length
-        contained = max(own_waves - waves.distance, 0) * waves.length
+        complete_waves = reads[stage][number].forward // waves.length
+        contained = max(complete_waves - waves.distance, 0) * waves.length
         maximum = max(maximum, micro_batch.at_gradient - contained)
     return maximum
 

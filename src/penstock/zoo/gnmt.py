@@ -22,10 +22,10 @@ def gnmt(
         target_embedding
                -> decoder.lstm1 with attention ... decoder.lstm<n> -> classifier -> logits
 
-    Values between layers are dicts (see `State` in `penstock.zoo.blocks.gnmt`): target tokens are passed through the whole
-    encoder, and the attention's context through all decoder layers. So a cut inside the decoder
-    sends twice as much as one inside the encoder. Every LSTM from the third on has a residual
-    connection.
+    Values between layers are dicts (see `State` in `penstock.zoo.blocks.gnmt`): target tokens are
+    passed through the whole encoder, and the attention's context through all decoder layers. So a
+    cut inside the decoder sends twice as much as one inside the encoder. Every LSTM from the third
+    on has a residual connection.
 
     With h = hidden, v = vocabulary, n = layers / 2 it has 3 v h + v parameters in embeddings and
     classifier, and 8 h² + 8 h in an LSTM of h inputs (12 h² + 8 h of 2 h inputs): 193,765,952 at

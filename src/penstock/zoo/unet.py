@@ -31,9 +31,9 @@ def unet(
 
         images -> down.level1 ... down.level<n> -> bottom -> up.level<n> ... up.level1 -> scores
 
-    Values between layers are dicts (see `State` in `penstock.zoo.blocks.unet`): a level's skip connection is passed through all
-    layers up to the same level of the expanding path, so that a cut at the bottom sends the most. 2
-    levels + 2 layers in all.
+    Values between layers are dicts (see `State` in `penstock.zoo.blocks.unet`): a level's skip
+    connection is passed through all layers up to the same level of the expanding path, so that a
+    cut at the bottom sends the most. 2 levels + 2 layers in all.
 
     With w = width, the double convolutions, of 3 x 3 and without biases, take i inputs to o outputs
     with 9 (i o + o²) + 4 o parameters, and every level of the expanding path has 8 w² 4^(level - 1)

@@ -91,7 +91,7 @@ def played(
         input_grad=b / 2 if i is None else i,
         weight_grad=b / 2 if w is None else w,
         update=u,
-        evict=handing,
+        offload=handing,
     )
     return simulate_schedule(schedule, costs)
 

@@ -11,7 +11,6 @@ from penstock.search.planners.scope import (
     check_scope,
     likely,
     may_fit,
-    nodes_of,
     quickest,
 )
 from penstock.search.proposal import Proposal
@@ -80,10 +79,3 @@ def test_few_proposals_are_simulated_and_of_large_ones_only_the_first():
     large = [Proposal((1,) * 50, "1f1b", 4096 + turn) for turn in range(10)]
     assert quickest(small) == small[:SIMULATED]
     assert quickest(large) == large[:1]
-
-
-def test_nodes_are_told_by_the_cluster_however_ranks_are_spread():
-    """Ranks need not fill node after node."""
-    link = Link(0.0, 1e9)
-    cluster = Cluster("c", (Device("d", 1),) * 4, 2, link, link, node_of=(0, 1, 0, 1))
-    assert nodes_of(cluster) == [[0, 2], [1, 3]]

@@ -58,7 +58,7 @@ class Replica:
         """Sum these gradients; return the counts and the sums."""
         for parameter, grad in zip(self.parameters, gradients, strict=True):
             parameter.grad = None if grad is None else grad.clone()
-        known = self.sum.known_area(self.parameters)
+        known = self.sum.existing_area(self.parameters)
         if early and known is not None:
             self.sum.start(known)
         counts, sums = self.sum.finish(self.sum.area(self.parameters))

@@ -83,15 +83,11 @@ def make_sharded(job: Job) -> Step:
             fully_shard(layer, mesh=mesh)
     fully_shard(network, mesh=mesh)
     job.rename(network.named_parameters())
-    optimizer = job.optimizer(network.parameters())
+    train = job.training_step(network)
     rank, ranks = job.spec.rank, job.spec.ranks
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         """Train this rank's share of a batch."""
-        loss = job.loss(network(inputs.chunk(ranks)[rank]), targets.chunk(ranks)[rank])
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return train(inputs.chunk(ranks)[rank], targets.chunk(ranks)[rank])
 
     return step

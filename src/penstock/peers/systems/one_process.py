@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.peers.catalogue import Step, register
 from penstock.peers.job import Job
@@ -27,17 +27,7 @@ def make(job: Job, module: str, name: str) -> Step:
         chunks=job.setup.micro_batches,
         checkpoint=job.option("checkpoint", "except_last"),
     )
-    optimizer = job.optimizer(pipe.parameters())
-
-    def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        """Train one batch."""
-        loss = job.loss(pipe(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return job.training_step(pipe)
 
 
 for _library, _module, _name, _packages in (

@@ -96,14 +96,4 @@ def make_pipe(job: Job) -> Step:
         chunks=setup.micro_batches,
         checkpoint=str(job.option("checkpoint", "except_last")),
     )
-    optimizer = job.optimizer(pipe.parameters())
-
-    def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        """Train one batch."""
-        loss = job.loss(pipe(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return job.training_step(pipe)

@@ -26,7 +26,7 @@ from torch import Tensor
 from penstock.batches.batch_parts import BatchPart
 from penstock.batches.splitting import cut, even_sizes, join, sample_count
 from penstock.errors import RanksDiffer, SettingError
-from penstock.ranks.calls import FIRST_BATCHES
+from penstock.ranks.calls import is_compared_whole
 from penstock.ranks.checksum import whole_checksum
 from penstock.ranks.mesh.pipeline_mesh import PipelineMesh
 from penstock.ranks.process_world import DistributedWorld
@@ -82,22 +82,22 @@ class CopyBatches:
     schedule: Schedule
     gathers_inputs: bool
     compares: bool
-    _turn: int = 0
+    _batch_number: int = 0
     _shares: _Shares | None = None
-    _last: dist.ProcessGroup | None = None
-    _everyone: dist.ProcessGroup = field(init=False)
+    _last_stage_group: dist.ProcessGroup | None = None
+    _all_processes: dist.ProcessGroup = field(init=False)
 
     @naming_lost_ranks("could not connect to the other ranks of the mesh")
     def __post_init__(self) -> None:
         timeout = timedelta(seconds=self.world.deadline_s)
-        self._everyone = self._watched(dist.new_group(None, timeout, "gloo"))
+        self._all_processes = self._watched(dist.new_group(None, timeout, "gloo"))
         last_ranks = self.schedule.ranks_of_stage[-1]
         for members in self.mesh.pipelines:
             # In all processes of the job in one order, as torch creates groups.
             processes = [members[rank] for rank in last_ranks]
             group = dist.new_group(processes, timeout, "gloo")
             if dist.get_rank() in processes and len(processes) > 1:
-                self._last = self._watched(group)
+                self._last_stage_group = self._watched(group)
 
     @classmethod
     def of(
@@ -156,7 +156,7 @@ class CopyBatches:
         joined_y = None if y is None else self._part(y, shares, gather=True)
         return self._part(x, shares, gather=self.gathers_inputs), joined_y
 
-    def own_outputs(self, outputs: Any) -> Any:
+    def outputs_of_copy(self, outputs: Any) -> Any:
         """Return this copy's part of the outputs for the last joined batch."""
         shares = self._shares
         if self.mesh.copies == 1 or shares is None:
@@ -176,14 +176,16 @@ class CopyBatches:
         Raises:
             RanksDiffer: it is not the same.
         """
-        turn, self._turn = self._turn, self._turn + 1
-        form = _form(x) if y is None else f"x {_form(x)} and y {_form(y)}"
+        number, self._batch_number = self._batch_number, self._batch_number + 1
+        form = _describe_samples(x)
+        if y is not None:
+            form = f"x {form} and y {_describe_samples(y)}"
         content = 0
-        if self.compares and (turn < FIRST_BATCHES or turn & (turn - 1) == 0):
+        if self.compares and is_compared_whole(number):
             content = whole_checksum([*tensors_of(x), *tensors_of(y)])
         row = torch.tensor([samples, zlib.crc32(form.encode()), content])
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(self._everyone))]
-        work = dist.all_gather(rows, row, group=self._everyone, async_op=True)
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(self._all_processes))]
+        work = dist.all_gather(rows, row, group=self._all_processes, async_op=True)
         self.world.wait_for(work, "the batches of all copies of the pipeline")
         by_rank = [tuple(entry.tolist()) for entry in rows]
         self._check_same(by_rank, form)
@@ -227,7 +229,7 @@ class CopyBatches:
             gather: whether the last stage gets those of all copies.
         """
         samples, sizes = sum(shares.sizes), shares.sizes
-        if not gather or self._last is None:
+        if not gather or self._last_stage_group is None:
             return BatchPart(value, shares.positions(self._copy), samples, sizes=sizes)
         copies = self._gather(value, [sum(row) for row in shares.by_copy])
         parts = [cut(part, row) for part, row in zip(copies, shares.by_copy, strict=True)]
@@ -243,7 +245,7 @@ class CopyBatches:
             counts: by copy, its number of samples.
         """
         leaves, structure = flatten(value)
-        group = self._last
+        group = self._last_stage_group
         works, columns = [], []
         last_ranks = self.schedule.ranks_of_stage[-1]
         for count, rank in zip(counts, last_ranks, strict=True):
@@ -252,10 +254,10 @@ class CopyBatches:
                 if not isinstance(leaf, Tensor):
                     column.append(leaf)
                     continue
-                own = rank == self.world.local_ranks[0]
+                is_source = rank == self.world.local_ranks[0]
                 tensor = (
                     leaf.cpu().contiguous()
-                    if own
+                    if is_source
                     else leaf.new_empty((count, *leaf.shape[1:]), device="cpu")
                 )
                 column.append(tensor)
@@ -282,7 +284,7 @@ def _sample_count(x: Any, y: Any) -> int:
     return samples
 
 
-def _form(value: Any) -> str:
+def _describe_samples(value: Any) -> str:
     """Describe what is the same in the batches of all copies: structure, types and shapes of the
     samples.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -64,9 +65,18 @@ class PipelineMesh:
         if coordinate is None:
             raise SettingError(f"this process is not in the mesh {mesh}: {_HOW}")
         grid = _grid(mesh)
-        own = coordinate[names.index(TENSOR)] if TENSOR in names else 0
+        number = coordinate[names.index(TENSOR)] if TENSOR in names else 0
         stages, copies, width = grid.shape
-        return cls(mesh, _in_order(grid, own), stages, copies, width, own)
+        return cls(mesh, _in_order(grid, number), stages, copies, width, number)
+
+    @property
+    def dimensions(self) -> tuple[str, ...]:
+        """The names of the dimensions of the mesh."""
+        return self.mesh.mesh_dim_names or ()
+
+    def group(self, dimension: str) -> dist.ProcessGroup:
+        """Return the process group of this process in a dimension of the mesh."""
+        return self.mesh.get_group(dimension)
 
     @property
     def pipelines(self) -> list[tuple[int, ...]]:

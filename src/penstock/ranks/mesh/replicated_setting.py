@@ -28,7 +28,7 @@ def replicated(setting: RunConfig, mesh: PipelineMesh | None) -> RunConfig:
     if mesh.copies == 1:
         return replace(setting, devices=(), cluster_ranks=0, cluster_devices=())
     schedule, copies = setting.schedule, mesh.copies
-    _check(setting, copies)
+    _check_replicable(setting, copies)
     all_copies = pipelines(schedule, copies, schedule.micro_batches * copies)
     busy_s = {}
     for rank, program in enumerate(all_copies.programs):
@@ -47,7 +47,7 @@ def replicated(setting: RunConfig, mesh: PipelineMesh | None) -> RunConfig:
     )
 
 
-def for_mesh(plan: Plan | None, mesh: PipelineMesh | None) -> Plan | None:
+def plan_for_mesh(plan: Plan | None, mesh: PipelineMesh | None) -> Plan | None:
     """Return the plan of the ranks alone, if processes of a mesh share the layers of a rank.
 
     Args:
@@ -68,7 +68,7 @@ def for_mesh(plan: Plan | None, mesh: PipelineMesh | None) -> Plan | None:
     return replace(plan, tensor_parallel=1, sequence_parallel=False)
 
 
-def _check(setting: RunConfig, copies: int) -> None:
+def _check_replicable(setting: RunConfig, copies: int) -> None:
     """Reject schedules whose copies cannot have batches of their own.
 
     Raises:

@@ -111,21 +111,28 @@ class _Server:
         self.inherited = inherited
         self.owner = os.getpid()
         self._ready = False
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = "penstock.ranks.processes.fork_server"
-        command = [sys.executable, "-P", "-m", program, str(theirs.fileno()), str(self.owner)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            program,
+            str(server_socket.fileno()),
+            str(self.owner),
+        ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}
         # Libraries that read it at import must not start threads in a process that is forked.
         environment["OMP_NUM_THREADS"] = "1"
         self._process = subprocess.Popen(  # noqa: S603 - our own program
             command,
             env=environment,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[server_socket.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        theirs.close()
+        server_socket.close()
 
     def answer(self) -> bool:
         """Wait until the server is ready. Returns False if it cannot fork."""

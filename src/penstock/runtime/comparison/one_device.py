@@ -161,13 +161,13 @@ class OneDevice:
 
     def grads(self) -> dict[str, Tensor]:
         """Return the dense gradients of the model's parameters on the CPU, by name."""
-        aliases = self.placed.traced.aliases
+        traced = self.placed.traced
         grads: dict[str, Tensor] = {}
-        for layer, module in zip(self.placed.traced.layers, self.modules, strict=True):
+        for layer, module in zip(traced.layers, self.modules, strict=True):
             for name, parameter in parameters_of(layer.name, module):
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dense = grad.to_dense() if grad.is_sparse else grad
-                grads.setdefault(aliases.get(name, name), dense.cpu())
+                grads.setdefault(traced.first_name(name), dense.cpu())
         return grads
 
     def state(self) -> dict[str, Tensor]:

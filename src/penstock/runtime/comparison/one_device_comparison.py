@@ -314,7 +314,7 @@ def _buffers(
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if traced.aliases.get(name, name) not in parameters
+        if traced.first_name(name) not in parameters
     }
 
 

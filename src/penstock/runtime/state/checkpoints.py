@@ -68,7 +68,7 @@ class SeriesContext:
 class Checkpoints:
     """Checkpoints of a run: when they are written, which of them stay, and where training resumes.
 
-        with ps.Checkpoints("runs/a/checkpoints", every="10min", keep=3) as checkpoints:
+        with ps.Checkpoints("runs/a/checkpoints", interval="10min", keep=3) as checkpoints:
             checkpoints.resume(pipe)
             for x, y in islice(loader, pipe.step, None):
                 loss = pipe.train_batch(x, y)
@@ -82,7 +82,7 @@ class Checkpoints:
 
     Args:
         folder: the folder of the series; every checkpoint is a folder `step-000123` in it.
-        every: number of steps, or a time such as "10min"; None writes at signals and at the end.
+        interval: number of steps, or a time such as "10min"; None writes at signals and at the end.
         keep: number of newest checkpoints that stay, at least 1. The one with the best score stays
             too.
         context: see `SeriesContext`.
@@ -90,15 +90,16 @@ class Checkpoints:
             they are warnings of the logger `penstock`.
 
     Attributes:
-        ended: whether SIGTERM, or `context.stop_when`, has asked the run to end; the same on every rank.
+        ended: whether SIGTERM, or `context.stop_when`, has asked the run to end; the same on every
+            rank.
         saved_step: step of the newest checkpoint that is complete; None before there is one.
 
     Raises:
-        SettingError: `every` or `keep` is invalid.
+        SettingError: `interval` or `keep` is invalid.
 
     Examples:
         ```python
-        with Checkpoints("runs/mine", every=100, keep=2) as checkpoints:
+        with Checkpoints("runs/mine", interval=100, keep=2) as checkpoints:
             checkpoints.resume(pipe)
             for x, y in batches:
                 pipe.train_batch(x, y)
@@ -111,7 +112,7 @@ class Checkpoints:
         self,
         folder: str | Path,
         *,
-        every: int | str | None = None,
+        interval: int | str | None = None,
         keep: int = 3,
         context: SeriesContext = SeriesContext(),
         say: Callable[[str], None] = _LOGGER.warning,
@@ -119,7 +120,7 @@ class Checkpoints:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise SettingError(f"keep is a number of checkpoints, 1 or more, not {keep!r}")
         self.folder = Path(folder)
-        self._interval, self._keep = parse_interval(every), keep
+        self._interval, self._keep = parse_interval(interval), keep
         self._context, self._say = context, say
         self._signals = StopSignals()
         self._entered = False
@@ -321,9 +322,9 @@ class Checkpoints:
         if self._job is not None:
             job, self._job = self._job, None
             job.wait()
-            self._tell_saved(job)
+            self._notify_saved(job)
 
-    def _tell_saved(self, job: SaveJob | GatheredSave) -> None:
+    def _notify_saved(self, job: SaveJob | GatheredSave) -> None:
         """Note that a checkpoint is complete, and tell the program."""
         self._note_saved(job.step)
         if self._context.on_saved is not None:
@@ -357,7 +358,7 @@ class Checkpoints:
         self._agreed_s = time.monotonic()
         if self._job is not None and ready and self._job.advance():
             job, self._job = self._job, None
-            self._tell_saved(job)
+            self._notify_saved(job)
 
 
 def _check_writers(pipe: Pipeline) -> None:

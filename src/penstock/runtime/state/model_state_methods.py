@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import SettingError
-from penstock.modules.state_names import state_of
 from penstock.ranks.world import World
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.stale_guard import Guard, guard_model, guards_of
@@ -54,15 +53,11 @@ def whole_state(world: World, placed: state.Placed) -> dict[str, Tensor]:
     collected = state.collect(world, placed)
     if len(world.local_ranks) == world.size:
         return collected
-    facts, aliases = placed.traced.description, placed.traced.aliases
-    names = [
-        name
-        for layer, module in zip(placed.traced.layers, placed.traced.modules, strict=True)
-        for name in state_of(layer.name, module)
-    ]
+    traced = placed.traced
+    names = state.state_names(traced)
     tensors: dict[str, Tensor] = {}
-    for name in dict.fromkeys(aliases.get(name, name) for name in names):
-        fact = facts.tensor(name)
+    for name in dict.fromkeys(map(traced.first_name, names)):
+        fact = traced.description.tensor(name)
         tensor = collected.get(name)
         if tensor is None:
             tensor = torch.empty(fact.shape, dtype=getattr(torch, fact.dtype))
@@ -73,7 +68,7 @@ def whole_state(world: World, placed: state.Placed) -> dict[str, Tensor]:
             content = world.broadcast(content, 0, form)
             tensor = content.view(tensor.dtype).reshape(tensor.shape)
         tensors[name] = tensor
-    return {name: tensors[aliases.get(name, name)] for name in names}
+    return {name: tensors[traced.first_name(name)] for name in names}
 
 
 def fill(model: nn.Module | Sequence[nn.Module], values: Mapping[str, Tensor]) -> None:

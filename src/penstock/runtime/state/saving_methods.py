@@ -59,8 +59,8 @@ class Saving:
             written = parallelism.all_agree(success=success)
         if not written:
             raise FileError(
-                f"the checkpoint {path} was not written: the processes that write it, of coordinate "
-                "0 in the dimension 'tp' of the mesh, have the reason"
+                f"the checkpoint {path} was not written: the processes that write it, of "
+                "coordinate 0 in the dimension 'tp' of the mesh, have the reason"
             )
         if not parallelism.all_agree(
             success=parallelism.writes or not unseen_files(path, self._world)

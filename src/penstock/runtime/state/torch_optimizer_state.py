@@ -20,6 +20,7 @@ from penstock.errors import SettingError
 from penstock.runtime.assembly import Assembly
 from penstock.stage.stage import Stage
 from penstock.transport.payload import TensorForm
+from penstock.values.constants import dtype_name
 
 #: Keys of optimizer state that torch's optimizers keep in the shape of the parameter.
 _PARAMETER_SHAPED = frozenset(
@@ -320,17 +321,16 @@ def _add_groups(assembly: Assembly, stage: Stage, optimizer: Optimizer, part: _P
 def _add_state(assembly: Assembly, stage: Stage, tensors: _StateTensors, part: _Part) -> None:
     """Add the state of a stage's optimizer to the tensors and the description of its rank."""
     stage_tensors, facts = optimizer_state(stage, "")
-    aliases = assembly.traced.aliases
+    traced = assembly.traced
     for path, tensor in stage_tensors.items():
         local_name, _, key = path.removeprefix("optimizer/").rpartition("/")
-        name = aliases.get(local_name, local_name)
+        name = traced.first_name(local_name)
         tensors[name, key] = tensor
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        part.forms.setdefault(name, {})[key] = (list(tensor.shape), dtype)
+        part.forms.setdefault(name, {})[key] = (list(tensor.shape), dtype_name(tensor.dtype))
         part.values.setdefault(name, {})
     for local_name, fact in facts.items():
         if fact["state"]:
-            name = aliases.get(local_name, local_name)
+            name = traced.first_name(local_name)
             part.forms.setdefault(name, {})
             part.values.setdefault(name, {}).update(fact["state"])
 

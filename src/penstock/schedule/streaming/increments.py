@@ -150,6 +150,7 @@ def _latest_batch_of_first_loop(period: Period) -> int:
 
 
 def _with_batches(row: Sequence[Action], micro_batches: int) -> list[tuple[Action, int]]:
+    """Return the actions of a program with the batch of each."""
     ops = [action for action in row if isinstance(action, Op)]
     batch_of_op = dict(with_batches(ops, micro_batches))
     with_batch: list[tuple[Action, int]] = []

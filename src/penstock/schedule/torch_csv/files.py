@@ -165,6 +165,7 @@ def _rows(text: str) -> Iterator[list[Cell]]:
 
 
 def _rank_of_stage(rows: Sequence[Sequence[Cell]]) -> dict[int, int]:
+    """Return the rank of every stage, by the cells in which it computes."""
     rank_of_stage: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for cell in row:

@@ -16,8 +16,8 @@ from penstock.simulate.costs import Costs
     stages_per_rank="1, or as placement says",
     splits_backward=True,
     source="ours: list scheduling (Giffler and Thompson 1960), annealing on the critical path (Nowicki and Smutnicki 1996), "
-    "bounds after Carlier 1982, proofs by OR-Tools' CP-SAT; in the place of the automatic schedules of Qi et al. 2024 "
-    "(arXiv 2401.10241), section 3",
+    "bounds after Carlier 1982, proofs by OR-Tools' CP-SAT; in the place of the automatic "
+    "schedules of Qi et al. 2024 (arXiv 2401.10241), section 3",
 )
 def synthesised(costs: Costs, micro_batches: int, **settings: object) -> Schedule:
     """The shortest schedule found for these costs within a limit on memory; never longer than the

@@ -82,10 +82,10 @@ def zb_auto(
     """The best of eight programs that the heuristic of `penstock.search.zero_bubble_rounds` makes;
     or `zb-h1` or `zb-h2` where these fit into memory and have a shorter span.
 
-    The heuristic alone can be worse: for 6 stages, 13 micro-batches, f = 9 and i = w = 8 its span in
-    twice the memory of 1F1B is 334, and that of `zb-h2` is 330. The best program has the shortest
-    longest stage span, as in the paper; among equals, the shortest makespan. Links count as free:
-    any number of messages may use one at the same time.
+    The heuristic alone can be worse: for 6 stages, 13 micro-batches, f = 9 and i = w = 8 its span
+    in twice the memory of 1F1B is 334, and that of `zb-h2` is 330. The best program has the
+    shortest longest stage span, as in the paper; among equals, the shortest makespan. Links count
+    as free: any number of messages may use one at the same time.
 
     Args:
         costs: `forward` with one entry per stage; the others in any form.

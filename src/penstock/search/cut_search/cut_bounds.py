@@ -1,6 +1,6 @@
 """Lower bounds in seconds per step of one schedule, for many cuts at once.
 
-The bound of `search_space.schedule_bound_s` is a maximum of sums of stage seconds, so for a given
+The bound of `schedule_bound.schedule_bound_s` is a maximum of sums of stage seconds, so for a given
 schedule it is linear in them: one matrix per schedule, one row of seconds per cut, and a product.
 In contrast to that bound, updates, gradient syncs and the transfers along the ramps count too:
 
@@ -43,6 +43,7 @@ Cached = TypeVar("Cached")
 #: backward and an input gradient, "transfer" that of the boundary after the stage, and "card" the
 #: seconds for which such a message occupies a network card.
 COLUMNS = ("F", "B", "I", "W", "U", "least backward", "transfer", "card")
+FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, UPDATE, LEAST_BACKWARD, TRANSFER, CARD = range(8)
 
 #: Bounds are reduced by this share, since sums of the same seconds in another order differ by their
 #: rounding.
@@ -61,6 +62,18 @@ def all_cuts(layers: int, stages: int) -> Array:
     ends[:, 1:-1] = np.array(inner, np.int64).reshape(len(inner), stages - 1)
     ends[:, -1] = layers
     return ends
+
+
+def stage_sums(ends: Array, layer_values: Sequence[float] | Array) -> Array:
+    """Return the sums of a value of layers over the stages of every cut, shape (cuts, stages).
+
+    Args:
+        ends: cuts, or some neighbouring columns of them, as `all_cuts` returns them.
+        layer_values: of every layer.
+    """
+    prefix = np.concatenate([[0], np.cumsum(layer_values)])
+    sums: Array = prefix[ends[:, 1:]] - prefix[ends[:, :-1]]
+    return sums
 
 
 def lengths_of(ends: Array) -> tuple[int, ...]:
@@ -109,11 +122,12 @@ class CutBounds:
         values = np.zeros((len(ends), len(COLUMNS), self.schedule.stages))
         values[:, : len(PHASES)] = self._phase_seconds(ends, samples)
         # The first stage's I does nothing, and its W all that a B does (see `stage_seconds`).
-        values[:, 2, 0], values[:, 3, 0] = 0.0, values[:, 1, 0]
-        values[:, 4] = self._update_seconds(ends)
-        values[:, 5] = np.minimum(values[:, 1], values[:, 2])
-        values[:, 6, :-1] = self._transfer_seconds(ends, samples)
-        values[:, 7, :-1] = self._card_seconds(ends, samples)
+        values[:, INPUT_GRAD, 0] = 0.0
+        values[:, WEIGHT_GRAD, 0] = values[:, BACKWARD, 0]
+        values[:, UPDATE] = self._update_seconds(ends)
+        values[:, LEAST_BACKWARD] = np.minimum(values[:, BACKWARD], values[:, INPUT_GRAD])
+        values[:, TRANSFER, :-1] = self._transfer_seconds(ends, samples)
+        values[:, CARD, :-1] = self._card_seconds(ends, samples)
         return values
 
     @cached_property
@@ -197,8 +211,7 @@ class CutBounds:
     def _update_seconds(self, ends: Array) -> Array:
         """Return the seconds of the update of every stage, with the sync of its gradients."""
         layer_bytes = [layer.parameter_bytes for layer in self.request.profile]
-        sums = np.concatenate([[0], np.cumsum(layer_bytes)])
-        stage_bytes = sums[ends[:, 1:]] - sums[ends[:, :-1]]
+        stage_bytes = stage_sums(ends, layer_bytes)
         seconds = np.zeros(stage_bytes.shape)
         for stage, devices in enumerate(self._kinds_of_stage):
             profiles = [self._profile(device) for device in devices]
@@ -300,12 +313,13 @@ class CutBounds:
         for count_of_boundary in messages.values():
             row = self._zeros()
             first = min(stage for _, stage in count_of_boundary)
-            # The micro-batches whose messages are first and last have any size.
-            row[-1, 0, : first + 1] = 1
-            row[-1, 5, : first + 1] = 1
-            row[-1, 6, :first] = 2
+            # The micro-batches whose messages are first and last may have any size: count the
+            # smallest.
+            row[-1, FORWARD, : first + 1] = 1
+            row[-1, LEAST_BACKWARD, : first + 1] = 1
+            row[-1, TRANSFER, :first] = 2
             for (size, stage), count in count_of_boundary.items():
-                row[size, 7, stage] = count
+                row[size, CARD, stage] = count
             rows.append(row.ravel())
         return rows
 
@@ -321,13 +335,13 @@ class CutBounds:
         last = work[last_place]
         fill, drain = self._zeros(), self._zeros()
         size = self._size_index(first.micro_batch)
-        fill[size, 0, : first.stage] = _share(self.schedule, first)
-        fill[size, 6, : first.stage] = 1
+        fill[size, FORWARD, : first.stage] = _share(self.schedule, first)
+        fill[size, TRANSFER, : first.stage] = 1
         size = self._size_index(last.micro_batch)
-        drain[size, 5, : last.stage] = _share(self.schedule, last)
-        drain[size, 6, : last.stage] = 1
+        drain[size, LEAST_BACKWARD, : last.stage] = _share(self.schedule, last)
+        drain[size, TRANSFER, : last.stage] = 1
         if last.stage > 0:
-            drain[0, 4, 0] = 1
+            drain[0, UPDATE, 0] = 1
         whole = self._row(work) + fill.ravel()
         return [whole, self._row(work[: last_place + 1]) + (fill + drain).ravel()]
 

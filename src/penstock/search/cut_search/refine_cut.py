@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 from penstock.search.instantiate import Evaluated
 from penstock.search.plan_search import PlanSearch
@@ -36,24 +37,41 @@ def refine_cut(
         return candidate
     tried = set() if tried is None else tried
     tried.add(candidate.placed.proposal)
+    message_bytes = [layer.output_bytes_per_sample for layer in search.request.profile]
     while not search.is_over:
-        better = _better_neighbour(search, candidate, tried)
+        neighbours = (
+            replace(candidate.placed.proposal, lengths=lengths)
+            for lengths in _neighbours(candidate, message_bytes)
+        )
+        better = first_faster(search, candidate, neighbours, tried)
         if better is None:
             return candidate
         candidate = better
     return candidate
 
 
-def _better_neighbour(
-    search: PlanSearch, candidate: Evaluated, tried: set[Proposal]
+def first_faster(
+    search: PlanSearch,
+    candidate: Evaluated,
+    neighbours: Iterable[Proposal],
+    tried: set[Any],
+    key: Callable[[Proposal], object] = lambda proposal: proposal,
 ) -> Evaluated | None:
-    """Return the first neighbouring cut that is faster by enough, or None."""
-    message_bytes = [layer.output_bytes_per_sample for layer in search.request.profile]
-    for lengths in _neighbours(candidate, message_bytes):
-        proposal = replace(candidate.placed.proposal, lengths=lengths)
-        if proposal in tried:
+    """Return the first neighbour that is faster than a candidate by enough, or None.
+
+    The first and not the best: a round then costs a few simulations instead of all.
+
+    Args:
+        search: the search.
+        candidate: to improve.
+        neighbours: proposals to evaluate, in this order.
+        tried: keys of proposals not to evaluate again; those that are evaluated here are added.
+        key: returns what is equal for proposals that take the same time.
+    """
+    for proposal in neighbours:
+        if key(proposal) in tried:
             continue
-        tried.add(proposal)
+        tried.add(key(proposal))
         if search.is_over:
             return None
         neighbour = search.evaluate(proposal)
@@ -63,8 +81,8 @@ def _better_neighbour(
 
 
 def _neighbours(candidate: Evaluated, message_bytes: Sequence[float]) -> Iterator[tuple[int, ...]]:
-    """Yield the cuts that differ in one boundary, those at the busiest ranks first: by a few layers,
-    then by as many as lead to a smaller message.
+    """Yield the cuts that differ in one boundary, those at the busiest ranks first: by a few
+    layers, then by as many as lead to a smaller message.
     """
     proposal = candidate.placed.proposal
     busy = candidate.steady_state.timeline.busy if candidate.steady_state else ()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from penstock.search.cut_search.refine_cut import WORTH, refine_cut
+from penstock.search.cut_search.refine_cut import first_faster, refine_cut
 from penstock.search.instantiate import Evaluated
 from penstock.search.plan_search import PlanSearch
 from penstock.search.proposal import Proposal
@@ -20,39 +20,25 @@ MOST_RANKS = 16
 
 def refine_devices(search: PlanSearch, candidate: Evaluated) -> Evaluated:
     """Return the best candidate that is reached by exchanging devices, each exchange simulated with
-    the same cut and, unless the cut is requested, with the lengths of the exchanged stages exchanged
-    as well; `candidate` itself where none helps.
+    the same cut and, unless the cut is requested, with the lengths of the exchanged stages
+    exchanged as well; `candidate` itself where none helps.
     """
     if candidate.placed.schedule.ranks > MOST_RANKS or search.request.cluster.ranks == 1:
         return candidate
+    cluster = search.request.cluster
+
+    def key(proposal: Proposal) -> object:
+        """Return what is equal for proposals that differ by equal devices alone."""
+        return placement_key(cluster, proposal.devices), proposal.lengths
+
     tried: set[object] = set()
     while not search.is_over:
-        better = _better_exchange(search, candidate, tried)
+        tried.add(key(replace(candidate.placed.proposal, devices=_devices_of(candidate))))
+        better = first_faster(search, candidate, _exchanges(search, candidate), tried, key)
         if better is None:
             return candidate
         candidate = refine_cut(search, better)
     return candidate
-
-
-def _better_exchange(
-    search: PlanSearch, candidate: Evaluated, tried: set[object]
-) -> Evaluated | None:
-    """Return the first exchange that is faster by enough, or None."""
-    cluster = search.request.cluster
-    proposal = candidate.placed.proposal
-    devices = _devices_of(candidate)
-    tried.add((placement_key(cluster, devices), proposal.lengths))
-    for other in _exchanges(search, candidate):
-        key = placement_key(cluster, other.devices), other.lengths
-        if key in tried:
-            continue
-        tried.add(key)
-        if search.is_over:
-            return None
-        neighbour = search.evaluate(other)
-        if neighbour is not None and neighbour.step_s < candidate.step_s * (1 - WORTH):
-            return neighbour
-    return None
 
 
 def _exchanges(search: PlanSearch, candidate: Evaluated) -> Iterator[Proposal]:

@@ -1,5 +1,5 @@
-"""Good cuts are found with one schedule and used with all: local search on the cuts of every kind of
-candidate, and each result tried with the other schedules.
+"""Good cuts are found with one schedule and used with all: local search on the cuts of every kind
+of candidate, and each result tried with the other schedules.
 
 A cut that suits the links, say after a layer with a small output, suits most schedules. The bounds
 of `explore_cuts` need the work of a search of their own for every schedule to see that.

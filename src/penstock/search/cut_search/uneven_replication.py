@@ -16,7 +16,7 @@ from penstock.partition.replicated import replicated_table
 from penstock.plan.plan import Option
 from penstock.schedule.arrays import Array
 from penstock.schedule.catalogue import schedule
-from penstock.search.cut_search.cut_bounds import ROUNDING, all_cuts, lengths_of
+from penstock.search.cut_search.cut_bounds import ROUNDING, all_cuts, lengths_of, stage_sums
 from penstock.search.cuts import layer_bytes
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
@@ -73,15 +73,17 @@ def uneven(request: PlanRequest) -> Iterator[Proposal]:
             lengths = tuple(length for length, _ in cut)
             for name in schedules:
                 yield Proposal(lengths, name, micro_batches, (("replicas", replicas),))
-            even = lcm(*replicas) * max(1, round(micro_batches / lcm(*replicas)))
-            if streams and even <= request.batch and request.micro_batches in (None, even):
-                yield Proposal(lengths, "pipedream", even, (("replicas", replicas),))
+            multiple = lcm(*replicas)
+            even_count = multiple * max(1, round(micro_batches / multiple))
+            is_requested = request.micro_batches in (None, even_count)
+            if streams and even_count <= request.batch and is_requested:
+                yield Proposal(lengths, "pipedream", even_count, (("replicas", replicas),))
 
 
 def uneven_placements(request: PlanRequest) -> Iterator[tuple[Shape, list[Proposal]]]:
-    """Yield, on few ranks, the numbers of replicas per stage that differ, each with one proposal per
-    placement: that with the least estimate over cuts and numbers of micro-batches. Those with the
-    least estimates come first.
+    """Yield, on few ranks, the numbers of replicas per stage that differ, each with one proposal
+    per placement: that with the least estimate over cuts and numbers of micro-batches. Those with
+    the least estimates come first.
 
     The shape has the ranks of the numbers of replicas, and the first devices. Proposals have the
     leading schedule, to compare placements. Nothing is yielded on more ranks.
@@ -92,9 +94,9 @@ def uneven_placements(request: PlanRequest) -> Iterator[tuple[Shape, list[Propos
         return
     single_pipelines = [shape for shape in placements(request) if shape.pipelines == 1]
     for replicas in _uneven_counts(request):
-        used = sum(replicas)
-        default = Shape(1, used, tuple(range(used)))
-        choices = [shape for shape in single_pipelines if shape.ranks == used] or [default]
+        rank_count = sum(replicas)
+        default = Shape(1, rank_count, tuple(range(rank_count)))
+        choices = [shape for shape in single_pipelines if shape.ranks == rank_count] or [default]
         counts = [n for n in _micro_batch_counts(request) if n >= max(replicas)]
         options: tuple[tuple[str, Option], ...] = (("replicas", replicas),)
         proposals: list[tuple[float, Proposal]] = []
@@ -123,12 +125,12 @@ def _estimate(
         devices = shape.devices[first : first + count]
         first += count
         layer_s = np.max([_layer_seconds(request, rank, micro_batches) for rank in devices], axis=0)
-        sums = np.concatenate([[0.0], np.cumsum(layer_s)])
-        stage_s[:, stage] = sums[ends[:, stage + 1]] - sums[ends[:, stage]]
+        stage_ends = ends[:, stage : stage + 2]
+        stage_s[:, stage] = stage_sums(stage_ends, layer_s)[:, 0]
+        # As in 1F1B, whose micro-batches in flight the replicas of a stage divide.
         in_flight = -(-(len(replicas) - stage) // count)
-        held = np.concatenate([[0.0], np.cumsum(weights + in_flight * activations)])
-        room = min(map(request.memory_bytes, devices))
-        memory_share[:, stage] = (held[ends[:, stage + 1]] - held[ends[:, stage]]) / room
+        stage_bytes = stage_sums(stage_ends, weights + in_flight * activations)[:, 0]
+        memory_share[:, stage] = stage_bytes / min(map(request.memory_bytes, devices))
     slowest = (stage_s / np.array(replicas)).max(axis=1)
     seconds = micro_batches * slowest + stage_s.sum(axis=1)
     seconds[(memory_share > 1).any(axis=1)] *= RECOMPUTED
@@ -137,7 +139,9 @@ def _estimate(
 
 
 def _layer_seconds(request: PlanRequest, rank: int, micro_batches: int) -> Array:
-    """Return the seconds of forward and backward of every layer on a rank, split if that is faster."""
+    """Return the seconds of forward and backward of every layer on a rank, split if that is
+    faster.
+    """
     f, b, i, w = (request.mean_seconds(rank, phase, micro_batches) for phase in PHASES)
     seconds: Array = f + np.minimum(b, i + w)
     return seconds
@@ -186,9 +190,8 @@ def _bound_s(
     layer_s = np.min(
         [_layer_seconds(request, rank, micro_batches) for rank in of_kind.values()], axis=0
     )
-    sums = np.concatenate([[0.0], np.cumsum(layer_s)])
     ends = all_cuts(len(request.profile), len(replicas))
-    stage_s = (sums[ends[:, 1:]] - sums[ends[:, :-1]]) / np.array(replicas)
+    stage_s = stage_sums(ends, layer_s) / np.array(replicas)
     slowdown = min(request.cluster.slowdown(rank, shape.devices) for rank in shape.devices)
     least: float = stage_s.max(axis=1).min()
     return micro_batches * least * slowdown * (1 - ROUNDING)
@@ -252,8 +255,8 @@ def _cuts(request: PlanRequest, micro_batches: int) -> list[ReplicatedCut]:
 
 
 def _micro_batch_counts(request: PlanRequest) -> list[int]:
-    """Return the numbers of micro-batches to try: small multiples of the number of ranks, and on few
-    ranks also those of other configurations.
+    """Return the numbers of micro-batches to try: small multiples of the number of ranks, and on
+    few ranks also those of other configurations.
     """
     if request.micro_batches is not None:
         return [request.micro_batches]

@@ -23,7 +23,7 @@ from penstock.search.planners.replicated_stages import (
     replicated_proposal,
     sync_seconds,
 )
-from penstock.search.planners.scope import check_alike, check_scope, nodes_of
+from penstock.search.planners.scope import check_alike, check_scope
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 
@@ -94,7 +94,7 @@ def submeshes(cluster: Cluster) -> list[int]:
     >>> submeshes(cluster("3x4xV100-NVLink-25GbE"))
     [1, 2, 4, 8, 12]
     """
-    sizes = [len(node) for node in nodes_of(cluster)]
+    sizes = [len(node) for node in cluster.by_node(range(cluster.ranks))]
     inside = {2**power for power in range(min(sizes).bit_length())}
     return sorted(inside | {sum(sizes[: nodes + 1]) for nodes in range(len(sizes))})
 
@@ -113,7 +113,9 @@ def tables(
     activation_bytes = ranges.activation_bytes
     table: Numbers = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
     most_stages: NDArray[np.int64] = np.zeros(table.shape, np.int64)
-    order = [rank for node in nodes_of(request.cluster) for rank in node]
+    order = [
+        rank for node in request.cluster.by_node(range(request.cluster.ranks)) for rank in node
+    ]
     for size in submeshes(request.cluster):
         if size > min(request.copies_allowed, count):
             continue

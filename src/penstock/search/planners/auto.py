@@ -79,8 +79,8 @@ MISSES, FAR = 4, 1.2
 #: Number of candidates of different kinds that are refined, and that cost schedules are built for.
 POLISHED = 3
 
-#: Number of placements that are searched with all schedules for every number of pipelines and ranks,
-#: and of counts of micro-batches by which they are compared.
+#: Number of placements that are searched with all schedules for every number of pipelines and
+#: ranks, and of counts of micro-batches by which they are compared.
 PLACED, PLACED_COUNTS = 3, 2
 
 #: Maximum number of candidates in the table that do not fit.
@@ -186,8 +186,8 @@ def _scan(search: PlanSearch, space: SearchSpace) -> dict[tuple[Shape, int], flo
 
 
 def _best_placements(search: PlanSearch) -> list[Shape]:
-    """Return the best placements of few devices, for every number of pipelines and of ranks in each,
-    as the leading schedule has them.
+    """Return the best placements of few devices, for every number of pipelines and of ranks in
+    each, as the leading schedule has them.
     """
     search.allow(SCAN)
     groups: dict[tuple[int, int], list[Shape]] = {}
@@ -210,8 +210,8 @@ def _best_placements(search: PlanSearch) -> list[Shape]:
 
 
 def _best_uneven_placements(search: PlanSearch) -> list[tuple[tuple[int, ...], Shape]]:
-    """Return the best placements of few devices for all numbers of replicas that differ by stage, as
-    the leading schedule has them.
+    """Return the best placements of few devices for all numbers of replicas that differ by stage,
+    as the leading schedule has them.
     """
     best_placements: list[tuple[tuple[int, ...], Shape]] = []
     for shape, proposals in uneven_placements(search.request):
@@ -253,13 +253,20 @@ def _search(
         kinds.setdefault(kind, []).append(configuration)
     nearest = dict.fromkeys(kinds, math.inf)
     misses = dict.fromkeys(kinds, 0)
+
+    def is_hopeless(kind: tuple[str, int, int]) -> bool:
+        """Return whether a kind has not come near the best plan so far, or has given no plan in
+        several configurations. As long as nothing fits, every kind may still be the one that does.
+        """
+        if not search.feasible:
+            return False
+        if nearest[kind] == math.inf:
+            return misses[kind] >= MISSES
+        return nearest[kind] > FAR * search.best_s
+
     for turn in range(max(map(len, kinds.values()), default=0)):
         for kind, configurations in kinds.items():
-            if nearest[kind] == math.inf:
-                is_out = misses[kind] >= MISSES
-            else:
-                is_out = nearest[kind] > FAR * search.best_s
-            if turn >= len(configurations) or (is_out and search.feasible):
+            if turn >= len(configurations) or is_hopeless(kind):
                 continue
             if search.is_over:
                 return

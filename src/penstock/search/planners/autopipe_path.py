@@ -100,9 +100,9 @@ def _cool_down(
     start = {(row, rows - 1 - row): starts[critical + row] for row in range(rows)}
     for column in range(rows - 2, -1, -1):
         for row in range(rows - 2 - column, -1, -1):
-            after_own = start[row, column + 1] + backward[critical + row]
+            after_same = start[row, column + 1] + backward[critical + row]
             after_next = start[row + 1, column] + backward[critical + row + 1]
-            begin = max(after_own, after_next) + transfer_s
+            begin = max(after_same, after_next) + transfer_s
             start[row, column] = max(begin, start[row - 1, column + 1]) if row else begin
     return start[0, 0]
 

@@ -14,9 +14,9 @@ device is asynchronous (AS, an FPGA) if it computes and transfers at the same ti
 so that transfers cost no time as long as the link has the needed bandwidth; synchronous ones (S, a
 GPU) either wait for every transfer (SNO) or hide them behind twice the warm-up (SO).
 
-Source: Zhao et al. 2020, BaPipe, as docs/literature/bapipe.md has it. 1F1B-SO holds while 2 SR <= F + B, above
-which the link is the bottleneck. FBP-AS at the grain of a micro-batch would take (M+2N-1)(F+B); the
-formula is that of the paper, which streams inside a micro-batch.
+Source: Zhao et al. 2020, BaPipe, as docs/literature/bapipe.md has it. 1F1B-SO holds while 2 SR <= F
++ B, above which the link is the bottleneck. FBP-AS at the grain of a micro-batch would take
+(M+2N-1)(F+B); the formula is that of the paper, which streams inside a micro-batch.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from penstock.search.planners.dapple_places import Network
 from penstock.search.planners.dapple_search import Placed, Task, devices_of, search
 from penstock.search.planners.layer_costs import LayerCosts
 from penstock.search.planners.replicated_stages import links_inside
-from penstock.search.planners.scope import check_alike, check_scope, likely, nodes_of, quickest
+from penstock.search.planners.scope import check_alike, check_scope, likely, quickest
 from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
 
@@ -57,7 +57,7 @@ def dapple(request: PlanRequest) -> Plan:
     """
     check_scope(request, "dapple", "1f1b")
     check_alike(request, "dapple")
-    nodes = nodes_of(request.cluster)
+    nodes = request.cluster.by_node(range(request.cluster.ranks))
     steps = _search_size(nodes, len(request.profile))
     if steps > MOST_STEPS:
         raise PlanError(

@@ -152,6 +152,7 @@ class _Search:
             for table in list(self.tables.values()):
                 slots = np.flatnonzero(np.isfinite(table.values[:, start]))
                 origins = table.origins[:, slots, start].T.astype(int).tolist()
+                # Both rankings may have stored the same pipeline.
                 for parent, move in dict.fromkeys(map(tuple, origins)):
                     self._expand(self._after(self.prefixes[parent], self.moves[move], start))
         pipelines = [self._placed(*best) for best in self.best_of.values()]
@@ -189,6 +190,7 @@ class _Search:
             return
         number = len(self.prefixes)
         self.prefixes.append(prefix)
+        # `extend` writes the new stage, the transfers around it and the rest behind these rows.
         rows = np.zeros((3, len(prefix.rows) + 4))
         if prefix.rows:
             rows[:, : len(prefix.rows)] = np.array(prefix.rows).T

@@ -8,7 +8,6 @@ from itertools import permutations, product
 from math import gcd, prod
 
 from penstock.cluster.cluster import Cluster
-from penstock.search.planners.scope import nodes_of
 
 #: The devices of every virtual worker, one per stage.
 Allocation = tuple[tuple[int, ...], ...]
@@ -35,7 +34,7 @@ def allocations(
     Source: Park et al. 2020, HetPipe, section 5 (NP, ED, HD).
     """
     named: list[tuple[str, Allocation]] = []
-    nodes = nodes_of(cluster)
+    nodes = cluster.by_node(range(cluster.ranks))
     if len({len(node) for node in nodes}) == 1:
         named.append(("node partition", tuple(map(tuple, nodes))))
     kinds: dict[str, list[int]] = {}

@@ -19,7 +19,6 @@ from penstock.search.planners.scope import (
     check_scope,
     likely,
     may_fit,
-    nodes_of,
     quickest,
 )
 from penstock.search.proposal import Objective, Proposal, replica_options
@@ -185,7 +184,7 @@ def _levels(request: PlanRequest) -> tuple[list[Level], list[object]]:
     ranks.
     """
     cluster = request.cluster
-    nodes = nodes_of(cluster)
+    nodes = cluster.by_node(range(cluster.ranks))
     sizes = {len(ranks) for ranks in nodes}
     is_free = request.stages is None and request.max_replicas is None
     if not is_free or len(nodes) == 1 or sizes == {1} or len(sizes) > 1:

@@ -19,7 +19,7 @@ from penstock.errors import PlanError
 from penstock.plan.plan import Plan
 from penstock.search.best_plan import best_plan
 from penstock.search.planners.layer_costs import LayerCosts, Numbers, before, ranges_of
-from penstock.search.planners.scope import nodes_of, quickest
+from penstock.search.planners.scope import quickest
 from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
 from penstock.simulate.gradient_sync import all_reduce_seconds
@@ -121,7 +121,7 @@ def pack_devices(cluster: Cluster, sizes: Sequence[int]) -> tuple[int, ...]:
     >>> pack_devices(cluster("2x4xV100-NVLink-25GbE"), [1, 4, 2, 1])
     (6, 0, 1, 2, 3, 4, 5, 7)
     """
-    free = nodes_of(cluster)
+    free = cluster.by_node(range(cluster.ranks))
     in_order = [rank for node in free for rank in node]
     if _spans_fewest_nodes(cluster, in_order, sizes, largest_node=max(map(len, free))):
         return tuple(in_order[: sum(sizes)])

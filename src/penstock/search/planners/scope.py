@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError
 from penstock.schedule.catalogue import FAMILIES
 from penstock.schedule.recompute import Recompute
@@ -33,8 +32,8 @@ def check_scope(request: PlanRequest, planner: str, *schedules: str) -> None:
     available = {FAMILIES.find(name).name for name in schedules}
     if not available.intersection(request.schedules):
         raise PlanError(
-            f"{planner} runs {' or '.join(sorted(available))}, and {', '.join(request.schedules)} is "
-            "requested: leave schedules out, or use planner 'auto'"
+            f"{planner} runs {' or '.join(sorted(available))}, and {', '.join(request.schedules)} "
+            "is requested: leave schedules out, or use planner 'auto'"
         )
 
 
@@ -120,11 +119,3 @@ def quickest(proposals: Sequence[Proposal], most: int = SIMULATED) -> list[Propo
             break
         selected.append(proposal)
     return selected
-
-
-def nodes_of(cluster: Cluster) -> list[list[int]]:
-    """Return the ranks of every node; nodes are in the order of their first ranks."""
-    nodes: dict[int, list[int]] = {}
-    for rank in range(cluster.ranks):
-        nodes.setdefault(cluster.node(rank), []).append(rank)
-    return list(nodes.values())

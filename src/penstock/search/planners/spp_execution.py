@@ -35,8 +35,8 @@ def makespan(
         sync: seconds of every stage's gradient sync.
         micro_batches: number of micro-batches.
 
-    Source: Luo et al. 2022, SPP, pipeline execution scheduler; docs/literature/spp.md, which has no more of
-    the order than this.
+    Source: Luo et al. 2022, SPP, pipeline execution scheduler; docs/literature/spp.md, which has no
+    more of the order than this.
     """
     stages = len(forward)
     seconds: list[tuple[float, float]] = []

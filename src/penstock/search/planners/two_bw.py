@@ -88,9 +88,9 @@ def _infeasible_message(request: PlanRequest) -> str:
     depth = "" if request.stages is None else f" in {request.stages} stages"
     return (
         f"2bw finds no width and depth{depth} for {request.cluster.ranks} devices with "
-        f"{format_bytes(least_memory(request))} each: a batch of {request.batch} must have as many micro-batches "
-        "for each pipeline as it has stages, and with its cost functions none of that fits. Use "
-        "more devices, or a larger batch"
+        f"{format_bytes(least_memory(request))} each: a batch of {request.batch} must have as "
+        "many micro-batches for each pipeline as it has stages, and with its cost functions none "
+        "of that fits. Use more devices, or a larger batch"
     )
 
 

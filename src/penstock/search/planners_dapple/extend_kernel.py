@@ -57,8 +57,8 @@ class StepNumbers:
 def latency(
     forward: Numbers, backward: Numbers, reduce: Numbers, count: int, micro_batches: float
 ) -> Any:
-    """Return the paper's latency of a step: warm-up, steady phase and ending, seen from the pivot Q,
-    the stage that has the fewest bubbles. Transfers count as stages between stages.
+    """Return the paper's latency of a step: warm-up, steady phase and ending, seen from the pivot
+    Q, the stage that has the fewest bubbles. Transfers count as stages between stages.
 
         T_w = F_0 + ... + F_Q
         T_s = (M - 1)(F_Q + B_Q)

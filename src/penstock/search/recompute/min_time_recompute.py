@@ -101,6 +101,7 @@ def min_time_recompute(
     excess = least - room(bounds)[:, None]
     fits = excess <= 0
     if fits.any():
+        # The least time at which anything fits; there, the bound under which least is saved.
         tick = int(np.argmax(fits.any(axis=0)))
         row = int(np.argmin(np.where(fits[:, tick], least[:, tick], np.inf)))
     else:
@@ -141,12 +142,14 @@ class _Table:
         shape = len(bounds), self.ticks[-1] + 1
         self.saving, self.recomputing = [np.full(shape, np.inf)], [np.full(shape, np.inf)]
         self.best: list[Array] = []
+        # Before the first layer nothing is saved, and a stage begins there as behind a segment.
         self.recomputing[0][:, 0] = 0.0
         for place in range(count):
             self.best.append(np.minimum(self.saving[place], self.recomputing[place]))
             self.saving.append(np.minimum(*self._saving_options(place)))
             self.recomputing.append(np.full(shape, np.inf))
             for first in self.firsts_of[place + 1]:
+                # Only bounds from this one on allow the segment.
                 low = np.searchsorted(bounds, segment_bytes[first, place + 1])
                 later = self.ticks[place + 1] - self.ticks[first]
                 target = self.recomputing[-1][low:, later:]

@@ -63,7 +63,7 @@ class Bucket:
                 else:
                     view.copy_(dense(parameter, stage))
 
-    def stale(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether a gradient has changed since `fill`."""
         for parameter, (grad, version) in zip(self.parameters, self._contents, strict=True):
             if parameter.grad is not grad or (grad is not None and grad._version != version):
@@ -95,7 +95,7 @@ class BucketSum:
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, int] = {}
         self._missing: list[int] = []
-        self._next = 0
+        self._next_bucket = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._flags: Tensor | None = None
         self._flags_work: Work | None = None
@@ -130,20 +130,18 @@ class BucketSum:
             For each parameter the number of replicas that have a gradient; and the sum, in the
             memory of the gradient if there is one.
         """
-        self._remove_hooks()
-        if self._flags_work is None:
-            self._send_all(parameters)
+        self.start(parameters)  # does nothing if it has been called
         self._waiting("the other replicas", self._complete)
         counts = self._read_flags()
         self._flags = self._flags_work = None
-        self._next = 0
+        self._next_bucket = 0
         return counts, self._copy_out()
 
     def forget(self) -> None:
         """Drop the state of an unfinished sum."""
         self._remove_hooks()
         self._flags = self._flags_work = None
-        self._next = 0
+        self._next_bucket = 0
         for bucket in self._buckets:
             bucket.work, bucket.rounds = None, 0
 
@@ -160,6 +158,7 @@ class BucketSum:
             return
         groups: list[list[nn.Parameter]] = []
         open_groups: dict[torch.dtype, list[nn.Parameter]] = {}
+        # Backwards produce gradients from the last parameter on: so the first bucket is full early.
         for parameter in reversed(parameters):
             group = open_groups.get(parameter.dtype)
             if group is None or sum(member.nbytes for member in group) >= BUCKET_BYTES:
@@ -189,9 +188,9 @@ class BucketSum:
     def _ready(self, parameter: nn.Parameter) -> None:
         """Note that a gradient is there; send the buckets that are full, in their order."""
         self._missing[self._bucket_of[parameter]] -= 1
-        while self._next < len(self._buckets) and self._missing[self._next] <= 0:
-            self._send(self._buckets[self._next])
-            self._next += 1
+        while self._next_bucket < len(self._buckets) and self._missing[self._next_bucket] <= 0:
+            self._send(self._buckets[self._next_bucket])
+            self._next_bucket += 1
         self._poll()
 
     def _send(self, bucket: Bucket) -> None:
@@ -201,18 +200,22 @@ class BucketSum:
             bucket.work, bucket.rounds = bucket.reduction.begin(), 1
 
     def _send_all(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Send the remaining buckets, then which gradients there are and which buckets are stale."""
+        """Send the remaining buckets, then which gradients there are and which buckets are
+        stale.
+        """
         self._prepare(parameters)
-        for bucket in self._buckets[self._next :]:
+        for bucket in self._buckets[self._next_bucket :]:
             self._send(bucket)
-        self._next = len(self._buckets)
+        self._next_bucket = len(self._buckets)
         has_grad = gradient_flags(self._parameters)
-        stale = [bucket.stale() for bucket in self._buckets]
+        stale = [bucket.is_stale() for bucket in self._buckets]
         self._flags = torch.cat([has_grad, torch.tensor(stale, dtype=torch.uint8)]).int()
         self._flags_work = self._collectives.all_reduce(self._flags)
 
     def _poll(self) -> None:
-        """Start the second round of buckets whose first one has ended, in order, without waiting."""
+        """Start the second round of buckets whose first one has ended, in order, without
+        waiting.
+        """
         for bucket in self._buckets:
             if bucket.rounds == 2:
                 continue
@@ -234,10 +237,10 @@ class BucketSum:
         assert self._flags_work is not None
         self._collectives.wait(self._flags_work)
         stale = self._flags[len(self._parameters) :].tolist()
-        again = [bucket for bucket, count in zip(self._buckets, stale, strict=True) if count]
-        for bucket in again:
+        resent = [bucket for bucket, count in zip(self._buckets, stale, strict=True) if count]
+        for bucket in resent:
             self._send(bucket)
-        self._complete_rounds(again)
+        self._complete_rounds(resent)
 
     def _complete_rounds(self, buckets: Sequence[Bucket]) -> None:
         """Wait for both rounds of some buckets."""

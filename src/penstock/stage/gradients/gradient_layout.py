@@ -44,6 +44,7 @@ class Region:
         return self._bound(position, pieces), self._bound(position + 1, pieces)
 
     def _bound(self, position: int, pieces: int) -> int:
+        """Return where a piece begins: at a multiple of the alignment."""
         if position == pieces:
             return self.count
         exact = position * self.count // pieces

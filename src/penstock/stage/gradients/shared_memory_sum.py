@@ -1,9 +1,9 @@
 """Sum of the gradients of replicas on one host, in memory that their processes share.
 
 Every replica copies its gradients into a segment that all others have opened. Replica i then sums
-piece i of all segments, in the order of the ranks, and stores the sum in piece i of its own segment,
-from where the others copy it. Each gradient is copied twice and read once for the sum; messages
-through `transport.same_host` copy it as often, and sum it in every replica.
+piece i of all segments, in the order of the ranks, and stores the sum in piece i of its own
+segment, from where the others copy it. Each gradient is copied twice and read once for the sum;
+messages through `transport.same_host` copy it as often, and sum it in every replica.
 
     replica 0   [ a0 | a1 ]  ──▶  [ a0 + b0 | a1      ]  ──▶  gradients of both replicas:
     replica 1   [ b0 | b1 ]  ──▶  [ b0      | a1 + b1 ]       [ a0 + b0 | a1 + b1 ]
@@ -150,7 +150,7 @@ class SharedMemorySum:
         """Bytes of this rank's segment."""
         return 0 if self._area is None else self._area.layout.nbytes
 
-    def known_area(self, parameters: Sequence[nn.Parameter]) -> SharedArea | None:
+    def existing_area(self, parameters: Sequence[nn.Parameter]) -> SharedArea | None:
         """Return the segments that `area` has made for some parameters, if it has."""
         area = self._area
         return area if area is not None and _same(area.parameters, parameters) else None
@@ -161,7 +161,7 @@ class SharedMemorySum:
         All replicas call it with the same parameters. The first call for some parameters waits for
         the other replicas.
         """
-        area = self.known_area(parameters)
+        area = self.existing_area(parameters)
         if area is not None:
             return area
         if self._unavailable is not None and _same(self._unavailable, parameters):
@@ -204,13 +204,13 @@ class SharedMemorySum:
             For each parameter the number of replicas that have a gradient, and the sum: in the
             memory of the gradient if this rank has one, None if it is not needed.
         """
-        counts = self.sum(area)
+        counts = self._sum(area)
         self._messages.exchange(UpdateMessage.SUMMED, self._empty_rows())
         sums = self._copy_out(area, needed)
-        self.release()
+        self._release()
         return counts, sums
 
-    def sum(self, area: SharedArea) -> list[int]:
+    def _sum(self, area: SharedArea) -> list[int]:
         """Sum this rank's piece of the gradients, which stays in shared memory.
 
         Returns:
@@ -225,11 +225,7 @@ class SharedMemorySum:
             area.sum_piece()
         return [int(count) for count in flags.tolist()]
 
-    def exchange_pieces(self) -> None:
-        """Wait until all replicas have stored what they compute in their pieces."""
-        self._messages.exchange(UpdateMessage.SUMMED, self._empty_rows())
-
-    def release(self) -> None:
+    def _release(self) -> None:
         """Tell the others that this rank reads nothing more from their segments."""
         self._messages.send(UpdateMessage.COPIED, [torch.empty(0)])
         self._in_use = True

@@ -1,8 +1,8 @@
 """A stage whose layers several processes share.
 
 FSDP2 gathers the weights at the beginning of a batch and keeps them until its end, as
-`reshard_after_forward=False` says. Backwards of micro-batches add up whole gradients; after the last
-one they are summed over the copies and divided, as torch.distributed.pipelining does. They are
+`reshard_after_forward=False` says. Backwards of micro-batches add up whole gradients; after the
+last one they are summed over the copies and divided, as torch.distributed.pipelining does. They are
 summed and not averaged, because losses carry their share of the joined batch.
 """
 
@@ -77,7 +77,7 @@ class ParallelStage:
 
         Gradients of earlier batches, which are sums over the copies already, are set aside.
         """
-        for parameter in self._reduced_here():
+        for parameter in self._reduced_without_fsdp():
             if parameter.grad is not None:
                 self._previous[parameter] = parameter.grad
                 parameter.grad = None
@@ -87,22 +87,31 @@ class ParallelStage:
     def reduce(self) -> None:
         """After the last backward of a batch: sum the gradients over the copies."""
         if self._wrapped:
-            self._complete_gradients()
-            for module in self._wrapped:
-                self._set_last(module, last=True)
-            for group in self._fsdp_groups():
-                group.post_backward()
-            for module in self._wrapped:
-                state = _state_of(module)
-                if state._is_root:
-                    state._root_post_backward_final_callback()
-            for module in self._wrapped:
-                self._set_last(module, last=False)
-        self._sum_over_copies([p for p in self._reduced_here() if p.requires_grad])
+            self._reduce_by_fsdp()
+        self._sum_over_copies([p for p in self._reduced_without_fsdp() if p.requires_grad])
         for parameter, previous in self._previous.items():
             grad = parameter.grad
             parameter.grad = previous if grad is None else previous + grad
         self._previous.clear()
+
+    def _reduce_by_fsdp(self) -> None:
+        """Let FSDP sum and divide the gradients that it has left whole in all backwards.
+
+        The steps are those of a last backward under FSDP, in its order: backwards of a pipeline are
+        calls of their own, so that no hook of FSDP could tell which is the last.
+        """
+        self._complete_gradients()
+        for module in self._wrapped:
+            self._set_last(module, last=True)
+        for group in self._fsdp_groups():
+            group.post_backward()
+        for module in self._wrapped:
+            state = _state_of(module)
+            if state._is_root:
+                # Waits for the sums, and puts them into `grad`.
+                state._root_post_backward_final_callback()
+        for module in self._wrapped:
+            self._set_last(module, last=False)
 
     def end(self) -> None:
         """After a batch: free what other processes have of the weights."""
@@ -112,7 +121,7 @@ class ParallelStage:
     def sum_over_tensor_ranks(self, numbers: Tensor) -> Tensor:
         """Return the sum of numbers over the processes that share the layers of a rank."""
         if self._mesh.width > 1:
-            dist.all_reduce(numbers, group=self._mesh.mesh.get_group(TENSOR))
+            dist.all_reduce(numbers, group=self._mesh.group(TENSOR))
         return numbers
 
     def share_over_tensor_ranks(self, number: Tensor) -> Tensor:
@@ -122,10 +131,10 @@ class ParallelStage:
         that all of them have must stay the same.
         """
         if self._mesh.width > 1:
-            dist.broadcast(number, group=self._mesh.mesh.get_group(TENSOR), group_src=0)
+            dist.broadcast(number, group=self._mesh.group(TENSOR), group_src=0)
         return number
 
-    def _reduced_here(self) -> list[nn.Parameter]:
+    def _reduced_without_fsdp(self) -> list[nn.Parameter]:
         """Return the shared parameters whose gradients FSDP does not sum over copies."""
         if self._mesh.copies == 1:
             return []
@@ -142,7 +151,7 @@ class ParallelStage:
                 parameter.grad = torch.zeros_like(parameter)
         parts = [local_part(parameter.grad) for parameter in used]
         buckets = flat(parts)
-        group = self._mesh.mesh.get_group(COPIES)
+        group = self._mesh.group(COPIES)
         works = [dist.all_reduce(bucket, group=group, async_op=True) for bucket in buckets]
         for work in works:
             assert work is not None
@@ -163,7 +172,7 @@ class ParallelStage:
 
     def _counts(self, flags: Iterable[bool]) -> list[int]:
         """Return the number of copies on which each flag is set."""
-        group = self._mesh.mesh.get_group(COPIES)
+        group = self._mesh.group(COPIES)
         numbers = torch.tensor([*flags], dtype=torch.int32, device=self._mesh.mesh.device_type)
         dist.all_reduce(numbers, group=group)
         return [int(number) for number in numbers.tolist()]
@@ -183,7 +192,6 @@ class ParallelStage:
         Raises:
             SettingError: over others.
         """
-        names = self._mesh.mesh.mesh_dim_names or ()
         for layer in self._layers:
             for name, parameter in layer.named_parameters():
                 if not isinstance(parameter, DTensor):
@@ -192,7 +200,7 @@ class ParallelStage:
                 allowed: list[tuple[str, ...]] = [(TENSOR,)]
                 if id(parameter) in self._fsdp_parameters:
                     allowed = [(COPIES,), (COPIES, TENSOR)]
-                if dimensions not in allowed or not {*dimensions} <= {*names}:
+                if dimensions not in allowed or not {*dimensions} <= {*self._mesh.dimensions}:
                     raise SettingError(
                         f"parallelize= shares {name} of stage {self.index} over the dimensions "
                         f"{', '.join(map(repr, dimensions)) or 'without names'}: fully_shard takes "

@@ -77,12 +77,12 @@ class Parallelism:
                     "docs/mesh.md; or pass mesh=mesh['pp', 'dp'] or mesh['pp']"
                 )
             return None
-        if mesh is None or not {COPIES, TENSOR} & {*(mesh.mesh.mesh_dim_names or ())}:
+        if mesh is None or not {COPIES, TENSOR} & {*mesh.dimensions}:
             raise SettingError(
                 "parallelize= shares the layers of a stage between the processes of a dimension "
                 "'dp' or 'tp': give mesh= with one of them, see docs/mesh.md"
             )
-        _check(setting, options)
+        _check_supported(setting, options)
         return cls(mesh, function)
 
     def apply(self, index: int, layers: Sequence[nn.Module]) -> ParallelStage:
@@ -109,8 +109,8 @@ class Parallelism:
         returned = modules
         if isinstance(result, (nn.Module, list, tuple)):
             returned = [result] if isinstance(result, nn.Module) else [*result]
-        known = {id(layer) for layer in layers}
-        if [*map(id, modules)] != [*map(id, layers)] or not {*map(id, returned)} <= known:
+        layer_ids = {id(layer) for layer in layers}
+        if [*map(id, modules)] != [*map(id, layers)] or not {*map(id, returned)} <= layer_ids:
             raise SettingError(
                 "parallelize= has returned or inserted other modules: it must change the layers "
                 "in place, as fully_shard(layer, mesh=mesh['dp']) and parallelize_module(layer, "
@@ -121,9 +121,9 @@ class Parallelism:
     def watch_groups(self, world: World) -> None:
         """Close the groups of the shared layers, too, when the run is stopped."""
         assert isinstance(world, DistributedWorld)
-        for name in self.mesh.mesh.mesh_dim_names or ():
-            group = self.mesh.mesh.get_group(name)
-            if name in (COPIES, TENSOR) and dist.get_backend(group) == "gloo":
+        for name in self._shared_dimensions:
+            group = self.mesh.group(name)
+            if dist.get_backend(group) == "gloo":
                 world.watch_group(group)
 
     @property
@@ -140,21 +140,24 @@ class Parallelism:
         if self.mesh.width == 1:
             return success
         failures = torch.tensor([not success], dtype=torch.int32, device=self.mesh.mesh.device_type)
-        dist.all_reduce(failures, group=self.mesh.mesh.get_group(TENSOR))
+        dist.all_reduce(failures, group=self.mesh.group(TENSOR))
         return not failures.item()
 
     def _share(self, tensor: Tensor) -> None:
         """Copy a tensor of the first process to all that share the stage or have a copy of it."""
-        for name in (TENSOR, COPIES):
-            if name not in (self.mesh.mesh.mesh_dim_names or ()):
-                continue
-            group = self.mesh.mesh.get_group(name)
+        for name in self._shared_dimensions:
             content = tensor.contiguous()
-            dist.broadcast(content.view(-1).view(torch.uint8), group=group, group_src=0)
+            message = content.view(-1).view(torch.uint8)  # gloo has few dtypes
+            dist.broadcast(message, group=self.mesh.group(name), group_src=0)
             tensor.copy_(content)
 
+    @property
+    def _shared_dimensions(self) -> list[str]:
+        """The dimensions of the mesh over which a stage's weights are the same, or divided."""
+        return [name for name in (TENSOR, COPIES) if name in self.mesh.dimensions]
 
-def _check(setting: RunConfig, options: TrainingOptions) -> None:
+
+def _check_supported(setting: RunConfig, options: TrainingOptions) -> None:
     """Reject what layers that processes share do not support.
 
     Raises:

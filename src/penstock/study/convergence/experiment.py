@@ -218,7 +218,9 @@ class Experiment:
                 )
 
     def _optimizer_for(self, rule: str) -> str:
-        """Return the experiment's optimizer if the rule supports it, else the first supported one."""
+        """Return the experiment's optimizer if the rule supports it, else the first supported
+        one.
+        """
         supported = weight_rule(rule).optimizers
         if not supported or OPTIMIZERS[self.optimizer] in supported:
             return self.optimizer

@@ -111,6 +111,7 @@ class RecordFile:
         return [self.records[case.key] for case in cases if case.key in self.records]
 
     def _insert(self, entry: Entry) -> None:
+        """Add an entry to the records in memory."""
         if isinstance(entry, Record):
             self.records[entry.case.key] = entry
         else:

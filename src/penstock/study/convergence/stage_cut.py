@@ -50,7 +50,9 @@ def layer_costs(traced: TracedChain, example: Tensor) -> list[float]:
 
 
 def _count_positions(output: Tensor) -> int:
-    """Return the number of positions of a sample at which a matrix is applied: pixels, tokens or 1."""
+    """Return the number of positions of a sample at which a matrix is applied: pixels, tokens or
+    1.
+    """
     shape = output.shape[1:]
     return math.prod(shape[1:] if len(shape) == 3 else shape[:-1])
 

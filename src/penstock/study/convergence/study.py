@@ -1,4 +1,6 @@
-"""A whole study: cases run or found in the notebook, throughputs, tables, figures, one folder."""
+"""A whole study in one folder: cases are run or read from the records, then throughputs, tables and
+figures.
+"""
 
 from __future__ import annotations
 

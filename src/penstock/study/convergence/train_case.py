@@ -52,7 +52,9 @@ def pipeline(case: Case, executor: str) -> tuple[Pipeline, Task, TrainConfig]:
 
 
 def stream(task: Task, config: TrainConfig, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield `count` batches of equal size, epoch after epoch; the same for all cases of one seed."""
+    """Yield `count` batches of equal size, epoch after epoch; the same for all cases of one
+    seed.
+    """
     data = task.data
     epochs = (
         batches(

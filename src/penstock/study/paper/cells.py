@@ -56,7 +56,7 @@ class Template:
         stages: int = 1,
         micro_batches: int = 1,
         balance: str = "",
-        more: Options = (),
+        system_options: Options = (),
     ) -> Cell:
         """Return a cell with repetition 0."""
         return replace(
@@ -66,7 +66,7 @@ class Template:
             stages=stages,
             micro_batches=micro_batches,
             balance=balance,
-            options=options(dict(more), lr=LEARNING_RATE, momentum=MOMENTUM),
+            options=options(dict(system_options), lr=LEARNING_RATE, momentum=MOMENTUM),
         )
 
     def repeat(self, cell: Cell) -> list[Cell]:
@@ -100,14 +100,14 @@ def template(settings: Settings) -> Template:
 
 def paper_cell(common: Template, published: PublishedCell) -> Cell:
     """Return a published cell as it is run here."""
-    schedule, more = LIBRARIES[published.library]
+    schedule, system_options = LIBRARIES[published.library]
     return common.cell(
         published.library,
         schedule,
         published.gpus,
         published.micro_batches,
         published.balance,
-        more,
+        system_options,
     )
 
 
@@ -150,9 +150,9 @@ def balance_pairs(common: Template) -> list[tuple[Cell, Cell]]:
     """Return pairs of cells that differ in the balance only: by size, and by time."""
     pairs = []
     for name in ("torchgpipe", "fairscale"):
-        schedule, more = LIBRARIES[name]
+        schedule, system_options = LIBRARIES[name]
         for stages in GPUS:
-            by_size = common.cell(name, schedule, stages, MOST, "size", more)
+            by_size = common.cell(name, schedule, stages, MOST, "size", system_options)
             pairs.append((by_size, replace(by_size, balance="time")))
     for stages in GPUS:
         by_size = common.cell("penstock", "1f1b", stages, MOST, "size")

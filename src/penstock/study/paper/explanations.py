@@ -4,7 +4,7 @@ balance by time against balance by size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.report.document import Column, Table, Value
@@ -49,18 +49,15 @@ def one_process(common: Template, measurements: Measurements) -> Explained:
         "Both are Penstock's GPipe on the same cut without recomputation; neither has any data "
         "parallelism.",
     )
-    sentences = [_data_parallel_sentence(common, measurements)]
-    for first, second in pairs:
-        if measurements.is_meaningful(first):
-            sentences.append(
-                _sentence(
-                    measurements.of(first),
-                    measurements.of(second),
-                    f"On {first.stages} devices one process per stage takes {{ratio:.2f}} times as "
-                    "long as one process for all stages, on the same cut",
-                )
-            )
-    return Explained(table, " ".join(sentences))
+    sentences = _pair_sentences(
+        pairs,
+        measurements,
+        lambda first: (
+            f"On {first.stages} devices one process per stage takes {{ratio:.2f}} times as long as "
+            "one process for all stages, on the same cut"
+        ),
+    )
+    return Explained(table, " ".join([_data_parallel_sentence(common, measurements), *sentences]))
 
 
 def balance(common: Template, measurements: Measurements) -> Explained:
@@ -73,18 +70,34 @@ def balance(common: Template, measurements: Measurements) -> Explained:
         measurements,
         "All else is equal. Where both methods make the same cut, a difference is noise.",
     )
-    sentences = []
-    for first, second in pairs:
-        if measurements.is_meaningful(first):
-            sentences.append(
-                _sentence(
-                    measurements.of(first),
-                    measurements.of(second),
-                    f"{_name(first)} on {first.stages} devices takes by time {{ratio:.2f}} times "
-                    "as long as by size",
-                )
-            )
+    sentences = _pair_sentences(
+        pairs,
+        measurements,
+        lambda first: (
+            f"{_name(first)} on {first.stages} devices takes by time {{ratio:.2f}} times as long "
+            "as by size"
+        ),
+    )
     return Explained(table, " ".join(sentences))
+
+
+def _pair_sentences(
+    pairs: Sequence[tuple[Cell, Cell]],
+    measurements: Measurements,
+    text_of: Callable[[Cell], str],
+) -> list[str]:
+    """Return a sentence per pair whose times mean something.
+
+    Args:
+        pairs: the cells to compare.
+        measurements: of all cells.
+        text_of: the text for the first cell of a pair, with a place for the ratio.
+    """
+    return [
+        _sentence(measurements.of(first), measurements.of(second), text_of(first))
+        for first, second in pairs
+        if measurements.is_meaningful(first)
+    ]
 
 
 def _pair_table(
@@ -123,6 +136,7 @@ def _name(cell: Cell) -> str:
 
 
 def _cut(measured: Measured) -> str:
+    """Return the cut of the first run that has one, such as 5-4-4."""
     for record in measured.records:
         lengths = record.outcome.extra.get("lengths")
         if lengths:

@@ -80,6 +80,7 @@ def layout_table(
 
 
 def _flat(pairs: Iterable[tuple[Value, Value]]) -> list[Value]:
+    """Return the values of pairs, one after the other."""
     values: list[Value] = []
     for pair in pairs:
         values += pair

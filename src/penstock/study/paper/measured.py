@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.study.cell import Cell
 from penstock.study.intervals import Interval, mean_interval, welch
 from penstock.study.records import Record
-from penstock.study.tables import by_group, reason_of, runs_that_ended
+from penstock.study.tables import by_group, last_losses, peaks_of, reason_of, runs_that_ended
 
 
 def step_seconds(record: Record) -> float:
@@ -87,13 +87,11 @@ class Measurements:
 def _measured(cell: Cell, records: Sequence[Record]) -> Measured:
     """Return what the repetitions of a cell say."""
     ended = runs_that_ended(records)
-    losses = [record.outcome.losses[-1] for record in ended if record.outcome.losses]
-    peaks = [max(record.outcome.peak_bytes) for record in ended if record.outcome.peak_bytes]
     return Measured(
         cell,
         tuple(step_seconds(record) for record in ended),
-        tuple(losses),
-        tuple(peaks),
+        tuple(last_losses(ended)),
+        tuple(peaks_of(ended)),
         reason_of(records),
         tuple(records),
     )

@@ -263,7 +263,9 @@ def is_fitted(cell: PublishedCell) -> bool:
 
 @cache
 def fit_host() -> tuple[Host, tuple[PublishedCell, ...]]:
-    """Return the constants of a process that drives all devices, and the cells they are fitted to."""
+    """Return the constants of a process that drives all devices, and the cells they are fitted
+    to.
+    """
     cells = tuple(
         cell for cell in published_cells() if cell.library != "deepspeed" and is_fitted(cell)
     )

@@ -103,7 +103,8 @@ def _point_table(points: list[Point]) -> Table:
         _POINT_COLUMNS,
         tuple(rows),
         "At M = 1 the published times are not explained: two devices take 1.5 times as long as "
-        "four, where one micro-batch visits all devices one after the other, however many they are.",
+        "four, where one micro-batch visits all devices one after the other, however many they "
+        "are.",
     )
 
 

@@ -16,7 +16,6 @@ from penstock.report.document import (
     Page,
     Report,
     Section,
-    Series,
     Table,
     Text,
     Value,
@@ -26,7 +25,14 @@ from penstock.study.cell import Cell, options
 from penstock.study.intervals import mean_interval
 from penstock.study.records import Record
 from penstock.study.settings import Settings
-from penstock.study.tables import by_group, reason_of, runs_that_ended, typical_seconds
+from penstock.study.tables import (
+    bars,
+    by_group,
+    peaks_of,
+    reason_of,
+    runs_that_ended,
+    typical_seconds,
+)
 
 STUDY = "factors"
 #: Value of each factor in all runs in which another factor varies.
@@ -164,8 +170,8 @@ def _section(factor: str, rows: Sequence[tuple[int | str, list[Record]]]) -> Sec
 
 
 def _row(value: int | str, group: Sequence[Record], fastest: float) -> tuple[Value, ...]:
+    """Return the row of a value of a factor."""
     interval = mean_interval(_seconds(group))
-    peaks = [max(record.outcome.peak_bytes) for record in group if record.outcome.peak_bytes]
     bubble = None
     if group:
         cell = group[0].cell
@@ -177,23 +183,21 @@ def _row(value: int | str, group: Sequence[Record], fastest: float) -> tuple[Val
         interval.half_width if interval else None,
         interval.mean / fastest if interval and fastest else None,
         bubble,
-        max(peaks, default=None),
+        max(peaks_of(group), default=None),
         reason_of(group) if group else "not run",
     )
 
 
 def _chart(factor: str, rows: Sequence[tuple[int | str, list[Record]]]) -> Chart:
     """Return a bar per value, with the interval over repetitions."""
-    categories, means, lows, highs = [], [], [], []
+    bar_rows = []
     for value, group in rows:
         interval = mean_interval(_seconds(group))
         if interval is not None:
-            categories.append(str(value))
-            means.append(interval.mean)
-            lows.append(interval.mean if interval.low is None else max(0.0, interval.low))
-            highs.append(interval.mean if interval.high is None else interval.high)
-    x = tuple(float(index) for index in range(len(categories)))
-    series = Series("step", x, tuple(means), tuple(lows), tuple(highs))
+            low = interval.mean if interval.low is None else max(0.0, interval.low)
+            high = interval.mean if interval.high is None else interval.high
+            bar_rows.append((str(value), interval.mean, low, high))
+    series, categories = bars("step", bar_rows)
     return Chart(
         f"factor-{factor}-chart",
         f"Seconds of a step by {factor}",

@@ -13,7 +13,6 @@ from penstock.report.document import (
     Page,
     Report,
     Section,
-    Series,
     Table,
     Text,
     Value,
@@ -26,7 +25,7 @@ from penstock.study.ratios import Quartiles, quartiles, ratios
 from penstock.study.records import Record
 from penstock.study.runner import comparison
 from penstock.study.settings import Settings
-from penstock.study.tables import typical_seconds
+from penstock.study.tables import bars, typical_seconds
 
 STUDY = "libraries"
 #: Options of systems that are compared besides the defaults.
@@ -135,6 +134,7 @@ def _entrants(base: Cell) -> list[Cell]:
 
 
 def _page(number: int, cell: Cell, records: Sequence[Record], settings: Settings) -> Page:
+    """Return the page of one comparison: best with best, and equal with equal."""
     reference = _reference(records)
     tables = []
     for stages_per_rank, title in _CLASSES.items():
@@ -214,6 +214,7 @@ def _table(
 
 
 def _row(record: Record, reference: Record | None, bound: float | None) -> tuple[Value, ...]:
+    """Return the row of a run, beside the reference and the bound."""
     outcome = record.outcome
     step = typical_seconds(record) if outcome.seconds else None
     spread = _quartiles(record, reference)
@@ -306,16 +307,12 @@ def _best_table(name: str, records: Sequence[Record], reference: Record | None) 
 
 def _chart(number: int, records: Sequence[Record], reference: Record | None) -> Chart:
     """Return a bar per library: the ratio of its fastest schedule with quartiles."""
-    categories, medians, lows, highs = [], [], [], []
+    bar_rows = []
     for library, best in _fastest(records).items():
         spread = _quartiles(best, reference)
         if spread is not None:
-            categories.append(library)
-            medians.append(spread.median)
-            lows.append(spread.low)
-            highs.append(spread.high)
-    x = tuple(float(index) for index in range(len(categories)))
-    series = Series("ratio", x, tuple(medians), tuple(lows), tuple(highs))
+            bar_rows.append((library, spread.median, spread.low, spread.high))
+    series, categories = bars("ratio", bar_rows)
     return Chart(
         f"comparison-{number}-chart",
         "Step of each library's fastest schedule over that of Penstock's 1F1B",

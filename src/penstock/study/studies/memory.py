@@ -153,6 +153,7 @@ _COLUMNS = (
 def _row(
     name: str, pair: tuple[Sequence[Record], Sequence[Record]], plain_s: float | None
 ) -> tuple[Value, ...]:
+    """Return the row of a method: its memory without a limit, and its time with one."""
     free, limited = pair
     seconds = _seconds(limited)
     trains = "" if not limited else "yes" if seconds is not None else "no"

@@ -107,7 +107,10 @@ def _facts(settings: Settings, common: Template) -> Facts:
             ("M", "micro-batches per batch, the paper's chunks"),
             (
                 "statistics",
-                "95 % intervals by Student's t over repetitions, Welch's test, computed by Penstock",
+                (
+                    "95 % intervals by Student's t over repetitions, Welch's test, computed by "
+                    "Penstock"
+                ),
             ),
         )
     )

@@ -117,7 +117,9 @@ class Planners:
     """Every planner, on the same profiles and clusters; one simulator judges all plans."""
 
     def cells(self, settings: Settings) -> list[Cell]:
-        """Return a cell per planner, model and cluster. Planning is deterministic: one repetition."""
+        """Return a cell per planner, model and cluster. Planning is deterministic: one
+        repetition.
+        """
         from penstock.search.catalogue import PLANNERS
 
         names = _WORKLOADS if settings.scale == "full" else _SMALL_WORKLOADS

@@ -265,6 +265,7 @@ def throughput(record: Record) -> float:
 
 
 def _row(record: Record) -> tuple[Value, ...]:
+    """Return the row of a simulated configuration, beside its published figure."""
     cell, configuration, extra = record.cell, _configuration(record.cell), record.outcome.extra
     return (
         float(configuration.name),

@@ -36,7 +36,7 @@ from penstock.study.intervals import mean_interval
 from penstock.study.records import Outcome, Record
 from penstock.study.settings import Settings
 from penstock.study.statistics import final_loss
-from penstock.study.tables import by_group, reason_of, runs_that_ended, typical_seconds
+from penstock.study.tables import by_group, peaks_of, reason_of, runs_that_ended, typical_seconds
 from penstock.tracing.traced_chain import chain
 from penstock.training.config import TrainConfig
 from penstock.training.optimizer import optimizer_factory
@@ -229,7 +229,6 @@ def _table(name: str, groups: Groups) -> Table:
 def _row(cell: Cell, group: Sequence[Record], fastest: float) -> tuple[Value, ...]:
     """Return the row of a schedule with a rule."""
     interval = mean_interval(_batch_s(group))
-    peaks = [max(record.outcome.peak_bytes) for record in group if record.outcome.peak_bytes]
     stages = next((record.outcome.extra["stages"] for record in group if record.ok), None)
     return (
         cell.schedule,
@@ -240,7 +239,7 @@ def _row(cell: Cell, group: Sequence[Record], fastest: float) -> tuple[Value, ..
         interval.mean / fastest if interval and fastest else None,
         _loss(group),
         str(cell.option("optimizer")),
-        max(peaks, default=None),
+        max(peaks_of(group), default=None),
         reason_of(group),
     )
 
@@ -264,7 +263,9 @@ def _chart(groups: Groups) -> Chart:
 
 
 def _summary(synchronous: Groups, asynchronous: Groups) -> tuple[str, ...]:
-    """Return the range of losses of synchronous schedules, and the fastest schedule of each kind."""
+    """Return the range of losses of synchronous schedules, and the fastest schedule of each
+    kind.
+    """
     sentences = []
     losses = [loss for group in synchronous.values() if (loss := _loss(group)) is not None]
     if losses:

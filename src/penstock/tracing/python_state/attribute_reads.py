@@ -196,7 +196,7 @@ def _is_cache(old: Any, new: Any) -> bool:
     """
     was_empty = old is None or old is MISSING
     if isinstance(new, bool) or new is MISSING or new is None:
-        return False
+        return False  # a flag steers what the next call does
     if isinstance(new, int):
         return was_empty
     if isinstance(new, torch.SymInt):

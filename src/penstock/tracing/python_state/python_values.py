@@ -72,6 +72,7 @@ def summary(value: Any, shared: Collection[int] = (), visited: set[int] | None =
 
 
 def _items_summary(container: Any, shared: Collection[int], visited: set[int]) -> Any:
+    """Return the summaries of a container's items."""
     if isinstance(container, dict):
         pairs = []
         for key, item in container.items():

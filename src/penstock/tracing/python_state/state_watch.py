@@ -166,6 +166,7 @@ class Watch:
         )
 
     def _contents_unchanged(self) -> bool:
+        """Return whether all containers and arrays equal their copies."""
         try:
             for live, copied in self._contents:
                 if live != copied:
@@ -316,6 +317,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _global_hooks() -> list[Any]:
+    """Return torch's hooks on the forwards of all modules."""
     return [
         torch_module._global_forward_hooks,
         torch_module._global_forward_pre_hooks,

@@ -80,20 +80,22 @@ def select(offers: Mapping[int, Offer], stages: int) -> Selection | str:
     Returns:
         The selection; or why there is none.
     """
-    held: dict[int, dict[int, int]] = {}
+    # By step, the first rank that has each stage.
+    sources_of_step: dict[int, dict[int, int]] = {}
     for rank, offer in sorted(offers.items()):
         for stage, step in offer.stages:
-            held.setdefault(step, {}).setdefault(stage, rank)
+            sources_of_step.setdefault(step, {}).setdefault(stage, rank)
     lines: dict[int, tuple[str, ...]] = {}
     for offer in offers.values():
+        # Of several ranks at a step, not all know its metrics.
         lines[offer.step] = max(lines.get(offer.step, ()), offer.lines, key=len)
     for step in sorted(lines, reverse=True):
-        sources = held.get(step, {})
+        sources = sources_of_step.get(step, {})
         if len(sources) == stages:
             return Selection(step, sources, lines[step])
     if not offers:
         return "no rank is left that could hand over its state"
-    present = {stage for sources in held.values() for stage in sources}
+    present = {stage for sources in sources_of_step.values() for stage in sources}
     missing = [stage for stage in range(stages) if stage not in present]
     if missing:
         return f"no rank is left that has the whole state of stage {missing[0]}"

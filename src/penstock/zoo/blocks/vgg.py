@@ -21,7 +21,9 @@ POOLED_SIDE = 7
 
 
 def build_features(depth: int, width: int, channels: int, *, batch_norm: bool) -> nn.Sequential:
-    """Build the blocks of convolutions of `penstock.zoo.vgg.vgg`, each with a max-pool at its end."""
+    """Build the blocks of convolutions of `penstock.zoo.vgg.vgg`, each with a max-pool at its
+    end.
+    """
     features: OrderedDict[str, nn.Module] = OrderedDict()
     for block, (count, times) in enumerate(zip(BLOCKS[depth], WIDTHS, strict=True), start=1):
         for index in range(1, count + 1):
