@@ -57,7 +57,7 @@ def main() -> None:
         micro_batches=2 * ranks,
     )
     per_epoch = count_batches(len(x), BATCH)
-    with ps.Checkpoints(options.folder, interval="1min") as checkpoints:
+    with ps.Checkpoints(options.folder, every="1min") as checkpoints:
         checkpoints.resume(pipe)
         while pipe.step < options.epochs * per_epoch:
             epoch, trained = divmod(pipe.step, per_epoch)

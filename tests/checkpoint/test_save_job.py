@@ -55,7 +55,7 @@ def test_a_checkpoint_that_is_completed_between_two_saves_is_told_once(tmp_path)
     told = []
     context = SeriesContext(on_saved=lambda step, folder: told.append((step, folder.exists())))
     pipe = trained(2, "mlp")
-    checkpoints = ps.Checkpoints(tmp_path, interval=2, context=context)
+    checkpoints = ps.Checkpoints(tmp_path, every=2, context=context)
     checkpoints.save(pipe)
     number = 2
     while checkpoints.saved_step is None:  # the ranks agree twice a second
@@ -84,4 +84,4 @@ def test_wrong_settings_are_refused(tmp_path):
         with pytest.raises(SettingError, match="keep is a number of checkpoints, 1 or more"):
             ps.Checkpoints(tmp_path, keep=keep)
     with pytest.raises(SettingError, match="is no interval between checkpoints"):
-        ps.Checkpoints(tmp_path, interval="often")
+        ps.Checkpoints(tmp_path, every="often")

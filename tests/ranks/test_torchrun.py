@@ -55,7 +55,7 @@ pipe = ps.Pipeline(
     schedule="1f1b",
     micro_batches=2,
 )
-with ps.Checkpoints(folder / "checkpoints", interval=2) as checkpoints:
+with ps.Checkpoints(folder / "checkpoints", every=2) as checkpoints:
     write_line("resumed", rank, checkpoints.resume(pipe))
     while pipe.step < 8:
         generator = torch.Generator().manual_seed(pipe.step)

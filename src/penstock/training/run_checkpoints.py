@@ -45,7 +45,7 @@ def run_checkpoints(
     """
     return Checkpoints(
         folder / CHECKPOINTS,
-        interval=config.checkpoint_every,
+        every=config.checkpoint_every,
         keep=config.keep,
         context=SeriesContext(
             earlier=[folder / SINGLE_CHECKPOINT],

@@ -68,7 +68,7 @@ class SeriesContext:
 class Checkpoints:
     """Checkpoints of a run: when they are written, which of them stay, and where training resumes.
 
-        with ps.Checkpoints("runs/a/checkpoints", interval="10min", keep=3) as checkpoints:
+        with ps.Checkpoints("runs/a/checkpoints", every="10min", keep=3) as checkpoints:
             checkpoints.resume(pipe)
             for x, y in islice(loader, pipe.step, None):
                 loss = pipe.train_batch(x, y)
@@ -82,7 +82,7 @@ class Checkpoints:
 
     Args:
         folder: the folder of the series; every checkpoint is a folder `step-000123` in it.
-        interval: number of steps, or a time such as "10min"; None writes at signals and at the end.
+        every: number of steps, or a time such as "10min"; None writes at signals and at the end.
         keep: number of newest checkpoints that stay, at least 1. The one with the best score stays
             too.
         context: see `SeriesContext`.
@@ -95,11 +95,11 @@ class Checkpoints:
         saved_step: step of the newest checkpoint that is complete; None before there is one.
 
     Raises:
-        SettingError: `interval` or `keep` is invalid.
+        SettingError: `every` or `keep` is invalid.
 
     Examples:
         ```python
-        with Checkpoints("runs/mine", interval=100, keep=2) as checkpoints:
+        with Checkpoints("runs/mine", every=100, keep=2) as checkpoints:
             checkpoints.resume(pipe)
             for x, y in batches:
                 pipe.train_batch(x, y)
@@ -112,7 +112,7 @@ class Checkpoints:
         self,
         folder: str | Path,
         *,
-        interval: int | str | None = None,
+        every: int | str | None = None,
         keep: int = 3,
         context: SeriesContext = SeriesContext(),
         say: Callable[[str], None] = _LOGGER.warning,
@@ -120,7 +120,7 @@ class Checkpoints:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise SettingError(f"keep is a number of checkpoints, 1 or more, not {keep!r}")
         self.folder = Path(folder)
-        self._interval, self._keep = parse_interval(interval), keep
+        self._interval, self._keep = parse_interval(every), keep
         self._context, self._say = context, say
         self._signals = StopSignals()
         self._entered = False
