@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -113,6 +114,7 @@ def _train(folder: str) -> dict[str, object]:
     results["stream"] = [float(loss) for loss in pipe.train(DataLoader(data, 3, sampler=sampler))]
     pipe.close()
     pipe = _pipeline(mesh)
+    dist.barrier()  # the failure below also ends the constructors that are still running
     text = "at least 1" if copy else "stopped|closed|at least 1"
     with pytest.raises(ps.PenstockError, match=text):
         pipe.train_batch(x[: 5 - 5 * copy], y[: 5 - 5 * copy])
