@@ -116,6 +116,26 @@ HOSTILE = {
         "w.safetensors",
         "cannot read the weights in",
     ),
+    "a pipe": (
+        lambda path: os.mkfifo(path / "w.safetensors"),
+        "w.safetensors",
+        "cannot read the weights in .*: it is not a regular file",
+    ),
+    "a pipe for torch": (
+        lambda path: os.mkfifo(path / "w.pt"),
+        "w.pt",
+        "cannot read the weights in .*: it is not a regular file",
+    ),
+    "a pipe of Hugging Face": (
+        lambda path: os.mkfifo(path / "model.safetensors"),
+        "",
+        "cannot read the weights in .*: it is not a regular file",
+    ),
+    "a pipe of DCP": (
+        lambda path: os.mkfifo(path / ".metadata"),
+        "",
+        "cannot read the weights in .*: it is not a regular file",
+    ),
     "outside": (
         shards('{"weight_map": {"a": "../w.safetensors"}}'),
         "",

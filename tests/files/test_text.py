@@ -51,6 +51,14 @@ def test_quoted_text_is_short_and_on_one_line():
     assert quote_path("a\nb") == r"'a\nb'"
 
 
+def test_a_device_of_zeros_is_refused_at_its_first_bytes(monkeypatch):
+    """A limit of a gigabyte would be read whole before it is refused."""
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 16)
+    assert len(module._read_bytes("/dev/zero", 2**30)) == 16
+    with pytest.raises(FileError, match="it contains NUL bytes"):
+        read_text("/dev/zero", "metrics", 2**30)
+
+
 def test_a_pipe_is_read_until_it_is_closed(tmp_path):
     """A file may be the output of another command, which takes its time between two lines."""
     path = tmp_path / "pipe"

@@ -7,16 +7,13 @@ because processors with SHA instructions hash 1.5 GB/s, about the bandwidth of a
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
-import stat
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +25,7 @@ from penstock.checkpoint.optimizer_checkpoint import Facts
 from penstock.errors import CheckpointDamaged, FileError, SettingError
 from penstock.files.json_values import json_value
 from penstock.files.read import parse_json, validate
+from penstock.files.regular import open_file
 from penstock.store import sync_file, sync_folder
 
 #: Largest header that is read, in bytes; safetensors itself has this limit.
@@ -169,7 +167,7 @@ def file_sum(path: Path) -> FileSum:
         OSError: the file cannot be read.
         ValueError: it has no complete header.
     """
-    with path.open("rb") as content:
+    with open_file(path) as content:
         header_sha256 = hashlib.sha256(_header_bytes(content.read(8), content)).hexdigest()
         content.seek(0)
         sha256 = hashlib.file_digest(content, "sha256").hexdigest()
@@ -193,7 +191,7 @@ def read_header(folder: Path, name: str, index: Checkpoint) -> Header:
         FileError: the file is missing, damaged, or of another checkpoint.
     """
     try:
-        with _open_file(folder / name) as content:
+        with open_file(folder / name) as content:
             raw = _header_bytes(content.read(8), content)
             size = content.seek(0, 2)
         header = _parse_header(raw)
@@ -217,20 +215,6 @@ def read_header(folder: Path, name: str, index: Checkpoint) -> Header:
     return header
 
 
-def _open_file(path: Path) -> BinaryIO:
-    """Open a file to read.
-
-    Raises:
-        OSError: it cannot be opened, or is a pipe or device: a pipe might be waited for forever.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    content = os.fdopen(descriptor, "rb")
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        content.close()
-        raise OSError(errno.EINVAL, "it is not a regular file")
-    return content
-
-
 def check_content(folder: Path, name: str, index: Checkpoint) -> None:
     """Verify the checksum of a whole file; checkpoints of schema 1 have none.
 
@@ -241,7 +225,7 @@ def check_content(folder: Path, name: str, index: Checkpoint) -> None:
     if expected is None:
         return
     try:
-        with (folder / name).open("rb") as content:
+        with open_file(folder / name) as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
         raise _read_error(folder, name, error) from error
@@ -273,7 +257,7 @@ def read_tensors(folder: Path, name: str, keys: Collection[str]) -> dict[str, Te
 def is_visible(folder: Path, name: str, expected: FileSum) -> bool:
     """Whether a file of another rank is visible here with the expected size and header."""
     try:
-        with (folder / name).open("rb") as content:
+        with open_file(folder / name) as content:
             raw = _header_bytes(content.read(8), content)
             size = content.seek(0, 2)
     except (OSError, ValueError):

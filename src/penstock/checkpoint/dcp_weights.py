@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import FileError
+from penstock.files.regular import open_file
 
 METADATA = ".metadata"
 
@@ -137,7 +138,7 @@ def _read_metadata(folder: Path) -> Any:
 
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             metadata = _RestrictedUnpickler(file).load()
         damage = "" if isinstance(metadata, Metadata) else "it holds something else"
         damage = damage or _storage_damage(folder, metadata)

@@ -25,6 +25,7 @@ from penstock.checkpoint.checkpoint_index import INDEX, read_index
 from penstock.checkpoint.dcp_weights import METADATA, load_dcp_weights
 from penstock.errors import FileError, SettingError
 from penstock.files.read import read_json
+from penstock.files.regular import check_regular
 
 #: Name of the only file, or of the index, of a model in Hugging Face's layout.
 _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -69,7 +70,7 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
         if source.is_dir():
             return _load_folder(source)
         if source.suffix == ".safetensors":
-            return dict(load_file(source))
+            return _load_safetensors(source)
         return _load_torch(source)
     except (OSError, SafetensorError, ValueError) as error:
         if isinstance(error, FileError):
@@ -89,7 +90,7 @@ def _load_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / _HF_INDEX).exists():
         return _load_shards(folder)
     if (folder / _HF_FILE).exists():
-        return dict(load_file(folder / _HF_FILE))
+        return _load_safetensors(folder / _HF_FILE)
     if (folder / METADATA).exists():
         return load_dcp_weights(folder)
     raise FileError(
@@ -128,11 +129,22 @@ def _load_shards(folder: Path) -> dict[str, Tensor]:
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise FileError(f"{folder / _HF_INDEX} names {name[:80]!r}, which is no file beside it")
-        tensors |= load_file(folder / name)
+        tensors |= _load_safetensors(folder / name)
     missing = [name for name in weight_map if name not in tensors]
     if missing:
         raise FileError(f"{folder} has no {missing[0]!r}, which {_HF_INDEX} names")
     return {name: tensors[name] for name in weight_map}
+
+
+def _load_safetensors(file: Path) -> dict[str, Tensor]:
+    """Read a file of safetensors.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        SafetensorError: it is damaged.
+    """
+    check_regular(file)
+    return dict(load_file(file))
 
 
 def _load_torch(file: Path) -> dict[str, Tensor]:
@@ -140,7 +152,9 @@ def _load_torch(file: Path) -> dict[str, Tensor]:
 
     Raises:
         FileError: it is something else.
+        OSError: it cannot be read, or is no regular file.
     """
+    check_regular(file)
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

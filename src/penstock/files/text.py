@@ -58,7 +58,7 @@ def read_text(path: str | Path, kind: str, max_bytes: int = MAX_BYTES) -> str:
 
 
 def _read_bytes(path: str | Path, count: int) -> bytearray:
-    """Return the first `count` bytes of a file, or all if it has fewer.
+    """Return the first `count` bytes of a file, or all if it has fewer, or those up to a NUL byte.
 
     Raises:
         OSError: the file cannot be read, or is a pipe to which nothing is written.
@@ -74,6 +74,8 @@ def _read_bytes(path: str | Path, count: int) -> bytearray:
             if not chunk:
                 break
             content += chunk
+            if b"\0" in chunk:  # no text; a device or a sparse file may have any number of them
+                break
     finally:
         os.close(descriptor)
     return content

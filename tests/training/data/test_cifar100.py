@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import tarfile
 
 import pytest
@@ -100,6 +101,16 @@ def test_a_path_that_is_not_there_says_so(tmp_path):
         FileError, match=r"cannot read .*nowhere: No such file.* or cifar-100-binary\.tar\.gz"
     ):
         cifar100(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["train.bin", "archive.tar.gz"])
+def test_a_pipe_is_refused(cifar_folder, name):
+    """Opening it would wait for its writer."""
+    path = cifar_folder / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(FileError, match="it is not a regular file"):
+        cifar100(cifar_folder if name == "train.bin" else path)
 
 
 @settings(deadline=None, max_examples=25)

@@ -5,6 +5,7 @@ alone.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
 
@@ -149,6 +150,13 @@ def test_a_folder_is_refused_as_a_text(tmp_path):
     """A folder can be opened on some systems and read on none."""
     with pytest.raises(FileError, match="cannot read the text"):
         text(tmp_path)
+
+
+def test_a_pipe_is_refused_as_a_text(tmp_path):
+    """Every rank reads the file, and a pipe can be read once."""
+    os.mkfifo(tmp_path / "text")
+    with pytest.raises(FileError, match=r"cannot read the text .*: it is not a regular file"):
+        text(tmp_path / "text")
 
 
 def test_bytes_that_are_not_utf_8_give_the_offset(written):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import FileError, SettingError
+from penstock.files.regular import check_regular, open_file
 from penstock.training.data.batches import Dataset
 from penstock.training.data.catalogue import register
 
@@ -103,7 +104,8 @@ def _describe_file(name: str, raw: dict[str, bytes]) -> str:
 def _read(path: Path) -> bytes:
     """Return the contents of a file. Raises FileError if it cannot be read."""
     try:
-        return path.read_bytes()
+        with open_file(path) as file:
+            return file.read()
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -122,6 +124,7 @@ def _read_archive(path: Path, *, check: bool) -> dict[str, bytes]:
     """
     name_of_member = {f"{_FOLDER}/{name}": name for name in _PUBLISHED}
     try:
+        check_regular(path)
         if check:
             _check_md5(path)
         with tarfile.open(path, "r:gz") as archive:

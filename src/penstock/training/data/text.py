@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import FileError
+from penstock.files.regular import open_file
 from penstock.training.data.batches import Dataset, check_count
 from penstock.training.data.catalogue import register
 
@@ -106,7 +107,8 @@ def _documentation() -> tuple[str, str]:
 def _read(path: Path) -> tuple[str, str]:
     """Return the text of a file, unchanged, and a description of it."""
     try:
-        raw = path.read_bytes()
+        with open_file(path) as file:
+            raw = file.read()
     except OSError as error:
         raise FileError(f"cannot read the text {path}: {error.strerror or error}") from error
     # A zero byte is valid UTF-8, but does not occur in text: the file is binary, or UTF-16.

@@ -1,0 +1,29 @@
+"""Pipes and devices are refused before anything waits for them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from penstock.files.regular import check_regular, open_file
+
+
+def test_a_regular_file_is_opened(tmp_path):
+    """It is read as binary."""
+    (tmp_path / "file").write_bytes(b"a\r\n")
+    check_regular(tmp_path / "file")
+    with open_file(tmp_path / "file") as file:
+        assert file.read() == b"a\r\n"
+
+
+@pytest.mark.parametrize("place", ["pipe", "link to pipe", "device", "folder", "missing"])
+def test_what_is_no_file_is_refused_at_once(tmp_path, place):
+    """Opening a pipe would wait for its writer."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link to pipe").symlink_to(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "folder").mkdir()
+    messages = {"folder": "Is a directory", "missing": "No such file"}
+    with pytest.raises(OSError, match=messages.get(place, "it is not a regular file")):
+        open_file(tmp_path / place)
