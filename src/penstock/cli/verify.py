@@ -55,7 +55,9 @@ def verify(
     plan: Annotated[
         Path | None, typer.Option(help="With --train: a plan to run, instead of a schedule.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="With --train: samples in the batch.")] = 16,
+    batch: Annotated[
+        int | None, typer.Option(help="With --train: samples in the batch; default: 16.")
+    ] = None,
     recompute: Annotated[
         str | None,
         typer.Option(help="With --train: recompute policy: never, except_last or always."),
@@ -64,8 +66,9 @@ def verify(
         str | None, typer.Option(help="With --train: mixed precision: bfloat16 or float16.")
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(help="With --train: largest relative difference that passes.")
-    ] = 1e-3,
+        float | None,
+        typer.Option(help="With --train: largest relative difference that passes; default: 0.001."),
+    ] = None,
     threads: Annotated[
         bool,
         typer.Option("--threads", help="With --train: run the ranks as threads, not processes."),
@@ -87,10 +90,30 @@ def verify(
     if train is None and model_settings:
         flag = next(iter(model_settings)).replace("_", "-").removesuffix("s")
         raise SettingError(f"--{flag} belongs to --model, which is missing")
-    if train is not None:
+    if train is None:
+        _refuse_flags(
+            "belongs to --train, which is missing",
+            plan=plan,
+            batch=batch,
+            recompute=recompute,
+            autocast=autocast,
+            tolerance=tolerance,
+            threads=threads or None,
+        )
+    else:
+        _refuse_flags("does not go with --train", in_flight_limit=in_flight_limit)
+        if plan is not None:
+            _refuse_flags(
+                "does not go with --plan, which contains its schedule",
+                schedule=schedule,
+                stages=stages,
+                micro_batches=micro_batches,
+                csv=csv,
+                option=option or None,
+            )
         settings = {
             **model_settings,
-            "batch": batch,
+            "batch": 16 if batch is None else batch,
             "autocast": autocast,
         }
         trained_schedule = None
@@ -101,18 +124,30 @@ def verify(
             plan,
             settings,
             {"recompute": recompute, "weights": weights},
-            CheckOptions(tolerance, threads, json),
+            CheckOptions(1e-3 if tolerance is None else tolerance, threads, json),
         )
         raise typer.Exit(0 if agrees else 1)
     from penstock.schedule.torch_csv.files import load_csv
 
-    if csv is None or schedule or stages or micro_batches or option:
+    names_schedule = not all(flag is None for flag in (schedule, stages, micro_batches))
+    if csv is None or names_schedule or option:
         # With --csv and another flag, this refuses the combination.
         checked = options.resolve_schedule(schedule, stages, micro_batches, csv, option)
         lowered = None
     else:
         checked, lowered = load_csv(csv)
     _check(checked, lowered, in_flight_limit, weights, json)
+
+
+def _refuse_flags(reason: str, **flags: object) -> None:
+    """Refuse the flags that are set, by the names of their parameters.
+
+    Raises:
+        SettingError: a value is not None.
+    """
+    for name, value in flags.items():
+        if value is not None:
+            raise SettingError(f"--{name.replace('_', '-')} {reason}")
 
 
 def _schedule_to_train(
@@ -127,8 +162,8 @@ def _schedule_to_train(
     """
     if csv is None:
         name = name or "1f1b"
-        stages = stages or 2
-        micro_batches = micro_batches or 4
+        stages = 2 if stages is None else stages
+        micro_batches = 4 if micro_batches is None else micro_batches
     return options.resolve_schedule(name, stages, micro_batches, csv, option)
 
 

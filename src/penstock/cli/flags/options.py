@@ -161,7 +161,7 @@ def resolve_schedule(
         ScheduleError: the schedule does not support these numbers or options.
     """
     if csv is not None:
-        if name or stages or micro_batches or option:
+        if option or not all(flag is None for flag in (name, stages, micro_batches)):
             raise SettingError(
                 "--csv holds the whole schedule: "
                 "leave out --schedule, --stages, --micro-batches and --option"
