@@ -24,7 +24,6 @@ from penstock.errors import ScheduleError, SettingError
 if TYPE_CHECKING:
     from penstock.schedule.lower import LoweredSchedule
     from penstock.schedule.op import Schedule
-    from penstock.verify.verify import Report
 
 
 @with_model_flags(omit=["model"])
@@ -179,6 +178,7 @@ def _check(
     Raises:
         typer.Exit: the schedule is unsound; all findings have been printed.
     """
+    from penstock.verify.description import figures
     from penstock.verify.lowered import verify_lowered
     from penstock.verify.verify import verify as verify_schedule
 
@@ -198,24 +198,4 @@ def _check(
         options.print_json({"sound": True, **asdict(report)})
     else:
         print(options.schedule_summary(schedule, " is sound: "))
-        _print_report(report)
-
-
-def _print_report(report: Report) -> None:
-    """Print staleness, weight versions and micro-batches in flight of a sound schedule."""
-    staleness_max = options.row(report.staleness_max)
-    staleness_mean = options.row(f"{mean:.4g}" for mean in report.staleness_mean)
-    print(
-        f"staleness per stage       max {staleness_max}, mean {staleness_mean}, "
-        f"weight rule {report.weights}"
-    )
-    if any(report.staleness_across):
-        across = options.row(report.staleness_across)
-        print(f"staleness to replicas     at most {across} batches")
-    print(f"weight versions per stage {options.row(report.versions)}")
-    in_flight = options.row(report.peak_in_flight)
-    print(f"peak in flight per stage  {in_flight}, per rank {options.row(report.peak_on_rank)}")
-    print(
-        f"channel depth             {report.channel_depth} "
-        "(messages a blocking channel must buffer)"
-    )
+        print("\n".join(figures(report)))
