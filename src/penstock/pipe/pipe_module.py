@@ -111,7 +111,7 @@ class PipeModule(nn.Module):
 
         By it, the label smoothing of Trainer decides whether labels are shifted.
         """
-        return super()._get_name() if self._model is None else type(self._model).__name__
+        return type(self if self._model is None else self._model).__name__
 
     def __repr__(self) -> str:
         """Return the layers by partition, under the name of this class."""
@@ -295,7 +295,8 @@ class PipeModule(nn.Module):
                     f"dtype: convert the model to {converted} before it becomes a Pipe, or leave "
                     "its parameters and use mixed precision (autocast)"
                 )
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 def _move_error(target: Any) -> TypeError:

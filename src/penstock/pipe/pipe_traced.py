@@ -128,7 +128,7 @@ def take_names(pipe: nn.Module, model: nn.Module) -> None:
     for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
         attributes[name] = vars(model)[name]
     pipe._register_state_dict_hook(_rename)  # type: ignore[no-untyped-call]
-    pipe.register_load_state_dict_post_hook(_rename_missing)
+    pipe.register_load_state_dict_post_hook(_rename_missing)  # type: ignore[no-untyped-call]
 
 
 def _rename(pipe: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
