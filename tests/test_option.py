@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.cli.train import train
-from penstock.option import CommonOptions, options_of
+from penstock.option import CommonOptions, check_limits, options_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.training_arguments import TrainingArguments
 from penstock.stage.training_options import TrainingOptions, parse_options
@@ -162,3 +162,10 @@ def test_autocast_is_a_dtype_or_its_name(text):
     """Files hold names."""
     options = parse_options({"autocast": text})
     assert (options.autocast, options.autocast_dtype) == ("bfloat16", torch.bfloat16)
+
+
+def test_an_infinite_norm_clips_nothing_and_is_valid():
+    """torch.nn.utils.clip_grad_norm_ takes it, to measure the norm alone."""
+    infinite = float("inf")
+    assert CommonOptions(clip_grad_norm=infinite).clip_grad_norm == infinite
+    check_limits(CommonOptions(clip_grad_norm=infinite))

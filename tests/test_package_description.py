@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import runpy
+import tomllib
 from pathlib import Path
+
+import penstock
 
 ROOT = Path(__file__).parents[1]
 description = runpy.run_path(str(ROOT / "setup.py"))["description"]
@@ -26,3 +29,13 @@ def test_the_description_has_every_section_of_the_readme_and_no_dead_link():
         )
         assert pattern.findall(text) == pattern.findall(readme)
     assert re.findall(r"\]\((?!https?://)", text) == []
+
+
+def test_the_version_stands_in_one_place_and_has_a_section_of_the_changelog():
+    """The build reads it from the package, and a reader of the changelog looks it up."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "penstock.__version__"}
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\d+\.\d+\.\d+)", changelog, re.MULTILINE)
+    assert newest[1] == penstock.__version__

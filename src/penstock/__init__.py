@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from penstock.tracing.traced_chain import chain as chain
     from penstock.verify.front import verify as verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 #: Module of each public name, below `penstock`; imported when the name is first used.
 _MODULES = {

@@ -8,12 +8,21 @@ code that uses it.
 from __future__ import annotations
 
 import inspect
+import math
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal
 
 from penstock.errors import SettingError
+
+#: Longest time that a rank may wait for another, in seconds: eleven days. The timeouts of sockets
+#: and process groups are milliseconds in 32 bits.
+MAX_DEADLINE_S = 1e6
+
+#: Largest value of an option that is a whole number: a file of settings has no larger integers.
+_MAX_INTEGER = 2**64 - 1
 
 #: What is done about a loss or gradient that is not finite.
 OnNonfinite = Literal["raise", "skip", "warn"]
@@ -27,6 +36,8 @@ class Option:
         help: what it does, for `--help` and for the documentation of `Pipeline`.
         minimum: smallest valid value, if any.
         above: a value that a valid one exceeds, if any.
+        maximum: largest valid value, if any; `math.inf` where infinity is valid. All other numbers
+            must be finite.
         fixed: whether a resumed run must keep the value, because model, data or the optimizer's
             state depend on it.
         synchronous: whether it needs the gradients of all stages at the same time, which no
@@ -37,6 +48,7 @@ class Option:
     help: str
     minimum: float | None = None
     above: float | None = None
+    maximum: float | None = None
     fixed: bool = False
     synchronous: bool | str = False
     private: bool = False
@@ -96,6 +108,30 @@ def check_limits(record: Any) -> None:
             raise SettingError(f"{entry.name} is {value}; it must be {facts.minimum} or more")
         if facts.above is not None and not value > facts.above:
             raise SettingError(f"{entry.name} is {value}; it must be above {facts.above}")
+        maximum = facts.maximum
+        if maximum is None:
+            maximum = sys.float_info.max if isinstance(value, float) else _MAX_INTEGER
+        # Not `value > maximum`: every comparison with nan is False.
+        if not value <= maximum:
+            is_finite = isinstance(value, int) or math.isfinite(value)
+            reason = f"{maximum} or less" if is_finite else "finite"
+            raise SettingError(f"{entry.name} is {value}; it must be {reason}")
+
+
+def check_zero(level: int | None) -> None:
+    """Refuse levels of ZeRO that copies of a stage do not have.
+
+    Raises:
+        SettingError: the level is neither None, 0 nor 1.
+    """
+    if level in (None, 0, 1):
+        return
+    if level in (2, 3):
+        raise SettingError(
+            f"zero={level}: copies of a stage divide optimizer state alone (zero=1). To divide "
+            "gradients and weights as well, use fully_shard in parallelize=, see docs/mesh.md"
+        )
+    raise SettingError(f"zero is 0 or 1, not {level!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +143,7 @@ class CommonOptions:
         "Maximum norm of the gradients of all stages together, as in "
         "torch.nn.utils.clip_grad_norm_.",
         above=0,
+        maximum=math.inf,  # as torch has it: measure the norm, and clip nothing
         synchronous=True,
     )
     autocast: Literal["bfloat16", "float16"] | None = option(

@@ -1,8 +1,11 @@
-"""Tables of text for a terminal."""
+"""Tables and rows of text for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+#: Longer rows of values are shortened in the middle.
+_LONGEST_ROW = 32
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "") -> str:
@@ -24,3 +27,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "") 
         padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
         lines.append(f"{indent}{'  '.join(padded)}".rstrip())
     return "\n".join(lines)
+
+
+def row(values: Iterable[object], separator: str = " ") -> str:
+    """Write values in one line; of more than 32 only the first 6 and the last 3."""
+    words = list(map(str, values))
+    if len(words) > _LONGEST_ROW:
+        words = [*words[:6], f"… {len(words) - 9} more …", *words[-3:]]
+    return separator.join(words)

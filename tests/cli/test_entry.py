@@ -57,7 +57,7 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path):
 def test_ctrl_c_before_the_command_begins_says_stopped(penstock, monkeypatch):
     """Typer ends with the same status by itself while it reads arguments, but says nothing."""
 
-    def interrupted(words):
+    def interrupted(words, **_):
         raise SystemExit(STOPPED)
 
     monkeypatch.setattr(main, "app", interrupted)

@@ -37,6 +37,14 @@ def test_another_error_of_the_system_is_a_defect_and_shows_its_place(penstock, m
         penstock(*DRAW)
 
 
+@pytest.mark.parametrize("hidden", [2**50, 2**62])
+def test_memory_that_is_exhausted_is_one_message_with_status_1(penstock, hidden):
+    """Torch raises a RuntimeError, for a tensor that is too large for the host or for any host."""
+    run = penstock("profile", "--model", "mlp", "--model-option", f"hidden={hidden}")
+    assert (run.status, run.out, run.err.count("\n")) == (1, "", 1)
+    assert run.err.startswith("error: there is not enough memory: ")
+
+
 @pytest.mark.parametrize("words", [["-q", "list", "weights"], ["list", "weights", "--quiet"]])
 def test_quiet_prints_no_results(penstock, words):
     """A script that only needs the exit status or a file gets no output; the flag may come last."""

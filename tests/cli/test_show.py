@@ -41,3 +41,25 @@ def test_another_json_file_is_refused(penstock, tmp_path):
     shown = penstock("show", path)
     assert shown.status == 2
     assert "neither a plan nor a profile" in shown.err
+
+
+def test_a_run_is_shown_by_its_plan(penstock, profile_file, tmp_path):
+    """`penstock draw` and `penstock report` take the folder as well."""
+    plan = ps.plan(ps.Profile.load(profile_file), ps.cluster("local:2"), batch=8)
+    plan.save(tmp_path / "plan.json")
+    assert penstock("show", tmp_path).out == f"{plan}\n"
+    (tmp_path / "plan.json").unlink()
+    shown = penstock("show", tmp_path)
+    assert shown == (2, "", f"error: {tmp_path} is not the folder of a run: it has no plan.json\n")
+
+
+def test_a_plan_in_the_place_of_a_profile_is_called_a_plan(penstock, profile_file, tmp_path):
+    """The two files are exchanged easily, and making one anew would not help."""
+    plan = ps.plan(ps.Profile.load(profile_file), ps.cluster("local:2"), batch=8)
+    plan.save(tmp_path / "plan.json")
+    shown = penstock("plan", tmp_path / "plan.json")
+    assert shown == (2, "", f"error: {tmp_path / 'plan.json'} is a plan, not a profile\n")
+    words = ("train", "--model", "mlp", "--plan", profile_file)
+    assert (
+        penstock(*words).err.splitlines()[-1] == f"error: {profile_file} is a profile, not a plan"
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 PIPEDREAM = ("verify", "--schedule", "pipedream", "--stages", 4, "--micro-batches", 1)
 
 
@@ -48,3 +50,12 @@ def test_a_rule_that_does_not_go_with_the_schedule_is_a_finding(penstock):
     ran = penstock(*PIPEDREAM, "--weights", "double-bufer")
     assert ran.status == 2
     assert "Did you mean 'double-buffer'?" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--batch", 8), ("--tolerance", "nan"), ("--plan", "plan.json")]
+)
+def test_a_flag_of_train_without_train_is_refused(penstock, flag, value):
+    """It would have no effect."""
+    run = penstock("verify", "--schedule", "1f1b", "--stages", 2, flag, value)
+    assert run == (2, "", f"error: {flag} belongs to --train, which is missing\n")

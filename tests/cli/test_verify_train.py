@@ -87,7 +87,15 @@ def test_a_plan_is_checked_as_it_is(penstock, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--tolerance", 0), "--tolerance must be above 0, not 0.0"),
+        (("--tolerance", 0), "--tolerance must be above 0 and finite, not 0.0"),
+        (("--tolerance", "inf"), "--tolerance must be above 0 and finite, not inf"),
+        (("--stages", 0), "1f1b needs at least 1 of stages and got 0"),
+        (("--micro-batches", 0), "1f1b needs at least 1 of micro-batches and got 0"),
+        (("--in-flight-limit", 2), "--in-flight-limit does not go with --train"),
+        (
+            ("--plan", "plan.json", "--schedule", "gpipe"),
+            "--schedule does not go with --plan, which contains its schedule",
+        ),
         (("--train", "mlpp"), "no model called 'mlpp'. Did you mean 'mlp'?"),
         (("--autocast", "float8"), "autocast: Input should be 'bfloat16' or 'float16'"),
     ],

@@ -456,13 +456,3 @@ def test_activation_checkpointing_that_a_pipe_has_not_is_refused(settings):
     pipe = Pipe(nn.Sequential(nn.Linear(3, 4)), [1])
     with pytest.raises(SettingError, match="a Pipe recomputes whole partitions"):
         pipe.activation_checkpointing_enable(**settings)
-
-
-def test_label_smoothing_of_trainer_is_refused_with_the_way_to_do_it():
-    """Trainer would take the config, and then decide by the class whether labels are shifted."""
-    pipe = Pipe(nn.Sequential(nn.Linear(3, 4)), [1])
-    assert not hasattr(pipe, "config")
-    with pytest.raises(AttributeError, match="smooth in the loss"):
-        _ = pipe.config
-    with pytest.raises(AttributeError, match="no attribute 'other'"):
-        _ = pipe.other

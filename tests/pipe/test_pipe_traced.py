@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.nn import functional
 
@@ -179,7 +180,7 @@ def test_gradients_of_inputs_are_refused():
 def test_libraries_see_where_the_partitions_are():
     """Trainer and Accelerate leave a model with a device map in its place."""
     assert make_pipe().hf_device_map == {"partitions.0": "cpu", "partitions.1": "cpu"}
-    assert ps.Pipe.accepts_loss_kwargs is False
+    assert make_pipe().accepts_loss_kwargs is False
 
 
 def test_parameters_and_modules_are_those_of_the_model():
@@ -285,6 +286,59 @@ def test_a_copy_follows_its_own_modules():
     assert all(weight.grad is not None for weight in copied.parameters())
     assert all(weight.grad is None for weight in pipe.parameters())
     assert not torch.equal(pipe(X), pipe(X))
+
+
+def test_a_safetensors_file_without_the_second_name_of_a_tied_weight_loads(tmp_path):
+    """Accelerate saves and loads so: a file has a tied weight once."""
+    torch.manual_seed(3)
+    source, target = make_pipe(Residual()), make_pipe()
+    save_model(source, tmp_path / "model.safetensors")
+    assert load_model(target, tmp_path / "model.safetensors") == (set(), [])
+    torch.testing.assert_close(target(X), source(X))
+
+
+def test_missing_keys_have_the_names_of_the_model():
+    """The message of a strict load lists them, also of a Pipe in another module."""
+    pipe = make_pipe()
+    assert pipe.load_state_dict({}, strict=False).missing_keys == list(make_model().state_dict())
+    holder = nn.Module()
+    holder.net = pipe
+    with pytest.raises(RuntimeError, match=r'Missing key.*: "net.stem.weight", "net.stem.bias"'):
+        holder.load_state_dict({})
+
+
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double])
+def test_another_dtype_after_tracing_is_refused(convert):
+    """The graphs hold for the dtype that the parameters had; Fabric's "bf16-true" converts them."""
+    pipe = make_pipe()
+    with pytest.raises(SettingError, match="before it becomes a Pipe"):
+        convert(pipe)
+    assert pipe.float() is pipe
+    assert pipe(X)["scores"].dtype == torch.float32
+
+
+def test_trainer_smooths_labels_as_for_the_model():
+    """It reads the configuration, shifts labels by the name of the class, and may add a number to
+    the inputs.
+    """
+    model = make_model()
+    pipe = make_pipe(model)
+    assert not hasattr(pipe, "config")
+    model.config = SimpleNamespace(problem_type=None)
+    assert pipe.config is model.config
+    assert pipe._get_name() == "Residual"
+    assert repr(pipe).startswith("Pipe(\n")
+    assert not pipe.accepts_loss_kwargs
+    with pytest.raises(SettingError, match="num_items_in_batch"):
+        pipe(X, num_items_in_batch=8)
+    model.accepts_loss_kwargs = True
+    assert pipe.accepts_loss_kwargs
+    torch.testing.assert_close(pipe(x=X, num_items_in_batch=8), model(X))
+    layers = ps.Pipe(nn.Sequential(nn.Linear(3, 4)), [1])
+    assert layers._get_name() == "Pipe"
+    assert not layers.accepts_loss_kwargs
+    with pytest.raises(AttributeError, match="no attribute 'config'"):
+        _ = layers.config
 
 
 def test_trainer_counts_targets_as_for_the_model():

@@ -149,5 +149,7 @@ def test_an_unknown_executor_and_a_deadline_of_nothing_are_refused():
         ps.PenstockError, match="executor is 'processes' or 'threads', not 'inline'"
     ):
         ps.Pipeline(layers, loss=functional.cross_entropy, balance=[1], executor="inline")
-    with pytest.raises(ps.PenstockError, match="deadline_s is above 0, not 0"):
+    with pytest.raises(
+        ps.PenstockError, match="deadline_s is above 0 and at most 1,000,000, not 0"
+    ):
         ps.Pipeline(layers, loss=functional.cross_entropy, balance=[1], deadline_s=0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import runpy
 from dataclasses import FrozenInstanceError
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import penstock
 from penstock.errors import FileError
 from penstock.schedule.catalogue import schedules
 from penstock.study.feature_table import feature_table, overview, parse_feature_table, sources
@@ -126,7 +126,7 @@ def test_numbers_of_penstock_are_those_of_its_catalogues():
     table = feature_table()
     synchronous = sum(facts.synchronous for facts in schedules().values())
     assert table.feature("schedules").cells[-1].value.startswith(f"{synchronous} named ones")
-    assert table.libraries[-1].version == metadata.version("penstock")
+    assert table.libraries[-1].version == penstock.__version__
 
 
 def test_lines_to_start_are_those_of_the_counted_programs():

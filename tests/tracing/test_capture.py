@@ -99,6 +99,24 @@ def test_a_model_that_cannot_be_traced_is_refused_with_its_line_and_a_remedy(kin
         chain(kind(), torch.randn(2, 4))
 
 
+class Misfit(nn.Module):
+    """Has a layer that does not fit the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.first(x)
+
+
+def test_a_model_that_does_not_fit_its_inputs_is_told_so_without_the_log_of_torch(caplog):
+    """Advice on tracing would not help, and torch logs the error with hundreds of lines."""
+    with pytest.raises(ChainError, match="Misfit fails on these inputs, also without a trace: "):
+        chain(Misfit(), torch.randn(2, 4))
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_a_model_that_cannot_be_copied_is_refused_with_the_reason():
     """Tracing must not change the user's model, so it runs a copy."""
     model = nn.ModuleList([nn.Linear(4, 4)])

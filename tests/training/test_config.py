@@ -103,6 +103,13 @@ def test_a_missing_file_is_named():
         ({"epochs": "many"}, "epochs: .*not 'many'"),
         ({"resume": True}, "resume needs out"),
         ({"deadline_s": -1}, "deadline_s is -1"),
+        ({"lr": float("inf")}, "lr is inf; it must be finite"),
+        ({"clip_grad_norm": float("inf")}, "clip_grad_norm is inf; it must be finite"),
+        ({"deadline_s": 1e300}, "deadline_s is 1e\\+300; it must be 1000000.0 or less"),
+        ({"batch": 10**26}, "batch is 1000.*; it must be 18446744073709551615 or less"),
+        ({"zero": 99}, "zero is 0 or 1, not 99"),
+        ({"momentum": float("nan")}, "momentum is nan; it must be finite"),
+        ({"target_accuracy": 95.0}, "target_accuracy is 95.0; it must be 1 or less"),
     ],
 )
 def test_a_setting_out_of_its_range_is_refused(changes, words):

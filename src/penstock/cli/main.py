@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ from penstock.cli.show import show
 from penstock.cli.simulate import simulate
 from penstock.cli.study import study
 from penstock.cli.train import train
+from penstock.cli.usage_errors import UsageError, usage_message
 from penstock.cli.verify import verify
 from penstock.errors import PenstockError, RunError, missing_torch
 from penstock.files.text import shorten
@@ -106,27 +108,42 @@ def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except PenstockError as error:
             typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1 if isinstance(error, RunError) else 2) from error
+            raise SystemExit(1 if isinstance(error, RunError) else 2) from error
         except OSError as error:
             if error.errno in _NAME_ERRORS and error.filename:
                 name = shorten(os.fsdecode(error.filename))
                 typer.echo(f"error: cannot open {name}: {error.strerror}", err=True)
-                raise typer.Exit(2) from error
+                raise SystemExit(2) from error
             if error.errno not in _DISK_ERRORS:
                 raise
             place = f" ({error.filename})" if error.filename else ""
             typer.echo(f"error: a file cannot be written{place}: {error.strerror}", err=True)
-            raise typer.Exit(1) from error
+            raise SystemExit(1) from error
         except ModuleNotFoundError as error:
             reason = missing_torch(error, "this command")
             if reason is None:
                 raise
             typer.echo(f"error: {reason}", err=True)
-            raise typer.Exit(2) from error
+            raise SystemExit(2) from error
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            cause = shorten(str(error) or type(error).__name__, 200)
+            typer.echo(f"error: there is not enough memory: {cause}. Use smaller sizes", err=True)
+            raise SystemExit(1) from error
         except KeyboardInterrupt as stop:
-            raise typer.Exit(STOPPED) from stop
+            raise SystemExit(STOPPED) from stop
 
     return run
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is exhausted. Torch raises a RuntimeError if it is."""
+    if "torch" not in sys.modules:
+        return isinstance(error, MemoryError)
+    from penstock.runtime.out_of_memory import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 #: The commands, each with its line in the list of commands.
@@ -169,7 +186,20 @@ def status(arguments: list[str]) -> int:
     words = flags + [word for word in arguments if word not in flags]
     try:
         with discarded_output() if _QUIET.intersection(flags) else nullcontext():
-            app(words)
+            # Commands return None, and `typer.Exit` becomes the status that is returned.
+            code = app(words, standalone_mode=False) or 0
+        if code == STOPPED:  # Ctrl-C before the command begins
+            typer.echo("stopped", err=True)
+        return int(code)
+    except UsageError as error:
+        if error.format_message().startswith("Usage:"):  # the help, if there is no command
+            error.show()
+        else:
+            typer.echo(f"error: {usage_message(error, words)}", err=True)
+        return 2
+    except typer.Abort:  # Ctrl-C before the command begins, in older versions of typer
+        typer.echo("stopped", err=True)
+        return STOPPED
     except SystemExit as stop:
         # Typer turns a closed pipe into status 1, while it handles the error.
         if isinstance(stop.__context__, BrokenPipeError):
@@ -179,11 +209,10 @@ def status(arguments: list[str]) -> int:
         elif _VERBOSE.intersection(flags):
             _print_origin(stop)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    return 0
 
 
 def _print_origin(stop: SystemExit) -> None:
     """Print the traceback of the error that ended a command, with that of the rank that raised it."""
-    error = getattr(stop.__context__, "__cause__", None)
+    error = stop.__cause__
     if error is not None:
         typer.echo("".join(traceback.format_exception(error)).rstrip(), err=True)

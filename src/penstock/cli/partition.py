@@ -46,7 +46,7 @@ def partition(
     costs = Profile.load(profile)
     words = by.split(",")
     method: str | list[int] = by
-    if all(word.strip().isdigit() for word in words):
+    if all(word.strip().isdecimal() for word in words):
         method = [int(word) for word in words]
     lengths = cut(costs, stages, method)
     if json:

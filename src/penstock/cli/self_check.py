@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,8 +50,8 @@ def compare_with_one_device(
     Raises:
         PenstockError: a setting is wrong, or a run failed.
     """
-    if not check.tolerance > 0:
-        raise SettingError(f"--tolerance must be above 0, not {check.tolerance}")
+    if not 0 < check.tolerance < math.inf:
+        raise SettingError(f"--tolerance must be above 0 and finite, not {check.tolerance}")
     from penstock.plan.plan import Plan
     from penstock.training.self_check import SelfCheck
     from penstock.training.sources.user_settings import complete_settings

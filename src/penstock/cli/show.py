@@ -13,7 +13,11 @@ from penstock.errors import FileError
 
 def show(
     file: Annotated[
-        Path, typer.Argument(help="A plan or profile (JSON), or a description of a cluster (YAML).")
+        Path,
+        typer.Argument(
+            help="A plan or profile (JSON), a description of a cluster (YAML), or the folder of a "
+            "run, for its plan."
+        ),
     ],
     json: Json = False,
 ) -> None:
@@ -26,8 +30,13 @@ def show(
     from penstock.files.read import read_json
     from penstock.plan.plan import Plan
     from penstock.profile.profile import Profile
+    from penstock.report.run_folder import PLAN
     from penstock.store import to_json
 
+    if file.is_dir():
+        folder, file = file, file / PLAN
+        if not file.exists():
+            raise FileError(f"{folder} is not the folder of a run: it has no {PLAN}")
     if file.suffix in (".yaml", ".yml"):
         description = cluster(str(file))
         print(to_json(description) if json else description)

@@ -21,6 +21,7 @@ from penstock.cli.flags.options import (
     Stages,
     Weights,
 )
+from penstock.text_table import row
 
 if TYPE_CHECKING:
     from penstock.event import Timeline
@@ -189,12 +190,12 @@ def _print_figures(timeline: Timeline) -> None:
         f"by stage span {timeline.span_bubble_ratio:.2%}"
     )
     busy_shares = [f"{seconds / makespan:.0%}" for seconds in timeline.busy]
-    print(f"busy per rank   {options.row(busy_shares)}")
-    print(f"peak in flight  {options.row(timeline.peak_in_flight)}")
+    print(f"busy per rank   {row(busy_shares)}")
+    print(f"peak in flight  {row(timeline.peak_in_flight)}")
     if timeline.peak_on_rank != timeline.peak_in_flight:
-        print(f"  on each rank  {options.row(timeline.peak_on_rank)}")
+        print(f"  on each rank  {row(timeline.peak_on_rank)}")
     if timeline.peak_memory is not None and timeline.memory_holders is not None:
-        print(f"peak memory     {options.row(map(format_bytes, timeline.peak_memory), ', ')}")
+        print(f"peak memory     {row(map(format_bytes, timeline.peak_memory), ', ')}")
         highest = max(range(timeline.ranks), key=timeline.peak_memory.__getitem__)
         holders = timeline.memory_holders[highest]
         largest_first = sorted(holders.items(), key=lambda item: -item[1])
@@ -215,7 +216,7 @@ def _print_stream(facts: dict[str, Any]) -> None:
             f"bubble ratio {facts['steady_bubble_ratio']:.2%}"
         )
     print(f"weights         rule {facts['weights']}, per stage")
-    print(f"  staleness     at most {options.row(facts['staleness_max'])} updates")
+    print(f"  staleness     at most {row(facts['staleness_max'])} updates")
     extra = facts["more_weights"]
     extra_text = f", plus extra state of {extra:g} times the weights" if extra else ""
-    print(f"  versions      {options.row(facts['versions'])}{extra_text}")
+    print(f"  versions      {row(facts['versions'])}{extra_text}")

@@ -17,7 +17,7 @@ from penstock.cli.flags import options
 from penstock.cli.flags.train_flags import settings_of_flags, with_flags
 from penstock.errors import FileError, RunStopped, SettingError
 from penstock.standard_error import write_line
-from penstock.text_table import table
+from penstock.text_table import row, table
 from penstock.transport.addresses import use_address
 from penstock.transport.slurm import started_by_srun
 from penstock.units import format_bytes, format_seconds
@@ -290,8 +290,8 @@ def _comparison_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
     ]
     rows += _memory_rows(outcome)
     if asynchronous:
-        predicted = options.row(outcome.predicted_weight_versions)
-        measured = options.row(outcome.measured_weight_versions)
+        predicted = row(outcome.predicted_weight_versions)
+        measured = row(outcome.measured_weight_versions)
         rows.append(("weight versions by stage", predicted, measured))
     return rows
 

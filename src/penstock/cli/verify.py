@@ -24,7 +24,6 @@ from penstock.errors import ScheduleError, SettingError
 if TYPE_CHECKING:
     from penstock.schedule.lower import LoweredSchedule
     from penstock.schedule.op import Schedule
-    from penstock.verify.verify import Report
 
 
 @with_model_flags(omit=["model"])
@@ -55,7 +54,9 @@ def verify(
     plan: Annotated[
         Path | None, typer.Option(help="With --train: a plan to run, instead of a schedule.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="With --train: samples in the batch.")] = 16,
+    batch: Annotated[
+        int | None, typer.Option(help="With --train: samples in the batch; default: 16.")
+    ] = None,
     recompute: Annotated[
         str | None,
         typer.Option(help="With --train: recompute policy: never, except_last or always."),
@@ -64,8 +65,9 @@ def verify(
         str | None, typer.Option(help="With --train: mixed precision: bfloat16 or float16.")
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(help="With --train: largest relative difference that passes.")
-    ] = 1e-3,
+        float | None,
+        typer.Option(help="With --train: largest relative difference that passes; default: 0.001."),
+    ] = None,
     threads: Annotated[
         bool,
         typer.Option("--threads", help="With --train: run the ranks as threads, not processes."),
@@ -87,10 +89,30 @@ def verify(
     if train is None and model_settings:
         flag = next(iter(model_settings)).replace("_", "-").removesuffix("s")
         raise SettingError(f"--{flag} belongs to --model, which is missing")
-    if train is not None:
+    if train is None:
+        _refuse_flags(
+            "belongs to --train, which is missing",
+            plan=plan,
+            batch=batch,
+            recompute=recompute,
+            autocast=autocast,
+            tolerance=tolerance,
+            threads=threads or None,
+        )
+    else:
+        _refuse_flags("does not go with --train", in_flight_limit=in_flight_limit)
+        if plan is not None:
+            _refuse_flags(
+                "does not go with --plan, which contains its schedule",
+                schedule=schedule,
+                stages=stages,
+                micro_batches=micro_batches,
+                csv=csv,
+                option=option or None,
+            )
         settings = {
             **model_settings,
-            "batch": batch,
+            "batch": 16 if batch is None else batch,
             "autocast": autocast,
         }
         trained_schedule = None
@@ -101,18 +123,30 @@ def verify(
             plan,
             settings,
             {"recompute": recompute, "weights": weights},
-            CheckOptions(tolerance, threads, json),
+            CheckOptions(1e-3 if tolerance is None else tolerance, threads, json),
         )
         raise typer.Exit(0 if agrees else 1)
     from penstock.schedule.torch_csv.files import load_csv
 
-    if csv is None or schedule or stages or micro_batches or option:
+    names_schedule = not all(flag is None for flag in (schedule, stages, micro_batches))
+    if csv is None or names_schedule or option:
         # With --csv and another flag, this refuses the combination.
         checked = options.resolve_schedule(schedule, stages, micro_batches, csv, option)
         lowered = None
     else:
         checked, lowered = load_csv(csv)
     _check(checked, lowered, in_flight_limit, weights, json)
+
+
+def _refuse_flags(reason: str, **flags: object) -> None:
+    """Refuse the flags that are set, by the names of their parameters.
+
+    Raises:
+        SettingError: a value is not None.
+    """
+    for name, value in flags.items():
+        if value is not None:
+            raise SettingError(f"--{name.replace('_', '-')} {reason}")
 
 
 def _schedule_to_train(
@@ -127,8 +161,8 @@ def _schedule_to_train(
     """
     if csv is None:
         name = name or "1f1b"
-        stages = stages or 2
-        micro_batches = micro_batches or 4
+        stages = 2 if stages is None else stages
+        micro_batches = 4 if micro_batches is None else micro_batches
     return options.resolve_schedule(name, stages, micro_batches, csv, option)
 
 
@@ -144,6 +178,7 @@ def _check(
     Raises:
         typer.Exit: the schedule is unsound; all findings have been printed.
     """
+    from penstock.verify.description import figures
     from penstock.verify.lowered import verify_lowered
     from penstock.verify.verify import verify as verify_schedule
 
@@ -163,24 +198,4 @@ def _check(
         options.print_json({"sound": True, **asdict(report)})
     else:
         print(options.schedule_summary(schedule, " is sound: "))
-        _print_report(report)
-
-
-def _print_report(report: Report) -> None:
-    """Print staleness, weight versions and micro-batches in flight of a sound schedule."""
-    staleness_max = options.row(report.staleness_max)
-    staleness_mean = options.row(f"{mean:.4g}" for mean in report.staleness_mean)
-    print(
-        f"staleness per stage       max {staleness_max}, mean {staleness_mean}, "
-        f"weight rule {report.weights}"
-    )
-    if any(report.staleness_across):
-        across = options.row(report.staleness_across)
-        print(f"staleness to replicas     at most {across} batches")
-    print(f"weight versions per stage {options.row(report.versions)}")
-    in_flight = options.row(report.peak_in_flight)
-    print(f"peak in flight per stage  {in_flight}, per rank {options.row(report.peak_on_rank)}")
-    print(
-        f"channel depth             {report.channel_depth} "
-        "(messages a blocking channel must buffer)"
-    )
+        print("\n".join(figures(report)))

@@ -116,6 +116,16 @@ def parse_json(
     return validate(text, model, source, kind=kind)
 
 
+#: By a key that only files of one kind have, the kind.
+_KINDS_BY_KEY = {"programs": "plan", "layers": "profile"}
+
+
+def _kind_by_keys(content: Any) -> str | None:
+    """Return whether a content is a plan or a profile, by its keys; None for other kinds."""
+    keys = content if isinstance(content, dict) else {}
+    return next((kind for key, kind in _KINDS_BY_KEY.items() if key in keys), None)
+
+
 def _check_schema(content: Any, source: str, schema: int | Collection[int], kind: str) -> None:
     """Refuse a content whose field `schema` is not a supported version.
 
@@ -126,6 +136,9 @@ def _check_schema(content: Any, source: str, schema: int | Collection[int], kind
     supported = (schema,) if isinstance(schema, int) else schema
     # True == 1 and 1.0 == 1 in Python, but neither is a version.
     if type(version) is not int or version not in supported:
+        actual_kind = _kind_by_keys(content)
+        if actual_kind not in (None, kind) and kind in _KINDS_BY_KEY.values():
+            raise FileError(f"{source} is a {actual_kind}, not a {kind}")
         description = (
             "missing, so it is another kind of file" if version is None else quote(version)
         )

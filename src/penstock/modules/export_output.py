@@ -20,7 +20,12 @@ _LOG = logging.getLogger("penstock")
 _ANNOUNCE_AFTER_S = 2.0
 
 #: Loggers in which torch.export reports errors that Penstock reports with the user's line.
-_CHATTY = ("torch.fx.experimental.symbolic_shapes", "torch._export", "torch.export")
+_CHATTY = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._export",
+    "torch.export",
+    "torch._subclasses.fake_tensor",
+)
 
 
 @contextmanager

@@ -128,9 +128,6 @@ class Pipe(PipeModule):
     loss: Loss | None
     side_loss: Tensor
 
-    #: For the Trainer of transformers: a Pipe takes no `num_items_in_batch` among its inputs.
-    accepts_loss_kwargs = False
-
     def __init__(
         self,
         module: nn.Module | TracedChain,
@@ -215,6 +212,8 @@ class Pipe(PipeModule):
         """Do what `forward` says, never compiled by torch.compile."""
         if self._traced is not None:
             follow_modes(self, self._traced)
+        if self.accepts_loss_kwargs:
+            inputs = self._without_loss_count(inputs)
         if inputs:
             if self._traced is None or value is not None:
                 raise SettingError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -15,17 +16,13 @@ from penstock.tracing.traced_chain import TracedChain
 
 #: Settings of torch's checkpoint that change nothing in a Pipe.
 _CHECKPOINT_SETTINGS = {"use_reentrant", "preserve_rng_state", "determinism_check", "debug"}
-#: Methods that are those of the model: NEFTune of Trainer adds noise by a hook on the embedding,
-#: with which the model is traced again.
-_MODEL_METHODS = ("get_input_embeddings",)
-#: Trainer's label smoothing asks for the `config` of the model, and would then decide by its class
-#: whether labels are shifted: of a Pipe, silently wrong.
-_NO_CONFIG = (
-    "a Pipe has no config. If label_smoothing_factor of TrainingArguments asked for it: Trainer "
-    "shifts labels by the class of the model, which it does not see in a Pipe. Leave it out, and "
-    "smooth in the loss: compute_loss_func= with "
-    "torch.nn.functional.cross_entropy(..., label_smoothing=...)"
-)
+#: Attributes that are those of the model. NEFTune of Trainer adds noise by a hook on the embedding,
+#: with which the model is traced again. The configuration of a model of transformers says which
+#: outputs an evaluation ignores, and whether labels can be smoothed.
+_MODEL_ATTRIBUTES = ("get_input_embeddings", "config")
+#: What Trainer adds to the inputs of a model that computes its loss: the number of targets in all
+#: accumulated batches.
+_LOSS_COUNT = "num_items_in_batch"
 
 
 class PipeModule(nn.Module):
@@ -87,6 +84,38 @@ class PipeModule(nn.Module):
         By it, Trainer decides whether it counts the first label of every sequence.
         """
         return loss_type_of(self._model)
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether Trainer passes the number of targets to the model, and divides a loss by it."""
+        model = self._model
+        if model is None:
+            return False
+        if hasattr(model, "accepts_loss_kwargs"):
+            return bool(model.accepts_loss_kwargs)
+        parameters = inspect.signature(model.forward).parameters.values()
+        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+    def _without_loss_count(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return inputs without the number of targets, unless the model has an input of this name.
+
+        The loss is computed from the outputs, by Trainer or by its `compute_loss_func=`.
+        """
+        model = self._model
+        if model is None or _LOSS_COUNT in inspect.signature(model.forward).parameters:
+            return inputs
+        return {name: value for name, value in inputs.items() if name != _LOSS_COUNT}
+
+    def _get_name(self) -> str:
+        """Return the name of the class of the traced model.
+
+        By it, the label smoothing of Trainer decides whether labels are shifted.
+        """
+        return type(self if self._model is None else self._model).__name__
+
+    def __repr__(self) -> str:
+        """Return the layers by partition, under the name of this class."""
+        return type(self).__name__ + super().__repr__().removeprefix(self._get_name())
 
     # -- the interface of the nn.Sequential that was partitioned
 
@@ -208,18 +237,16 @@ class PipeModule(nn.Module):
         self.activation_checkpointing_disable()
 
     def __getattr__(self, name: str) -> Any:
-        """Return a module, parameter or buffer, or a method of the traced model that Trainer calls.
+        """Return a module, parameter or buffer, or what Trainer reads of the traced model.
 
         Raises:
             AttributeError: there is none.
         """
         try:
             return super().__getattr__(name)
-        except AttributeError as error:
-            if name == "config":
-                raise AttributeError(_NO_CONFIG) from error
+        except AttributeError:
             model = None if name == "_traced" else self._model
-            if name in _MODEL_METHODS and model is not None:
+            if name in _MODEL_ATTRIBUTES and model is not None:
                 return getattr(model, name)
             raise
 
@@ -252,6 +279,24 @@ class PipeModule(nn.Module):
         ):
             raise _move_error(kwargs.get("device", args[0] if args else None))
         return super().to(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Convert all tensors, unless a traced model would get another dtype than its graphs have.
+
+        Raises:
+            SettingError: the dtype of a parameter would change.
+        """
+        dtypes = set() if self._model is None else {weight.dtype for weight in self.parameters()}
+        for dtype in dtypes:
+            converted = fn(torch.empty(0, dtype=dtype)).dtype
+            if converted != dtype:
+                raise SettingError(
+                    f"this Pipe was traced with parameters of {dtype}, and its graphs hold for that "
+                    f"dtype: convert the model to {converted} before it becomes a Pipe, or leave "
+                    "its parameters and use mixed precision (autocast)"
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 def _move_error(target: Any) -> TypeError:

@@ -128,6 +128,7 @@ def take_names(pipe: nn.Module, model: nn.Module) -> None:
     for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
         attributes[name] = vars(model)[name]
     pipe._register_state_dict_hook(_rename)  # type: ignore[no-untyped-call]
+    pipe.register_load_state_dict_post_hook(_rename_missing)  # type: ignore[no-untyped-call]
 
 
 def _rename(pipe: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
@@ -135,6 +136,23 @@ def _rename(pipe: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) 
     for name, keys in model_names(pipe.get_submodule("partitions")).items():
         values = [state.pop(f"{prefix}{key}") for key in keys]
         state[f"{prefix}{name}"] = values[0]
+
+
+def _rename_missing(pipe: nn.Module, incompatible_keys: Any) -> None:
+    """Report keys that a state lacks under the names that they have in the model.
+
+    `safetensors.torch.load_model` compares them with the names of tied weights, of which a file has
+    one.
+    """
+    names = {}
+    for name, keys in model_names(pipe.get_submodule("partitions")).items():
+        names.update(dict.fromkeys(keys, name))
+    missing = []
+    for key in incompatible_keys.missing_keys:
+        # A Pipe may be a part of another module, whose names come first.
+        start = max(key.rfind(".partitions.") + 1, 0)
+        missing.append(key[:start] + names.get(key[start:], key[start:]))
+    incompatible_keys.missing_keys[:] = dict.fromkeys(missing)
 
 
 def model_names(partitions: nn.Module) -> dict[str, list[str]]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from penstock.errors import PlanError, SettingError
 from penstock.model.chain import Chain
+from penstock.option import MAX_DEADLINE_S
 from penstock.ranks.mesh.pipeline_mesh import PipelineMesh
 from penstock.ranks.placement import announce_idle_ranks
 from penstock.ranks.process_world import DistributedWorld, join, started
@@ -65,8 +66,10 @@ def in_threads(schedule: Schedule, place: Place) -> bool:
     """
     if place.executor not in (None, "processes", "threads"):
         raise SettingError(f"executor is 'processes' or 'threads', not {place.executor!r}")
-    if place.deadline_s <= 0:
-        raise SettingError(f"deadline_s is above 0, not {place.deadline_s}")
+    if not 0 < place.deadline_s <= MAX_DEADLINE_S:
+        raise SettingError(
+            f"deadline_s is above 0 and at most {MAX_DEADLINE_S:,.0f}, not {place.deadline_s}"
+        )
     single_rank = (
         place.executor is None and place.mesh is None and schedule.ranks == 1 and not started()
     )

@@ -9,9 +9,9 @@ import torch
 from penstock.errors import OutOfMemory
 from penstock.units import format_bytes
 
-#: Text of the RuntimeError that torch raises if the host's memory is exhausted, in
-#: c10/core/impl/alloc_cpu.cpp.
-_HOST_ALLOCATOR = "DefaultCPUAllocator"
+#: Texts of the RuntimeErrors that torch raises if the host's memory is exhausted, in
+#: c10/core/impl/alloc_cpu.cpp, and if a tensor has more than 2^63 bytes, in ATen/EmptyTensor.cpp.
+_MEMORY_ERRORS = ("DefaultCPUAllocator", "Storage size calculation overflowed")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an op has failed because memory was exhausted, of the host or an accelerator."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and _HOST_ALLOCATOR in str(error)
+    if not isinstance(error, RuntimeError):
+        return False
+    message = str(error)
+    return any(text in message for text in _MEMORY_ERRORS)
 
 
 def out_of_memory(

@@ -20,7 +20,7 @@ from penstock.losses.joint import check_joint
 from penstock.losses.stage_loss import LossOptions
 from penstock.modules.deferred_batch_norm import check_not_traced, convert
 from penstock.optim.groups import GroupsOf
-from penstock.option import CommonOptions, OnNonfinite, option, options_of
+from penstock.option import CommonOptions, OnNonfinite, check_zero, option, options_of
 from penstock.plan.plan import Plan
 from penstock.schedule.op import Schedule
 from penstock.stage.gradients.bucket_reduction import parse_hook
@@ -48,11 +48,14 @@ class TrainingOptions(CommonOptions):
     """
 
     clip_norm_type: float = option(
-        2.0, 'Order of the norm of clip_grad_norm, such as 2.0, 1.0 or float("inf").'
+        2.0,
+        'Order of the norm of clip_grad_norm, such as 2.0, 1.0 or float("inf").',
+        maximum=math.inf,
     )
     clip_grad_value: float | None = option(
         None,
         "Maximum absolute value of gradients, as in torch.nn.utils.clip_grad_value_.",
+        maximum=math.inf,
         synchronous=True,
     )
     scaler: object = option(
@@ -182,15 +185,7 @@ class TrainingOptions(CommonOptions):
                 "gradients on all copies, and with zero=1 a copy sums those of its part. Give one "
                 "of them"
             )
-        if self.zero in (None, 0, 1):
-            return
-        if self.zero in (2, 3):
-            raise SettingError(
-                f"zero={self.zero}: copies of a stage divide optimizer state alone (zero=1). To "
-                "divide gradients and weights as well, use fully_shard in parallelize=, see "
-                "docs/mesh.md"
-            )
-        raise SettingError(f"zero is 0 or 1, not {self.zero!r}")
+        check_zero(self.zero)
 
     def _check_update_options(self, schedule: Schedule, *, steps: bool) -> None:
         """Reject options of the update that need another schedule or an optimizer."""

@@ -214,7 +214,26 @@ def _capture_or_fault(request: _Request) -> Capture:
         except Drawn as error:
             raise fault(request.skeleton, _locate_draw(request) or error) from error
         except Exception as error:
-            raise fault(request.skeleton, error) from error
+            runs = not _fails_without_trace(request, error)
+            raise fault(request.skeleton, error, runs=runs) from error
+
+
+def _fails_without_trace(request: _Request, error: Exception) -> bool:
+    """Return whether the model, called as it is on the meta device, raises an error like this one.
+
+    A layer that does not fit its inputs does; an op that a trace does not support does not.
+    """
+    model = copy.deepcopy(request.skeleton)
+    try:
+        with torch.no_grad():
+            call(model, request.form.on_meta().value(request.form.on_meta().tensors))
+    except Exception as plain:  # noqa: BLE001  # of the model, of any kind
+        return type(plain) is type(error) and _first_line(plain) == _first_line(error)
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _capture_checked(request: _Request, *, dynamic: bool) -> Capture:

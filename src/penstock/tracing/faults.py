@@ -37,8 +37,14 @@ class Refused(Exception):  # internal: users see a ChainError
         self.place = place
 
 
-def fault(model: nn.Module, error: BaseException) -> ChainError:
-    """Return the error that users see, with the innermost line of the model's code."""
+def fault(model: nn.Module, error: BaseException, *, runs: bool = True) -> ChainError:
+    """Return the error that users see, with the innermost line of the model's code.
+
+    Args:
+        model: that was traced.
+        error: that ended the trace.
+        runs: False if the model raises the same error when it is called without a trace.
+    """
     name = type(model).__name__
     place = getattr(error, "place", None) or _place(error)
     location = (
@@ -46,7 +52,13 @@ def fault(model: nn.Module, error: BaseException) -> ChainError:
         if place is None
         else f"{place.filename}:{place.lineno}, in {place.name}: `{place.line}`: "
     )
-    return ChainError(f"{name} cannot be traced: {location}{_reason(error)}. {_ADVICE}")
+    reason = f"{location}{_reason(error)}".rstrip(".")
+    if not runs:
+        return ChainError(
+            f"{name} fails on these inputs, also without a trace: {reason}. Check the shapes and "
+            "dtypes of the inputs, and the model"
+        )
+    return ChainError(f"{name} cannot be traced: {reason}. {_ADVICE}")
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,7 +14,7 @@ from penstock.errors import FileError, SettingError
 from penstock.files.read import read_yaml
 from penstock.files.text import quote, shorten
 from penstock.files.yaml_values import yaml_text
-from penstock.option import CommonOptions, check_limits, option
+from penstock.option import MAX_DEADLINE_S, CommonOptions, check_limits, check_zero, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,10 @@ class TrainConfig(CommonOptions):
     epochs: int = option(5, "Passes through the data.", minimum=1)
     limit_steps: int | None = option(None, "Stop after this many steps.", minimum=1)
     target_accuracy: float | None = option(
-        None, "Stop after the epoch that reaches this test accuracy."
+        None,
+        "Stop after the epoch that reaches this test accuracy, from 0 to 1.",
+        minimum=0,
+        maximum=1,
     )
     ranks: int | None = option(
         None, "Number of processes; default: one per stage, or per core or card.", minimum=1
@@ -138,7 +142,10 @@ class TrainConfig(CommonOptions):
         5, "Steps of plain training to time for comparison; 0: none.", minimum=0
     )
     deadline_s: float = option(
-        300.0, "Longest time in seconds that a rank waits for another.", above=0
+        300.0,
+        "Longest time in seconds that a rank waits for another.",
+        above=0,
+        maximum=MAX_DEADLINE_S,
     )
     self_check: bool = option(
         True,
@@ -149,6 +156,8 @@ class TrainConfig(CommonOptions):
 
     def __post_init__(self) -> None:
         check_limits(self)
+        check_zero(self.zero)
+        self._check_finite()
         if self.micro_batches is not None and self.micro_batches > self.batch:
             raise SettingError(
                 f"a batch of {self.batch} cannot be cut into {self.micro_batches} micro-batches"
@@ -158,6 +167,17 @@ class TrainConfig(CommonOptions):
             raise SettingError("checkpoint is never, and checkpoint_every asks for checkpoints")
         if self.resume and self.out is None:
             raise SettingError("resume needs out: the folder of the run to continue")
+
+    def _check_finite(self) -> None:
+        """Refuse infinite numbers: the run's config.yaml could not be read again.
+
+        Raises:
+            SettingError: a number is infinite.
+        """
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise SettingError(f"{entry.name} is {value}; it must be finite")
 
     def stage_count(self) -> int | None:
         """Return the number of stages, or None if the planner chooses it."""
@@ -173,7 +193,7 @@ class TrainConfig(CommonOptions):
         `5,6,4`.
         """
         words = self.partition.split(",")
-        if all(word.strip().isdigit() for word in words):
+        if all(word.strip().isdecimal() for word in words):
             return [int(word) for word in words]
         return self.partition
 

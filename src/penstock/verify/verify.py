@@ -10,6 +10,7 @@ from itertools import islice, pairwise
 import numpy as np
 
 from penstock.errors import Finding
+from penstock.notebook import NotebookText
 from penstock.schedule.arrays import op_arrays
 from penstock.schedule.channels import channel_depth
 from penstock.schedule.dependencies import dependencies_of
@@ -31,9 +32,9 @@ _TOLERANCE = 1e-9
 _MAX_FINDINGS = 1000
 
 
-@dataclass(frozen=True)
-class Report:
-    """Figures of a sound schedule.
+@dataclass(frozen=True, repr=False)
+class Report(NotebookText):
+    """Figures of a sound schedule. Print it to see them by stage.
 
     Attributes:
         schedule: name of the schedule.
@@ -61,6 +62,19 @@ class Report:
     versions: tuple[int, ...]
     weights: str
     staleness_across: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        stages, ranks = len(self.versions), len(self.peak_on_rank)
+        held = max(self.peak_on_rank, default=0)
+        return (
+            f"<Report: {self.schedule} is sound, {stages} stages on {ranks} ranks, at most {held} "
+            f"micro-batches in flight on a rank, weight rule {self.weights}>"
+        )
+
+    def __str__(self) -> str:
+        from penstock.verify.description import describe  # imports this module
+
+        return describe(self)
 
 
 def verify(

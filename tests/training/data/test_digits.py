@@ -104,6 +104,14 @@ def test_a_size_that_is_no_positive_whole_number_is_refused(option, value):
         digits(**{option: value})
 
 
+def test_images_that_exceed_the_free_memory_are_refused():
+    """Torch would end in a traceback, or the host would kill the process."""
+    with pytest.raises(
+        SettingError, match=r"100000x100000 pixels with 3 channels take .* TiB, and "
+    ):
+        digits(image=100_000, channels=3)
+
+
 def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch):
     """The extra's name is not the package's name."""
     monkeypatch.setitem(sys.modules, "sklearn", None)

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.errors import FileError, SettingError, UnknownName
 from penstock.training.config import TrainConfig
+from penstock.training.data.batches import Dataset
 from penstock.training.data.catalogue import dataset
 from penstock.training.sources.model_sources import default_data, parse_loss, parse_model
 from penstock.training.task import make_task
@@ -22,6 +23,17 @@ GPT2 = {
     "n_head": 2,
     "n_positions": 16,
     "vocab_size": 128,
+}
+
+
+#: Changes of the configuration that make it that of an encoder.
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 16,
 }
 
 
@@ -152,6 +164,27 @@ class TestHuggingFace:
         weight = made.network.transformer.wte.weight
         assert torch.equal(weight, again.network.transformer.wte.weight)
 
+    def test_an_encoder_that_sees_the_next_token_is_refused(self, tmp_path):
+        """Transformers makes a language model of it, which would learn to copy its input."""
+        text = self.write(tmp_path, **BERT)
+        with pytest.raises(SettingError, match="makes a BertLMHeadModel whose predictions"):
+            self.make(text)
+        assert type(self.make(text, is_decoder=True).network).__name__ == "BertLMHeadModel"
+
+    def test_sequences_with_classes_train_a_classifier(self, tmp_path):
+        """The sizes are those of the data, and each sequence has one class."""
+        tokens, classes = torch.arange(24).reshape(4, 6), torch.tensor([0, 1, 2, 1])
+        rows = (tokens, classes)
+        data = Dataset("mine", *rows, *rows, classes=3, task="classify", description="")
+        made = parse_model(self.write(tmp_path, **BERT)).make(data, {}, 0)
+        assert type(made.network).__name__ == "BertForSequenceClassification"
+        assert made.network(tokens).logits.shape == (4, 3)
+        assert made.loss(made.network(tokens), classes).shape == ()
+        with pytest.raises(
+            SettingError, match="data mine has 24: set --model-option vocab_size=24"
+        ):
+            parse_model(self.write(tmp_path, **BERT, vocab_size=23)).make(data, {}, 0)
+
     def test_a_folder_with_weights_is_a_trained_model(self, tmp_path):
         """As `save_pretrained` writes it."""
         network = self.make(self.write(tmp_path)).network
@@ -186,7 +219,7 @@ class TestHuggingFace:
         """GPT-2 classifies no images."""
         with pytest.raises(SettingError, match="transformers cannot make this model"):
             parse_model(self.write(tmp_path)).make(dataset("digits"), {}, 0)
-        with pytest.raises(SettingError, match="data reversed is for neither"):
+        with pytest.raises(SettingError, match="data reversed is for none of these"):
             parse_model(self.write(tmp_path)).make(dataset("reversed"), {}, 0)
 
     def test_a_file_that_is_no_configuration_is_refused(self, tmp_path):

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -133,10 +133,6 @@ Recompute = Annotated[
 ]
 
 
-#: Longer rows of numbers are shortened in the middle.
-_LONGEST_ROW = 32
-
-
 def resolve_schedule(
     name: str | None,
     stages: int | None,
@@ -161,7 +157,7 @@ def resolve_schedule(
         ScheduleError: the schedule does not support these numbers or options.
     """
     if csv is not None:
-        if name or stages or micro_batches or option:
+        if option or not all(flag is None for flag in (name, stages, micro_batches)):
             raise SettingError(
                 "--csv holds the whole schedule: "
                 "leave out --schedule, --stages, --micro-batches and --option"
@@ -427,11 +423,3 @@ def colour() -> bool:
 def columns() -> int:
     """Return the width of the terminal in columns, at least 20; 100 without a terminal."""
     return max(20, shutil.get_terminal_size((100, 24)).columns)
-
-
-def row(values: Iterable[object], separator: str = " ") -> str:
-    """Write values in one line; of more than 32 only the first 6 and the last 3."""
-    words = list(map(str, values))
-    if len(words) > _LONGEST_ROW:
-        words = [*words[:6], f"… {len(words) - 9} more …", *words[-3:]]
-    return separator.join(words)

@@ -76,7 +76,7 @@ def _value(name: str, value: Any) -> Any:
     if _is_mapping(name):
         parse = named_numbers if dict[str, float] in _TYPES[name] else named_values
         return parse(_singular(name), value)
-    if isinstance(value, str) and int in _TYPES[name] and value.isdigit():
+    if isinstance(value, str) and int in _TYPES[name] and value.isdecimal():
         return int(value)
     return value
 

@@ -12,9 +12,11 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.errors import MissingExtra
+from penstock.cluster.local import available_memory_bytes
+from penstock.errors import MissingExtra, SettingError
 from penstock.training.data.batches import Dataset, check_count
 from penstock.training.data.catalogue import register
+from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +42,7 @@ def digits(*, image: int = _SIDE, channels: int = 1) -> Dataset:
         channels: copies of the one channel.
 
     Raises:
-        SettingError: `image` or `channels` is below 1.
+        SettingError: `image` or `channels` is below 1, or the images exceed the free memory.
         MissingExtra: scikit-learn is not installed.
     """
     import numpy as np
@@ -50,6 +52,12 @@ def digits(*, image: int = _SIDE, channels: int = 1) -> Dataset:
     check_count("image", image)
     check_count("channels", channels)
     images, labels = _load()
+    needed, free = 4 * len(images) * channels * image**2, available_memory_bytes()
+    if needed > free:
+        raise SettingError(
+            f"digits of {image}x{image} pixels with {channels} channels take {format_bytes(needed)}, "
+            f"and {format_bytes(free)} of memory are free: set image or channels to less"
+        )
     in_test = np.zeros(len(labels), dtype=bool)
     in_test[np.argsort(labels, kind="stable")[::5]] = True
     inputs = torch.from_numpy(images)[:, None]

@@ -20,13 +20,13 @@ from penstock.training.data.batches import Dataset
 from penstock.training.scores import scores_of
 from penstock.units import format_bytes
 
-#: By task, the class of transformers that makes the model.
-_AUTO_CLASSES = {
-    "next_token": "AutoModelForCausalLM",
-    "classify": "AutoModelForImageClassification",
-}
 #: Weights in a folder of Hugging Face.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+#: Tokens of the sequence on which `_check_causal` compares predictions, and the largest difference
+#: that rounding makes, relative to the largest score. A token that is attended to makes one of
+#: 1e-3 and more.
+_CAUSAL_TOKENS, _CAUSAL_TOLERANCE = 8, 1e-4
 
 #: Most layers of a model: making 10,000 of them takes a minute.
 _MAX_LAYERS = 10_000
@@ -44,22 +44,25 @@ def make_model(path: str, data: Dataset, options: Mapping[str, Any]) -> nn.Modul
     Raises:
         FileError: the file cannot be read, or is no configuration.
         MissingExtra: transformers is not installed.
-        SettingError: an option is unknown, or no model of this kind can learn from the data.
+        SettingError: an option is unknown, no model of this kind can learn from the data, or a
+            model that is to predict the next token sees it.
     """
     try:
         import transformers
     except ImportError as error:
         raise MissingExtra("transformers", "models", "--model hf:…") from error
-    if data.task not in _AUTO_CLASSES:
+    auto_class_name = _auto_class_name(data)
+    if auto_class_name is None:
         raise SettingError(
-            f"--model hf:{path} learns to classify images or to predict the next token, and data "
-            f"{data.name} is for neither; write a factory, --model package.module:factory"
+            f"--model hf:{path} learns to classify images or sequences of tokens, or to predict the "
+            f"next token, and data {data.name} is for none of these; write a factory, --model "
+            "package.module:factory"
         )
     place = Path(path).expanduser()
     config_file = place / "config.json" if place.is_dir() else place
     config = _configuration(config_file, options)
     _fit_to_data(config, config_file, data)
-    auto_class = getattr(transformers, _AUTO_CLASSES[data.task])
+    auto_class = getattr(transformers, auto_class_name)
     _check_size(config, auto_class, path)
     has_weights = place.is_dir() and any((place / name).exists() for name in _WEIGHTS)
     try:
@@ -75,8 +78,54 @@ def make_model(path: str, data: Dataset, options: Mapping[str, Any]) -> nn.Modul
             model = auto_class.from_config(config, trust_remote_code=False)
     except Exception as error:
         raise _refusal(path, error) from error
+    model = model.float()
+    if data.task == "next_token":
+        _check_causal(model, data, path)
     # `from_pretrained` leaves the model in evaluation mode, without dropout.
-    return model.float().train()
+    return model.train()
+
+
+def _auto_class_name(data: Dataset) -> str | None:
+    """Return the name of the class of transformers that makes the model for a data set, if any."""
+    if data.task == "next_token":
+        return "AutoModelForCausalLM"
+    if data.task != "classify":
+        return None
+    if _has_tokens(data):
+        return "AutoModelForSequenceClassification"
+    return "AutoModelForImageClassification"
+
+
+def _has_tokens(data: Dataset) -> bool:
+    """Whether the inputs of a data set are sequences of tokens."""
+    return not data.train_inputs.is_floating_point() and data.train_inputs.dim() == 2
+
+
+@torch.no_grad()
+def _check_causal(model: nn.Module, data: Dataset, path: str) -> None:
+    """Refuse a model whose prediction of a token depends on that token, such as an encoder.
+
+    Its loss would fall to zero, because it learns to copy. Transformers makes such a model of the
+    configuration of an encoder.
+
+    Raises:
+        SettingError: it does.
+    """
+    tokens = data.train_inputs[:1, :_CAUSAL_TOKENS]
+    changed = tokens.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % data.classes
+    model.eval()
+    try:
+        before, after = (scores_of(model(inputs))[:, :-1] for inputs in (tokens, changed))
+    except Exception:  # noqa: BLE001 - of the model, which the first trace will report
+        return
+    if float((after - before).abs().max()) > _CAUSAL_TOLERANCE * float(before.abs().max()):
+        raise SettingError(
+            f"--model hf:{path} makes a {type(model).__name__} whose predictions of the next token "
+            "depend on that token, so that it would learn to copy: it is an encoder. Give it "
+            "sequences with classes (--data package.module:factory), or, if its configuration has "
+            "is_decoder, set --model-option is_decoder=true"
+        )
 
 
 def _check_size(config: Any, auto_class: Any, path: str) -> None:
@@ -147,16 +196,19 @@ def _configuration(file: Path, options: Mapping[str, Any]) -> Any:
 
 def _fit_to_data(config: Any, file: Path, data: Dataset) -> None:
     """Set the number of classes; refuse a vocabulary or a length that is too small for the data."""
+    needed = data.classes
     if data.task == "classify":
         config.num_labels = data.classes
-        return
-    vocabulary = getattr(config, "vocab_size", data.classes)
+        if not _has_tokens(data):
+            return
+        needed = 1 + int(max(data.train_inputs.max(), data.test_inputs.max()))
+    vocabulary = getattr(config, "vocab_size", needed)
     if not isinstance(vocabulary, int):
         raise SettingError(f"{file} has a vocab_size that is no number: {quote(vocabulary)}")
-    if vocabulary < data.classes:
+    if vocabulary < needed:
         raise SettingError(
             f"{file} has a vocabulary of {vocabulary} tokens, and data {data.name} has "
-            f"{data.classes}: set --model-option vocab_size={data.classes} or more"
+            f"{needed}: set --model-option vocab_size={needed} or more"
         )
     tokens = data.train_inputs.shape[-1]
     positions = getattr(config, "max_position_embeddings", None)

@@ -1,0 +1,40 @@
+"""The report on a sound schedule as text."""
+
+from __future__ import annotations
+
+import penstock as ps
+from penstock.verify.description import figures
+
+
+def test_a_report_prints_its_figures_by_stage():
+    """As `penstock verify` does, under the name of the schedule."""
+    report = ps.verify(ps.schedule("1f1b", stages=3, micro_batches=6))
+    assert str(report).splitlines() == [
+        "1f1b is sound: 3 stages on 3 ranks",
+        "  staleness per stage       max 0 0 0, mean 0 0 0, weight rule flush",
+        "  weight versions per stage 1 1 1",
+        "  peak in flight per stage  3 2 1, per rank 3 2 1",
+        "  channel depth             1 (messages a blocking channel must buffer)",
+    ]
+
+
+def test_its_repr_is_one_line_without_tuples_per_stage():
+    """A thousand stages would fill the terminal."""
+    report = ps.verify(ps.schedule("pipedream", stages=3))
+    assert repr(report) == (
+        "<Report: pipedream is sound, 3 stages on 3 ranks, at most 3 micro-batches in flight on a "
+        "rank, weight rule stash>"
+    )
+
+
+def test_a_notebook_shows_what_print_shows():
+    """Values with text have it in a fixed-width font."""
+    report = ps.verify(ps.schedule("gpipe", stages=2, micro_batches=2))
+    assert report._repr_html_() == f"<pre>{report}</pre>"
+
+
+def test_missing_updates_of_other_copies_are_a_line():
+    """Schedules with waves alone have them."""
+    waves, plain = (ps.verify(ps.schedule(name, 2, 2)) for name in ("hetpipe", "pipedream"))
+    assert sum("staleness to replicas" in line for line in figures(waves)) == 1
+    assert not any("staleness to replicas" in line for line in figures(plain))
