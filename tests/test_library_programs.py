@@ -38,7 +38,9 @@ def losses(printed: str) -> tuple[float, float]:
 
 
 def run_here(file: str) -> tuple[float, float]:
-    """Run a program in this process, which has imported torch already."""
+    """Run a program in this process, which has imported torch already; its fork server starts the
+    ranks of `launch`.
+    """
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.syspath_prepend(str(FOLDER))
@@ -89,7 +91,7 @@ def test_the_program_of_pipe_has_the_losses_of_plain_training():
 
 def test_the_program_of_pipeline_has_the_losses_of_plain_training():
     """A planned pipeline of two processes."""
-    check_losses(run_program("train_penstock.py"))
+    check_losses(run_here("train_penstock.py"))
 
 
 def test_the_program_of_torch_pipelining_has_the_losses_of_plain_training():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.errors import SettingError
 from penstock.losses.messages import WAYS_OUT, nonlinear_in_samples, not_additive
-from penstock.losses.probe import Draws, Reading, ReturnsCount, Way, consistent
+from penstock.losses.probe import Draws, Reading, ReturnsCount, Weighting, consistent
 from penstock.losses.terms import UnknownForm
 from penstock.losses.view import View
 
@@ -19,9 +19,9 @@ class AdditivityTest:
 
     _warned: bool = False
 
-    def ways(
+    def weightings(
         self, views: Sequence[View], *, has_counts: bool, brief: bool = False
-    ) -> dict[bool, Way]:
+    ) -> dict[bool, Weighting]:
         """Return how the loss adds up, over samples (False) and over the tokens of slices (True).
 
         What cannot be tested is missing.
@@ -35,18 +35,18 @@ class AdditivityTest:
             ReturnsCount: the loss returns (sum, count).
             SettingError: the losses do not add up in any known way.
         """
-        ways: dict[bool, Way] = {}
+        weightings: dict[bool, Weighting] = {}
         for view in views:
-            way = self._way(view, has_counts=has_counts, brief=brief)
-            if way is not None:
-                ways[view.along_tokens] = way
-        return ways
+            weighting = self._weighting(view, has_counts=has_counts, brief=brief)
+            if weighting is not None:
+                weightings[view.along_tokens] = weighting
+        return weightings
 
-    def _way(self, view: View, *, has_counts: bool, brief: bool) -> Way | None:
+    def _weighting(self, view: View, *, has_counts: bool, brief: bool) -> Weighting | None:
         """Return how the losses of the view's pair add up; None if that cannot be tested."""
         sizes = view.sizes
         total = sum(sizes)
-        weights: dict[Way, tuple[float, float]] = {
+        weights: dict[Weighting, tuple[float, float]] = {
             "shares": (sizes[0] / total, sizes[1] / total),
             "sums": (1.0, 1.0),
         }
@@ -65,14 +65,14 @@ class AdditivityTest:
             return None
         if not readings:
             return None
-        way = consistent(readings, weights)
-        if way is None:
+        weighting = consistent(readings, weights)
+        if weighting is None:
             reading = _worst(readings, weights.get("counts", weights["shares"]))
             raise SettingError(not_additive(reading, sizes, weights, view.along_tokens))
         for reading in readings:
             if reading.nonlinear:
                 raise SettingError(nonlinear_in_samples(reading.nonlinear, view.along_tokens))
-        return way
+        return weighting
 
     def _warn(self, reason: str) -> None:
         """Warn that the loss could not be tested, once."""

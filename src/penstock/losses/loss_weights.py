@@ -352,12 +352,12 @@ class LossWeights:
         # again at every repetition, so the model's own outputs suffice then.
         brief = form is not None and key in self._knowledge_by_key
         try:
-            ways = self._additivity.ways(views, has_counts=form is not None, brief=brief)
+            weightings = self._additivity.weightings(views, has_counts=form is not None, brief=brief)
         except ReturnsCount:
             return self._by_counts(views[0])
-        if form is not None and all(way == "counts" for way in ways.values()):
+        if form is not None and all(way == "counts" for way in weightings.values()):
             return form.weights
-        adds_up = ways.get(False, "shares"), ways.get(True, "shares")
+        adds_up = weightings.get(False, "shares"), weightings.get(True, "shares")
         self._remember(key, Knowledge(adds_up=adds_up))
         return mean_or_sum_weights(batch, adds_up)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.losses.probe import Reading, Way
+from penstock.losses.probe import Reading, Weighting
 
 WAYS_OUT = (
     "Ways out: Pipeline(loss_weight=lambda target: ...) says how much the targets of a micro-batch "
@@ -17,12 +17,12 @@ WAYS_OUT = (
 def not_additive(
     reading: Reading,
     sizes: tuple[int, int],
-    ways: Mapping[Way, tuple[float, float]],
+    weights: Mapping[Weighting, tuple[float, float]],
     along_tokens: bool,
 ) -> str:
     """Return the message for a loss that does not add up in any known way."""
     unit = "tokens" if along_tokens else "samples"
-    mean, total = ways["shares"], ways["sums"]
+    mean, total = weights["shares"], weights["sums"]
     values = reading.first, reading.second
     as_mean = sum(weight * value for weight, value in zip(mean, values, strict=True))
     as_sum = sum(weight * value for weight, value in zip(total, values, strict=True))

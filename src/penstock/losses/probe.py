@@ -30,7 +30,7 @@ _COARSE = 0.03
 
 #: How losses add up: by the divisors that the graph shows ("counts"), as a mean over samples or
 #: tokens ("shares"), or as a sum.
-Way = Literal["counts", "shares", "sums"]
+Weighting = Literal["counts", "shares", "sums"]
 Loss = Callable[[Any, Any], Any]
 Change = Callable[[Tensor, int], Tensor]
 
@@ -223,8 +223,8 @@ def _dot(one: Tensor, other: Tensor) -> float:
 
 
 def consistent(
-    readings_of_loss: Sequence[Reading], ways: Mapping[Way, tuple[float, float]]
-) -> Way | None:
+    readings_of_loss: Sequence[Reading], ways: Mapping[Weighting, tuple[float, float]]
+) -> Weighting | None:
     """Return the first way of weighting both parts that fits all readings; None if none does."""
     for name, weights in ways.items():
         if all(reading.fits(weights) for reading in readings_of_loss):

@@ -321,9 +321,9 @@ class Checkpoints:
         if self._job is not None:
             job, self._job = self._job, None
             job.wait()
-            self._tell_saved(job)
+            self._notify_saved(job)
 
-    def _tell_saved(self, job: SaveJob | GatheredSave) -> None:
+    def _notify_saved(self, job: SaveJob | GatheredSave) -> None:
         """Note that a checkpoint is complete, and tell the program."""
         self._note_saved(job.step)
         if self._context.on_saved is not None:
@@ -357,7 +357,7 @@ class Checkpoints:
         self._agreed_s = time.monotonic()
         if self._job is not None and ready and self._job.advance():
             job, self._job = self._job, None
-            self._tell_saved(job)
+            self._notify_saved(job)
 
 
 def _check_writers(pipe: Pipeline) -> None:
