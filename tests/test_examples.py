@@ -113,22 +113,24 @@ def test_training_with_launch_plans_and_learns_the_digits(run_here):
     assert re.search(r"^a step: \S+ ms predicted, \S+ ms the last one$", printed, re.MULTILINE)
 
 
-def run_example(words: list[str]) -> None:
-    """Run an example as a program, on a rank."""
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-
-
 def test_training_under_torchrun_goes_on_with_another_number_of_processes(
     tmp_path, monkeypatch, capfd
 ):
     """A checkpoint knows nothing of the cut, and torchrun finds ports of its own. A single process
     gets from `launch` the variables that torchrun sets.
     """
+
+    def run_rank(words: list[str]) -> None:
+        import runpy
+        import sys
+
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
     words = [str(EXAMPLES / "train_torchrun.py"), "--folder", "kept", "--epochs"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     printed = run(*torchrun, *words, "1", cwd=tmp_path)
     assert re.findall(r"^epoch (\d)", printed, re.MULTILINE) == ["0"]
     monkeypatch.chdir(tmp_path)
-    launch(run_example, 1, [*words, "2"], threads=1)
+    launch(run_rank, 1, [*words, "2"], threads=1)
     assert re.findall(r"^epoch (\d)", capfd.readouterr().out, re.MULTILINE) == ["1"]
