@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import cloudpickle
 import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
@@ -26,11 +27,16 @@ settings.load_profile("fixed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep Hypothesis from drawing constants of the modules that happen to be imported.
+    """Collect no garbage while tests are collected, and keep Hypothesis from drawing constants of the
+    modules that happen to be imported.
 
     Which modules these are depends on the tests that the process has run before, so examples would
     differ from run to run, derandomised or not. There is no public setting for it.
     """
+    if config.getoption("numprocesses", None) is None:
+        # In the processes that collect, until all tests are collected: a collection of garbage would
+        # walk again and again through the modules that are imported meanwhile.
+        gc.disable()
     is_fixed = config.getoption("--hypothesis-profile", None) in (None, "fixed")
     if is_fixed and hasattr(providers, "_get_local_constants"):
         no_constants = providers.Constants()
@@ -64,9 +70,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def functions_by_value(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Send the functions of a test module to ranks by value: by name, each rank would import pytest
+    with the module.
+    """
+    cloudpickle.register_pickle_by_value(request.module)
+    yield
+    cloudpickle.unregister_pickle_by_value(request.module)
+
+
 def pytest_collection_finish() -> None:
     """Exclude what was imported and collected from garbage collections, which else walk through
     millions of objects again and again.
     """
     gc.collect()
+    gc.enable()
     gc.freeze()

@@ -1,16 +1,24 @@
-"""Every example is run, and what it prints is held against what it is known to print."""
+"""Every example is run, and what it prints is held against what it is known to print.
+
+Examples run in this process, which has imported torch and whose fork server starts their ranks: a
+process of their own spends all its time on imports. The first one runs without torch, and so by
+itself; the last one runs under torchrun.
+"""
 
 from __future__ import annotations
 
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.time_limits import HANG_S
+
+from penstock.ranks.processes.launch import launch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -30,6 +38,19 @@ def run(*command: str, cwd: Path) -> str:
     )
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result.stdout
+
+
+@pytest.fixture
+def run_here(tmp_path, monkeypatch, capsys):
+    """Run an example as a program in this process, in a folder of its own; return what it prints."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_path(example: str) -> str:
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_path
 
 
 def expected(example: str) -> str:
@@ -61,27 +82,25 @@ def test_simulating_prints_its_golden_output_without_torch(tmp_path):
     )
 
 
-def test_training_in_threads_prints_its_golden_output_but_for_fractions(tmp_path):
+def test_training_in_threads_prints_its_golden_output_but_for_fractions(run_here):
     """That no gradient differs, and that a checkpoint goes on under another cut, is printed as
     words and whole numbers.
     """
-    printed = run(str(EXAMPLES / "02_train_in_threads.py"), cwd=tmp_path)
+    printed = run_here("02_train_in_threads.py")
     assert without_fractions(printed) == without_fractions(expected("02_train_in_threads.py"))
     first, last = re.search(r"loss (\S+) at first, (\S+) after", printed).groups()
     assert float(last) < 0.1 < float(first)
 
 
 @pytest.mark.parametrize("example", ["04_any_model.py", "05_pipe.py"])
-def test_the_other_ways_in_print_their_golden_output_but_for_fractions(example, tmp_path):
+def test_the_other_ways_in_print_their_golden_output_but_for_fractions(example, run_here):
     """A model that is traced, and a pipeline that is a module."""
-    assert without_fractions(run(str(EXAMPLES / example), cwd=tmp_path)) == without_fractions(
-        expected(example)
-    )
+    assert without_fractions(run_here(example)) == without_fractions(expected(example))
 
 
-def test_training_with_launch_plans_and_learns_the_digits(tmp_path):
+def test_training_with_launch_plans_and_learns_the_digits(run_here):
     """The way from a model to a plan to processes that train, as a user goes it."""
-    printed = run(str(EXAMPLES / "03_train_with_launch.py"), cwd=tmp_path)
+    printed = run_here("03_train_with_launch.py")
     assert "on 2 of 2 ranks of local:2: 2 stages" in printed
     right = [
         float(share)
@@ -94,23 +113,24 @@ def test_training_with_launch_plans_and_learns_the_digits(tmp_path):
     assert re.search(r"^a step: \S+ ms predicted, \S+ ms the last one$", printed, re.MULTILINE)
 
 
-def test_training_under_torchrun_goes_on_with_another_number_of_processes(tmp_path):
-    """A checkpoint knows nothing of the cut, and torchrun finds ports of its own."""
+def test_training_under_torchrun_goes_on_with_another_number_of_processes(
+    tmp_path, monkeypatch, capfd
+):
+    """A checkpoint knows nothing of the cut, and torchrun finds ports of its own. A single process
+    gets from `launch` the variables that torchrun sets.
+    """
 
-    def torchrun(processes: int, epochs: int) -> str:
-        return run(
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(processes),
-            str(EXAMPLES / "train_torchrun.py"),
-            "--epochs",
-            str(epochs),
-            "--folder",
-            "kept",
-            cwd=tmp_path,
-        )
+    def run_rank(words: list[str]) -> None:
+        import runpy
+        import sys
 
-    assert re.findall(r"^epoch (\d)", torchrun(2, 1), re.MULTILINE) == ["0"]
-    assert re.findall(r"^epoch (\d)", torchrun(1, 2), re.MULTILINE) == ["1"]
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+    words = [str(EXAMPLES / "train_torchrun.py"), "--folder", "kept", "--epochs"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    printed = run(*torchrun, *words, "1", cwd=tmp_path)
+    assert re.findall(r"^epoch (\d)", printed, re.MULTILINE) == ["0"]
+    monkeypatch.chdir(tmp_path)
+    launch(run_rank, 1, [*words, "2"], threads=1)
+    assert re.findall(r"^epoch (\d)", capfd.readouterr().out, re.MULTILINE) == ["1"]

@@ -13,6 +13,8 @@ from torch import nn
 
 import penstock as ps
 
+pytestmark = pytest.mark.usefixtures("functions_by_value")
+
 
 def train(root, disks, balance, save):
     """Save after a step, or load, on the disk of this rank; return the next loss and the weights."""

@@ -5,11 +5,8 @@ explicit, and is changed only when accepted.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -256,18 +253,14 @@ def begun_on_cuda(folder):
     file.write_text(yaml.safe_dump({**settings, "device": "cuda"}))
 
 
-def test_a_run_of_a_card_does_not_go_on_on_the_cpu_by_itself(folder):
+def test_a_run_of_a_card_does_not_go_on_on_the_cpu_by_itself(penstock, folder, monkeypatch):
     """A run that is ten times slower is to be asked for. Nothing is written before that is said."""
     begun_on_cuda(folder)
     before = contents(folder)
-    words = [sys.executable, "-m", "penstock", "train", "--out", str(folder), "--resume"]
-    # In a process of its own, which sees no card whatever this host has.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(
-        [*words, "--limit-steps", "6"], env=environment, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 2
-    assert "device cuda: no CUDA device is visible" in ran.stderr
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ran = penstock("train", "--out", folder, "--resume", "--limit-steps", "6")
+    assert ran.status == 2
+    assert "device cuda: no CUDA device is visible" in ran.err
     assert contents(folder) == before
 
 

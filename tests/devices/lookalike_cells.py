@@ -283,14 +283,12 @@ def cells() -> dict[str, Cell]:
             other_ways = other_ways[number % 2 :][:1]
         for recompute in ("never", *other_ways):
             chosen = {**options, "recompute": recompute}
-            found[f"{name}, recompute {recompute}"] = Cell(chosen)
+            if recompute == "never":
+                found[f"{name}, recompute {recompute}"] = Cell(chosen)
             found[f"{name}, random, recompute {recompute}"] = Cell(chosen, random_model)
-        if name != "pipedream":
-            clipped = {**options, "clip_grad_norm": 0.05}
-            found[f"{name}, clipping"] = Cell(clipped)
-            found[f"{name}, tied weights"] = Cell(options, tied_model, tokens)
-            everything = {**clipped, "recompute": "always"}
-            combined = f"{name}, tied weights, clipping, recompute always"
+        for recompute in ("never", "always") if name != "pipedream" else ():
+            everything = {**options, "clip_grad_norm": 0.05, "recompute": recompute}
+            combined = f"{name}, tied weights, clipping, recompute {recompute}"
             found[combined] = Cell(everything, tied_model, tokens)
     for recompute in ("never", "always"):
         traced = {**one, "balance": [1, 1, 1, 2], "recompute": recompute}

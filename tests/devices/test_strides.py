@@ -16,6 +16,8 @@ from torch.nn import functional
 import penstock as ps
 from penstock.transport.same_host import SameHostTransport
 
+pytestmark = pytest.mark.usefixtures("functions_by_value")
+
 BALANCES = {"one stage": (8,), "boundaries": (2, 3, 3)}
 
 

@@ -424,11 +424,14 @@ def test_the_tables_predictions_are_of_rows_that_the_table_has(kit):
 
 def test_the_parent_does_not_start_cuda():
     """A process that is forked from one in which CUDA runs cannot use it."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(GPU)!r}); sys.argv = ['run.py'];"
-        "import run, torch; assert not torch.cuda.is_initialized()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
+
+    def starts_cuda(folder):
+        import sys
+
+        import torch
+
+        sys.path.insert(0, folder)
+        importlib.import_module("run")
+        return torch.cuda.is_initialized()
+
+    assert ps.launch(starts_cuda, 1, str(GPU), threads=1) == [False]

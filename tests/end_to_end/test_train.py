@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -81,14 +82,8 @@ def profile(tmp_path_factory):
 
 
 def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path, penstock):
-    """Started as a program. The folder has the request, plan, prediction, measurements and the trained model."""
-    ran = subprocess.run(
-        [*PROGRAM, *TRAIN, "--epochs", "8", "--baseline-steps", "2", "--json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """The request, plan, prediction, measurements and the trained model."""
+    ran = penstock(*TRAIN, "--epochs", "8", "--baseline-steps", "2", "--json")
     assert ran.returncode == 0, ran.stderr
     outcome = json.loads(ran.stdout)
     folder = tmp_path / outcome["folder"]
@@ -136,7 +131,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, profile, p
     """A checkpoint has everything: weights, momentum, the place in the data. It is taken up under
     another cut here.
     """
-    common = [*TRAIN, "--profile", profile, "--epochs", "2"]
+    common = [*TRAIN, "--profile", profile, "--epochs", "2", "--no-self-check"]
     first = [*common, "--schedule", "1f1b"]  # where a stage has copies, sums have another order
     other_cut = ["--partition", "3,12", "--schedule", "gpipe"]
     for words in (
@@ -180,51 +175,55 @@ def test_clipping_mixed_precision_and_accumulation_are_flags(tmp_path, profile, 
     assert index["scaler"] == {"scale": 65536.0, "steps": 3.0, "skipped": 0.0}
 
 
-def _started(tmp_path, profile):
-    """A run that would go on for ever, once its first epoch is over; and the processes of its
-    ranks.
+#: What a user's callback does to its rank after the second epoch.
+KILLING = """
+import os, signal
+
+class Killing:
+    def on_evaluation(self, step, loss, accuracy):
+        if step == 24:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def is_rank(process):
+    """Whether a process is a rank that runs."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "RANK" in process.environ()
+    return False
+
+
+def test_killing_a_rank_ends_the_run_and_names_the_rank(tmp_path, profile, penstock, monkeypatch):
+    """The out-of-memory killer of the kernel leaves no message, and no rank may wait for the dead
+    one.
     """
-    command = [
-        *PROGRAM,
-        *TRAIN,
-        "--epochs",
-        "100000",
-        "--profile",
-        str(profile),
-        "--out",
-        str(tmp_path / "run"),
-    ]
+    (tmp_path / "killing.py").write_text(KILLING)
+    monkeypatch.syspath_prepend(tmp_path)
+    ran = penstock(*TRAIN, "--epochs", "3", "--profile", profile, "--callbacks", "killing:Killing")
+    children = psutil.Process().children(recursive=True)
+    assert not list(filter(is_rank, children))
+    assert ran.returncode == 1
+    assert re.search(r"rank 0 \(pid \d+\) was killed by SIGKILL; rank 1 stopped", ran.stderr)
+    assert "Traceback" not in ran.stderr
+
+
+def test_control_c_stops_all_ranks_and_keeps_the_checkpoint(tmp_path, profile):
+    """The training so far must not be lost. Started as a program: a run that would go on for ever."""
+    out = ("--profile", str(profile), "--out", str(tmp_path / "run"))
     # A session of its own, so that a signal to it is not one to pytest.
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*PROGRAM, *TRAIN, "--epochs", "100000", *out],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     for line in process.stderr:
         if line.startswith("epoch 2:"):  # the checkpoint of the first epoch is complete by then
             break
     # The ranks, and the fork server that started them.
     children = psutil.Process(process.pid).children(recursive=True)
-    return process, [child for child in children if "RANK" in child.environ()]
-
-
-def test_killing_a_rank_ends_the_run_and_names_the_rank(tmp_path, profile):
-    """The out-of-memory killer of the kernel leaves no message, and no rank may wait for the dead
-    one.
-    """
-    process, ranks = _started(tmp_path, profile)
-    victim = next(rank for rank in ranks if rank.environ().get("RANK") == "1")
-    victim.send_signal(signal.SIGKILL)
-    _, errors = process.communicate(timeout=HANG_S)
-    gone, alive = psutil.wait_procs(ranks, timeout=HANG_S)
-    assert not alive
-    assert len(gone) == 2
-    assert process.returncode == 1
-    assert f"rank 1 (pid {victim.pid}) was killed by SIGKILL" in errors
-    assert "Traceback" not in errors
-
-
-def test_control_c_stops_all_ranks_and_keeps_the_checkpoint(tmp_path, profile):
-    """The training so far must not be lost."""
-    process, ranks = _started(tmp_path, profile)
+    ranks = list(filter(is_rank, children))
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=HANG_S)
     assert not psutil.wait_procs(ranks, timeout=HANG_S)[1]
@@ -293,7 +292,8 @@ def test_an_asynchronous_run_resumes_where_it_stopped(tmp_path, profile, penstoc
     """
 
     def losses_after(folder, *words):
-        ran = penstock(*STREAM, "--profile", profile, "--epochs", "2", "--out", folder, *words)
+        common = ("--profile", profile, "--epochs", "2", "--no-self-check")
+        ran = penstock(*STREAM, *common, "--out", folder, *words)
         assert ran.returncode == 0, ran.stderr
         text = (tmp_path / folder / "metrics.jsonl").read_text()
         lines = [json.loads(line) for line in text.splitlines()]

@@ -119,8 +119,19 @@ def check(model, plain, x, schedule, loss=its_own):
     return pipe
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("compute", [tokens_that_count, by_hand, halves, squares, total])
+@pytest.mark.parametrize(
+    ("compute", "schedule"),
+    [
+        (tokens_that_count, "gpipe"),
+        (tokens_that_count, "1f1b"),
+        (tokens_that_count, "zb-h1"),
+        # What a graph shows of its divisor does not depend on the schedule.
+        (by_hand, "gpipe"),
+        (halves, "1f1b"),
+        (squares, "zb-h1"),
+        (total, "1f1b"),
+    ],
+)
 def test_the_loss_inside_a_traced_model_is_that_of_the_undivided_batch(compute, schedule):
     """Its graph shows the divisor, and every rank has the labels."""
     check(made(compute), made(compute), batch(), schedule)

@@ -132,8 +132,10 @@ def test_a_rank_with_more_steps_is_refused():
         verified(X, Y, step=3)
 
 
-def test_a_call_that_one_rank_alone_has_made_is_named():
+def test_a_call_that_one_rank_alone_has_made_is_named(monkeypatch):
     """Its batches are the same from then on, one call late."""
+    # The other makes no call that could still come.
+    monkeypatch.setattr("penstock.ranks.calls._PATIENCE_S", 0.05)
     one, other = two_ranks()
     one.enter("load_state_dict")
     batch, source = begun(one, X, Y), begun(other, X, Y)

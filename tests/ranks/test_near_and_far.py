@@ -12,6 +12,8 @@ import penstock as ps
 from penstock.transport.hybrid import HybridTransport
 from penstock.transport.same_host import SameHostTransport
 
+pytestmark = pytest.mark.usefixtures("functions_by_value")
+
 
 def trained(far: tuple[int, ...], schedule: str, balance: tuple[int, ...]):
     """Losses, what carries messages here, and the weights, with some ranks that share no memory

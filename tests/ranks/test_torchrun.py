@@ -20,7 +20,11 @@ from torch.nn import functional
 import penstock as ps
 from penstock.ranks.process_world import started
 
-SCRIPT = """
+#: Its layers pass values of its own classes from process to process.
+CROSSING = Path(__file__).parents[1] / "conformance" / "crossing_script.py"
+
+#: Follows it in the same processes: each start of them takes seconds.
+TRAINING = """
 import json
 from tests.runtime.jobs import everything, trapped
 
@@ -35,6 +39,7 @@ RESTARTING = """
 import os, signal, sys
 from pathlib import Path
 import torch
+from tests.runtime.jobs import Plain
 from torch import nn
 import penstock as ps
 
@@ -50,7 +55,7 @@ torch.manual_seed(0)
 pipe = ps.Pipeline(
     nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]),
     loss=nn.functional.mse_loss,
-    optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    optimizer=Plain,
     balance=[4 // size] * size,
     schedule="1f1b",
     micro_batches=2,
@@ -95,8 +100,15 @@ def torchrun(folder, source, *arguments, options=()):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """The script: it trains, and fails afterwards."""
-    return torchrun(tmp_path_factory.mktemp("torchrun"), SCRIPT)
+    """The scripts: the second trains, and fails afterwards."""
+    source = CROSSING.read_text(encoding="utf-8") + TRAINING
+    return torchrun(tmp_path_factory.mktemp("torchrun"), source)
+
+
+def test_classes_of_a_script_cross_under_torchrun(done):
+    """Every rank runs the whole script, and has classes of its own with the same names."""
+    lines = [line for line in done.stdout.splitlines() if "differs" in line]
+    assert lines == ["differs: []"] * 2, done.stderr
 
 
 def test_a_script_under_torchrun_trains_as_threads_do(done):

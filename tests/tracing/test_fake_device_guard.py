@@ -2,58 +2,56 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
-from tests.time_limits import HANG_S
 
+from penstock.ranks.processes.launch import launch
 from penstock.tracing.fake_device_guard import keep_fake_device_guard
 
-#: The trace runs in a thread that ends; other threads then reuse its memory.
-TRACE_AND_TRAIN = """
-import threading, torch
-import penstock as ps
 
-class Residual(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
+def trace_and_train(in_thread):
+    """Trace a model, in a thread that ends or in this one, and train it; threads in between reuse the
+    memory of the first.
+    """
+    import threading
 
-    def forward(self, x):
-        return torch.relu(self.linear(x)) + x
+    import torch
 
-def trace():
-    ps.chain(Residual(), (torch.randn(2, 4),))
+    import penstock as ps
 
-def compute():
-    torch.ones(100_000).sum()
+    class Residual(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
 
-for work in (trace, compute, compute, compute, compute):
-    if work is compute or {in_thread}:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    else:
-        work()
-Residual()(torch.randn(2, 4)).sum().backward()
-print("trained")
-"""
+        def forward(self, x):
+            return torch.relu(self.linear(x)) + x
+
+    def trace():
+        ps.chain(Residual(), (torch.randn(2, 4),))
+
+    def compute():
+        torch.ones(100_000).sum()
+
+    for work in (trace, compute, compute, compute, compute):
+        if work is compute or in_thread:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        else:
+            work()
+    Residual()(torch.randn(2, 4)).sum().backward()
+    return "trained"
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_a_backward_after_a_trace_does_not_end_the_process(in_thread):
     """torch keeps what belonged to the thread of the first trace: with torch 2.11.0+cu130 and no
-    card, the first backward was a segmentation fault.
+    card, the first backward was a segmentation fault. No trace came before in the process of a rank.
     """
-    script = TRACE_AND_TRAIN.format(in_thread=in_thread)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "trained\n"
+    assert launch(trace_and_train, 1, in_thread, threads=1) == ["trained"]
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from penstock.modules.export_output import quietly
@@ -318,6 +317,9 @@ def _export(request: _Request, *, dynamic: bool, locate: bool = False) -> Captur
         dynamic: whether sizes of the inputs may change; else the graph holds for these sizes alone.
         locate: whether to find the place that draws random numbers.
     """
+    # It imports SymPy, half a second that only a trace needs.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     form = request.form
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     outputs, interceptor = Outputs(), Interceptor()

@@ -17,7 +17,6 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -181,6 +180,7 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
 
 def _recording_truth(original_bool: Callable[[Any], bool], thread: int) -> Callable[[Any], bool]:
     """Return a replacement of `SymBool.__bool__` that records checks of undecidable conditions."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     def truth(value: Any) -> bool:
         if threading.get_ident() != thread:

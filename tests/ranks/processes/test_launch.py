@@ -68,6 +68,13 @@ def test_a_rank_that_is_killed_in_mid_batch_is_named_with_its_signal():
     assert error.value.rank == 1
 
 
+@pytest.fixture
+def short_grace(monkeypatch):
+    """Do not wait for a rank that hangs: it says nothing more."""
+    monkeypatch.setattr("penstock.ranks.processes.launch._GRACE_S", 0.1)
+
+
+@pytest.mark.usefixtures("short_grace")
 def test_a_stuck_op_is_told_by_who_waits_for_it_and_what_the_other_is_at():
     """Nothing fails when a layer hangs: only the deadline ends it, and only the board knows where
     everybody is.
@@ -87,6 +94,7 @@ def test_a_copy_that_is_killed_lets_go_of_the_one_that_waits_to_meet_it():
         launch(trapped_copy, 2, "kill")
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_stuck_copy_is_told_by_the_one_that_waits_to_meet_it():
     """Who waits for whom, and where."""
     message = (
@@ -181,26 +189,27 @@ import penstock as ps
 
 # No `if __name__ == "__main__"`: if ranks ran this file again, they would launch ranks of their own.
 print("main", flush=True)
-waiting = len(sys.argv) > 1
 
 def job(word):
+    return word * (int(os.environ["RANK"]) + 1)
+
+def wait():
     import threading
     sys.stdout.write(f"{os.getpid()}\\\\n")
     sys.stdout.flush()
-    if waiting:
-        threading.Event().wait()
-    return word * (int(os.environ["RANK"]) + 1)
+    threading.Event().wait()
 
 print(ps.launch(lambda word: job(word), 2, "ab"), flush=True)
+ps.launch(wait, 2)
 """.replace("\\\\", "\\")
 
 
-def start_script(tmp_path, *words):
+def start_script(tmp_path):
     """The script in a process of its own, as a user has it."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     return subprocess.Popen(
-        [sys.executable, str(script), *words],
+        [sys.executable, str(script)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=tmp_path,
@@ -220,31 +229,23 @@ def read_lines(process, count):
     return lines
 
 
-def test_a_script_without_a_guard_launches_a_lambda_and_runs_once(tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_a_script_without_a_guard_runs_once_and_when_it_ends_no_rank_stays(sent, tmp_path):
     """multiprocessing would run the script again in every rank; notebooks and quick scripts have no
-    guard.
+    guard. It ends by Ctrl-C, or is killed without a chance to clean up: ranks without a master would
+    hold the device for ever.
     """
     process = start_script(tmp_path)
-    out, err = process.communicate(timeout=HANG_S)
-    lines = out.decode().splitlines()
-    assert process.returncode == 0, err.decode()
-    assert lines.count("main") == 1
-    assert lines[-1] == "['ab', 'abab']"
-
-
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
-def test_when_the_launcher_ends_no_rank_stays(sent, tmp_path):
-    """Ctrl-C, or a launcher that is killed without a chance to clean up: ranks without a master
-    would hold the device for ever.
-    """
-    process = start_script(tmp_path, "wait")
-    ranks = [psutil.Process(int(line)) for line in read_lines(process, 3)[1:]]
+    lines = read_lines(process, 4)
+    assert lines[:2] == ["main", "['ab', 'abab']"]
+    ranks = [psutil.Process(int(line)) for line in lines[2:]]
     assert all(is_rank(rank) for rank in ranks)
     process.send_signal(sent)
     _, alive = psutil.wait_procs([*ranks, psutil.Process(process.pid)], timeout=HANG_S)
     left = [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE]
     assert left == []
-    _, err = process.communicate(timeout=HANG_S)
+    out, err = process.communicate(timeout=HANG_S)
+    assert out == b""
     if sent == signal.SIGINT:
         assert err.decode().rstrip().endswith("KeyboardInterrupt")
 

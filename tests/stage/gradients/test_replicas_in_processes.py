@@ -15,6 +15,8 @@ from penstock.stage.gradients import bucket_sum
 from penstock.stage.gradients.bucket_sum import BucketSum
 from penstock.transport.same_host import SameHostTransport
 
+pytestmark = pytest.mark.usefixtures("functions_by_value")
+
 
 def over_network(far: tuple[int, ...], schedule: str, options: dict[str, object]) -> object:
     """Train in a process; ranks in `far` are reached over the network alone."""

@@ -213,6 +213,7 @@ def main(control: socket.socket, launcher_pid: int) -> int:
     from penstock.transport.host_memory import disable_memory_trimming
 
     disable_memory_trimming()
+    gc.disable()  # else collections walk again and again through all that has been imported
     import torch
 
     torch.set_num_threads(1)
@@ -222,6 +223,7 @@ def main(control: socket.socket, launcher_pid: int) -> int:
         control.send(THREADED)
         return 0
     gc.collect()
+    gc.enable()
     gc.freeze()  # a collection in a rank would write to, and so copy, all memory that is shared
     control.send(READY)
     fork = serve(control, launcher)

@@ -18,8 +18,9 @@ from typing import Protocol
 
 from penstock.ranks.processes.fork_server import READY, Request
 
-#: Variables that name the running test or command, which no library reads at import.
-_VOLATILE = frozenset({"PYTEST_CURRENT_TEST", "_"})
+#: Variables that no library reads at import: they name the running test or command, or a folder that
+#: torch sets in the launcher, with its first optimizer, and reads whenever it uses it.
+_VOLATILE = frozenset({"PYTEST_CURRENT_TEST", "_", "TORCHINDUCTOR_CACHE_DIR"})
 
 #: A server may end while a request is on its way, as it was idle: the second one has just started.
 _ATTEMPTS = 2

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.modules import module as torch_module
 
 from penstock.tracing.faults import Refused, is_torchs
@@ -168,7 +167,7 @@ class Reads:
         if isinstance(old, bool) or not isinstance(old, int):
             return False
         if isinstance(new, torch.SymInt):
-            return not free_unbacked_symbols(new)
+            return not _depends_on_data(new)
         return type(new) is int and new > 1 and new in self._lengths
 
     def _refuse(self, path: str, name: str, how: str) -> None:
@@ -189,6 +188,13 @@ def _is_equal(old: Any, new: Any) -> bool:
     return isinstance(old, (bool, int, float, str)) and type(old) is type(new) and old == new
 
 
+def _depends_on_data(size: torch.SymInt) -> bool:
+    """Return whether a size is known only when the graph runs."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(size))
+
+
 def _is_cache(old: Any, new: Any) -> bool:
     """Return whether a new value is computed from sizes of the inputs and constants alone.
 
@@ -200,7 +206,7 @@ def _is_cache(old: Any, new: Any) -> bool:
     if isinstance(new, int):
         return was_empty
     if isinstance(new, torch.SymInt):
-        return was_empty and not free_unbacked_symbols(new)
+        return was_empty and not _depends_on_data(new)
     if isinstance(new, Tensor):
         return _is_table(new, alone=isinstance(old, Tensor))
     if isinstance(new, (list, tuple, dict)):
