@@ -1,8 +1,9 @@
 """Every asynchronous rule, run by the pipeline, has the losses and weights of its paper's update
 equation: `asynchronous.py`.
 
-Models in double precision agree to 1e-9 in every loss of 40 batches and in all weights; any two
-rules differ by 1e-5 and more.
+Models in double precision agree to 1e-9 in every loss of 24 batches, three times as many as are ever
+under way, and in all weights; any two rules differ by 1e-5 and more. Rules with several copies of
+the weights take 40 batches, for each copy has a part of them.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ def copies_of(rule, number):
     """How many copies of the weights there are, in the schedule's words and in the reference's."""
     pipelines = 2 + number % 2
     if rule == "avgpipe":
-        return {"making": {"pipelines": pipelines}, "reference": {"pipelines": pipelines}}
+        words = {"pipelines": pipelines}
+        return {"making": words, "reference": words, "updates": 40}
     if rule == "hetpipe":
         words = {"virtual_workers": pipelines, "in_flight": 2 + number % 4, "distance": number % 2}
-        return {"making": words, "reference": words}
+        return {"making": words, "reference": words, "updates": 40}
     return {}
 
 
@@ -142,7 +144,7 @@ def test_every_rule_of_the_catalogue_has_a_reference():
 
 
 @pytest.mark.parametrize("case", [*CASES, *MORE], ids=str)
-def test_forty_updates_of_every_rule_equal_its_papers_equation(case):
+def test_updates_of_every_rule_equal_its_papers_equation(case):
     """Unequal stages, every number of ranks and micro-batches that the rule takes, optimizers and
     models by turns.
     """

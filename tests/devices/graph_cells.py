@@ -34,6 +34,9 @@ from penstock.values import deferred_checks
 #: Batches before the capture, in which what is known from the first ones is learnt.
 WARM = 4
 
+#: Sizes that are captured without tied weights and clipping, too.
+PLAIN = ("1f1b 4 x 8", "zb-v 4 x 4", "chimera 4 x 8", "3 copies 2 x 6", "interleaved 4 x 4")
+
 #: The mean over samples of one number each: how much micro-batches count is known without a look at
 #: the targets.
 LOSS = functional.mse_loss
@@ -173,7 +176,8 @@ def graph_cells() -> dict[str, GraphCell]:
     for name, (options, stages) in sizes().items():
         base = {**options, "balance": cut(stages)}
         clipped = {**base, "clip_grad_norm": 0.05}
-        found[name] = GraphCell(Cell(base, batch=vectors, loss=LOSS))
+        if name in PLAIN:
+            found[name] = GraphCell(Cell(base, batch=vectors, loss=LOSS))
         tied = Cell(clipped, cells.tied_model, tokens, LOSS)
         found[f"{name}, tied weights, clipping"] = GraphCell(tied)
     one = Cell({**sizes()["1f1b 4 x 8"][0], "balance": cut(4)}, batch=vectors, loss=LOSS)
