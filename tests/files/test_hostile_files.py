@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.files.damage import damaged
 from tests.files.readers import READERS, run
 
-#: Damaged files of each kind: some 900 in all, for most readers are made of the same parts. Other
+#: Damaged files of each kind: some 1,080 in all, for most readers are made of the same parts. Other
 #: files come with `make fuzz`.
-EXAMPLES = 25
+EXAMPLES = 30
 
 
 @pytest.mark.parametrize("kind", READERS)
