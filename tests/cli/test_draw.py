@@ -132,7 +132,7 @@ def test_a_run_is_drawn_with_its_prediction(penstock, plan_file, profile_file, t
             ("a.svg", "--profile", "profile.json", *SMALL),
             "--profile and --cluster belong to a plan",
         ),
-        (("profile.json",), "profile.json is no plan"),
+        (("profile.json",), "profile.json is a profile, not a plan"),
         ((".",), "holds no run"),
     ],
 )

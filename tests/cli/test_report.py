@@ -31,7 +31,11 @@ def test_a_plan_becomes_a_page_tables_and_markdown(penstock, plan_file, tmp_path
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [("missing", "does not exist"), (".", "holds no run"), ("profile.json", "is no plan")],
+    [
+        ("missing", "does not exist"),
+        (".", "holds no run"),
+        ("profile.json", "is a profile, not a plan"),
+    ],
 )
 def test_what_is_no_run_and_no_plan_is_one_message(
     penstock, profile_file, tmp_path, monkeypatch, source, message

@@ -14,7 +14,7 @@ from penstock.training.throughput import (
     BatchFeed,
     ThroughputMeter,
     measured_steady_state,
-    median_timeline,
+    median_recording,
 )
 
 
@@ -115,6 +115,7 @@ def test_the_median_timeline_is_neither_the_slowest_nor_the_last():
         simulate_schedule(schedule("1f1b", 2, 2), Costs(forward=seconds))
         for seconds in (3.0, 1.0, 9.0, 2.0)
     ]
-    assert median_timeline(timelines) is timelines[3]
-    assert median_timeline(timelines[:3]) is timelines[0]
-    assert median_timeline(timelines[2:3]) is timelines[2]
+    recordings = [(timeline, number + 0.5) for number, timeline in enumerate(timelines)]
+    assert median_recording(recordings) == (timelines[3], 3.5)
+    assert median_recording(recordings[:3]) == (timelines[0], 0.5)
+    assert median_recording(recordings[2:3]) == (timelines[2], 2.5)

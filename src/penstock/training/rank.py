@@ -45,7 +45,7 @@ from penstock.training.throughput import (
     ThroughputMeter,
     busy_shares,
     measured_steady_state,
-    median_timeline,
+    median_recording,
 )
 
 _CPU = torch.device("cpu")
@@ -363,10 +363,7 @@ class _Training:
                 break
         result.conditions = meter.conditions()
         if recorded:
-            result.timeline = median_timeline([timeline for timeline, _ in recorded])
-            result.timeline_step_s = next(
-                seconds for timeline, seconds in recorded if timeline is result.timeline
-            )
+            result.timeline, result.timeline_step_s = median_recording(recorded)
             result.busy = busy_shares(result.timeline)
         result.step_s = statistics.median(result.step_times[1:] or result.step_times)
 

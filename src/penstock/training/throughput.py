@@ -129,9 +129,13 @@ def measured_steady_state(
     return Steady.of(seconds_per_batch, last // micro_batches + 1, timeline)
 
 
-def median_timeline(timelines: Sequence[Timeline]) -> Timeline:
-    """Return the timeline with the median makespan; of an even number, the shorter of the two."""
-    by_makespan = sorted(timelines, key=lambda timeline: timeline.makespan)
+def median_recording(recordings: Sequence[tuple[Timeline, float]]) -> tuple[Timeline, float]:
+    """Return the recording with the median makespan; of an even number, the shorter of the two.
+
+    Args:
+        recordings: timelines, each with the seconds of its step.
+    """
+    by_makespan = sorted(recordings, key=lambda recording: recording[0].makespan)
     return by_makespan[(len(by_makespan) - 1) // 2]
 
 
