@@ -210,7 +210,8 @@ def _torch_attribute(kind: type, content: Any) -> Any:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype as plans, checkpoints and messages have it.
 
-    >>> dtype_name(torch.float32) 'float32'
+    >>> dtype_name(torch.float32)
+    'float32'
     """
     return str(dtype).removeprefix("torch.")
 
