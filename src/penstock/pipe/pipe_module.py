@@ -100,10 +100,19 @@ class PipeModule(nn.Module):
         """Return inputs without the number of targets, unless the model has an input of this name.
 
         The loss is computed from the outputs, by Trainer or by its `compute_loss_func=`.
+
+        Raises:
+            SettingError: the number is for a loss that the model computes from labels.
         """
         model = self._model
         if model is None or _LOSS_COUNT in inspect.signature(model.forward).parameters:
             return inputs
+        if _LOSS_COUNT in inputs and "labels" in inputs:
+            # Trainer does not divide such a loss by the number of accumulated batches.
+            raise SettingError(
+                "Trainer passes num_items_in_batch to a Pipe that computes its loss from labels, and "
+                "a Pipe cannot divide by it: compute the loss in compute_loss_func= of Trainer"
+            )
         return {name: value for name, value in inputs.items() if name != _LOSS_COUNT}
 
     def _get_name(self) -> str:
