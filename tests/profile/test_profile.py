@@ -216,6 +216,16 @@ def _set(path, value):
             _set(["layers", 0, "forward", "sizes"], [1, 2**63]),
             r"layer stem: a batch of 9\.22e\+18 samples is larger than any",
         ),
+        (
+            _set(["layers", 0, "tensor_bytes"], [390]),
+            r"layer stem: tensor_bytes add up to 390, and parameter_bytes are 400",
+        ),
+        (_set(["layers", 0, "tensor_bytes"], [401, -1]), r"layer stem: tensor_bytes are 0 or more"),
+        (
+            _set(["layers", 1, "tied_tensors"], [[0, 0]]),
+            r"layer head µ: tied_tensors has \[0, 0\], and there is no such parameter in "
+            r"tensor_bytes of layers 0 to 0",
+        ),
         (_set(["batch"], -128), r"batch is -128, and cannot be below 0"),
         (_set(["layers"], {}), r"is no profile: at layers: "),
     ],

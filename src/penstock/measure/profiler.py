@@ -357,6 +357,8 @@ def _layers(
                 parameters=weights.parameters,
                 parameter_bytes=weights.parameter_bytes,
                 buffer_bytes=weights.buffer_bytes,
+                tensor_bytes=weights.tensor_bytes,
+                tied_tensors=weights.tied_tensors,
                 activation_bytes_per_sample=activations[index],
                 entry_bytes_per_sample=entries[index],
                 output_bytes_per_sample=measured[-1].output_bytes / sizes[-1],

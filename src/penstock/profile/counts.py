@@ -74,6 +74,8 @@ class LayerCounts:
     activation_bytes_per_sample: float
     output_bytes_per_sample: float
     entry_bytes_per_sample: float = 0.0
+    tensor_bytes: tuple[int, ...] = ()
+    tied_tensors: tuple[tuple[int, int], ...] = ()
 
     def work(self, phase: Phase) -> tuple[Work, ...]:
         """Return the ops of one phase."""

@@ -95,6 +95,10 @@ class LayerProfile:
     `host_forward` and `host_backward`, where the device works through a queue, are the seconds in
     which the host launches the layer's work. Where they are longer than those of the device, the
     step takes the host's time. They are None on a CPU, and in older files.
+
+    `tensor_bytes` are the parts of `parameter_bytes`, one for each parameter; empty if unknown.
+    `tied_tensors` are the parameters of earlier layers that this layer uses too: the index of the
+    layer that counts it, and the position there.
     """
 
     name: str
@@ -112,6 +116,8 @@ class LayerProfile:
     single_copy_reason: str = ""
     host_forward: Timing | None = None
     host_backward: Timing | None = None
+    tensor_bytes: tuple[int, ...] = ()
+    tied_tensors: tuple[tuple[int, int], ...] = ()
 
     @property
     def host_s(self) -> float | None:
@@ -249,9 +255,10 @@ class Profile(NotebookText):
         profile = parse_json(text, cls, source, SCHEMA)
         try:
             check_fields(profile, source)
-            for layer in profile.layers:
+            for index, layer in enumerate(profile.layers):
                 where = f"{source}: layer {shorten(layer.name)}"
                 check_fields(layer, where)
+                check_tensors(profile.layers, index, where)
                 phases = (layer.forward, layer.backward, layer.input_grad, layer.weight_grad)
                 host_phases = (layer.host_forward, layer.host_backward)
                 for phase in (*phases, *filter(None, host_phases)):
@@ -276,6 +283,28 @@ def check_fields(value: object, where: str) -> None:
         if number > MAX_BYTES:
             raise SettingError(
                 f"{where}: {entry.name} is {number:.3g}, and cannot be above {MAX_BYTES:.3g}"
+            )
+
+
+def check_tensors(layers: Sequence[LayerProfile], index: int, where: str) -> None:
+    """Check the parameters of a layer: their bytes add up, and tied ones are of earlier layers.
+
+    Raises:
+        SettingError: they do not, or are not; `where` begins the message.
+    """
+    layer = layers[index]
+    if min(layer.tensor_bytes, default=0) < 0:
+        raise SettingError(f"{where}: tensor_bytes are 0 or more")
+    if layer.tensor_bytes and sum(layer.tensor_bytes) != layer.parameter_bytes:
+        raise SettingError(
+            f"{where}: tensor_bytes add up to {sum(layer.tensor_bytes)}, and parameter_bytes are "
+            f"{layer.parameter_bytes}"
+        )
+    for first, position in layer.tied_tensors:
+        if not 0 <= first < index or not 0 <= position < len(layers[first].tensor_bytes):
+            raise SettingError(
+                f"{where}: tied_tensors has [{first}, {position}], and there is no such parameter in "
+                f"tensor_bytes of layers 0 to {index - 1}"
             )
 
 

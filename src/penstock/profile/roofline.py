@@ -276,6 +276,8 @@ def analytic_profile(
             parameters=layer.parameters,
             parameter_bytes=layer.parameter_bytes,
             buffer_bytes=layer.buffer_bytes,
+            tensor_bytes=layer.tensor_bytes,
+            tied_tensors=layer.tied_tensors,
             activation_bytes_per_sample=layer.activation_bytes_per_sample * narrower,
             output_bytes_per_sample=layer.output_bytes_per_sample * narrower,
             entry_bytes_per_sample=layer.entry_bytes_per_sample * narrower,

@@ -9,14 +9,13 @@ from dataclasses import replace
 from penstock.errors import PlanError, ScheduleError
 from penstock.plan.plan import Plan
 from penstock.search.build_plan import build_plan
-from penstock.search.evaluate import evaluate, refine_recompute
+from penstock.search.evaluate import evaluate, infeasible_error, refine_recompute
 from penstock.search.instantiate import (
     CLOSE,
     Evaluated,
     best,
     by_time,
     first_of_kind,
-    infeasible_error,
     instantiate,
 )
 from penstock.search.proposal import Proposal

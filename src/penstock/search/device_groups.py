@@ -21,13 +21,12 @@ from penstock.profile.profile import Profile
 from penstock.schedule.catalogue import ScheduleFacts
 from penstock.search.build_plan import ROWS, build_plan
 from penstock.search.cuts import Balance
-from penstock.search.evaluate import evaluate
+from penstock.search.evaluate import evaluate, infeasible_error
 from penstock.search.instantiate import (
     Evaluated,
     best,
     by_time,
     first_of_kind,
-    infeasible_error,
     instantiate,
     representative_pipeline,
 )

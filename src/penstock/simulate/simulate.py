@@ -91,7 +91,8 @@ def tables_of(schedule: Schedule, costs: Costs, recompute: Recompute) -> Tables:
     """Return the lookup tables of these costs for this schedule."""
     dependencies = acyclic_dependencies_of(schedule)
     amounts = Amounts.of([costs], dependencies.stages, dependencies.numbers.tolist())
-    return Tables(dependencies, with_stream_memory(amounts, schedule), recompute)
+    amounts = with_stream_memory(amounts, schedule)
+    return Tables(dependencies, amounts, recompute, costs.bytes_of_ranks)
 
 
 def times_of(
