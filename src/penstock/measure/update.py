@@ -112,20 +112,20 @@ def _step_seconds(parameters: list[nn.Parameter], flush_buffer: Tensor) -> float
     """Return the seconds of one step of SGD with momentum."""
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    return _optimizer_seconds(_momentum(parameters), flush_buffer, _REPEATS)
+    return statistics.median(_optimizer_seconds(_momentum(parameters), flush_buffer, _REPEATS))
 
 
 def _optimizer_seconds(
     optimizer: torch.optim.Optimizer, flush_buffer: Tensor, repeats: int
-) -> float:
-    """Return the seconds of one step, after a first one that creates the state."""
+) -> list[float]:
+    """Return the seconds of steps, after a first one that creates the state."""
     stopwatch, times = stopwatch_for(flush_buffer.device), []
     for _ in range(repeats + 1):
         flush_buffer += 1
         start = stopwatch.mark()
         optimizer.step()
         times += stopwatch.seconds([(start, stopwatch.mark())])
-    return statistics.median(times[1:])
+    return times[1:]
 
 
 def _step_ratios(parameters: list[nn.Parameter], flush_buffer: Tensor) -> dict[str, float]:
@@ -137,11 +137,12 @@ def _step_ratios(parameters: list[nn.Parameter], flush_buffer: Tensor) -> dict[s
     sample = _sample(parameters)
     for parameter in sample:
         parameter.grad = torch.zeros_like(parameter)
-    reference_s = _optimizer_seconds(_momentum(sample), flush_buffer, _COMPARED_REPEATS)
+    # The fastest of a few, since other programs lengthen single steps.
+    reference_s = min(_optimizer_seconds(_momentum(sample), flush_buffer, _COMPARED_REPEATS))
     ratios = {}
     for key, make in _COMPARED.items():
         try:
-            seconds = _optimizer_seconds(make(sample), flush_buffer, _COMPARED_REPEATS)
+            seconds = min(_optimizer_seconds(make(sample), flush_buffer, _COMPARED_REPEATS))
         except (RuntimeError, ValueError):
             continue  # fused steps do not exist for every device and dtype
         if reference_s > 0 and seconds > 0:
