@@ -53,7 +53,11 @@ def sizes(rule):
     counts = {"spectrain": (1,), "double-buffer": (2, 3, 4), "wpipe": (2, 4, 6)}.get(
         rule, (1, 2, 4)
     )
-    return [(ranks, m) for ranks, m in itertools.product((2, 3, 4), counts) if m >= least(ranks)]
+    valid = [(ranks, m) for ranks, m in itertools.product((2, 3, 4), counts) if m >= least(ranks)]
+    if len(valid) == 9 and len(TAKES[rule]) <= 4:
+        # Of nine sizes six, in which every number stands twice.
+        return [size for place, size in enumerate(valid) if place % 4 != 0]
+    return valid
 
 
 def copies_of(rule, number):
