@@ -197,10 +197,17 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+def changes_and_options():
+    """Schedules, tied weights, changes and options, of which any two meet."""
+    for row, schedule in enumerate(SCHEDULES):
+        for column, options in enumerate(OPTIONS):
+            tied = bool((row + column // 2) % 2)
+            change = list(CHANGES)[(row + column) % len(CHANGES)]
+            name = f"{schedule}-{'tied' if tied else 'apart'}-{change}-{options}"
+            yield pytest.param(schedule, tied, change, options, id=name)
+
+
+@pytest.mark.parametrize(("schedule", "tied", "change", "options"), changes_and_options())
 def test_layers_frozen_and_thawed_while_training_are_trained_as_in_plain_pytorch(
     schedule, tied, change, options
 ):
