@@ -52,10 +52,10 @@ def split_input(value: Any, chunks: int) -> list[Payload]:
         ValueError: the tensors have different numbers of samples, or there are no tensors.
     """
     whole = Payload.of(value)
-    if chunks == 1:
-        columns = [(tensor.detach(),) for tensor in whole.tensors]
-    else:
-        columns = [torch.chunk(tensor.detach(), chunks) for tensor in whole.tensors]
+    columns: list[tuple[Tensor, ...]] = []
+    for tensor in whole.tensors:
+        values = tensor.detach()
+        columns.append((values,) if chunks == 1 else torch.chunk(values, chunks))
     if len({len(tensor) for tensor in whole.tensors if tensor.dim()}) != 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in whole.tensors) or "no tensors"
         raise ValueError(
