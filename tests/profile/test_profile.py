@@ -223,8 +223,10 @@ def _set(path, value):
         (_set(["layers", 0, "tensor_bytes"], [401, -1]), r"layer stem: tensor_bytes are 0 or more"),
         (
             _set(["layers", 1, "tied_tensors"], [[0, 0]]),
-            r"layer head µ: tied_tensors has \[0, 0\], and there is no such parameter in "
-            r"tensor_bytes of layers 0 to 0",
+            (
+                r"layer head µ: tied_tensors has \[0, 0\], and there is no such parameter in "
+                r"tensor_bytes of layers 0 to 0"
+            ),
         ),
         (_set(["batch"], -128), r"batch is -128, and cannot be below 0"),
         (_set(["layers"], {}), r"is no profile: at layers: "),
