@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.errors import PartitionError
 from penstock.partition.bottleneck import ROUNDING, busiest_of, unevenness
 from penstock.partition.catalogue import check_lengths
 from penstock.partition.chain_dp import MAXIMUM, SUM, at_starts, best_cut, stage_sums
-from penstock.partition.validation import Costs, Floats, check_costs, numbers_of, rows_of, sums_of
-
-Ints = npt.NDArray[np.int64]
+from penstock.partition.validation import (
+    Costs,
+    Floats,
+    Ints,
+    check_costs,
+    numbers_of,
+    rows_of,
+    sums_of,
+)
 
 #: Relative distance from the least bottleneck at which the search for an upper bound stops, and its
 #: maximum number of bisections.

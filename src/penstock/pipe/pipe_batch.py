@@ -51,6 +51,7 @@ def split_input(value: Any, chunks: int) -> list[Payload]:
         ValueError: the tensors have different numbers of samples, or there are no tensors.
     """
     whole = Payload.of(value)
+    # As in torchgpipe, which gives fewer pieces where the samples do not suffice.
     columns = [torch.chunk(tensor.detach(), chunks) for tensor in whole.tensors]
     if len({len(tensor) for tensor in whole.tensors}) != 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in whole.tensors) or "no tensors"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -24,6 +24,8 @@ SCHEMA = 1
 _SHORTEST_S = 1e-15
 
 Phase = Literal["forward", "backward", "input_grad", "weight_grad"]
+#: All phases in the order of ops F, B, I and W.
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ def in_threads(schedule: Schedule, place: Place) -> bool:
         raise SettingError(
             f"deadline_s is above 0 and at most {MAX_DEADLINE_S:,.0f}, not {place.deadline_s}"
         )
+    # A single rank needs no process of its own; under torchrun it is one already.
     single_rank = (
         place.executor is None and place.mesh is None and schedule.ranks == 1 and not started()
     )
@@ -116,7 +117,9 @@ def world_of(
         )
     announce_idle_ranks(schedule, dist.get_rank() if group is None else group.rank)
     links = {link for link, *_ in messages(schedule)}
+    # Gradients go back over every link.
     links |= {Link(link.target, link.source) for link in links}
+    # Between any two replicas: which of them send to each other depends on the sums that are used.
     sync_links = {
         Link(*pair)
         for ranks in schedule.ranks_of_stage

@@ -16,11 +16,11 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.plan.plan import Option
+from penstock.profile.profile import PHASES
 from penstock.schedule.catalogue import ScheduleFacts, schedule
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
 from penstock.simulate.gradient_sync import all_reduce_seconds
-from penstock.simulate.stage_seconds import PHASES
 
 #: Numbers of stages per rank that are tried, for schedules that take any number.
 STAGES_PER_RANK = (2, 3, 4)

@@ -60,6 +60,7 @@ _STORE_S = 1.0
 #: Ranks that one message names.
 _RANKS_IN_MESSAGE = 8
 
+#: Seconds between two looks into the store: few beside the start of a process, many beside a look.
 _PAUSE_S = 0.02
 
 #: Key of the store with the reason why the ranks cannot all join.
