@@ -197,6 +197,7 @@ class _Chain:
         start = np.where(memory - memory[one_earlier] <= limit, one_earlier, start)
         start = np.where(memory - memory[start] <= limit, start, np.minimum(start + 1, index))
         if np.isfinite(bound):
+            # The rounding of prefix sums must not exclude the cut that the bound is of.
             start = np.maximum(start, np.searchsorted(seconds, seconds - bound * (1 + 1e-9)))
         return start
 
@@ -241,6 +242,7 @@ class _Chain:
         if cut is None:
             return None
         layer_seconds = np.diff(self.seconds, axis=1).min(axis=0)
+        # No cut is faster than its dearest layer, nor than an even share of all layers.
         low = max(float(layer_seconds.max()), float(layer_seconds.sum()) / self.stages)
         high = self.bottleneck(cut, overlap=True)
         for _ in range(HALVINGS):

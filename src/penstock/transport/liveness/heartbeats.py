@@ -304,6 +304,8 @@ def _start_process(rank: int, secret: str, address: str, limit_s: float) -> subp
     """Start the heartbeat process of this rank."""
     program = Path(__file__).with_name("heartbeat_process.py")
     process = subprocess.Popen(  # noqa: S603 - our own program
+        # Isolated and without `site`: the program needs the standard library alone, and starts
+        # sooner.
         [sys.executable, "-I", "-S", str(program)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
