@@ -43,12 +43,11 @@ def fpga(
     *,
     sizes: Sequence[int] | None = None,
     dtype: str = "float32",
+    on_chip: bool | None = None,
 ) -> Profile:
     """Estimate a model's profile on an FPGA board.
 
-    Weights and gradients stay on the chip if those of the whole model fit. Forward and backward run
-    on the same units, one after the other, each with all DSPs (1F1B-AS).
-
+    Forward and backward run on the same units, one after the other, each with all DSPs (1F1B-AS).
     Activations saved for the backward go through the DDR once in each direction, wherever the
     weights are.
 
@@ -58,6 +57,8 @@ def fpga(
         sizes: micro-batch sizes for which to estimate; by default the counts' batch, halved down to
             1.
         dtype: of the numbers.
+        on_chip: whether weights and gradients stay on the chip. None: if those of the whole model
+            fit. Of a partitioned model each board holds a part: see `fits_on_chip`.
 
     Raises:
         SettingError: a figure of the board is missing, or a size is below 1.
@@ -66,7 +67,8 @@ def fpga(
     if not points or points[0] < 1:
         raise SettingError(f"sizes {list(points)} must be 1 or more")
     roof = Roof.of(board, dtype, counts.dtype_bytes)
-    on_chip = fits_on_chip(counts.parameter_bytes * roof.narrower, board)
+    if on_chip is None:
+        on_chip = fits_on_chip(counts.parameter_bytes * roof.narrower, board)
     seconds = partial(_phase_seconds, roof, on_chip)
     return replace(
         analytic_profile(counts, points, roof, seconds),
