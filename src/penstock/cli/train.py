@@ -85,6 +85,7 @@ def _ending_on_sigterm() -> Iterator[None]:
         yield
         return
     terminate = signal.signal(signal.SIGTERM, end)
+    # It asks ranks to save, and would end a launcher that has none yet.
     save = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield

@@ -133,6 +133,7 @@ class SearchSpace:
         """
         bounds = [
             count * self._load(shape, count).cluster_share_s
+            # Any shape: the share of the whole cluster is the same for all.
             for shape in self.shapes[:1]
             for count in self.request.micro_batch_counts(self.request.cluster.ranks)
         ]
@@ -184,6 +185,8 @@ class SearchSpace:
         if self.request.micro_batches is None:
             for multiple in (1, 2, 4):
                 count = multiple * shape.ranks * shape.pipelines
+                # With 64 micro-batches per pipeline, filling and draining are a small part of a
+                # step already.
                 if count <= min(self.request.batch, 64 * shape.pipelines):
                     yield count
 
