@@ -185,6 +185,7 @@ class _ChainBenchmark:
             device=device_name(self.device),
             update_fixed_s=update.fixed_s,
             accumulate_s_per_byte=update.accumulate_s_per_byte,
+            step_ratios=update.step_ratios,
             busy_ranks=self.concurrent.ranks,
             conditions=combine_conditions(rank_conditions),
         )

@@ -69,6 +69,7 @@ class Plan(NotebookText):
             the input is saved; these layers begin a new segment nevertheless.
         optimizer: that memory was planned for; empty if none was named.
         optimizer_states: numbers that it stores per parameter.
+        optimizer_fused: whether its step is one kernel.
         memory_limits: bytes that each rank may hold; empty if there are no limits.
         search_note: that the search was cut short, and by what; empty if it was not.
         pipeline: the best candidate whose ranks hold different stages, if this plan is none, as
@@ -115,6 +116,7 @@ class Plan(NotebookText):
     segment_starts: tuple[int, ...] = ()
     optimizer: str = ""
     optimizer_states: float = 1.0
+    optimizer_fused: bool = False
     memory_limits: tuple[int, ...] = ()
     search_note: str = field(default="", compare=False)
     pipeline: Candidate | None = None

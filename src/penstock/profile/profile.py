@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
@@ -22,6 +22,9 @@ from penstock.units import MAX_BYTES, MAX_SECONDS
 SCHEMA = 1
 #: Shorter times than this are no measurements, and divisions by them overflow.
 _SHORTEST_S = 1e-15
+#: Longest step of an optimizer, in steps of SGD with momentum. The most that was measured is 32, of
+#: Rprop on a CPU.
+MAX_STEP_RATIO = 1e4
 
 Phase = Literal["forward", "backward", "input_grad", "weight_grad"]
 #: All phases in the order of ops F, B, I and W.
@@ -136,6 +139,20 @@ class LayerProfile:
         return timing.at(samples)
 
 
+def step_key(optimizer: str, states: float, fused: bool = False) -> str:
+    """Return the key of an optimizer in `Profile.step_ratios`.
+
+    >>> step_key("SGD", 0.0), step_key("Adam", 2.0, fused=True)
+    ('SGD, 0 states', 'Adam, 2 states, fused')
+    """
+    return f"{optimizer}, {states:g} states{', fused' if fused else ''}"
+
+
+#: From this optimizer's step those of others are estimated: like theirs, and unlike that of SGD, it
+#: is a sequence of kernels with intermediate results.
+_REFERENCE_KEY = step_key("Adam", 2.0)
+
+
 @dataclass(frozen=True, repr=False)
 class Profile(NotebookText):
     """A model's layers with their costs, and the device on which they were measured.
@@ -151,6 +168,8 @@ class Profile(NotebookText):
         device: the device's name, as in clusters: a preset's, `"cpu"`, or CUDA's name of the GPU;
             empty if unknown.
         update_fixed_s: seconds of an optimizer step in addition, whatever its size.
+        step_ratios: seconds of the steps of other optimizers over those of SGD with momentum, by
+            `step_key`; empty if not measured.
         accumulate_s_per_byte: seconds of adding a micro-batch's gradients to the previous ones, per
             byte of them; `backward` and `weight_grad` of the layers are those of a first
             micro-batch.
@@ -189,6 +208,7 @@ class Profile(NotebookText):
     sequence_parallel: bool = False
     boundary_replicas: int = 1
     widths: tuple[Profile, ...] = ()
+    step_ratios: dict[str, float] = field(default_factory=dict)
     schema: int = SCHEMA
 
     def __repr__(self) -> str:
@@ -219,6 +239,28 @@ class Profile(NotebookText):
         if (phase, samples) not in cache:
             cache[phase, samples] = [layer.seconds(phase, samples) for layer in self.layers]
         return list(cache[phase, samples])
+
+    def step_ratio(self, optimizer: str, states: float, fused: bool = False) -> float:
+        """Return the seconds of an optimizer's step over those of the one that was measured.
+
+        An optimizer that was not measured is estimated from one that was, Adam, by the numbers that
+        a step reads and writes per parameter: weight, gradient and states, of which all but the
+        gradient are written too. A profile without `step_ratios` is scaled in the same way.
+
+        Args:
+            optimizer: name of its torch class; empty if only its states are known.
+            states: numbers that it keeps per parameter.
+            fused: whether its step is one kernel.
+        """
+        ratio = self.step_ratios.get(step_key(optimizer, states, fused))
+        if ratio is not None:
+            return ratio
+        reference, reference_states = 1.0, self.optimizer_states
+        measured = self.step_ratios.get(_REFERENCE_KEY)
+        is_sgd = optimizer == "SGD" or (not optimizer and states <= 1)
+        if measured is not None and not fused and not is_sgd:
+            reference, reference_states = measured, 2.0
+        return reference * (3 + 2 * states) / (3 + 2 * reference_states)
 
     def step_seconds(self, samples: float) -> list[float]:
         """Return per layer the seconds of forward and backward for `samples` samples."""
@@ -257,6 +299,7 @@ class Profile(NotebookText):
         profile = parse_json(text, cls, source, SCHEMA)
         try:
             check_fields(profile, source)
+            check_step_ratios(profile.step_ratios, source)
             for index, layer in enumerate(profile.layers):
                 where = f"{source}: layer {shorten(layer.name)}"
                 check_fields(layer, where)
@@ -285,6 +328,20 @@ def check_fields(value: object, where: str) -> None:
         if number > MAX_BYTES:
             raise SettingError(
                 f"{where}: {entry.name} is {number:.3g}, and cannot be above {MAX_BYTES:.3g}"
+            )
+
+
+def check_step_ratios(ratios: Mapping[str, float], where: str) -> None:
+    """Check the seconds of optimizers' steps over those of SGD with momentum.
+
+    Raises:
+        SettingError: one is not above 0, or too large to be true; `where` begins the message.
+    """
+    for key, ratio in ratios.items():
+        if not 0 < ratio <= MAX_STEP_RATIO:
+            raise SettingError(
+                f"{where}: step_ratios has {ratio:g} for {shorten(key)}; it is above 0, and at most "
+                f"{MAX_STEP_RATIO:g}"
             )
 
 

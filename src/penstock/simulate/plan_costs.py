@@ -17,7 +17,7 @@ from penstock.profile.device_profiles import (
     Profiles,
     busy_profiles,
     profiles_of,
-    with_optimizer_states,
+    with_optimizer,
 )
 from penstock.profile.profile import LayerProfile, Profile
 from penstock.schedule.lower import partners_of
@@ -285,7 +285,9 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
     if plan.tensor_parallel > 1:
         profiles = width_profile(profiles, plan.sharding)
         cluster = group_devices(cluster, plan.tensor_parallel)
-    rank_profiles = with_optimizer_states(profiles_of(profiles, cluster), plan.optimizer_states)
+    rank_profiles = with_optimizer(
+        profiles_of(profiles, cluster), plan.optimizer, plan.optimizer_states, plan.optimizer_fused
+    )
     if rank_profiles[0].fingerprint != plan.fingerprint:
         raise PlanError(
             f"the plan is for a chain with fingerprint {plan.fingerprint}, the profile is of "
