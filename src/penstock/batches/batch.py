@@ -250,11 +250,8 @@ def make_batch(
         tokens = sum(lengths[0])
         inputs = _slice_tokens(inputs, lengths)
         targets = None if targets is None else _slice_tokens(targets, lengths)
-        shares = [
-            length / tokens * share
-            for share, row in zip(shares, lengths, strict=True)
-            for length in row
-        ]
+        rows = zip(shares, lengths, strict=True)
+        shares = [length / tokens * share for share, row in rows for length in row]
     forms, structure = _describe_inputs(x)
     count = part_sizes or len(sizes)
     signature = _signature(training, y is not None, count, forms, structure, slicing)

@@ -23,6 +23,8 @@ from penstock.files.text import check_characters, quote, shorten
 #: longest list that a cluster file can have, fits in.
 MAX_CHARACTERS = 2**20
 _MAX_NODES = 100_000
+#: Levels of nesting: many more than any format here has, and few enough for PyYAML's composer,
+#: which is recursive.
 _MAX_DEPTH = 40
 
 _PREFIX = "tag:yaml.org,2002:"

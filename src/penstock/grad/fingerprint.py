@@ -21,6 +21,7 @@ _SCALAR_TYPES = (bool, int, float, complex, str, type(None))
 
 #: Largest difference due to rounding, relative to the sum of magnitudes in a row.
 _TOLERANCES = {torch.float64: 1e-9, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+#: The same for all other dtypes, above all float32.
 _TOLERANCE = 2e-5
 
 

@@ -159,6 +159,7 @@ def stream_seed(*parts: int) -> int:
         state = (state ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
+    # To torch a seed is a signed integer of 64 bits.
     return state >> 1
 
 

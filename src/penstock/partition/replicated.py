@@ -13,8 +13,8 @@ from typing import TypedDict, Unpack
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.partition.replica_search import Chain, Ints, Stage, chain_of
-from penstock.partition.validation import Floats, check_costs, check_number
+from penstock.partition.replica_search import Chain, Stage, chain_of
+from penstock.partition.validation import Floats, Ints, check_costs, check_number
 
 #: Entries of the largest table: 1 GiB.
 LARGEST_TABLE = 2**27

@@ -55,6 +55,7 @@ def split_input(value: Any, chunks: int) -> list[Payload]:
     columns: list[tuple[Tensor, ...]] = []
     for tensor in whole.tensors:
         values = tensor.detach()
+        # As in torchgpipe, which gives fewer pieces where the samples do not suffice.
         columns.append((values,) if chunks == 1 else torch.chunk(values, chunks))
     if len({len(tensor) for tensor in whole.tensors if tensor.dim()}) != 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in whole.tensors) or "no tensors"

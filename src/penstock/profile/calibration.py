@@ -11,8 +11,8 @@ import numpy as np
 from penstock.cluster.device import Device
 from penstock.errors import SettingError
 from penstock.profile.counts import Family, ModelCounts, Work
-from penstock.profile.profile import Profile, Timing
-from penstock.profile.roofline import PHASES, WINOGRAD_TRAFFIC, Efficiency, Roof
+from penstock.profile.profile import PHASES, Profile, Timing
+from penstock.profile.roofline import WINOGRAD_TRAFFIC, Efficiency, Roof
 
 #: The unknowns of the fit: three fixed costs, then ratios of real to ideal seconds, at the memory's
 #: bandwidth and at each family's peak.

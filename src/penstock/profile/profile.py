@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -27,6 +27,8 @@ _SHORTEST_S = 1e-15
 MAX_STEP_RATIO = 1e4
 
 Phase = Literal["forward", "backward", "input_grad", "weight_grad"]
+#: All phases in the order of ops F, B, I and W.
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from penstock.errors import SettingError
 from penstock.profile.counts import Family, LayerCounts, ModelCounts, Work
 from penstock.profile.profile import LayerProfile, Phase, Profile, Timing
 
-PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "input_grad", "weight_grad")
 #: (layer, phase, samples) -> seconds
 Seconds = Callable[[LayerCounts, Phase, float], float]
 #: Bytes of a number, by dtype.

@@ -46,6 +46,7 @@ def best_plan(request: PlanRequest, proposals: Iterable[Proposal]) -> Plan:
         for variant in variants:
             (infeasible if variant.memory_shortfall else feasible).append(variant)
         fastest = min((candidate.step_s for candidate in feasible), default=math.inf)
+        # Those that are as fast up to rounding stay in: `best` chooses among them by memory.
         cutoff_s = fastest * (1 + CLOSE)
     if not feasible:
         raise infeasible_error(request, infeasible, list(rejected))

@@ -39,6 +39,8 @@ def evaluate(placed: PlacedSchedule, cutoff_s: float = math.inf) -> list[Evaluat
         except Infeasible:
             return variants
         variants += _variants(placed, Recompute.EXCEPT_LAST)
+        # `always` recomputes the last micro-batch as well: less memory than except_last, and more
+        # time.
         if all(variant.memory_shortfall for variant in variants):
             variants += _variants(placed, Recompute.ALWAYS)
     infeasible = [variant for variant in variants if variant.memory_shortfall]

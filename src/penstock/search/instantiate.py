@@ -304,6 +304,8 @@ def _make_schedule(
     return make_schedule(name, stages, micro_batches, **keywords)
 
 
+# A search goes through many small schedules again and again. A large one may have millions of ops,
+# so that only a few of them fit into memory.
 _small_schedule = lru_cache(maxsize=512)(_make_schedule)
 _large_schedule = lru_cache(maxsize=8)(_make_schedule)
 
@@ -326,6 +328,7 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
     if not 1 < pipelines <= proposal.micro_batches <= request.batch:
         return None
     options = tuple((name, value) for name, value in proposal.options if name != "replicas")
+    # Rounded up: the first pipeline has the most micro-batches, and so the longest step.
     micro_batches = -(-proposal.micro_batches // pipelines)
     schedule = cached_schedule(proposal.schedule, proposal.stages, micro_batches, options)
     if schedule.stream is not None or max(map(len, schedule.ranks_of_stage)) > 1:

@@ -172,6 +172,7 @@ def _synchronised_updates(costs: Costs, schedule: Schedule, cluster: Cluster) ->
     update = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
     gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
     waves = None if schedule.stream is None else schedule.stream.waves
+    # With waves, copies exchange weights once per wave, and every update bears its part.
     updates_per_sync = 1 if waves is None else waves.length
     return [
         seconds + all_reduce_seconds(ranks, gradient_bytes, cluster) / updates_per_sync

@@ -107,6 +107,7 @@ def times_of(
         dependencies.time_ops(durations, times)
     else:
         media = _media(dependencies, links) if network is None else network.media(dependencies)
+        # The kernel counts `pending` down.
         pending, ready = dependencies.pending.copy(), np.zeros(count)
         arguments = (dependencies.graph, durations, media, pending, ready, times)
         dependencies.walk(time_ops_contended, *arguments)

@@ -116,6 +116,7 @@ class _Attempts:
         reason = str(error)
         recovered = self._continue_from_memory()
         step = self._continue_from_checkpoint() if recovered is None else recovered
+        # The same failure at the same step: the next attempt would fail likewise.
         if self.failure == (reason, step):
             error.add_note("the run failed in the same way twice, and was not restarted again")
             raise error

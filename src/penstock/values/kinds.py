@@ -26,6 +26,7 @@ from penstock.values.constants import FACTORIES, Whole
 
 # Py_TPFLAGS_HEAPTYPE: the class was allocated at run time, as all classes of Python code are.
 _HEAP_TYPE = 1 << 9
+#: An instance of `object` is a reference count and a pointer to its type: two words.
 _POINTER_BYTES = object.__basicsize__ // 2
 
 #: What a container needs besides its parts to be rebuilt, such as keys; comparable.
