@@ -29,7 +29,6 @@ from host_run import PORT, HostRun, Hosts
 from hosts import MBIT, last_step, newest_step
 from run import losses
 
-from penstock.errors import PenstockError
 from penstock.measure.profiler import machine_facts
 from penstock.plan.plan import Plan
 
@@ -101,10 +100,10 @@ def planned_for(folder: Path, ranks: int) -> Callable[[], bool]:
 
     def done() -> bool:
         """Look at the present plan."""
-        try:
-            plan = Plan.load(folder / "plan.json")
-        except PenstockError:  # there is none yet
+        path = folder / "plan.json"
+        if not path.exists():
             return False
+        plan = Plan.load(path)
         if plan.cluster_ranks == ranks and plan.ranks < ranks:
             raise RuntimeError(
                 f"the plan for {ranks} ranks uses {plan.ranks} and leaves {ranks - plan.ranks} "
@@ -271,10 +270,8 @@ def main() -> int:
             and steps == list(range(1, len(steps) + 1))
             and ranks == [RANKS, RANKS - 1, RANKS],
         }
-    except Exception:
-        print(f"the folders of the runs stay in {parent}", file=sys.stderr)
-        raise
-    shutil.rmtree(parent, ignore_errors=True)
+    finally:
+        shutil.rmtree(parent, ignore_errors=True)
     content = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
     content["machine"] = {**machine_facts(torch.device("cpu")), "torch": torch.__version__}
     content["hosts, torchrun" if arguments.hosts else "one host, penstock train"] = row

@@ -163,6 +163,7 @@ def _set(path, value):
             r"is no profile of schema 1: its schema is 99\. Create it again with this version of penstock",
         ),
         (_set(["colour"], "red"), r"is no profile: at colour: "),
+        (_set(["fingerprint"], "0" * 5000), r"the fingerprint '000.* must be printable text"),
         (_set(["layers", 0, "colour"], "red"), r"is no profile: at layers\.0\.colour: "),
         (
             _set(["layers", 1, "forward", "unit"], "ms"),

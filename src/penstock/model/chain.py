@@ -7,7 +7,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
-from penstock.errors import ChainError
+from penstock.errors import ChainError, SettingError
+from penstock.files.text import quote
+
+#: Characters of the longest fingerprint in a file. `Chain.fingerprint` has twelve.
+_MAX_FINGERPRINT = 64
+
+
+def check_fingerprint(fingerprint: str, where: str) -> None:
+    """Refuse the fingerprint of a damaged file: messages quote fingerprints as they are.
+
+    Raises:
+        SettingError: it is longer than any, or cannot be printed; `where` begins the message.
+    """
+    if len(fingerprint) > _MAX_FINGERPRINT or not fingerprint.isprintable():
+        raise SettingError(
+            f"{where}: the fingerprint {quote(fingerprint)} must be printable text of at most "
+            f"{_MAX_FINGERPRINT} characters"
+        )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import final
 from penstock.errors import FileError, PenstockError, PlanError
 from penstock.files.read import parse_json
 from penstock.files.text import read_text
+from penstock.model.chain import check_fingerprint
 from penstock.notebook import NotebookText
 from penstock.plan.prediction import Candidate, Objective, Prediction, Remedy
 from penstock.plan.segments import Selection
@@ -193,8 +194,9 @@ class Plan(NotebookText):
             ScheduleError: a program has a word that is not an op, or the weight rule does not
                 support the programs.
             UnknownName: there is no such weight rule.
-            SettingError: the weight rule has no such option.
+            SettingError: the weight rule has no such option, or the fingerprint is none.
         """
+        check_fingerprint(self.fingerprint, "the model")
         self._check_sizes()
         self._check_memory()
         self._check_devices()

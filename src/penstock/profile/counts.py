@@ -10,6 +10,7 @@ from typing import Literal, final, get_args
 from penstock.errors import FileError, SettingError
 from penstock.files.read import read_json
 from penstock.files.text import shorten
+from penstock.model.chain import check_fingerprint
 from penstock.profile.profile import Phase, check_fields
 from penstock.store import write_json
 
@@ -164,6 +165,7 @@ def check_counts(counts: ModelCounts, where: str) -> None:
         SettingError: the counts are impossible; `where` begins the message.
     """
     check_fields(counts, where)
+    check_fingerprint(counts.fingerprint, where)
     for layer in counts.layers:
         check_fields(layer, f"{where}: layer {shorten(layer.name)}")
         for work in (*layer.forward, *layer.backward, *layer.input_grad, *layer.weight_grad):

@@ -14,6 +14,7 @@ import numpy as np
 from penstock.errors import FileError, SettingError
 from penstock.files.read import parse_json
 from penstock.files.text import quote, read_text, shorten
+from penstock.model.chain import check_fingerprint
 from penstock.notebook import NotebookText
 from penstock.profile.conditions import Conditions
 from penstock.store import write_json
@@ -299,6 +300,7 @@ class Profile(NotebookText):
         profile = parse_json(text, cls, source, SCHEMA)
         try:
             check_fields(profile, source)
+            check_fingerprint(profile.fingerprint, source)
             check_step_ratios(profile.step_ratios, source)
             for index, layer in enumerate(profile.layers):
                 where = f"{source}: layer {shorten(layer.name)}"
