@@ -149,6 +149,7 @@ class RouteBounds:
         """Return the number of micro-batches of one stage that fit a limit alone."""
         if memory == 0 or limit / memory >= self.count:
             return self.count
+        # A quotient that is whole up to rounding counts in full.
         return int(limit / memory * (1 + 1e-12))
 
     def jobs(self, s: int) -> Iterable[Job]:
