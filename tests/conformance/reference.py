@@ -71,7 +71,9 @@ class PlainTraining:
         with torch.random.fork_rng(devices=[]):
             for index, layer in enumerate(layers_of(self.model)):
                 if may_draw(layer):
-                    torch.manual_seed(stream_seed(self.seed, self.step, index, micro_batch))
+                    torch.default_generator.manual_seed(
+                        stream_seed(self.seed, self.step, index, micro_batch)
+                    )
                 x = layer(x)
         return x
 

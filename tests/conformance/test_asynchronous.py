@@ -53,7 +53,11 @@ def sizes(rule):
     counts = {"spectrain": (1,), "double-buffer": (2, 3, 4), "wpipe": (2, 4, 6)}.get(
         rule, (1, 2, 4)
     )
-    return [(ranks, m) for ranks, m in itertools.product((2, 3, 4), counts) if m >= least(ranks)]
+    valid = [(ranks, m) for ranks, m in itertools.product((2, 3, 4), counts) if m >= least(ranks)]
+    if len(valid) == 9 and len(TAKES[rule]) <= 4:
+        # Of nine sizes six, in which every number stands twice.
+        return [size for place, size in enumerate(valid) if place % 4 != 0]
+    return valid
 
 
 def copies_of(rule, number):
@@ -153,7 +157,7 @@ def test_updates_of_every_rule_equal_its_papers_equation(case):
 
 def in_processes(ranks):
     """All rules whose pipeline has this number of processes. HetPipe's two virtual workers take twice the
-    ranks of one.
+    ranks of one. The equations are held against more batches in threads; here messages are.
     """
     for number, (rule, optimizers) in enumerate(TAKES.items()):
         m = {"spectrain": 1, "double-buffer": ranks, "wpipe": max(2, 2 * (ranks - 1))}.get(rule, 2)
@@ -164,7 +168,7 @@ def in_processes(ranks):
                 m,
                 optimizers[(number + ranks) % len(optimizers)],
                 schedule=OWN_SCHEDULE.get(rule, "pipedream"),
-                **copies_of(rule, 2),
+                **{"updates": 12, **copies_of(rule, 2)},
             )
     if ranks % 2 == 0:
         # With an optimizer of our own: torch's takes more than a second to load, in each of eight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -23,8 +24,8 @@ _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER.parents[1] / "src"
 
 
-def _rows_of(script):
-    """What each cell of a script came to, by its name."""
+def _output_of(script):
+    """The lines that a script of cells prints."""
     path = os.pathsep.join([str(_SOURCE), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(_FOLDER / script)],
@@ -35,17 +36,32 @@ def _rows_of(script):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    parsed = [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout
+
+
+def _rows_of(script, tmp_path_factory):
+    """What each cell of a script came to, by its name. A script takes half a minute: the workers of
+    one run of pytest share its output.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    output = folder / f"{script}.json"
+    with (folder / f"{script}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not output.exists():
+            output.write_text(_output_of(script))
+    parsed = [json.loads(line) for line in output.read_text().splitlines()]
     return {row["cell"]: row for row in parsed}
 
 
 @pytest.fixture(scope="package")
-def rows():
+def rows(tmp_path_factory):
     """What each cell of lookalike_cells.py came to, by its name."""
-    return _rows_of("lookalike_cells.py")
+    return _rows_of("lookalike_cells.py", tmp_path_factory)
 
 
 @pytest.fixture(scope="package")
-def graph_rows():
+def graph_rows(tmp_path_factory):
     """What each cell of graph_cells.py came to, by its name."""
-    return _rows_of("graph_cells.py")
+    return _rows_of("graph_cells.py", tmp_path_factory)

@@ -20,8 +20,8 @@ with `os._exit`. Works with torch 2.11 to 2.13, whose interface for this is expe
 from __future__ import annotations
 
 import collections
+import sys
 import threading
-import traceback
 from typing import Any
 
 import torch
@@ -73,13 +73,14 @@ def _count(what: str) -> None:
         CaptureError: a graph is being captured.
     """
     LOG[what] += 1
-    for frame in reversed(traceback.extract_stack()[:-2]):
-        if "/penstock/" in frame.filename:
-            line = f"{frame.filename.rpartition('/penstock/')[2]}:{frame.lineno}"
-            LINES[what][line] += 1
-            break
-    else:
+    frame = sys._getframe(2)
+    while frame is not None and "/penstock/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame is None:
         line = "code outside of penstock"
+    else:
+        line = f"{frame.f_code.co_filename.rpartition('/penstock/')[2]}:{frame.f_lineno}"
+        LINES[what][line] += 1
     if CAPTURE:
         raise CaptureError(f"{what} by {line} while a graph is captured")
 

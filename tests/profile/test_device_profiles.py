@@ -212,7 +212,7 @@ def test_an_optimizer_sets_the_states_and_the_seconds_of_the_step_once():
     assert first is second
     assert first.optimizer_states == other.optimizer_states == 2.0
     assert first.update_s_per_byte == pytest.approx(4e-9)
-    assert first.update_fixed_s == pytest.approx(4e-3)
+    assert first.update_fixed_s == PROFILE.update_fixed_s
     assert other.update_s_per_byte == pytest.approx(1e-9 * 7 / 5)
     assert with_optimizer((first,), "Adam", 2.0) == (first,)
     assert with_optimizer((measured,), "", 1.0)[0] is measured

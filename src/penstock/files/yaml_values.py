@@ -133,6 +133,11 @@ def yaml_value(text: str, source: str) -> Any:
         raise FileError(
             f"{source} has {len(text):,} characters, more than the {MAX_CHARACTERS:,} allowed"
         )
+    # Counted before parsing, which takes up to a second for the most values. Those within texts and
+    # comments count as well.
+    count = 2 * text.count(": ") + sum(map(text.count, ("- ", ",", "[", "{")))
+    if count > _MAX_NODES:
+        raise FileError(f"{source} has {count:,} values, more than the {_MAX_NODES:,} allowed")
     try:
         text.encode()  # libyaml's parser fails on half a surrogate pair
         loader = _StrictLoader(text)

@@ -31,6 +31,9 @@ _COMPARED: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] =
 #: enough that all of them together take less than a second on a CPU.
 _COMPARED_BYTES = 2**24
 
+#: All gradients while optimizers are compared.
+_GRADIENT = 1e-3
+
 #: Timed steps of every optimizer that is compared.
 _COMPARED_REPEATS = 3
 
@@ -99,7 +102,7 @@ def measure_update(modules: Sequence[nn.Module], device: torch.device) -> Update
     step_s = _step_seconds(parameters, flush_buffer)
     accumulate_s = _accumulation_seconds(parameters, flush_buffer)
     s_per_byte = max(step_s - fixed_s, 0.0) / total
-    ratios = _step_ratios(parameters, flush_buffer)
+    ratios = _step_ratios(parameters)
     return UpdateSeconds(fixed_s, s_per_byte, accumulate_s / total, total, ratios)
 
 
@@ -112,37 +115,42 @@ def _step_seconds(parameters: list[nn.Parameter], flush_buffer: Tensor) -> float
     """Return the seconds of one step of SGD with momentum."""
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    return statistics.median(_optimizer_seconds(_momentum(parameters), flush_buffer, _REPEATS))
+    seconds = _optimizer_seconds(_momentum(parameters), _REPEATS, flush_buffer)
+    return statistics.median(seconds)
 
 
 def _optimizer_seconds(
-    optimizer: torch.optim.Optimizer, flush_buffer: Tensor, repeats: int
+    optimizer: torch.optim.Optimizer, repeats: int, flush_buffer: Tensor | None = None
 ) -> list[float]:
     """Return the seconds of steps, after a first one that creates the state."""
-    stopwatch, times = stopwatch_for(flush_buffer.device), []
+    device = optimizer.param_groups[0]["params"][0].device
+    stopwatch, times = stopwatch_for(device), []
     for _ in range(repeats + 1):
-        flush_buffer += 1
+        if flush_buffer is not None:
+            flush_buffer += 1
         start = stopwatch.mark()
         optimizer.step()
         times += stopwatch.seconds([(start, stopwatch.mark())])
     return times[1:]
 
 
-def _step_ratios(parameters: list[nn.Parameter], flush_buffer: Tensor) -> dict[str, float]:
+def _step_ratios(parameters: list[nn.Parameter]) -> dict[str, float]:
     """Return the seconds of steps of other optimizers over those of SGD with momentum, by
     `step_key`.
 
     All are timed on the same few parameters, since a large model may have no room for their state.
+    Caches are not flushed: what that adds is in `fixed_s`, for any optimizer.
     """
     sample = _sample(parameters)
     for parameter in sample:
-        parameter.grad = torch.zeros_like(parameter)
+        # With gradients of 0, whose averages are 0 too, a step of Adam took twice as long on a CPU.
+        parameter.grad = torch.full_like(parameter, _GRADIENT)
     # The fastest of a few, since other programs lengthen single steps.
-    reference_s = min(_optimizer_seconds(_momentum(sample), flush_buffer, _COMPARED_REPEATS))
+    reference_s = min(_optimizer_seconds(_momentum(sample), _COMPARED_REPEATS))
     ratios = {}
     for key, make in _COMPARED.items():
         try:
-            seconds = min(_optimizer_seconds(make(sample), flush_buffer, _COMPARED_REPEATS))
+            seconds = min(_optimizer_seconds(make(sample), _COMPARED_REPEATS))
         except (RuntimeError, ValueError):
             continue  # fused steps do not exist for every device and dtype
         if reference_s > 0 and seconds > 0:

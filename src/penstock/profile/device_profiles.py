@@ -191,7 +191,6 @@ def with_optimizer(
                     profile,
                     optimizer_states=states,
                     update_s_per_byte=ratio * profile.update_s_per_byte,
-                    update_fixed_s=ratio * profile.update_fixed_s,
                     step_ratios={},
                 )
     return tuple(updated[id(profile)] for profile in profiles)

@@ -168,7 +168,7 @@ class Profile(NotebookText):
         device: the device's name, as in clusters: a preset's, `"cpu"`, or CUDA's name of the GPU;
             empty if unknown.
         update_fixed_s: seconds of an optimizer step in addition, whatever its size.
-        step_ratios: seconds of the steps of other optimizers over those of SGD with momentum, by
+        step_ratios: of other optimizers, the seconds per byte over those of SGD with momentum, by
             `step_key`; empty if not measured.
         accumulate_s_per_byte: seconds of adding a micro-batch's gradients to the previous ones, per
             byte of them; `backward` and `weight_grad` of the layers are those of a first
@@ -241,7 +241,7 @@ class Profile(NotebookText):
         return list(cache[phase, samples])
 
     def step_ratio(self, optimizer: str, states: float, fused: bool = False) -> float:
-        """Return the seconds of an optimizer's step over those of the one that was measured.
+        """Return an optimizer's seconds per byte over those of the one that was measured.
 
         An optimizer that was not measured is estimated from one that was, Adam, by the numbers that
         a step reads and writes per parameter: weight, gradient and states, of which all but the

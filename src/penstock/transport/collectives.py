@@ -4,13 +4,17 @@ pickle.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.transport.process_group import naming_lost_ranks
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 
@@ -30,9 +34,7 @@ def all_gather(value: T, kind: type[T], group: dist.ProcessGroup | None = None) 
     Raises:
         pydantic.ValidationError: a rank sent a value of another type.
     """
-    from pydantic import TypeAdapter  # imported here, since training does not need it
-
-    adapter = TypeAdapter(kind)
+    adapter = _adapter(kind)
     text = _to_tensor(adapter.dump_json(value), group)
     lengths = [torch.zeros_like(_length(text)) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, _length(text), group)
@@ -49,9 +51,7 @@ def all_gather(value: T, kind: type[T], group: dist.ProcessGroup | None = None) 
 @naming_lost_ranks(_ACTION)
 def broadcast(value: T, kind: type[T], source: int) -> T:
     """Return the value of rank `source`, on every rank. See `all_gather`."""
-    from pydantic import TypeAdapter
-
-    adapter = TypeAdapter(kind)
+    adapter = _adapter(kind)
     text = _to_tensor(adapter.dump_json(value))
     length = _length(text)
     dist.broadcast(length, source)
@@ -77,6 +77,14 @@ def begin_barrier(group: dist.ProcessGroup | None = None) -> dist.Work | None:
     """
     work: dist.Work | None = dist.all_reduce(_to_tensor(b"\1", group), group=group, async_op=True)
     return work
+
+
+@cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    """Return the reader and writer of a type, which takes 10 ms to build."""
+    from pydantic import TypeAdapter  # imported here, since training does not need it
+
+    return TypeAdapter(kind)
 
 
 def _length(text: Tensor) -> Tensor:

@@ -300,3 +300,42 @@ def killed_at_its_end():
 def test_a_rank_that_is_killed_after_its_value_was_written_has_not_failed():
     """A cluster's scheduler may signal ranks again that have saved and are about to end."""
     assert launch(killed_at_its_end, 2) == ["0", "1"]
+
+
+LEFT_OPEN = []
+
+
+class _Written:
+    """Writes to a file when it is destroyed; in a cycle, so that only a collection destroys it."""
+
+    def __init__(self, path):
+        self.path, self.cycle = path, self
+
+    def __del__(self):
+        self.path.write_text("destroyed")
+
+
+def leaves_work_for_its_end(folder):
+    """Leave a file with unwritten text, a cycle, a function for the exit, and a thread."""
+    LEFT_OPEN.append((folder / "file").open("w"))
+    LEFT_OPEN[0].write("written")
+    _Written(folder / "cycle")
+    atexit.register((folder / "exit").write_text, "registered")
+
+    def run():
+        threading.main_thread().join()
+        (folder / "thread").write_text("ended")
+
+    threading.Thread(target=run).start()
+
+
+def test_a_rank_that_succeeds_does_what_is_left_before_it_ends(tmp_path):
+    """Its modules are not torn down, which would take longer than most ranks' work."""
+    launch(leaves_work_for_its_end, 1, tmp_path)
+    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert texts == {
+        "file": "written",
+        "cycle": "destroyed",
+        "exit": "registered",
+        "thread": "ended",
+    }
