@@ -412,7 +412,6 @@ def _same_contents(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same elements, in any order."""
     if one.numel() != other.numel():
         return False
-    # Sorted, since a loss may flatten or permute its targets.
     return torch.equal(one.flatten().sort()[0], other.flatten().sort()[0])
 
 
