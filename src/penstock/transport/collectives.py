@@ -5,7 +5,7 @@ pickle.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ def all_gather(value: T, kind: type[T], group: dist.ProcessGroup | None = None) 
     Raises:
         pydantic.ValidationError: a rank sent a value of another type.
     """
-    adapter = _adapter(kind)
+    adapter: TypeAdapter[T] = _adapter(kind)
     text = _to_tensor(adapter.dump_json(value), group)
     lengths = [torch.zeros_like(_length(text)) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, _length(text), group)
@@ -51,7 +51,7 @@ def all_gather(value: T, kind: type[T], group: dist.ProcessGroup | None = None) 
 @naming_lost_ranks(_ACTION)
 def broadcast(value: T, kind: type[T], source: int) -> T:
     """Return the value of rank `source`, on every rank. See `all_gather`."""
-    adapter = _adapter(kind)
+    adapter: TypeAdapter[T] = _adapter(kind)
     text = _to_tensor(adapter.dump_json(value))
     length = _length(text)
     dist.broadcast(length, source)
@@ -80,7 +80,7 @@ def begin_barrier(group: dist.ProcessGroup | None = None) -> dist.Work | None:
 
 
 @cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
     """Return the reader and writer of a type, which takes 10 ms to build."""
     from pydantic import TypeAdapter  # imported here, since training does not need it
 
