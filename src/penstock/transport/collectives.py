@@ -4,7 +4,6 @@ pickle.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -17,6 +16,9 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T")
+
+#: Readers and writers by type, each of which takes 10 ms to build.
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 
 #: What a rank does in these functions, for messages.
 _ACTION = "could not exchange values with the other ranks"
@@ -34,7 +36,7 @@ def all_gather(value: T, kind: type[T], group: dist.ProcessGroup | None = None) 
     Raises:
         pydantic.ValidationError: a rank sent a value of another type.
     """
-    adapter: TypeAdapter[T] = _adapter(kind)
+    adapter = _adapter(kind)
     text = _to_tensor(adapter.dump_json(value), group)
     lengths = [torch.zeros_like(_length(text)) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, _length(text), group)
@@ -51,7 +53,7 @@ def all_gather(value: T, kind: type[T], group: dist.ProcessGroup | None = None) 
 @naming_lost_ranks(_ACTION)
 def broadcast(value: T, kind: type[T], source: int) -> T:
     """Return the value of rank `source`, on every rank. See `all_gather`."""
-    adapter: TypeAdapter[T] = _adapter(kind)
+    adapter = _adapter(kind)
     text = _to_tensor(adapter.dump_json(value))
     length = _length(text)
     dist.broadcast(length, source)
@@ -79,12 +81,13 @@ def begin_barrier(group: dist.ProcessGroup | None = None) -> dist.Work | None:
     return work
 
 
-@cache
-def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    """Return the reader and writer of a type, which takes 10 ms to build."""
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    """Return the reader and writer of a type."""
     from pydantic import TypeAdapter  # imported here, since training does not need it
 
-    return TypeAdapter(kind)
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
 
 
 def _length(text: Tensor) -> Tensor:
