@@ -28,7 +28,10 @@ FOLDER = Path(__file__).parents[1] / "examples" / "libraries"
 COUNTER = runpy.run_path(str(FOLDER / "count_lines.py"))
 REPORT = re.compile(r"^loss (\S+) at first, (\S+) after 30 batches$", re.MULTILINE)
 
-pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+# Found and not imported: it takes 2 s, in every worker that collects the tests.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None, reason="the digits come with scikit-learn"
+)
 
 
 def losses(printed: str) -> tuple[float, float]:

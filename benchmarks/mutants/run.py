@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -153,11 +154,11 @@ def read_rows(path: Path) -> dict[str, dict[str, object]]:
     return {row["what"]: row for row in rows}
 
 
-def write_results(rows: Sequence[dict[str, object]], path: Path) -> None:
-    """Write the rows, and those that the file has of defects that were not checked this time."""
+def write_results(rows: Sequence[dict[str, object]], path: Path, command: str) -> None:
+    """Write the command and its rows, and those of defects that were not checked this time."""
     row_of = read_rows(path) | {str(row["what"]): row for row in rows}
     listed = [row_of[defect.what] for defect in DEFECTS if defect.what in row_of]
-    results = {"counts": count_results(listed), "defects": listed}
+    results = {"command": command, "counts": count_results(listed), "defects": listed}
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
@@ -185,7 +186,7 @@ def main() -> int:
     rows = check_all(chosen, arguments.jobs, arguments.limit, last_lines)
     counts = count_results(rows)
     print(", ".join(f"{count} {result}" for result, count in counts.items()))
-    write_results(rows, arguments.output)
+    write_results(rows, arguments.output, shlex.join(["run.py", *sys.argv[1:]]))
     return int(counts["killed"] < len(rows))
 
 

@@ -109,7 +109,7 @@ def train(schedule, name, recompute, **options):
     return losses, [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize(("schedule", "name", "recompute"), grid())
+@pytest.mark.parametrize(("schedule", "name", "recompute"), [*grid()])
 def test_n8_what_was_sent_stays_as_it_was_until_it_is_delivered(
     schedule, name, recompute, monkeypatch
 ):

@@ -175,7 +175,7 @@ def catalogue_grid():
             yield pytest.param(name, recompute, id=f"{name}-{recompute}")
 
 
-@pytest.mark.parametrize(("name", "recompute"), catalogue_grid())
+@pytest.mark.parametrize(("name", "recompute"), [*catalogue_grid()])
 def test_the_catalogues_schedules_with_slices_are_exact(name, recompute):
     """Those that cut sequences on the one model that is causal, those that cut samples on any; each
     runs in the order it is written.

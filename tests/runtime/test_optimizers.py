@@ -208,7 +208,7 @@ def changes_and_options():
             yield pytest.param(schedule, tied, change, options, id=name)
 
 
-@pytest.mark.parametrize(("schedule", "tied", "change", "options"), changes_and_options())
+@pytest.mark.parametrize(("schedule", "tied", "change", "options"), [*changes_and_options()])
 def test_layers_frozen_and_thawed_while_training_are_trained_as_in_plain_pytorch(
     schedule, tied, change, options
 ):

@@ -314,6 +314,8 @@ def _cut_tensors(x: Tensor, y: Tensor, micro_batches: int, step: int, training: 
     return Batch(step, inputs, targets, [*shares], signature, training, whole=(x, y))
 
 
+# A run has few forms of batches, and asks for them in every step: this and the two caches below
+# take a few microseconds off each.
 @lru_cache(maxsize=1024)
 def _even_shares(samples: int, micro_batches: int) -> tuple[list[int], list[float]]:
     sizes = even_sizes(samples, min(micro_batches, samples))

@@ -144,6 +144,7 @@ class Reading:
             for weight, value in zip(weights, (self.first, self.second), strict=True)
             if weight
         ]
+        # Losses near 0 differ by rounding of the terms that cancel in them.
         size = max(sum(map(abs, parts)), abs(self.joined), 1e-6)
         return abs(sum(parts) - self.joined) <= self.tolerance * size
 

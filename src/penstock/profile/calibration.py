@@ -206,6 +206,8 @@ class _Equations:
     def fit(self, initial: np.ndarray) -> np.ndarray:
         """Return the unknowns with the least error, over several starts around `initial`."""
         best, least = initial, float("inf")
+        # The iteration may end in a local least: one of the two limits, or both, may be far from
+        # the guess.
         for slower_peak, slower_memory in ((1, 1), (10, 1), (1, 10), (0.1, 1), (1, 0.1)):
             guess = initial.copy()
             guess[_MEMORY] *= slower_memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, final, get_args
+from typing import Literal, final
 
 from penstock.errors import FileError, SettingError
 from penstock.files.read import read_json
@@ -28,7 +28,6 @@ Family = Literal[
     "recurrent",
     "other",
 ]
-FAMILIES: tuple[Family, ...] = get_args(Family)
 
 
 @final

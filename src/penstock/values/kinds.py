@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -439,10 +439,3 @@ def check_context(kind: Kind, cls: type | None, context: Context) -> None:
             "a defaultdict cannot cross a stage boundary between processes with the factory "
             f"{factory!r}, which would be called there: convert it to a dict"
         )
-
-
-def parts_of(value: Any) -> Iterator[Any]:
-    """Yield the parts of a container, for callers that do not rebuild it."""
-    kind = kind_of(type(value))
-    if kind is not None:
-        yield from kind.split(value)[1]

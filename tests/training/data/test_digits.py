@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from types import SimpleNamespace
 
@@ -11,7 +12,10 @@ import torch
 from penstock.errors import MissingExtra, SettingError
 from penstock.training.data.digits import digits
 
-sklearn_datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is an extra")
+# Found and not imported: it takes 2 s, in every worker that collects the tests.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None, reason="scikit-learn is an extra"
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,9 @@ def test_every_digit_has_a_fifth_of_its_images_in_the_test_part(plain):
 
 def test_both_parts_together_are_the_images_of_scikit_learn_in_their_order(plain):
     """No image is lost, doubled, or given the label of another."""
-    bunch = sklearn_datasets.load_digits()
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
     sums = torch.from_numpy(bunch.images).sum((1, 2))
     restored = [
         (x.double().sum((1, 2, 3)), y)
