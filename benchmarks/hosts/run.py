@@ -25,29 +25,43 @@ from workloads import WORKLOADS
 
 import penstock as ps
 from penstock.cluster.device import Link
+from penstock.simulate.plan_costs import simulate_plan
 
 HERE = Path(__file__).parent
 TORCH_SYSTEMS = ("ddp", "ddp-fp16", "fsdp2", "torch-1f1b")
 PLANS = ("penstock-1f1b", "auto", "hybrid")
 
 
-def plans_for(
+def measure(
     processes: HostProcesses, workload: str, count: int, mbit: int, folder: Path
+) -> tuple[ps.Profile, ps.Cluster]:
+    """Profile the model on all hosts at once, and measure the link."""
+    path = folder / "profile.json"
+    job = {"system": "profile", "workload": workload, "profile": str(path)}
+    link = Link(**processes.run(job, count)[0])
+    devices = ps.cluster(f"local:{count}").devices
+    return ps.Profile.load(path), ps.Cluster(
+        f"{count} hosts, {mbit} Mbit/s", devices, 1, link, link
+    )
+
+
+def plans_for(
+    profile: ps.Profile, cluster: ps.Cluster, samples: int, folder: Path
 ) -> dict[str, tuple[Path, ps.Plan]]:
-    """Profile the model on all hosts at once, measure the link, and write the plans.
+    """Write the plans.
+
+    Args:
+        profile: of the model.
+        cluster: the hosts.
+        samples: of a batch.
+        folder: for the files.
 
     Returns:
         "penstock-1f1b": 1F1B with a stage on every host, whose cut torch's 1F1B gets too. "auto":
         the best of all plans, which may be one host alone. "hybrid": of four hosts and more, the
         best plan with half as many stages as hosts.
     """
-    case = WORKLOADS[workload]
-    path = folder / "profile.json"
-    job = {"system": "profile", "workload": workload, "profile": str(path)}
-    link = Link(**processes.run(job, count)[0])
-    profile = ps.Profile.load(path)
-    devices = ps.cluster(f"local:{count}").devices
-    cluster = ps.Cluster(f"{count} hosts, {mbit} Mbit/s", devices, 1, link, link)
+    count = cluster.ranks
     options: dict[str, dict[str, Any]] = {
         "penstock-1f1b": {"stages": count, "schedules": ["1f1b"], "micro_batches": 2 * count},
         "auto": {},
@@ -56,7 +70,7 @@ def plans_for(
         options["hybrid"] = {"stages": count // 2}
     plans = {}
     for name, choice in options.items():
-        plan = ps.plan(profile, cluster, case.samples, optimizer=torch.optim.Adam, **choice)
+        plan = ps.plan(profile, cluster, samples, optimizer=torch.optim.Adam, **choice)
         path = folder / f"{name}.json"
         plan.save(path)
         print(f"  {name}: {summary(plan)}", flush=True)
@@ -94,6 +108,9 @@ def compare(
 ) -> dict[str, Any]:
     """Measure systems in turn, and return their times, memory and losses.
 
+    Every round begins with a profile and the link, by which the times of that round are predicted:
+    the speed of a virtual machine changes from minute to minute.
+
     Args:
         workload: name of a workload.
         count: number of hosts.
@@ -106,9 +123,13 @@ def compare(
         Hosts(count, mbit) as hosts,
         HostProcesses(hosts, HERE / "worker.py", folder) as processes,
     ):
-        plans = plans_for(processes, workload, count, mbit, folder)
+        place = processes, workload, count, mbit, folder
+        profile, cluster = measure(*place)
+        plans = plans_for(profile, cluster, WORKLOADS[workload].samples, folder)
         jobs = jobs_for(workload, plans, arguments.system)
-        for _ in range(arguments.rounds):
+        for number in range(arguments.rounds):
+            if number:
+                profile, cluster = measure(*place)
             for name, job in jobs.items():
                 ranks = plans[name][1].ranks if name in plans else count
                 results = processes.run({**job, "steps": arguments.steps}, ranks)
@@ -116,12 +137,20 @@ def compare(
                 row["seconds"].append(statistics.median(results[0]["seconds"]))
                 row["peak_bytes"].append(max(result["peak_bytes"] for result in results))
                 row["losses"] = results[0]["losses"]
-                print(f"  {name}: {row['seconds'][-1]:.2f} s a step", flush=True)
+                text = f"  {name}: {row['seconds'][-1]:.2f} s a step"
+                if name in plans:
+                    predicted_s = simulate_plan(plans[name][1], profile, cluster).makespan
+                    row.setdefault("predicted_s", []).append(predicted_s)
+                    text += f", predicted {predicted_s:.2f} s"
+                print(text, flush=True)
     ddp_bytes = max(rows["ddp"]["peak_bytes"])
     for row in rows.values():
         pairs = zip(rows["ddp"]["seconds"], row["seconds"], strict=True)
         row["times_ddp"] = statistics.median(ddp_s / seconds for ddp_s, seconds in pairs)
         row["memory_of_ddp"] = max(row["peak_bytes"]) / ddp_bytes
+        if "predicted_s" in row:
+            pairs = zip(row["seconds"], row["predicted_s"], strict=True)
+            row["times_predicted"] = statistics.median(s / predicted_s for s, predicted_s in pairs)
     return {
         "workload": workload,
         "hosts": count,
@@ -134,7 +163,6 @@ def compare(
             "python": platform.python_version(),
         },
         "plans": {name: summary(plan) for name, (_, plan) in plans.items()},
-        "predicted_s": {name: plan.predicted.step_s for name, (_, plan) in plans.items()},
         "systems": rows,
     }
 
@@ -197,6 +225,7 @@ def print_cell(cell: dict[str, Any]) -> None:
         print(
             f"  {name:13} {seconds:8.2f} s a step, {row['times_ddp']:5.2f} times as fast as DDP, "
             f"{max(row['peak_bytes']) / 2**20:6.0f} MiB ({row['memory_of_ddp']:.2f} of DDP)"
+            + (f", {row['times_predicted']:.2f} of predicted" if "times_predicted" in row else "")
         )
 
 

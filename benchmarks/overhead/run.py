@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.checkpoint.save_job import _Background
 from penstock.measure.profiler import machine_facts
 from penstock.training.config import TrainConfig
 from penstock.training.task import make_task
@@ -44,6 +45,8 @@ MODELS = {
 #: Seconds between two checkpoints: far more often than a run would, which makes the cost visible.
 SAVE_EVERY_S = 10.0
 
+VARIANTS = ("on_nonfinite", "checkpoint")
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -59,6 +62,11 @@ class Cost:
         cpu_lowest_percent, cpu_highest_percent: its quartiles.
         blocks: number of pairs of blocks.
         saves: checkpoints that were written in the blocks of the variant.
+        stop_ms: median over checkpoints of the milliseconds for which training stood still in
+            `Checkpoints`, on the rank where they were most: the copy of the state, and what the
+            ranks agree on.
+        writer_cpu_ms: median over checkpoints of the CPU milliseconds of the threads that write it,
+            per rank.
     """
 
     model: str
@@ -72,6 +80,19 @@ class Cost:
     cpu_highest_percent: float
     blocks: int
     saves: int = 0
+    stop_ms: float = 0.0
+    writer_cpu_ms: float = 0.0
+
+    def percent_every(self, seconds: float, *, idle_core: bool) -> float:
+        """Return what checkpoints at an interval cost, in percent of the time of training.
+
+        Args:
+            seconds: between two checkpoints.
+            idle_core: whether a core is free for the threads that write; else they take their time
+                from the ranks.
+        """
+        cost_ms = self.stop_ms + (0.0 if idle_core else self.writer_cpu_ms)
+        return 0.1 * cost_ms / seconds
 
 
 @dataclass(frozen=True)
@@ -82,11 +103,30 @@ class Block:
         step_s: seconds per step.
         cpu_s: CPU seconds of this process per step, with those of the checkpoint's thread.
         saves: checkpoints that were written.
+        stop_s: seconds in `Checkpoints`.
+        writer_cpu_s: CPU seconds of the threads that write.
     """
 
     step_s: float
     cpu_s: float
     saves: int
+    stop_s: float
+    writer_cpu_s: float
+
+
+class WriterClock:
+    """The CPU seconds of all threads of this process that write checkpoints, from now on."""
+
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+        run = _Background._run
+
+        def timed(background: _Background) -> None:
+            """Run the jobs of a thread, and add up its CPU time."""
+            run(background)
+            self.cpu_s += time.thread_time()
+
+        _Background._run = timed  # type: ignore[method-assign]
 
 
 def set_checks(pipe: ps.Pipeline, checks: dict[int, object]) -> None:
@@ -96,33 +136,46 @@ def set_checks(pipe: ps.Pipeline, checks: dict[int, object]) -> None:
 
 
 def steps(
-    pipe: ps.Pipeline, batch: tuple[Tensor, Tensor], number: int, saver: ps.Checkpoints | None
+    pipe: ps.Pipeline,
+    batch: tuple[Tensor, Tensor],
+    number: int,
+    saver: ps.Checkpoints | None = None,
+    writers: WriterClock | None = None,
 ) -> Block:
     """Train a number of steps; with a saver, a checkpoint begins after the first one."""
     x, y = batch
-    saves, cpu_s, started = 0, time.process_time(), time.perf_counter()
+    saves, stop_s, written_s = 0, 0.0, 0.0 if writers is None else writers.cpu_s
+    cpu_s, started = time.process_time(), time.perf_counter()
     for index in range(number):
         pipe.train_batch(x, y)
         if saver is not None:
+            stopped = time.perf_counter()
             if index == 0:
                 saver.save(pipe)
                 saves += 1
             saver.step(pipe)
+            stop_s += time.perf_counter() - stopped
     step_s = (time.perf_counter() - started) / number
     if saver is not None:
-        saver.finish(pipe)
-    return Block(step_s, (time.process_time() - cpu_s) / number, saves)
+        saver._complete()  # `finish` would write another checkpoint, of the last step
+    written_s = 0.0 if writers is None else writers.cpu_s - written_s
+    return Block(step_s, (time.process_time() - cpu_s) / number, saves, stop_s, written_s)
 
 
 def steps_of(pipe: ps.Pipeline, batch: tuple[Tensor, Tensor], seconds: float) -> int:
     """Return how many steps take some seconds by rank 0's clock, the same on all ranks."""
-    trained = steps(pipe, batch, 3, None)
+    trained = steps(pipe, batch, 3)
     number = torch.tensor(max(2.0, math.ceil(seconds / trained.step_s)), dtype=torch.float64)
     return int(pipe._world.broadcast(number, 0))
 
 
 def pairs_of(
-    variant: str, pipe: ps.Pipeline, batch: tuple[Tensor, Tensor], blocks: int, folder: Path
+    variant: str,
+    pipe: ps.Pipeline,
+    batch: tuple[Tensor, Tensor],
+    blocks: int,
+    folder: Path,
+    writers: WriterClock,
 ) -> list[tuple[Block, Block]]:
     """Return pairs of neighbouring blocks, without and with a variant, that take turns in front."""
     checks = {rank: one.finite for rank, one in pipe._assembly.interpreters.items()}
@@ -133,14 +186,16 @@ def pairs_of(
         for present in (block % 2 == 1, block % 2 == 0):
             set_checks(pipe, dict(checks) if present or variant == "checkpoint" else {})
             saver = ps.Checkpoints(folder / str(block), keep=1) if variant == "checkpoint" else None
-            pair[present] = steps(pipe, batch, number, saver if present else None)
+            pair[present] = steps(pipe, batch, number, saver if present else None, writers)
         pairs.append((pair[False], pair[True]))
     set_checks(pipe, dict(checks))
     return pairs
 
 
-def measure(name: str, blocks: int, folder: str) -> dict[str, list[tuple[Block, Block]]]:
-    """Measure both variants of a model, on a rank. Returns the pairs of blocks by variant."""
+def measure(
+    name: str, variants: list[str], blocks: int, folder: str
+) -> dict[str, list[tuple[Block, Block]]]:
+    """Measure variants of a model, on a rank. Returns the pairs of blocks by variant."""
     config = MODELS[name]
     task = make_task(config)
     batch = next(iter(task.epoch(config, 0)))
@@ -154,9 +209,9 @@ def measure(name: str, blocks: int, folder: str) -> dict[str, list[tuple[Block, 
         optimizer=_adamw,
     )
     steps_of(pipe, batch, 1.0)  # the first steps warm up
-    results = {}
-    for variant in ("on_nonfinite", "checkpoint"):
-        results[variant] = pairs_of(variant, pipe, batch, blocks, Path(folder) / name)
+    results, writers = {}, WriterClock()
+    for variant in variants:
+        results[variant] = pairs_of(variant, pipe, batch, blocks, Path(folder) / name, writers)
     pipe.close()
     return results
 
@@ -170,11 +225,16 @@ def cost_of(name: str, variant: str, ranks: list[list[tuple[Block, Block]]]) -> 
         cpu.append(100.0 * (sum(present.cpu_s for _, present in pairs) / plain_s - 1.0))
     low, middle, high = statistics.quantiles(extra, n=4)
     cpu_low, cpu_middle, cpu_high = statistics.quantiles(cpu, n=4)
+    blocks = [[present for _, present in pairs] for pairs in zip(*ranks, strict=True)]
+    stops = [max(block.stop_s for block in of_ranks) for of_ranks in blocks]
+    written = [statistics.mean(block.writer_cpu_s for block in of_ranks) for of_ranks in blocks]
     return Cost(
         *(name, variant, statistics.median(plain.step_s for plain, _ in ranks[0])),
         *(middle, low, high, cpu_middle, cpu_low, cpu_high),
         blocks=len(extra),
         saves=sum(present.saves for _, present in ranks[0]),
+        stop_ms=1e3 * statistics.median(stops),
+        writer_cpu_ms=1e3 * statistics.median(written),
     )
 
 
@@ -188,12 +248,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=5, help="pairs of blocks per variant")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--results", type=Path, default=HERE / "results.json")
     arguments = parser.parse_args()
     costs: list[Cost] = []
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as folder:
-            ranks = ps.launch(measure, RANKS, name, arguments.blocks, folder, threads=1)
+            words = (name, arguments.variants, arguments.blocks, folder)
+            ranks = ps.launch(measure, RANKS, *words, threads=1)
         for variant in ranks[0]:
             cost = cost_of(name, variant, [results[variant] for results in ranks])
             costs.append(cost)
@@ -204,6 +266,15 @@ def main() -> int:
                 f"({cost.cpu_lowest_percent:+.2f} to {cost.cpu_highest_percent:+.2f})",
                 flush=True,
             )
+            if cost.saves:
+                print(
+                    f"{cost.model:10} a checkpoint stops training for {cost.stop_ms:.1f} ms, and "
+                    f"takes {cost.writer_cpu_ms:.1f} ms of CPU time per rank: "
+                    f"{cost.percent_every(SAVE_EVERY_S, idle_core=True):.2f} % of the time at one "
+                    f"every {SAVE_EVERY_S:.0f} s if a core is idle, "
+                    f"{cost.percent_every(SAVE_EVERY_S, idle_core=False):.2f} % if none is",
+                    flush=True,
+                )
     results = {
         "machine": {**machine_facts(torch.device("cpu")), "torch": torch.__version__},
         "save_every_s": SAVE_EVERY_S,

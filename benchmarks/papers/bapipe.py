@@ -19,7 +19,7 @@ from penstock.cluster.machines import Cluster
 from penstock.cluster.presets import Presets
 from penstock.measure.work_counter import count
 from penstock.profile.counts import ModelCounts
-from penstock.profile.fpga import fits_on_chip, fpga, streamed_transfer_seconds
+from penstock.profile.fpga import fits_on_chip, fpga
 from penstock.simulate.plan_costs import all_reduce_seconds
 from penstock.zoo.catalogue import model
 
@@ -168,8 +168,9 @@ def board_pipeline(name: str, cluster: Cluster, batch: int) -> tuple[float, str]
         ]
         rate = cluster.between.bandwidth_bytes_per_s
         whole = [cluster.between.latency_s + count / rate for count in out]
+        # A stage sends its output while it computes: only a link that is slower adds time.
         streamed = [
-            cluster.between.latency_s + streamed_transfer_seconds(count, rate, row[0])
+            cluster.between.latency_s + max(count / rate - row[0], 0.0)
             for count, row in zip(out, rows, strict=False)
         ]
         step, still = (

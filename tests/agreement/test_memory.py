@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock.plan.sharding import Sharding
 from penstock.search.best_plan import plan_proposal
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
@@ -77,9 +78,9 @@ def linear_layers():
     return layers, torch.randn(8, 256), torch.randn(8, 256)
 
 
-def measured_peaks(plan, name, executor):
+def measured_peaks(plan, name, executor, build=linear_layers):
     """Train two batches; return the peaks of all ranks."""
-    layers, x, y = linear_layers()
+    layers, x, y = build()
     pipe = ps.Pipeline(
         layers,
         plan,
@@ -109,7 +110,7 @@ def test_predicted_peaks_include_the_optimizer_state(schedule, zero, optimizer):
         8,
         optimizer=OPTIMIZERS[optimizer],
         schedules=schedule,
-        stages=2,
+        partition=[2, 2],
         micro_batches=4,
         recompute="never",
         budget_s=1,
@@ -119,5 +120,41 @@ def test_predicted_peaks_include_the_optimizer_state(schedule, zero, optimizer):
         measured = ps.launch(measured_peaks, 2, plan, optimizer, "processes", threads=1)[0]
     else:
         measured = measured_peaks(plan, optimizer, "threads")
+    ratios = [a / b for a, b in zip(plan.predicted.peak_memory, measured, strict=True)]
+    assert all(BAND[0] <= ratio <= BAND[1] for ratio in ratios), (plan.predicted, measured)
+
+
+def uneven_layers():
+    """Return layers whose parameters no two replicas can divide evenly, the last tied to the first."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Linear(128, 128), nn.Linear(128, 512), nn.Linear(512, 128), nn.Linear(128, 128)
+    )
+    layers[3].weight = layers[0].weight
+    return layers, torch.randn(8, 128), torch.randn(8, 128)
+
+
+@pytest.mark.parametrize(("schedule", "partition", "zero"), [
+    ("chimera", [2, 2], 1), ("chimera", [1, 3], 0), ("gpipe", [2, 2], 0), ("gpipe", [1, 3], 1),
+])  # fmt: skip
+def test_predicted_peaks_are_those_of_whole_and_of_tied_parameters(schedule, partition, zero):
+    """At level 1 of ZeRO replicas own whole parameters. Tied ones are stored by all stages that use
+    them, and their state once. A plan that assumed halves, or none of them, would not fit.
+    """
+    layers, x, y = uneven_layers()
+    profile = ps.profile(layers, x, sizes=(2,), repeats=1, loss=nn.functional.mse_loss, targets=y)
+    replicas = 1 if schedule == "chimera" else 2
+    options = () if replicas == 1 else (("replicas", replicas),)
+    request = PlanRequest(
+        profile,
+        ps.cluster(f"local:{2 * replicas}"),
+        8,
+        optimizer_states=3.0,
+        sharding=Sharding(zero=zero),
+    )
+    proposal = Proposal(tuple(partition), schedule, 4, options, recompute="never")
+    plan = plan_proposal(request, proposal)
+    words = plan, "amsgrad", "processes", uneven_layers
+    measured = ps.launch(measured_peaks, plan.ranks, *words, threads=1)[0]
     ratios = [a / b for a, b in zip(plan.predicted.peak_memory, measured, strict=True)]
     assert all(BAND[0] <= ratio <= BAND[1] for ratio in ratios), (plan.predicted, measured)

@@ -91,6 +91,12 @@ def shards(content):
     return lambda path: (path / "model.safetensors.index.json").write_text(content)
 
 
+def file_of_header(header):
+    """Return the bytes of a safetensors file with this header and one number."""
+    text = header.encode()
+    return len(text).to_bytes(8, "little") + text + bytes(4)
+
+
 HOSTILE = {
     "code": (pickled({"a": Evil()}), "w.pt", "is no state_dict that can be read without"),
     "a bare pickle": (
@@ -116,34 +122,41 @@ HOSTILE = {
         "w.safetensors",
         "cannot read the weights in",
     ),
-    "a pipe": (
-        lambda path: os.mkfifo(path / "w.safetensors"),
-        "w.safetensors",
-        "cannot read the weights in .*: it is not a regular file",
-    ),
-    "a pipe for torch": (
-        lambda path: os.mkfifo(path / "w.pt"),
-        "w.pt",
-        "cannot read the weights in .*: it is not a regular file",
-    ),
-    "a pipe of Hugging Face": (
-        lambda path: os.mkfifo(path / "model.safetensors"),
-        "",
-        "cannot read the weights in .*: it is not a regular file",
-    ),
-    "a pipe of DCP": (
-        lambda path: os.mkfifo(path / ".metadata"),
-        "",
-        "cannot read the weights in .*: it is not a regular file",
-    ),
     "outside": (
         shards('{"weight_map": {"a": "../w.safetensors"}}'),
         "",
         r"names '\.\./w\.safetensors', which is no file beside it",
     ),
     "not there": (shards('{"weight_map": {"a": "w.safetensors"}}'), "", "cannot read the weights"),
+    "a dtype that cannot be printed": (
+        lambda path: (path / "w.safetensors").write_bytes(
+            file_of_header('{"a": {"dtype": "\ufeffF32", "shape": [1], "data_offsets": [0, 4]}}')
+        ),
+        "w.safetensors",
+        r"cannot read the weights in .*: Error while deserializing header: .* variant `\?F32`",
+    ),
+    "a long name": (
+        lambda path: (
+            save_file({"b": torch.ones(2)}, path / "w.safetensors"),
+            shards(f'{{"weight_map": {{"{"a" * 5000}": "w.safetensors"}}}}')(path),
+        ),
+        "",
+        r"has no 'aaa\S{0,100}, which model\.safetensors\.index\.json names",
+    ),
     "no map": (shards('{"weight_map": 3}'), "", "weight_map"),
 }
+# Opening a pipe would wait for a writer for ever. By format: the pipe, and what is loaded.
+for pipe, loaded in (
+    ("w.safetensors", "w.safetensors"),
+    ("w.pt", "w.pt"),
+    ("model.safetensors", ""),
+    (".metadata", ""),
+):
+    HOSTILE[f"a pipe as {pipe}"] = (
+        lambda path, pipe=pipe: os.mkfifo(path / pipe),
+        loaded,
+        "cannot read the weights in .*: it is not a regular file",
+    )
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -155,6 +168,7 @@ def test_nothing_is_executed_and_the_file_is_named(tmp_path, monkeypatch, name):
     with pytest.raises(FileError, match=message) as caught:
         load_weights(tmp_path / file)
     assert re.search(str(tmp_path), str(caught.value))
+    assert str(caught.value).isprintable()
     assert not (tmp_path / "executed").exists()
 
 

@@ -8,7 +8,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from penstock.draw.compare import difference, differences, draw_pair
+from penstock.draw.compare import difference, differences
+from penstock.draw.draw import draw
 from penstock.errors import SettingError
 from penstock.event import Timeline
 from penstock.schedule.catalogue import schedule
@@ -23,7 +24,7 @@ def timeline(name="1f1b", forward=0.010, source="simulated"):
 
 def test_both_rows_of_a_rank_share_one_time_scale():
     """A slower step must look longer, not equally long on another axis."""
-    drawing = draw_pair(timeline(), timeline(forward=0.020, source="measured"), width=100)
+    drawing = draw([timeline(), timeline(forward=0.020, source="measured")], width=100)
     rows = [line for line in drawing.splitlines() if line.startswith("rank ")]
     assert len(rows) == 6
     assert len({len(row) for row in rows}) == 1
@@ -35,7 +36,7 @@ def test_both_rows_of_a_rank_share_one_time_scale():
 def test_the_svg_has_the_boxes_of_both_on_one_axis():
     """Ticks go through both, so that the eye can compare."""
     first, second = timeline(), timeline(forward=0.011, source="measured")
-    root = ET.fromstring(draw_pair(first, second, format="svg"))
+    root = ET.fromstring(draw([first, second], format="svg"))
     space = "{http://www.w3.org/2000/svg}"
     boxes = [group for group in root.iter(f"{space}g") if "box" in group.get("class", "")]
     titles = [title.text for group in boxes for title in group.iter(f"{space}title")]
@@ -47,28 +48,28 @@ def test_the_svg_has_the_boxes_of_both_on_one_axis():
 def test_every_format_that_draws_one_draws_two(tmp_path):
     """The same call, the same suffixes."""
     pair = timeline(), timeline(forward=0.011, source="measured")
-    page = draw_pair(*pair, tmp_path / "pair.html")
+    page = draw(pair, tmp_path / "pair.html")
     assert page.count("<svg") == 1
     assert "measured takes 198.0 ms, 10.0 % more than simulated" in page
     assert (tmp_path / "pair.html").read_text() == page
     assert (
-        ET.fromstring(draw_pair(*pair, format="svg")).get("aria-label")
+        ET.fromstring(draw(pair, format="svg")).get("aria-label")
         == "1f1b, simulated; 1f1b, measured"
     )
-    trace = json.loads(draw_pair(*pair, format="json"))
+    trace = json.loads(draw(pair, format="json"))
     assert [panel["source"] for panel in trace["otherData"]["penstock"]] == [
         "simulated",
         "measured",
     ]
     with pytest.raises(SettingError, match="no drawing format"):
-        draw_pair(*pair, tmp_path / "pair.pdf")
+        draw(pair, tmp_path / "pair.pdf")
 
 
 def test_timelines_of_different_shapes_can_be_compared():
     """Two plans for one model seldom have the same number of ranks."""
-    drawing = draw_pair(timeline(), Timeline((), 1, 1))
+    drawing = draw([timeline(), Timeline((), 1, 1)])
     assert sum(line.startswith("rank ") for line in drawing.splitlines()) == 4
-    ET.fromstring(draw_pair(timeline(), Timeline((), 1, 1), format="svg"))
+    ET.fromstring(draw([timeline(), Timeline((), 1, 1)], format="svg"))
 
 
 def test_two_of_one_source_are_named_by_title():

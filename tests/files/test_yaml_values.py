@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import FileError
+from penstock.files import yaml_values
 from penstock.files.yaml_values import MAX_CHARACTERS, yaml_text, yaml_value
 
 
@@ -47,7 +48,7 @@ def test_plain_values_are_read(text, value):
         ("a: 18446744073709551616", "is beyond the integers of 64 bits"),
         ("a: " + "9" * 10_000, "has no value|is beyond"),
         ("a: " + "[" * 50, "more than 40 levels"),
-        ("[" + "1," * 100_001 + "]", "more than 100,000 values"),
+        ("k:\n" * 60_000, "there are more than 100,000 values"),
         ("!!python/object/apply:os.system ['true']", "the tag .*os.system' is not allowed"),
         ("a: !!binary aGVsbG8=", "the tag .*binary' is not allowed"),
         ("a: !!set {b}", "the tag .*set' is not allowed"),
@@ -65,6 +66,22 @@ def test_anything_else_is_refused_with_its_place(text, message):
         yaml_value(text, "lab.yaml")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("[" + "1," * 100_001 + "]", "100,002"),
+        ("- a\n" * 100_001, "100,001"),
+        ("k: {a: 1}\n" * 25_000, "125,000"),
+    ],
+    ids=["flow", "block", "mappings"],
+)
+def test_a_text_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch, text, count):
+    """Parsing them would take a second."""
+    monkeypatch.setattr(yaml_values, "_StrictLoader", None)
+    with pytest.raises(FileError, match=f"has {count} values, more than the 100,000 allowed"):
+        yaml_value(text, "lab.yaml")
 
 
 def test_a_text_beyond_any_description_is_refused_before_it_is_parsed():

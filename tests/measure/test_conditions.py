@@ -95,9 +95,15 @@ def test_restarting_forgets_what_was_before(host):
 def test_what_the_ranks_use_themselves_is_no_other_load():
     """The busy cores of a host without those of all its ranks; the worst host counts."""
     ranks = [
-        RankConditions("a", 5.0, 4, busy_cores=2.5, process_cores=1.0, clock_hz=3e9),
-        RankConditions("a", 5.0, 4, busy_cores=2.5, process_cores=1.0, clock_hz=3e9),
-        RankConditions("b", 5.0, 4, busy_cores=1.9, process_cores=1.0, clock_hz=2e9),
+        RankConditions(
+            host="a", seconds=5.0, cores=4, busy_cores=2.5, process_cores=1.0, clock_hz=3e9
+        ),
+        RankConditions(
+            host="a", seconds=5.0, cores=4, busy_cores=2.5, process_cores=1.0, clock_hz=3e9
+        ),
+        RankConditions(
+            host="b", seconds=5.0, cores=4, busy_cores=1.9, process_cores=1.0, clock_hz=2e9
+        ),
     ]
     combined = combine_conditions(ranks)
     assert combined.processes == 2

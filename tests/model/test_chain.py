@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ChainError
-from penstock.model.chain import Chain, Layer, TensorFacts
+from penstock.errors import ChainError, SettingError
+from penstock.model.chain import Chain, Layer, TensorFacts, check_fingerprint
 
 
 def facts(name, *shape, trainable=True):
@@ -133,3 +133,13 @@ def test_chains_are_values():
     """Equal when their layers and tensors are, whatever is cached inside."""
     assert replace(TIED) == TIED
     assert hash(replace(TIED)) == hash(TIED)
+
+
+@pytest.mark.parametrize("fingerprint", ["{a: " * 2000, "0123\ufeff"])
+def test_a_fingerprint_that_no_message_could_quote_is_refused(fingerprint):
+    """Files with it may be damaged or hostile, and a dozen messages quote fingerprints."""
+    check_fingerprint(TIED.fingerprint, "plan.json")
+    with pytest.raises(SettingError, match=r"^plan\.json: the fingerprint '[{0]") as refusal:
+        check_fingerprint(fingerprint, "plan.json")
+    assert len(str(refusal.value)) < 300
+    assert str(refusal.value).isprintable()

@@ -97,3 +97,17 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_by_its_class():
         SettingError, match="the state of Odd cannot go into a checkpoint: Object of type object"
     ):
         Schedulers(Odd, optimizers(1)).as_json()
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_one_when_a_state_is_loaded():
+    """A compiled step, or one that a graph has captured, reads the tensor."""
+    held = optimizers(1)
+    schedulers = Schedulers(lambda optimizer: StepLR(optimizer, 2, gamma=0.5), held)
+    stepped(schedulers, held, 2)
+    parameter = nn.Parameter(torch.ones(1))
+    other = SGD([parameter], lr=torch.tensor(1.0), momentum=0.9)
+    restored = Schedulers(lambda optimizer: StepLR(optimizer, 2, gamma=0.5), [other])
+    rate = other.param_groups[0]["lr"]
+    restored.load_json(schedulers.as_json())
+    assert torch.equal(other.param_groups[0]["lr"], torch.tensor(0.5))
+    assert other.param_groups[0]["lr"].dtype == rate.dtype

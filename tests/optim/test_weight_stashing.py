@@ -430,6 +430,7 @@ def test_a_drain_lets_go_whatever_was_in_flight(lab):
     held = weights.held_bytes()
     weights.drain()
     assert weights.versions == 1
+    assert weights.held_bytes() == held, "the memory is kept for the next versions"
     lab.play(module, weights, line.ops, lab.vectors, lab.squares)
     assert weights.held_bytes() <= max(
         held, 4 * sum(parameter.nbytes for parameter in module.parameters())

@@ -18,6 +18,8 @@ COST = st.one_of(st.just(0), st.sampled_from([0.5, 1, 3]), st.integers(0, 1000),
     [
         ([1] * 10, 4, [2, 2, 2, 4]),
         ([1] * 8 + [20], 3, [3, 3, 3]),
+        # The last of two stages that are heaviest gives a layer.
+        ([1, 1, 0, 0, 1, 1], 3, [2, 3, 1]),
     ],
 )
 def test_lengths_are_those_of_torchgpipe(costs, stages, lengths):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import combinations, product
-from math import ceil
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.partition.replicated import replicated, replicated_sum, replicated_table, table_of
+from penstock.partition.replicated import replicated_sum, replicated_table
 
 TIMES = st.one_of(st.just(np.inf), st.integers(0, 6).map(float), st.floats(0, 9), st.floats(0, 9))
 
@@ -125,84 +124,14 @@ def test_no_way_to_cut_and_copy_has_a_smaller_sum_with_its_slowest(problem, fact
     assert value(stages) == pytest.approx(min(map(value, ways)), rel=1e-12)
 
 
-@settings(deadline=None, max_examples=60)
-@given(data=st.data())
-def test_from_plain_costs_no_way_is_faster_and_none_that_fits_is_missed(data):
-    """The door for planners: the costs of a stage written out once more, layer by layer."""
-    layers, ranks = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
-
-    def numbers(count):
-        return data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
-
-    work, weights, outputs, fixed_bytes, saved_bytes = (numbers(layers) for _ in range(5))
-    count, latency = (
-        data.draw(st.none() | st.integers(1, 5)),
-        data.draw(st.sampled_from([0.0, 0.5])),
-    )
-    overlap, exactly = data.draw(st.booleans()), data.draw(st.booleans())
-    limit = data.draw(st.sampled_from([20, 40, np.inf]))
-
-    def seconds(first, end, k):
-        batch = k if count is None else count
-        share = ceil(batch / k) / batch
-        ports = [
-            share * (latency + outputs[cut - 1] / 4) if 0 < cut < layers else 0
-            for cut in (first, end)
-        ]
-        parts = [
-            share * sum(work[first:end]),
-            2 * (k - 1) / k * sum(weights[first:end]) / 2 / batch,
-            *ports,
-        ]
-        return max(parts) if overlap else sum(parts)
-
-    def total(way):
-        return max(seconds(first, end, k) for first, end, k, _, _ in spans(way))
-
-    def fits(way):
-        if exactly and sum(k for _, k in way) != ranks:
-            return False
-        for first, end, k, left, _ in spans(way):
-            flying = ceil(left / k) if count is None else min(ceil(left / k), ceil(count / k))
-            if sum(fixed_bytes[first:end]) + flying * sum(saved_bytes[first:end]) > limit or (
-                count is not None and k > count
-            ):
-                return False
-        return True
-
-    ways = [way for way in every_way(layers, ranks) if fits(way)]
-    stages = replicated(
-        work,
-        weights,
-        outputs,
-        ranks,
-        4.0,
-        micro_batches=count,
-        latency_s=latency,
-        exactly=exactly,
-        sync_bandwidth_bytes_per_s=2.0,
-        overlap=overlap,
-        fixed_bytes=fixed_bytes,
-        saved_bytes=saved_bytes,
-        limit=limit,
-    )
-    if stages is None:
-        assert not ways
-        return
-    assert stages in ways
-    assert total(stages) == pytest.approx(min(map(total, ways)), rel=1e-12)
-
-
 def test_ranks_left_over_go_where_the_work_is():
     """Four ranks would do for the bottleneck of the last layer; the others halve the first stage
     and go on from there.
     """
-    table = table_of(
-        lambda first, end, copies: sum([8, 4][first:end]) / copies + 9 * (end - first - 1),
-        layers=2,
-        ranks=6,
-    )
-    table[1, 2, 2:] = np.inf
+    table = np.full((3, 3, 7), np.inf)
+    copies = np.arange(1, 7)
+    table[0, 1, 1:], table[0, 2, 1:] = 8 / copies, 12 / copies + 9
+    table[1, 2, 1] = 4.0
     assert replicated_table(table, exactly=False) == [(1, 2), (1, 1)]
     assert replicated_table(table) == [(1, 5), (1, 1)]
 
@@ -232,16 +161,6 @@ def test_a_hundred_layers_on_64_ranks_are_no_worse_than_their_bound():
     assert replicated_sum(table, 31, stages=10) is not None
 
 
-def test_memory_counts_the_micro_batches_of_all_ranks_after():
-    """1F1B keeps four micro-batches on the first of four ranks, but two on each of two: the faster
-    cut needs twice the memory.
-    """
-    costs = [1, 3], [0, 0], [0], 4, 1.0
-    assert replicated(*costs, stages=2) == [(1, 1), (1, 3)]
-    assert replicated(*costs, stages=2, saved_bytes=[10, 1], limit=20) == [(1, 2), (1, 2)]
-    assert replicated(*costs, stages=2, saved_bytes=[10, 1], limit=19) is None
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -259,17 +178,6 @@ def test_memory_counts_the_micro_batches_of_all_ranks_after():
         ),
         (lambda: replicated_table(np.zeros((3, 3, 2)), stages=0), "stages is 0"),
         (lambda: replicated_sum(np.zeros((3, 3, 2)), -1), "bound_factor is -1"),
-        (lambda: replicated([1, 1], [1, 1], [1, 1], 0, 1.0), "2 layers on 0 ranks"),
-        (lambda: replicated([], [], [], 2, 1.0), "0 layers on 2 ranks"),
-        (
-            lambda: replicated([1, 1], [1, 1], [1, 1, 1], 2, 1.0),
-            "output_bytes: has 3 entries, but 2 are needed",
-        ),
-        (lambda: replicated([1, 1], [1, 1], [1], 2, 1.0, micro_batches=0), "micro_batches is 0"),
-        (
-            lambda: replicated([1] * 1000, [1] * 1000, [1] * 1000, 1000, 1.0),
-            "1000 layers on 1000 ranks need a table",
-        ),
     ],
 )
 def test_numbers_that_make_no_table_are_refused(call, message):

@@ -12,7 +12,7 @@ from penstock.errors import PartitionError
 from penstock.partition.balanced import partition_balanced
 from penstock.partition.block import block_partition
 from penstock.partition.bottleneck import minimax
-from penstock.partition.validation import check_costs, check_number
+from penstock.partition.validation import check_costs, check_number, limits_of
 
 every_algorithm = pytest.mark.parametrize(
     "algorithm", [partition_balanced, block_partition, minimax]
@@ -85,3 +85,13 @@ def test_zero_passes_only_where_it_is_allowed():
         PartitionError, match=r"latency_s is -0.5; it must be a plain number 0 or more"
     ):
         check_number("latency_s", -0.5, zero=True)
+
+
+@pytest.mark.parametrize("limits", [[1.0], [1.0, 2.0, 3.0], [1.0, math.nan], [[1.0, 2.0]]])
+def test_limits_are_one_number_for_each_holder(limits):
+    """No sum of bytes is above NaN: it would be no limit."""
+    with pytest.raises(
+        PartitionError, match=r"limits: .* must be one number of bytes for each of 2"
+    ):
+        limits_of(limits, "limits", 2, "ranks")
+    assert limits_of([1.0, math.inf], "limits", 2, "ranks").tolist() == [1.0, math.inf]

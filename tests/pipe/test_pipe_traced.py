@@ -352,6 +352,71 @@ def test_trainer_counts_targets_as_for_the_model():
     assert pipe.loss_type is None
 
 
+class Labelled(nn.Module):
+    """A model that computes its loss from labels, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x, labels=None, **kwargs):
+        """Return the scores, and the loss if there are labels: a mean, or divided by a number."""
+        scores = self.head(torch.tanh(self.stem(x)))
+        if labels is None:
+            return {"scores": scores}
+        count = kwargs.get("num_items_in_batch")
+        if count is None:
+            return {"loss": functional.cross_entropy(scores, labels), "scores": scores}
+        total = functional.cross_entropy(scores, labels, reduction="sum")
+        return {"loss": total / count, "scores": scores}
+
+
+def make_labelled(chunks: int) -> tuple[Labelled, ps.Pipe]:
+    """Return a model, and a Pipe of an equal one."""
+    torch.manual_seed(0)
+    model = Labelled()
+    example = {"x": X, "labels": Y} if chunks == 1 else {"x": X}
+    pipe = ps.Pipe(
+        copy.deepcopy(model), [1, 1], chunks=chunks, devices=["cpu"] * 2, example=example
+    )
+    return model, pipe
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_loss_from_labels_is_divided_by_the_number_of_targets_of_trainer(batches):
+    """It counts those of all accumulated batches, which have different numbers of them here. The
+    graph holds for every number.
+    """
+    model, pipe = make_labelled(1)
+    labels = Y.clone()
+    labels[1:4] = -100
+    assert pipe.accepts_loss_kwargs
+    for number in range(2):
+        count = (labels != -100).sum() if batches == 1 else (labels != -100).sum() + 8
+        for batch in (labels, Y)[:batches]:
+            losses = []
+            for trained in (model, pipe):
+                targets = batch.roll(number)
+                loss = trained(x=X, labels=targets, num_items_in_batch=count + number)["loss"]
+                loss.backward()
+                losses.append(loss.detach())
+            torch.testing.assert_close(losses[1], losses[0])
+    for trained, plain in zip(pipe.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(trained.grad, plain.grad)
+    counted = pipe(x=X, labels=labels, num_items_in_batch=10)["loss"]
+    torch.testing.assert_close(counted, model(X, labels, num_items_in_batch=10)["loss"])
+    torch.testing.assert_close(pipe(x=X, labels=labels)["loss"], model(X, labels)["loss"])
+
+
+def test_a_loss_from_labels_of_several_micro_batches_is_refused():
+    """Each has a loss of its own; a loss that is computed from the outputs takes the number."""
+    model, pipe = make_labelled(2)
+    with pytest.raises(SettingError, match=r"chunks=2.*compute_loss_func= of Trainer"):
+        pipe(x=X, labels=Y, num_items_in_batch=torch.tensor(8))
+    output = pipe(x=X, num_items_in_batch=torch.tensor(8))
+    torch.testing.assert_close(output, model(X))
+
+
 class Normed(nn.Module):
     """A batch norm in a traced model."""
 

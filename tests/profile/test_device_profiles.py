@@ -6,7 +6,12 @@ import pytest
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import PlanError
-from penstock.profile.device_profiles import busy_profiles, profiles_of, scale_profile
+from penstock.profile.device_profiles import (
+    busy_profiles,
+    profiles_of,
+    scale_profile,
+    with_optimizer,
+)
 from penstock.profile.profile import LayerProfile, Profile, Timing
 
 LINK = Link(0.0, 1e12)
@@ -198,3 +203,16 @@ def test_equal_ranks_share_one_object_while_busy():
     scaled = busy_profiles(profiles_of(PROFILE, on), on, range(4))
     assert len({id(profile) for profile in scaled}) == 1
     assert scaled == busy_profiles(profiles_of(PROFILE, on), on, range(4))
+
+
+def test_an_optimizer_sets_the_states_and_the_seconds_of_the_step_once():
+    """A plan applies it to the profile of its request, and a simulation to that of the user."""
+    measured = replace(PROFILE, step_ratios={"Adam, 2 states": 4.0, "SGD, 0 states": 0.5})
+    first, other, second = with_optimizer((measured, PROFILE, measured), "Adam", 2.0)
+    assert first is second
+    assert first.optimizer_states == other.optimizer_states == 2.0
+    assert first.update_s_per_byte == pytest.approx(4e-9)
+    assert first.update_fixed_s == PROFILE.update_fixed_s
+    assert other.update_s_per_byte == pytest.approx(1e-9 * 7 / 5)
+    assert with_optimizer((first,), "Adam", 2.0) == (first,)
+    assert with_optimizer((measured,), "", 1.0)[0] is measured

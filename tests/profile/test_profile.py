@@ -163,6 +163,7 @@ def _set(path, value):
             r"is no profile of schema 1: its schema is 99\. Create it again with this version of penstock",
         ),
         (_set(["colour"], "red"), r"is no profile: at colour: "),
+        (_set(["fingerprint"], "0" * 5000), r"the fingerprint '000.* must be printable text"),
         (_set(["layers", 0, "colour"], "red"), r"is no profile: at layers\.0\.colour: "),
         (
             _set(["layers", 1, "forward", "unit"], "ms"),
@@ -216,6 +217,19 @@ def _set(path, value):
             _set(["layers", 0, "forward", "sizes"], [1, 2**63]),
             r"layer stem: a batch of 9\.22e\+18 samples is larger than any",
         ),
+        (
+            _set(["layers", 0, "tensor_bytes"], [390]),
+            r"layer stem: tensor_bytes add up to 390, and parameter_bytes are 400",
+        ),
+        (_set(["layers", 0, "tensor_bytes"], [401, -1]), r"layer stem: tensor_bytes are 0 or more"),
+        (
+            _set(["layers", 1, "tied_tensors"], [[0, 0]]),
+            r"layer head µ: tied_tensors has \[0, 0\], and there is no such parameter",
+        ),
+        (
+            _set(["step_ratios"], {"Adam, 2 states": 0}),
+            r"step_ratios has 0 for Adam, 2 states; it is above 0, and at most 10000",
+        ),
         (_set(["batch"], -128), r"batch is -128, and cannot be below 0"),
         (_set(["layers"], {}), r"is no profile: at layers: "),
     ],
@@ -264,3 +278,18 @@ def test_a_profile_of_before_devices_had_names_is_still_read(tmp_path):
     del old["device"]
     path.write_text(json.dumps(old))
     assert Profile.load(path).device == ""
+
+
+def test_steps_of_optimizers_are_those_measured_or_estimated_from_adam():
+    """Weight, gradient and states are read, and all but the gradient written: 3 + 2 x states."""
+    ratios = {"SGD, 0 states": 0.6, "Adam, 2 states": 4.0, "Adam, 2 states, fused": 1.1}
+    profile = replace(PROFILE, step_ratios=ratios)
+    assert profile.step_ratio("Adam", 2.0) == 4.0
+    assert profile.step_ratio("Adam", 2.0, fused=True) == 1.1
+    assert profile.step_ratio("SGD", 0.0) == 0.6
+    assert profile.step_ratio("SGD", 1.0) == profile.step_ratio("", 1.0) == 1.0
+    assert profile.step_ratio("Adam", 3.0) == pytest.approx(4.0 * 9 / 7)
+    assert profile.step_ratio("", 2.0) == 4.0
+    assert profile.step_ratio("Lion", 1.0) == pytest.approx(4.0 * 5 / 7)
+    assert profile.step_ratio("SGD", 0.0, fused=True) == pytest.approx(3 / 5)
+    assert PROFILE.step_ratio("Adam", 2.0) == pytest.approx(7 / 5)

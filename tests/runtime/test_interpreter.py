@@ -49,6 +49,28 @@ def test_a_failed_batch_leaves_no_values_behind():
     assert float(pipe.eval_batch(good, good)) == expected
 
 
+def test_a_failure_names_the_step_in_which_it_happened():
+    """So that the batch can be found among those of an epoch."""
+    pipe = ps.Pipeline(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), FailsOnce()),
+        balance=(1, 2),
+        schedule="1f1b",
+        micro_batches=2,
+        loss=nn.functional.mse_loss,
+        executor="threads",
+        device="cpu",
+    )
+    x = torch.ones(4, 4)
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.fill_(0.1)
+    for _ in range(2):
+        pipe.train_batch(x, x)
+    with pytest.raises(StageFailed, match="negative") as failure:
+        pipe.train_batch(-10 * x, x)
+    assert failure.value.step == 2
+
+
 def test_a_program_ends_when_its_messages_have_left(monkeypatch):
     """The buffers of a send may be changed only then; over gloo it may still be under way."""
     drained = []

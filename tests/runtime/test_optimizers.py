@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -486,6 +487,15 @@ def test_a_layer_with_an_unregistered_weight_of_another_stage_is_refused(options
 
 # -- clipping
 # ------------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_nan_on_another_rank_is_in_the_norm():
+    """A norm without it would hide what the clipped weights become: torch's own is NaN, too."""
+    network = model()
+    pipe = pipeline(network, clip_grad_norm=0.05, on_nonfinite="warn")
+    network[6].weight.register_hook(lambda grad: torch.full_like(grad, float("nan")))
+    pipe.train_batch(*batch())
+    assert math.isnan(pipe.grad_norm)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.runtime.program_steps import steps_of
 from penstock.schedule.lower import Direction, Transfer, lower
-from penstock.schedule.op import Op
+from penstock.schedule.op import Op, Schedule
 
 
 @given(
@@ -48,3 +48,13 @@ def test_a_step_has_the_input_and_output_messages_of_its_op():
     )
     assert update.input_message is update.output_message is None
     assert isinstance(update.op, Op)
+
+
+def test_only_the_last_backward_before_an_update_completes_the_gradients():
+    """Replicas begin to sum them then, and not before."""
+    steps = steps_of(
+        Schedule.parse("0F0 1F0 1B0 0B0 0F1 1F1 1I1 0I1 0W1 1W1 0U1 1U1").programs[0], 2
+    )
+    assert [str(step.op) for step in steps if step.completes] == ["0W1", "1W1"]
+    stream = Schedule.parse("0F0 0F1 0B0 0B1 0U1 0F2 0B2 0U2 0F3 0B3").programs[0]
+    assert [str(step.op) for step in steps_of(stream, 1) if step.completes] == ["0B1", "0B2"]

@@ -236,3 +236,13 @@ def test_a_stage_without_weights_streams_too():
     pipe = pipeline(balance=(1, 1, 4), trap=None)
     assert len(list(pipe.train(batches(5)))) == 5
     assert pipe.weight_versions[1] == 1
+
+
+def test_the_timeline_has_the_sizes_of_the_batches_since_the_pipeline_was_filled_again():
+    """A small batch ends the first epoch; those of the next one count from 0."""
+    pipe = pipeline(micro_batches=4)
+    for epoch in (batches(1, samples=2), batches(2)):
+        for _ in pipe.train(epoch):
+            pass
+    forwards = [event for event in pipe.timeline().compute if event.op.kind is Kind.F]
+    assert len([event for event in forwards if event.rank == 0]) == 2 * 4

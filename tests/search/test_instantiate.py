@@ -12,13 +12,12 @@ from penstock.errors import PlanError, ScheduleError
 from penstock.schedule.recompute import Recompute
 from penstock.search.best_plan import plan_proposal
 from penstock.search.catalogue import plan
-from penstock.search.evaluate import evaluate
+from penstock.search.evaluate import evaluate, infeasible_error
 from penstock.search.instantiate import (
     CLOSE,
     best,
     cached_schedule,
     first_of_kind,
-    infeasible_error,
     instantiate,
     representative_pipeline,
     with_request,

@@ -131,3 +131,16 @@ def test_a_step_ends_that_much_earlier(count):
     assert whole_s - overlapped_s == pytest.approx(seconds[0])
     assert seconds[0] == pytest.approx(4.0)
     assert overlapped_s >= 3 + 6 + least_sum_seconds(range(count), 15e6, HOSTS)
+
+
+def test_the_replica_that_hides_least_decides():
+    """Replicas update together. The backward of the faster device hides 2 s of the sum, that of the
+    slower one 4 s.
+    """
+    slow = profile(5, 5, 5)
+    layers = tuple(replace(layer, backward=timing(1.0)) for layer in slow.layers)
+    fast = replace(slow, layers=layers)
+    program = replicated("0FR 0BR 0U1")
+    for profiles in ([slow, fast], [fast, slow]):
+        seconds = hidden_sum_seconds(program, program.ranks_of_stage, profiles, [3], 1.0, HOSTS)
+        assert seconds == pytest.approx([2.0])

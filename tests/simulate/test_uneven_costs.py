@@ -15,9 +15,11 @@ from penstock.search.catalogue import plan
 from penstock.search.instantiate import instantiate, representative_pipeline
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
+from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import simulate_plan
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.stage_seconds import micro_batch_sizes
+from penstock.simulate.uneven_costs import costs_by_size
 
 #: Per kind of op, the phase of the profile.
 PHASE_OF = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
@@ -128,3 +130,19 @@ def test_slices_and_streams_have_equal_micro_batches():
     """Slices are parts of the mean micro-batch; the period of a stream needs equal batches."""
     assert micro_batch_sizes(10, schedule("pipedream", 2, 4)) == [2.5] * 4
     assert micro_batch_sizes(10, schedule("1f1b", 2, 4)) == [3.0, 3.0, 2.0, 2.0]
+
+
+def test_a_smaller_micro_batch_also_recomputes_in_less_time():
+    """Whatever a micro-batch takes depends on its size; memory is that of the largest."""
+    costs = costs_by_size(
+        lambda size: Costs(
+            forward=[size, 2 * size],
+            backward=[2 * size, size],
+            recompute=[3 * size, size],
+            saved_bytes=[10 * size, size],
+        ),
+        [3.0, 2.0, 2.0],
+    )
+    assert costs.forward == ((3.0, 2.0, 2.0), (6.0, 4.0, 4.0))
+    assert costs.recompute == ((9.0, 6.0, 6.0), (3.0, 2.0, 2.0))
+    assert costs.saved_bytes == (30.0, 3.0)

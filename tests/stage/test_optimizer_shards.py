@@ -13,7 +13,6 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import PlanError, SettingError
-from penstock.stage.optimizer_shards import assign_owners
 
 
 def adamw(parameters):
@@ -182,14 +181,6 @@ def test_checkpoints_do_not_know_how_state_was_divided(tmp_path, before, after):
             resumed.train_batch(*(tensor.double() for tensor in batch(number)))
         results.append((resumed.state_dict(), resumed.optimizer_state_dict()))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
-
-
-def test_every_parameter_has_one_owner_and_the_largest_are_spread():
-    """Greedy by bytes; frozen parameters have no state and count nothing."""
-    parameters = [nn.Parameter(torch.zeros(size)) for size in (5, 9, 1, 8, 2)]
-    parameters[2].requires_grad_(False)
-    assert assign_owners(parameters, 2) == [1, 0, 0, 1, 0]
-    assert set(assign_owners(parameters, 3)) == {0, 1, 2}
 
 
 def test_gradient_hooks_are_refused_beside_divided_state():

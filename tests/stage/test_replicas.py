@@ -11,6 +11,7 @@ from tests.conformance.reference import PlainTraining, added_up, differences, gr
 from tests.runtime.jobs import sgd
 
 import penstock as ps
+from penstock.stage.replicas import rows_of
 
 #: Two pipelines of two stages in opposite directions.
 BOTH_WAYS = """rank 0 | 0F0 1F1 1B1 0F2 1F3 1B3 0B0 0B2 0U1 1U1
@@ -161,3 +162,14 @@ def test_the_self_check_sums_replicas_and_changes_nothing():
     before = copy.deepcopy(model.state_dict())
     assert pipe.compare_with_one_device(x, y).worst[1] == pytest.approx(0, abs=1e-6)
     assert differences(dict(model.state_dict()), dict(before)) == []
+
+
+def test_a_dense_gradient_has_all_rows_of_a_table_and_a_sparse_one_its_own():
+    """A replica may have a dense gradient of an embedding where another has a sparse one."""
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    weight = table.weight
+    assert rows_of(weight).tolist() == [0, 0, 0, 0]
+    table(torch.tensor([2, 0, 2])).sum().backward()
+    assert rows_of(weight).tolist() == [1, 0, 1, 0]
+    weight.grad = weight.grad.to_dense()
+    assert rows_of(weight).tolist() == [1, 1, 1, 1]

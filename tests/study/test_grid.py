@@ -66,6 +66,7 @@ def test_settings_of_the_command_line_take_precedence(file):
         ("batch: 32", "batch: 32\nbalance: by-luck", "by-luck"),
         ("batch: 32", "batch: 32\nbalance: 3-x", "lengths such as 3-3-2"),
         ("{system: torch, schedule: gpipe}", "{sistem: torch}", "unknown key 'sistem'"),
+        ("{system: torch, schedule: gpipe}", f"{{{'x' * 900}: torch}}", "x…; known: system"),
         ("{system: torch, schedule: gpipe}", "{model: mlp}", "every combination is excluded"),
         ("stages: [2, 4]", f"stages: {list(range(1, 3000))}", "more than 10,000"),
         ("batch: 32", "batch: 32\nbatch: 64", "duplicate key 'batch'"),

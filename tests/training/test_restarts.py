@@ -88,6 +88,16 @@ def test_a_killed_rank_is_replaced_and_with_min_ranks_left_out(monkeypatch, prep
     assert [ranks for ranks, _ in seen] == [3, 2, 2], "not below the least"
 
 
+def test_a_lost_rank_counts_among_all_ranks_also_those_that_the_plan_leaves_idle(
+    monkeypatch, prepared
+):
+    """Three of four ranks are used: after one loss three are left, not two."""
+    with_idle = replace(prepared, cluster=ps.cluster("local:4"))
+    results = [died(1), died(2), died(3), RankResult(9)]
+    seen, *_ = attempts(monkeypatch, with_idle, results, max_restarts=3, min_ranks=2)
+    assert [ranks for ranks, _ in seen] == [3, 3, 2, 2]
+
+
 def test_a_restart_does_not_need_its_line_in_the_log(monkeypatch, prepared):
     """The disk may be full when the ranks are started again."""
     (prepared.folder / restarts.LOG).symlink_to("/dev/full")

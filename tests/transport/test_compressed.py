@@ -120,3 +120,24 @@ def test_an_overflow_spoils_no_later_gradient():
         received.append(receiver.post(0, message, "").wait().value())
     assert not received[0].isfinite().all()
     torch.testing.assert_close(received[1], gradient, atol=0.03, rtol=0)
+
+
+def test_stages_of_a_rank_do_not_share_what_their_gradients_have_lost():
+    """Two stages may send gradients of one form to the same rank."""
+    exchange = Exchange()
+    sender = CompressedTransport(MemoryTransport(0, exchange, 1.0), "int8")
+    receiver = CompressedTransport(MemoryTransport(1, exchange, 1.0), "int8")
+    for stage in (1, 3):
+        gradient = torch.randn(2, 300, generator=torch.Generator().manual_seed(stage))
+        message = Message(Kind.B, stage, 0)
+        sender.send(1, message, Payload.flat([gradient]), "form")
+        received = receiver.post(0, message, "form").wait().tensors[0]
+        alone = dequantize(quantize(gradient, "int8"), gradient.dtype, gradient.shape)
+        assert torch.equal(received, alone)
+
+
+@pytest.mark.parametrize(("elements", "dtype"), [(255, torch.float32), (256, torch.bfloat16)])
+def test_tensors_of_256_elements_and_more_are_compressed(elements, dtype):
+    """Scales and descriptions would outweigh what smaller ones save."""
+    payload = compress(Payload.of(torch.randn(elements)), "bfloat16")
+    assert payload.tensors[0].dtype is dtype

@@ -318,3 +318,12 @@ def test_a_file_of_stray_transfers_ends_after_a_thousand_findings():
     ) as caught:
         verify_lowered(lowered, schedule=schedule)
     assert str(caught.value).splitlines()[-1] == "  … and 988 more"
+
+
+def test_the_weight_rule_that_is_named_holds_with_transfers_too():
+    """By default it is that of the stream."""
+    stream = schedule("pipedream", stages=3)
+    lowered = lower(stream)
+    assert verify_lowered(lowered, schedule=stream).weights == "stash"
+    report = verify_lowered(lowered, schedule=stream, weights="vertical-sync")
+    assert (report.weights, report.versions) == ("vertical-sync", (3, 3, 3))

@@ -15,7 +15,7 @@ from penstock.verify.verify import verify
 from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.compatibility import rule_of
 from penstock.weights.rule_types import Reads
-from penstock.weights.weight_uses import readings, staleness, uses, versions_kept
+from penstock.weights.weight_uses import readings, uses
 
 #: Streams of all kinds: plain, with many micro-batches, copies that meet, copies of weights in
 #: turns, waves.
@@ -143,7 +143,7 @@ def test_far_away_everything_is_as_it_was_a_period_before(name, stages, micro_ba
 def test_any_stream_has_the_staleness_and_the_versions_of_a_slow_count(schedule):
     """No family has these orders; users' programs may."""
     if schedule.stream.pipelines == 1:
-        assert verify(schedule).versions == versions_kept(schedule, weight_rule("stash"))
+        assert verify(schedule).versions == readings(schedule, weight_rule("stash")).versions
     places = slow.places(schedule)
     for rule in (
         weight_rule("stash"),
@@ -211,12 +211,12 @@ def test_any_stream_under_vertical_sync_reads_one_version_on_all_stages_or_is_re
 @settings(deadline=None, max_examples=40)
 def test_what_only_finds_the_newest_keeps_one_version_of_every_copy(schedule):
     """`none` and what predicts never keep an old one, whatever the order."""
-    stale = staleness(schedule, weight_rule("none"))
-    assert stale == slow.ages(
+    ages = readings(schedule, weight_rule("none")).ages
+    assert list(map(list, ages)) == slow.ages(
         schedule, {key: Reads(place.at_forward, 0) for key, place in slow.places(schedule).items()}
     )
     assert (
-        versions_kept(schedule, weight_rule("none"))
+        readings(schedule, weight_rule("none")).versions
         == (schedule.stream.pipelines,) * schedule.stages
     )
 
@@ -244,8 +244,11 @@ def test_a_synchronous_schedule_goes_on_with_one_version_per_batch():
         (False, False),
         (False, True),
     ]
-    assert staleness(schedule("1f1b", 3, 4), weight_rule("flush")) == [[0] * 4] * 3
-    assert versions_kept(schedule("chimera", 4, 4), weight_rule("flush")) == (1, 1, 1, 1)
+    assert (
+        list(map(list, readings(schedule("1f1b", 3, 4), weight_rule("flush")).ages))
+        == [[0] * 4] * 3
+    )
+    assert readings(schedule("chimera", 4, 4), weight_rule("flush")).versions == (1, 1, 1, 1)
 
 
 def test_programs_without_a_stream_come_again_from_drain_to_drain():
@@ -254,15 +257,15 @@ def test_programs_without_a_stream_come_again_from_drain_to_drain():
     weight_uses = uses(schedule, weight_rule("stash"))
     assert [weight_uses.at(0, number).reads.forward for number in range(6)] == [0, 0, 2, 2, 4, 4]
     assert [weight_uses.at(0, number).next_forward for number in range(4)] == [0, 2, 2, 4]
-    assert staleness(schedule, weight_rule("stash")) == [[0, 1]]
-    assert versions_kept(schedule, weight_rule("stash")) == (2,)
+    assert list(map(list, readings(schedule, weight_rule("stash")).ages)) == [[0, 1]]
+    assert readings(schedule, weight_rule("stash")).versions == (2,)
 
 
 def test_a_stream_that_does_not_repeat_itself_cannot_go_on_for_ever():
     """It is sound, and its own batches can be analysed, but not those after them."""
     text = "0F0 0B0 0U1 0F1 0F2 0B1 0U2 0B2 0U3"
     schedule = Schedule(Schedule.parse(text).programs, "odd", synchronous=False, stream=Stream(3))
-    assert staleness(schedule, weight_rule("stash")) == [[0, 0, 1]]
+    assert list(map(list, readings(schedule, weight_rule("stash")).ages)) == [[0, 0, 1]]
     with pytest.raises(ScheduleError, match="odd does not repeat itself"):
         uses(schedule, weight_rule("stash"))
 
@@ -300,8 +303,8 @@ def test_what_a_forward_has_read_is_kept_for_its_backward_even_if_that_reads_a_n
     pipedream = schedule("pipedream", 4, 1)
     capped = rule_that_reads(lambda p: Reads(p.at_forward, max(p.at_forward, p.at_backward - 1)))
     assert (
-        versions_kept(pipedream, capped)
-        == versions_kept(pipedream, weight_rule("stash"))
+        readings(pipedream, capped).versions
+        == readings(pipedream, weight_rule("stash")).versions
         == (4, 3, 2, 1)
     )
 
@@ -332,12 +335,12 @@ def test_what_has_one_version_reads_older_ones_only_as_predictions_that_were_mad
     rule = rule_that_reads(
         lambda p: Reads(p.batch_at_forward, p.at_backward, forward_ahead=1), one_version=True
     )
-    assert versions_kept(pipedream, rule) == (1, 1, 1, 1)
+    assert readings(pipedream, rule).versions == (1, 1, 1, 1)
     with pytest.raises(
         ScheduleError,
         match=r"0F7 on rank 0 reads version 0 of stage 0, which has been dropped \(kept: 1\); a",
     ):
-        versions_kept(
+        readings(
             pipedream,
             rule_that_reads(lambda p: Reads(p.batch_at_forward, p.at_backward), one_version=True),
         )

@@ -128,6 +128,7 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     tensor = tensor.detach()
     if device.type != "cuda" or not tensor.is_cpu or tensor.layout is not torch.strided:
         return tensor.to(device)
+    # From memory that is not pinned the host would wait for the copy.
     pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return pinned.to(device, non_blocking=True)
 

@@ -26,6 +26,7 @@ from penstock.errors import CheckpointDamaged, FileError, SettingError
 from penstock.files.json_values import json_value
 from penstock.files.read import parse_json, validate
 from penstock.files.regular import open_file
+from penstock.files.text import shorten
 from penstock.store import sync_file, sync_folder
 
 #: Largest header that is read, in bytes; safetensors itself has this limit.
@@ -308,7 +309,8 @@ def _parse_header(raw: bytes) -> Header:
 
 def _read_error(folder: Path, name: str, error: BaseException) -> CheckpointDamaged:
     """Return the error for a file that cannot be opened or parsed."""
-    reason = getattr(error, "strerror", None) or error
+    # The reasons of safetensors quote what stands in the file.
+    reason = getattr(error, "strerror", None) or shorten(str(error), 300)
     advice = ""
     if isinstance(error, FileNotFoundError):
         advice = ". A checkpoint must be in one folder that all ranks and hosts can read"

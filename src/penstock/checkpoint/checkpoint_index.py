@@ -19,8 +19,13 @@ from penstock.store import sync_folder, write_json
 SCHEMAS = (1, 2, 3)
 #: Fields that schema 3 has added.
 _SCHEMA_3 = ("hosts", "score", "averages", "aliases")
+#: Name of the index in a checkpoint's folder. A folder without it is no checkpoint, so that it is
+#: written last.
 INDEX = "checkpoint.json"
+#: Names of the files of an index. Any other is refused: one with a path in it would lead outside of
+#: the folder.
 _NAME = re.compile(r"step-\d{8,}-stage-\d{4,}(-copy-\d+)?-[0-9a-f]{16}\.safetensors")
+#: Below this, JSON readers that hold numbers as doubles read a step exactly.
 _MAX_STEPS = 2**53
 
 

@@ -48,10 +48,13 @@ def find_disks(world: World, folder: Path) -> Disks:
     """
     if len(world.local_ranks) == world.size:
         return Disks((0,) * world.size)
+    # Probes that a killed run has left must not count.
     nonce = world.broadcast([secrets.token_hex(8)], 0)[0]
     prefix = f".probe-{nonce}-"
     first = world.local_ranks[0]
     try:
+        # Usually all ranks see rank 0's folder, and one file is enough. Otherwise those that saw
+        # nothing write one as well.
         lowest = _look(world, folder, prefix, writes=first == 0)
         if None in lowest:
             lowest = _look(world, folder, prefix, writes=lowest[first] is None)
@@ -77,6 +80,7 @@ def _look(world: World, folder: Path, prefix: str, *, writes: bool) -> list[int 
     first = world.local_ranks[0]
     probe = _probe(folder, prefix, first)
     written = attempt(first, lambda: _write(probe) if writes else None)
+    # All have written before any of them looks: the exchange is a barrier.
     check_reports(exchange(world, {first: written}), "nothing was written")
     reports = exchange(world, {first: attempt(first, lambda: _lowest_rank(folder, prefix))})
     return [report.value for report in reports]

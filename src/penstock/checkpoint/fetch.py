@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,27 +72,37 @@ def fetch_missing(folder: Path, world: World) -> None:
     missing = {row.rank: [name for name in files if name not in row.sizes] for row in rows}
     if not any(missing.values()):
         return
-    for name in files:
-        if not any(name in row.sizes for row in rows):
-            if not separate_disks:
-                return  # a missing file of a shared folder, which every rank reports itself
-            hosts = ", ".join(sorted({row.host for row in rows}))
-            raise CheckpointDamaged(
-                f"{name} of the checkpoint {folder} is on none of the hosts {hosts}: every host "
-                "wrote to its own disk. Start a rank on the host that has it, copy it here, or "
-                "load an older checkpoint; to be safe from the loss of a host, save on a disk that "
-                "all hosts share"
-            )
+    lost = next((name for name in files if not _holders(rows, name)), None)
+    if lost is not None:
+        if not separate_disks:
+            return  # a missing file of a shared folder, which every rank reports itself
+        raise _lost_error(folder, lost, rows)
     disks = find_disks(world, folder)
-    receivers = [rank for rank, row in enumerate(missing.values()) if row]
-    receivers = [rank for rank in receivers if disks.leaders[rank] == rank]
+    # One rank of each disk writes for all ranks that see it.
+    receivers = [rank for rank in missing if missing[rank] and disks.leaders[rank] == rank]
     for name in files:
         needing = [rank for rank in receivers if name in missing[rank]]
         if not needing:
             continue
-        holder = next(row for row in rows if name in row.sizes)
+        holder = _holders(rows, name)[0]
         _send(world, folder / name, holder.rank, holder.sizes[name], set(needing))
     world.barrier()
+
+
+def _holders(rows: Sequence[_Inventory], name: str) -> list[_Inventory]:
+    """Return the inventories of the ranks that see a file."""
+    return [row for row in rows if name in row.sizes]
+
+
+def _lost_error(folder: Path, name: str, rows: Sequence[_Inventory]) -> CheckpointDamaged:
+    """Return the error for a file of a checkpoint on separate disks that no host has."""
+    hosts = ", ".join(sorted({row.host for row in rows}))
+    return CheckpointDamaged(
+        f"{name} of the checkpoint {folder} is on none of the hosts {hosts}: every host "
+        "wrote to its own disk. Start a rank on the host that has it, copy it here, or "
+        "load an older checkpoint; to be safe from the loss of a host, save on a disk that "
+        "all hosts share"
+    )
 
 
 def unseen_files(folder: Path, world: World) -> list[str]:
@@ -110,7 +120,7 @@ def unseen_files(folder: Path, world: World) -> list[str]:
         for report in exchange(world, {first: attempt(first, lambda: _inventory(folder))})
     ]
     names = {INDEX}.union(*(row.files for row in rows))
-    return sorted(name for name in names if not any(name in row.sizes for row in rows))
+    return sorted(name for name in names if not _holders(rows, name))
 
 
 def _inventory(folder: Path) -> list[Any]:

@@ -14,23 +14,8 @@ from penstock.checkpoint.checkpoint_fit import Findings, describe_form
 from penstock.checkpoint.optimizer_checkpoint import Facts
 from penstock.files.text import join_names
 from penstock.optim.class_names import class_name, same_class
+from penstock.optim.optimizer_state import PARAMETER_SHAPED
 from penstock.values.constants import dtype_name
-
-#: Keys of optimizer state that torch's own optimizers keep in the shape of the parameter.
-_PARAMETER_SHAPED = frozenset(
-    (
-        "momentum_buffer",
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "exp_inf",
-        "sum",
-        "ax",
-    )
-)
 
 ANOTHER_OPTIMIZER = (
     "To load weights, buffers and step, and start with a new optimizer, pass skip='optimizer'"
@@ -195,7 +180,7 @@ def _check_shapes(
     }
     for path, tensor in tensors.items():
         name, _, key = path.rpartition("/")
-        if key not in _PARAMETER_SHAPED or name not in shapes:
+        if key not in PARAMETER_SHAPED or name not in shapes:
             continue
         is_number = tensor.is_floating_point() or tensor.is_complex()
         if tensor.shape != shapes[name] or not is_number:

@@ -21,6 +21,8 @@ from penstock.checkpoint.save_job import Publication
 from penstock.errors import FileError
 from penstock.store import sync_file, sync_folder
 
+#: Name of the folder of a step. Six digits at least keep the order of names that of steps in
+#: listings.
 _STEP = re.compile(r"step-(\d{6,})")
 
 

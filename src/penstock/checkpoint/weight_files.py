@@ -26,6 +26,7 @@ from penstock.checkpoint.dcp_weights import METADATA, load_dcp_weights
 from penstock.errors import FileError, SettingError
 from penstock.files.read import read_json
 from penstock.files.regular import check_regular
+from penstock.files.text import quote, shorten
 
 #: Name of the only file, or of the index, of a model in Hugging Face's layout.
 _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -75,7 +76,8 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError, ValueError) as error:
         if isinstance(error, FileError):
             raise
-        reason = getattr(error, "strerror", None) or error
+        # The reasons of safetensors quote what stands in the file.
+        reason = getattr(error, "strerror", None) or shorten(str(error), 300)
         raise FileError(f"cannot read the weights in {source}: {reason}") from error
 
 
@@ -132,7 +134,7 @@ def _load_shards(folder: Path) -> dict[str, Tensor]:
         tensors |= _load_safetensors(folder / name)
     missing = [name for name in weight_map if name not in tensors]
     if missing:
-        raise FileError(f"{folder} has no {missing[0]!r}, which {_HF_INDEX} names")
+        raise FileError(f"{folder} has no {quote(missing[0])}, which {_HF_INDEX} names")
     return {name: tensors[name] for name in weight_map}
 
 

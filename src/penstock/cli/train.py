@@ -85,6 +85,7 @@ def _ending_on_sigterm() -> Iterator[None]:
         yield
         return
     terminate = signal.signal(signal.SIGTERM, end)
+    # It asks ranks to save, and would end a launcher that has none yet.
     save = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
@@ -182,7 +183,7 @@ def _show_plan(prepared: Prepared, say: Say, json: bool) -> None:
 
 def _finish(prepared: Prepared, results: list[RankResult], say: Say, json: bool) -> None:
     """Write the outcome and the report of a run, and print the comparison with its prediction."""
-    from penstock.draw.compare import draw_pair
+    from penstock.draw.draw import draw
     from penstock.report.run_results import outcome_difference
     from penstock.training.job import conclude
 
@@ -195,7 +196,7 @@ def _finish(prepared: Prepared, results: list[RankResult], say: Say, json: bool)
         say(report_line)
         options.print_json({**asdict(outcome), "speed_up": outcome.speed_up})
         return
-    say(draw_pair(prepared.predicted, measured, width=width, colour=colour))
+    say(draw([prepared.predicted, measured], width=width, colour=colour))
     say(table(("", "predicted", "measured"), _comparison_rows(outcome)))
     difference = outcome_difference(outcome, prepared.profile, (prepared.predicted, measured))
     if difference is not None:

@@ -1,67 +1,12 @@
-"""Draw two timelines on a common time scale, such as a prediction above its measurement."""
+"""Describe how timelines that are drawn together differ."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal, overload
 
 from penstock.draw.facts import clean, heading, percent
-from penstock.draw.output import DrawOptions, render
 from penstock.draw.scale import Clock
 from penstock.event import Timeline
-
-
-@overload
-def draw_pair(
-    first: Timeline,
-    second: Timeline,
-    path: None = None,
-    *,
-    format: Literal["txt", "svg", "html", "json"] | None = None,
-    width: int = 100,
-    colour: bool = False,
-) -> str: ...
-@overload
-def draw_pair(
-    first: Timeline,
-    second: Timeline,
-    path: str | Path | None = None,
-    *,
-    format: str | None = None,
-    width: int = 100,
-    colour: bool = False,
-) -> str | bytes: ...
-def draw_pair(
-    first: Timeline,
-    second: Timeline,
-    path: str | Path | None = None,
-    *,
-    format: str | None = None,  # noqa: A002 - as in draw
-    width: int = 100,
-    colour: bool = False,
-) -> str | bytes:
-    """Draw `first` above `second` on a common time scale, with a line on their differences.
-
-    Args:
-        first: the reference, such as a prediction.
-        second: the timeline to compare with it, such as a measurement.
-        path: file to write, replaced atomically. Its suffix selects the format: .txt, .svg, .png,
-            .html or .json (Perfetto trace).
-        format: "txt", "svg", "png", "html" or "json"; overrides the suffix.
-        width: width of a text drawing in columns, at least 20.
-        colour: add SGR colour codes to a text drawing.
-
-    Returns:
-        The content of the file: bytes for a PNG, otherwise text.
-
-    Raises:
-        SettingError: the format is unknown, or the width is too small.
-        MissingExtra: PNG needs Matplotlib.
-        FileError: `path` cannot be written.
-    """
-    options = DrawOptions(format, width, colour)
-    return render([first, second], path, options, difference(first, second))
 
 
 def differences(panels: Sequence[Timeline]) -> str:

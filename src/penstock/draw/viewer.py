@@ -140,12 +140,7 @@ def viewer_legend(panels: Sequence[Timeline], max_ops: int = MAX_VIEWER_OPS) -> 
     meanings = sorted({BoxShades.of(panel).meaning for panel in panels} - {""}) if boxed else []
     entries = []
     for kind in kinds_in(panels):
-        first, second = FILLS[kind]
-        gradient = f"linear-gradient(90deg,{first} 50%,{second} 50%)"
-        fill = gradient if meanings else first
-        if kind in FILLS_ON_DARK:
-            # Browsers without light-dark() ignore the second declaration.
-            fill = f"{first};background:light-dark({first},{FILLS_ON_DARK[kind]})"
+        fill = _legend_fill(kind, shaded=bool(meanings))
         entries.append((_colour_sign(fill), f"{kind} {KIND_NAMES[kind]}"))
     entries.append((_colour_sign("var(--lane)"), "idle"))
     if boxed and any(_waits_for_link(panel) for panel in panels):
@@ -159,6 +154,15 @@ def viewer_legend(panels: Sequence[Timeline], max_ops: int = MAX_VIEWER_OPS) -> 
         if any(_has_pairs(panel) for panel in panels):
             entries.append(("", "half boxes: pairs of ops"))
     return "".join(f"<span>{sign}{escape(text)}</span>" for sign, text in entries)
+
+
+def _legend_fill(kind: Kind, *, shaded: bool) -> str:
+    """Return the CSS background of a kind in the legend, both shades if there are two."""
+    first, second = FILLS[kind]
+    if kind in FILLS_ON_DARK:
+        # Browsers without light-dark() ignore the second declaration.
+        return f"{first};background:light-dark({first},{FILLS_ON_DARK[kind]})"
+    return f"linear-gradient(90deg,{first} 50%,{second} 50%)" if shaded else first
 
 
 def _number_of_ops(panels: Sequence[Timeline]) -> int:

@@ -95,6 +95,7 @@ def listen(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM
         )[0]
         listener = socket.socket(family, kind, protocol)
+        # So that the port of a page that was closed just now can be used again at once.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(64)

@@ -67,6 +67,7 @@ def pipelines_of(plan: Plan) -> Pipelines | None:
     has_uneven_replicas = any(len(ranks) != count for ranks in schedule.ranks_of_stage)
     if schedule.stream is not None or has_uneven_replicas:
         return None
+    # Other libraries have no idle ranks: they get the programs of those that have a stage.
     if count == 1:
         used_ranks = tuple(rank for rank, stages in enumerate(schedule.stages_of_rank) if stages)
         programs = tuple(schedule.programs[rank] for rank in used_ranks)

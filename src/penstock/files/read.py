@@ -188,6 +188,7 @@ def _first_error(error: ValidationError, model: type) -> str:
     A misspelt key is also a missing one: the unknown key explains more.
     """
     errors = error.errors()
+    # An unknown key first: a misspelt key is the cause of one that is missing.
     first = next((entry for entry in errors if entry["type"] in _UNKNOWN_KEY), errors[0])
     location = shorten(".".join(map(str, first["loc"])) or "the top")
     text = f"at {location}: {shorten(first['msg'].removeprefix('Value error, '), 300)}"
@@ -210,6 +211,7 @@ def _hint(key: str, keys: Sequence[str]) -> str:
     """Return what to do about an unknown key where `keys` are known."""
     if not keys:
         return "; remove it"
+    # Cut off: comparing takes time in proportion to the product of the lengths.
     close_matches = difflib.get_close_matches(key[:100], keys, n=1)
     hint = f". Did you mean {close_matches[0]!r}?" if close_matches else "; remove it."
     return f"{hint} Known: {', '.join(keys)}"

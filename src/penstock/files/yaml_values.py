@@ -23,6 +23,8 @@ from penstock.files.text import check_characters, quote, shorten
 #: longest list that a cluster file can have, fits in.
 MAX_CHARACTERS = 2**20
 _MAX_NODES = 100_000
+#: Levels of nesting: many more than any format here has, and few enough for PyYAML's composer,
+#: which is recursive.
 _MAX_DEPTH = 40
 
 _PREFIX = "tag:yaml.org,2002:"
@@ -131,6 +133,11 @@ def yaml_value(text: str, source: str) -> Any:
         raise FileError(
             f"{source} has {len(text):,} characters, more than the {MAX_CHARACTERS:,} allowed"
         )
+    # Counted before parsing, which takes up to a second for the most values. Those within texts and
+    # comments count as well.
+    count = 2 * text.count(": ") + sum(map(text.count, ("- ", ",", "[", "{")))
+    if count > _MAX_NODES:
+        raise FileError(f"{source} has {count:,} values, more than the {_MAX_NODES:,} allowed")
     try:
         text.encode()  # libyaml's parser fails on half a surrogate pair
         loader = _StrictLoader(text)

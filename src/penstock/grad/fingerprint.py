@@ -21,6 +21,7 @@ _SCALAR_TYPES = (bool, int, float, complex, str, type(None))
 
 #: Largest difference due to rounding, relative to the sum of magnitudes in a row.
 _TOLERANCES = {torch.float64: 1e-9, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+#: The same for all other dtypes, above all float32.
 _TOLERANCE = 2e-5
 
 
@@ -158,6 +159,8 @@ def _weights(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     With unequal weights neither columns that sum to zero nor exchanged columns go unnoticed.
     """
     positions = torch.arange(1, columns + 1, dtype=torch.float64, device="cpu")
+    # Multiples of the golden ratio: their fractions are spread evenly, and no two columns have
+    # equal ones.
     return (positions * 0.6180339887498949).frac_().add_(0.5).to(device=device, dtype=dtype)
 
 
@@ -169,6 +172,7 @@ def _relative_differences(leaf: Tensor, rows: Tensor, expected: Tensor) -> Tenso
     if matrix.dim() == 2:
         magnitudes = _weighted_sums(magnitudes)
     equal = (rows == expected) | (rows.isnan() & expected.isnan())
+    # A row of zeros has no magnitude to compare with: its difference counts in full.
     ratio = (rows - expected).abs() / magnitudes.maximum(rows.abs()).clamp_min(1e-30)
     return torch.where(equal, torch.zeros_like(ratio), ratio.nan_to_num(nan=torch.inf))
 

@@ -72,37 +72,6 @@ _MAX_SAVED_BY_OP = 3
 L = TypeVar("L", bound=Layer)
 
 
-def run(
-    layers: Sequence[L],
-    value: Any,
-    recomputed: Collection[int],
-    call: Callable[[L, Any], Any],
-    *,
-    starts: Collection[int] = (),
-) -> Any:
-    """Run layers on `value`; the backward runs the layers in `recomputed` again.
-
-    For a single forward. `Recomputing` does the same for many forwards and learns once what its
-    layers change.
-
-    Args:
-        layers: the layers, in order.
-        value: input of the first layer: a tensor, or nested values with tensors and constants.
-        recomputed: indices of the recomputed layers. Of consecutive ones only the input of the
-            first is kept.
-        call: runs one layer on a value: once now, and once during the backward, on the thread of
-            the backward. It must make both runs draw the same random numbers.
-        starts: layers among `recomputed` that begin a new segment.
-
-    Returns:
-        The output of the last layer.
-
-    Raises:
-        RunError: during the backward, if a layer's second forward differs from its first.
-    """
-    return Recomputing(layers, recomputed, starts).run(value, call)
-
-
 class Recomputing(Generic[L]):
     """Layers of which some run again before their backward.
 
@@ -144,7 +113,19 @@ class Recomputing(Generic[L]):
                 part.compares = False
 
     def run(self, value: Any, call: Callable[[L, Any], Any]) -> Any:
-        """Run the layers on `value`, see the function `run`."""
+        """Run the layers on `value`; the backward runs those in `recomputed` again.
+
+        Args:
+            value: input of the first layer: a tensor, or nested values with tensors and constants.
+            call: runs one layer on a value: once now, and once during the backward, on the thread
+                of the backward. It must make both runs draw the same random numbers.
+
+        Returns:
+            The output of the last layer.
+
+        Raises:
+            RunError: during the backward, if a layer's second forward differs from its first.
+        """
         recomputes = torch.is_grad_enabled()
         for part in self._parts if recomputes else self._layers:
             value = part.forward(value, call) if isinstance(part, _Segment) else call(part, value)

@@ -60,6 +60,7 @@ class AdditivityTest:
             self._warn("draws random numbers, others for each part of a batch")
             return None
         except Exception as error:  # noqa: BLE001 - a loss may raise anything on partial batches
+            # Where the graph shows the divisors, this test is only a second opinion.
             if not has_counts:
                 self._warn(f"raises on parts of a batch ({type(error).__name__}: {error})")
             return None

@@ -26,6 +26,7 @@ from penstock.values.structure import map_tensors, tensors_of
 
 #: How far both sides may be apart, in proportion, by the precision of the loss.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4}
+#: The same for float16 and bfloat16, in which long sums are off by per cents.
 _COARSE = 0.03
 
 #: How losses add up: by the divisors that the graph shows ("counts"), as a mean over samples or
@@ -143,6 +144,7 @@ class Reading:
             for weight, value in zip(weights, (self.first, self.second), strict=True)
             if weight
         ]
+        # Losses near 0 differ by rounding of the terms that cancel in them.
         size = max(sum(map(abs, parts)), abs(self.joined), 1e-6)
         return abs(sum(parts) - self.joined) <= self.tolerance * size
 

@@ -69,6 +69,7 @@ class View:
             views.append(cls(call, batch, number, value, partner))
         others = [numbers[place] for numbers in rows if numbers is not row and place < len(numbers)]
         if others:
+            # Another one in every turn, so that in the end the micro-batch is compared with all.
             views.append(cls(call, batch, number, value, others[turn % len(others)]))
         return views
 
@@ -165,6 +166,8 @@ class View:
             seed_generators(device, 0)
             before = generator_states(device)
             results = readings(loss, pair, brief=brief)
+            # The readings of a loss that draws differ by chance, and say nothing about how it adds
+            # up.
             if not torch.equal(before, generator_states(device)):
                 raise Draws
             return results

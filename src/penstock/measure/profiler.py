@@ -185,6 +185,7 @@ class _ChainBenchmark:
             device=device_name(self.device),
             update_fixed_s=update.fixed_s,
             accumulate_s_per_byte=update.accumulate_s_per_byte,
+            step_ratios=update.step_ratios,
             busy_ranks=self.concurrent.ranks,
             conditions=combine_conditions(rank_conditions),
         )
@@ -357,6 +358,8 @@ def _layers(
                 parameters=weights.parameters,
                 parameter_bytes=weights.parameter_bytes,
                 buffer_bytes=weights.buffer_bytes,
+                tensor_bytes=weights.tensor_bytes,
+                tied_tensors=weights.tied_tensors,
                 activation_bytes_per_sample=activations[index],
                 entry_bytes_per_sample=entries[index],
                 output_bytes_per_sample=measured[-1].output_bytes / sizes[-1],

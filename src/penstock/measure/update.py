@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from penstock.measure.stopwatch import stopwatch_for
+from penstock.profile.profile import step_key
 
 _REPEATS = 5
+
+#: Optimizers whose steps are compared with that of SGD with momentum. Others are estimated, see
+#: `Profile.step_ratio`.
+_COMPARED: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    step_key("SGD", 0.0): partial(torch.optim.SGD, lr=0.0),
+    step_key("Adam", 2.0): partial(torch.optim.Adam, lr=0.0),
+    step_key("AdamW", 2.0): partial(torch.optim.AdamW, lr=0.0),
+    step_key("RMSprop", 1.0): partial(torch.optim.RMSprop, lr=0.0),
+    step_key("Adagrad", 1.0): partial(torch.optim.Adagrad, lr=0.0),
+    step_key("Adam", 2.0, fused=True): partial(torch.optim.Adam, lr=0.0, fused=True),
+    step_key("AdamW", 2.0, fused=True): partial(torch.optim.AdamW, lr=0.0, fused=True),
+}
+
+#: Bytes of parameters on which optimizers are compared: more than caches of one core hold, and few
+#: enough that all of them together take less than a second on a CPU.
+_COMPARED_BYTES = 2**24
+
+#: All gradients while optimizers are compared.
+_GRADIENT = 1e-3
+
+#: Timed steps of every optimizer that is compared.
+_COMPARED_REPEATS = 3
 
 #: Numbers written before a step is timed, to flush the caches: in training a step follows whole
 #: micro-batches.
@@ -27,12 +51,14 @@ class UpdateSeconds:
         s_per_byte: of a step, per byte of parameters.
         accumulate_s_per_byte: of adding one micro-batch's gradients to the previous ones.
         parameter_bytes: number of bytes that were measured.
+        step_ratios: see `Profile`.
     """
 
     fixed_s: float
     s_per_byte: float
     accumulate_s_per_byte: float
     parameter_bytes: int
+    step_ratios: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def combine(cls, parts: Sequence[UpdateSeconds]) -> UpdateSeconds:
@@ -47,7 +73,12 @@ class UpdateSeconds:
             return float(sum(weighted)) / total
 
         fixed = statistics.fmean(part.fixed_s for part in parts)
-        return cls(fixed, mean("s_per_byte"), mean("accumulate_s_per_byte"), total)
+        ratios: dict[str, list[float]] = {}
+        for part in parts:
+            for key, ratio in part.step_ratios.items():
+                ratios.setdefault(key, []).append(ratio)
+        step_ratios = {key: statistics.median(values) for key, values in ratios.items()}
+        return cls(fixed, mean("s_per_byte"), mean("accumulate_s_per_byte"), total, step_ratios)
 
 
 def measure_update(modules: Sequence[nn.Module], device: torch.device) -> UpdateSeconds:
@@ -70,24 +101,74 @@ def measure_update(modules: Sequence[nn.Module], device: torch.device) -> Update
         return UpdateSeconds(fixed_s, 0.0, 0.0, 0)
     step_s = _step_seconds(parameters, flush_buffer)
     accumulate_s = _accumulation_seconds(parameters, flush_buffer)
-    return UpdateSeconds(fixed_s, max(step_s - fixed_s, 0.0) / total, accumulate_s / total, total)
+    s_per_byte = max(step_s - fixed_s, 0.0) / total
+    ratios = _step_ratios(parameters)
+    return UpdateSeconds(fixed_s, s_per_byte, accumulate_s / total, total, ratios)
+
+
+def _momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return SGD with momentum, whose learning rate of 0 keeps the values."""
+    return torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
 
 
 def _step_seconds(parameters: list[nn.Parameter], flush_buffer: Tensor) -> float:
-    """Return the seconds of one step, after a first one that creates the momenta.
-
-    The learning rate is 0, so that the values stay.
-    """
+    """Return the seconds of one step of SGD with momentum."""
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
-    stopwatch, times = stopwatch_for(flush_buffer.device), []
-    for _ in range(_REPEATS + 1):
-        flush_buffer += 1
+    seconds = _optimizer_seconds(_momentum(parameters), _REPEATS, flush_buffer)
+    return statistics.median(seconds)
+
+
+def _optimizer_seconds(
+    optimizer: torch.optim.Optimizer, repeats: int, flush_buffer: Tensor | None = None
+) -> list[float]:
+    """Return the seconds of steps, after a first one that creates the state."""
+    device = optimizer.param_groups[0]["params"][0].device
+    stopwatch, times = stopwatch_for(device), []
+    for _ in range(repeats + 1):
+        if flush_buffer is not None:
+            flush_buffer += 1
         start = stopwatch.mark()
         optimizer.step()
         times += stopwatch.seconds([(start, stopwatch.mark())])
-    return statistics.median(times[1:])
+    return times[1:]
+
+
+def _step_ratios(parameters: list[nn.Parameter]) -> dict[str, float]:
+    """Return the seconds of steps of other optimizers over those of SGD with momentum, by
+    `step_key`.
+
+    All are timed on the same few parameters, since a large model may have no room for their state.
+    Caches are not flushed: what that adds is in `fixed_s`, for any optimizer.
+    """
+    sample = _sample(parameters)
+    for parameter in sample:
+        # With gradients of 0, whose averages are 0 too, a step of Adam took twice as long on a CPU.
+        parameter.grad = torch.full_like(parameter, _GRADIENT)
+    # The fastest of a few, since other programs lengthen single steps.
+    reference_s = min(_optimizer_seconds(_momentum(sample), _COMPARED_REPEATS))
+    ratios = {}
+    for key, make in _COMPARED.items():
+        try:
+            seconds = min(_optimizer_seconds(make(sample), _COMPARED_REPEATS))
+        except (RuntimeError, ValueError):
+            continue  # fused steps do not exist for every device and dtype
+        if reference_s > 0 and seconds > 0:
+            ratios[key] = seconds / reference_s
+    return ratios
+
+
+def _sample(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Return copies of every k-th parameter, of large ones the first part, within a limit."""
+    total = sum(parameter.nbytes for parameter in parameters)
+    step = -(-total // _COMPARED_BYTES)
+    room, sample = _COMPARED_BYTES, []
+    for parameter in parameters[::step]:
+        numbers = min(parameter.numel(), room // parameter.element_size())
+        if numbers:
+            sample.append(nn.Parameter(parameter.detach().flatten()[:numbers].clone()))
+            room -= numbers * parameter.element_size()
+    return sample
 
 
 def _accumulation_seconds(parameters: list[nn.Parameter], flush_buffer: Tensor) -> float:

@@ -391,6 +391,8 @@ def _layer_counts(
         parameters=weights.parameters,
         parameter_bytes=weights.parameter_bytes,
         buffer_bytes=weights.buffer_bytes,
+        tensor_bytes=weights.tensor_bytes,
+        tied_tensors=weights.tied_tensors,
         activation_bytes_per_sample=saved_bytes / _SIZES[-1],
         output_bytes_per_sample=output_bytes / _SIZES[-1],
         entry_bytes_per_sample=entry_bytes / _SIZES[-1],

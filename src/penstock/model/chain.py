@@ -7,7 +7,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
-from penstock.errors import ChainError
+from penstock.errors import ChainError, SettingError
+from penstock.files.text import quote
+
+#: Characters of the longest fingerprint in a file. `Chain.fingerprint` has twelve.
+_MAX_FINGERPRINT = 64
+
+
+def check_fingerprint(fingerprint: str, where: str) -> None:
+    """Refuse the fingerprint of a damaged file: messages quote fingerprints as they are.
+
+    Raises:
+        SettingError: it is longer than any, or cannot be printed; `where` begins the message.
+    """
+    if len(fingerprint) > _MAX_FINGERPRINT or not fingerprint.isprintable():
+        raise SettingError(
+            f"{where}: the fingerprint {quote(fingerprint)} must be printable text of at most "
+            f"{_MAX_FINGERPRINT} characters"
+        )
 
 
 @dataclass(frozen=True)
@@ -50,11 +67,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors that occur first in this layer: number of parameter elements, and sizes in bytes."""
+    """Tensors that occur first in this layer: number of parameter elements, and sizes in bytes.
+
+    `tensor_bytes` are those of each parameter. `tied_tensors` are the parameters of earlier layers
+    that this layer uses too: the index of the layer, and the position there.
+    """
 
     parameters: int
     parameter_bytes: int
     buffer_bytes: int
+    tensor_bytes: tuple[int, ...]
+    tied_tensors: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,16 +119,24 @@ class Chain:
     def weights(self) -> tuple[Weights, ...]:
         """Sizes per layer; a tensor that several layers use counts for the first of them."""
         counted: set[str] = set()
+        first_uses: dict[str, tuple[int, int]] = {}
         weights = []
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             parameters = self._uncounted(layer.parameters, counted)
             buffers = self._uncounted(layer.buffers, counted)
             counted.update(layer.parameters, layer.buffers)
+            tied = [
+                first_uses[name] for name in dict.fromkeys(layer.parameters) if name in first_uses
+            ]
+            for position, parameter in enumerate(parameters):
+                first_uses[parameter.name] = (index, position)
             weights.append(
                 Weights(
                     sum(prod(parameter.shape) for parameter in parameters),
                     sum(parameter.bytes for parameter in parameters),
                     sum(buffer.bytes for buffer in buffers),
+                    tuple(parameter.bytes for parameter in parameters),
+                    tuple(tied),
                 )
             )
         return tuple(weights)

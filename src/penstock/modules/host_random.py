@@ -41,6 +41,7 @@ def seed_host(seed: int) -> None:
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         try:
+            # NumPy's global generator takes 32 bits.
             numpy.seed(seed & 0xFFFFFFFF)
         except (TypeError, ValueError, AttributeError):
             return  # the user has installed a bit generator that takes no seed

@@ -154,11 +154,13 @@ def _part_may_draw(part: nn.Module) -> bool:
 
 def stream_seed(*parts: int) -> int:
     """Return a seed of 63 bits that depends on a list of integers (splitmix64 over them)."""
+    # 2**64 divided by the golden ratio, and below the multipliers of splitmix64.
     state = 0x9E3779B97F4A7C15
     for part in parts:
         state = (state ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
+    # To torch a seed is a signed integer of 64 bits.
     return state >> 1
 
 

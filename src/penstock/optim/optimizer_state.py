@@ -13,6 +13,24 @@ from torch.optim import Optimizer
 
 from penstock.errors import SettingError
 
+#: Keys of optimizer state that torch's own optimizers keep in the shape of the parameter. Listed,
+#: because a shape does not tell: the step count of a parameter of one number has its shape too.
+PARAMETER_SHAPED = frozenset(
+    (
+        "momentum_buffer",
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "exp_inf",
+        "sum",
+        "ax",
+        "prev",
+        "step_size",
+    )
+)
 #: Prefix for the names of plain numbers. A checkpoint has them as tensors without dimensions;
 #: loading makes numbers of them again.
 _NUMBER_PREFIX = "plain/"

@@ -155,6 +155,7 @@ def weight_delay(site: Site) -> float:
             f"weight rule {site.rule.name!r}: lockstep=1 needs the number of stages, which is "
             "not given here; omit it to use the program's own delay"
         )
+    # The first micro-batch of batch 1 has the number of micro-batches of batch 0.
     micro_batches = next(number for number in itertools.count(1) if site.use(number).batch)
     return (2 * (site.stages - 1 - site.stage) + 1) / micro_batches
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.errors import PartitionError
 from penstock.partition.by_time import samples_of
-from penstock.partition.catalogue import check_lengths, check_stages, register
+from penstock.partition.catalogue import check_stages, register
 from penstock.partition.chain_dp import MAXIMUM, SUM, at_starts, best_cut, stage_sums
 from penstock.partition.uniform import partition_uniform
 from penstock.partition.validation import Floats, check_costs, check_number, refuse_unknown
@@ -97,29 +97,6 @@ def unevenness(busiest: Floats, evened_loads: Sequence[Floats], least: float) ->
     for load in evened_loads:
         penalty = penalty + np.square(np.where(allowed, load, 0.0) / (least or 1.0))
     return np.where(allowed, penalty, np.inf)
-
-
-def slowest(
-    costs: Sequence[float],
-    lengths: Sequence[int],
-    transfer: Sequence[float] | None = None,
-    overlap: bool = True,
-) -> float:
-    """Return the bottleneck of a cut, which `minimax` minimises.
-
-    Arguments are as in `minimax`; `lengths` are the stages' layer counts.
-
-    >>> slowest([1, 2, 3], [2, 1], transfer=[0, 4])
-    4.0
-    >>> slowest([1, 2, 3], [2, 1], transfer=[0, 4], overlap=False)
-    7.0
-
-    Raises:
-        PartitionError: the costs, the transfers or the lengths are invalid.
-    """
-    layers, links = _check(costs, transfer)
-    ends = np.cumsum(check_lengths(lengths, len(layers), None))
-    return _bottleneck(np.concatenate(([0.0], np.cumsum(layers))), links, ends, overlap)
 
 
 def _check(costs: Sequence[float], transfer: Sequence[float] | None) -> tuple[Floats, Floats]:

@@ -61,6 +61,7 @@ def folded(seconds: Costs, ranks: int, **options: Unpack[PlacedOptions]) -> list
     if isinstance(ranks, bool) or not isinstance(ranks, (int, np.integer)) or ranks < 1:
         raise PartitionError(f"ranks is {ranks!r}; it must be a whole number of 1 or more")
     chain = placement(seconds, [*range(ranks), *range(ranks - 1, -1, -1)], options)
+    # Above any rank with its two stages, and any link with its two crossings.
     limit = float(chain.costs.seconds[:, -1].max()) * 2 + float(chain.costs.links.max()) * 2
     if not _may_exist(chain, limit, limit):
         return None

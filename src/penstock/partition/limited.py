@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.errors import PartitionError
 from penstock.partition.bottleneck import ROUNDING, busiest_of, unevenness
 from penstock.partition.catalogue import check_lengths
 from penstock.partition.chain_dp import MAXIMUM, SUM, at_starts, best_cut, stage_sums
-from penstock.partition.validation import Costs, Floats, check_costs, numbers_of, rows_of, sums_of
-
-Ints = npt.NDArray[np.int64]
+from penstock.partition.validation import (
+    Costs,
+    Floats,
+    Ints,
+    check_costs,
+    numbers_of,
+    rows_of,
+    sums_of,
+)
 
 #: Relative distance from the least bottleneck at which the search for an upper bound stops, and its
 #: maximum number of bisections.
@@ -192,6 +197,7 @@ class _Chain:
         start = np.where(memory - memory[one_earlier] <= limit, one_earlier, start)
         start = np.where(memory - memory[start] <= limit, start, np.minimum(start + 1, index))
         if np.isfinite(bound):
+            # The rounding of prefix sums must not exclude the cut that the bound is of.
             start = np.maximum(start, np.searchsorted(seconds, seconds - bound * (1 + 1e-9)))
         return start
 
@@ -236,6 +242,7 @@ class _Chain:
         if cut is None:
             return None
         layer_seconds = np.diff(self.seconds, axis=1).min(axis=0)
+        # No cut is faster than its dearest layer, nor than an even share of all layers.
         low = max(float(layer_seconds.max()), float(layer_seconds.sum()) / self.stages)
         high = self.bottleneck(cut, overlap=True)
         for _ in range(HALVINGS):

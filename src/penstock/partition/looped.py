@@ -195,6 +195,7 @@ def _initial_cuts(chain: Placement) -> Iterator[list[int]]:
     layer_seconds = np.diff(chain.costs.seconds, axis=1).min(axis=0)
     yield np.cumsum(minimax(layer_seconds, chain.stages)).tolist()
     yield np.cumsum(partition_uniform(chain.layers, chain.stages)).tolist()
+    # A fixed seed, so that the same costs give the same cut.
     rng = np.random.default_rng(0)
     restarts = RESTARTS if chain.layers * chain.stages <= NO_RESTARTS_ABOVE else 0
     for _ in range(restarts):

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import NamedTuple, TypedDict, Unpack
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.compiled import run
 from penstock.errors import PartitionError
@@ -18,6 +17,7 @@ from penstock.partition.reachability_loops import reach, reach_furthest
 from penstock.partition.validation import (
     Costs,
     Floats,
+    Ints,
     check_costs,
     in_flight_of,
     limits_of,
@@ -25,8 +25,6 @@ from penstock.partition.validation import (
     rows_of,
     sums_of,
 )
-
-Ints = npt.NDArray[np.int64]
 
 #: Limits of the searches, by size. Up to PAIRS pairs of (ranks used per kind, layer) all pairs are
 #: searched; up to STATES counts of ranks per kind, the furthest layer of each; beyond that, a beam

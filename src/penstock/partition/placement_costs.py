@@ -125,6 +125,7 @@ class Placement:
         None if there are no cuts.
         """
         bottlenecks = [self.bottleneck(ends) for ends in cuts]
+        # ROUNDING: the same sum in another order of terms must not exclude the best cut.
         cutoff = min(bottlenecks, default=0.0) * (1 + self.slack) * (1 + ROUNDING)
         candidates = [
             list(ends) for ends, value in zip(cuts, bottlenecks, strict=True) if value <= cutoff
@@ -178,6 +179,8 @@ def _memory(ranks_of: Sequence[int], layers: int, options: PlacedOptions) -> Flo
 
 def _links_between(ranks_of: Sequence[int]) -> tuple[int, ...]:
     """Return for every cut the index of the pair of ranks it connects, -1 within one rank."""
+    # Activations one way and gradients the other use the same link, so that a pair of ranks counts
+    # once.
     pairs = [(min(pair), max(pair)) for pair in pairwise(ranks_of)]
     indices: dict[tuple[int, int], int] = {}
     for low, high in pairs:

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.compiled import run
 from penstock.errors import PartitionError
 from penstock.partition.chain_dp import SUM, best_cut
 from penstock.partition.dp_loops import Tables, fewest_ranks, least_with
-from penstock.partition.validation import Floats, check_costs
-
-Ints = npt.NDArray[np.int64]
+from penstock.partition.validation import Floats, Ints, check_costs
 
 #: A stage: its number of layers, and of ranks (data-parallel replicas).
 Stage = tuple[int, int]

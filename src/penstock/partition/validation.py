@@ -13,6 +13,7 @@ from penstock.errors import PartitionError
 #: Largest allowed sum of costs: transfers of the same size can be added to it without overflow.
 LARGEST_SUM = 1e307
 
+Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 #: Costs of layers: one number per layer, or a row of them per stage or rank.

@@ -29,7 +29,9 @@ from penstock.store import write_json
 
 #: Ranks that measure at the same time, as ranks of a pipeline on one host share its memory.
 _RANKS = 2
+#: Seconds after which a measurement is given up. Profiles of the largest models take minutes.
 _LIMIT_S = 900.0
+#: Timed passes of a size: the median of three is not that of a pass which something disturbed.
 _REPEATS = 3
 
 

@@ -26,7 +26,10 @@ from typing import Any
 from penstock.peers.commands import COMMANDS
 from penstock.peers.messages import Channel
 
+#: Option of prctl(2): the signal that this process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
+#: Characters of an error that the parent gets: its beginning names the cause, and some libraries
+#: append pages.
 _REASON_CHARACTERS = 500
 
 

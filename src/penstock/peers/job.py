@@ -100,6 +100,8 @@ class Job:
 
             def compare(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 """Compare once."""
+                # Only the first step has the weights of plain training; later ones differ by
+                # rounding.
                 handle.remove()
                 self.compare_gradients(optimizer)
 

@@ -24,6 +24,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 _TOKENS = 40
 #: Distance between the seeds of two runs: more than any model has layers.
 _SEED_STEP = 100_003
+#: Fixed, so that repetitions, which differ in their initial weights, train on the same batches.
 _DATA_SEED = 1
 
 

@@ -213,7 +213,7 @@ class Pipe(PipeModule):
         if self._traced is not None:
             follow_modes(self, self._traced)
         if self.accepts_loss_kwargs:
-            inputs = self._without_loss_count(inputs)
+            inputs = self._place_loss_count(inputs)
         if inputs:
             if self._traced is None or value is not None:
                 raise SettingError(

@@ -45,14 +45,19 @@ def check_input(value: Any) -> None:
 def split_input(value: Any, chunks: int) -> list[Payload]:
     """Split a nested input into at most `chunks` micro-batches.
 
-    Each tensor is split by `torch.chunk` along its first dimension.
+    Each tensor is split by `torch.chunk` along its first dimension. A single micro-batch may have
+    tensors without dimensions, such as the number by which a model divides its loss.
 
     Raises:
         ValueError: the tensors have different numbers of samples, or there are no tensors.
     """
     whole = Payload.of(value)
-    columns = [torch.chunk(tensor.detach(), chunks) for tensor in whole.tensors]
-    if len({len(tensor) for tensor in whole.tensors}) != 1:
+    columns: list[tuple[Tensor, ...]] = []
+    for tensor in whole.tensors:
+        values = tensor.detach()
+        # As in torchgpipe, which gives fewer pieces where the samples do not suffice.
+        columns.append((values,) if chunks == 1 else torch.chunk(values, chunks))
+    if len({len(tensor) for tensor in whole.tensors if tensor.dim()}) != 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in whole.tensors) or "no tensors"
         raise ValueError(
             "the tensors of an input are cut into micro-batches along their first dimension, which "

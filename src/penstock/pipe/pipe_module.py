@@ -32,11 +32,13 @@ class PipeModule(nn.Module):
         checkpoint: which micro-batches are recomputed, see `Pipe`.
         partitions: by device, its layers.
         devices: by partition.
+        chunks: number of micro-batches.
     """
 
     partitions: nn.ModuleList
     devices: list[torch.device]
     checkpoint: str
+    chunks: int
     _traced: TracedChain | None
     _checkpoint_before: str | None = None
 
@@ -96,24 +98,29 @@ class PipeModule(nn.Module):
         parameters = inspect.signature(model.forward).parameters.values()
         return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
-    def _without_loss_count(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return inputs without the number of targets, unless the model has an input of this name.
+    def _place_loss_count(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return inputs with the number of targets if the model divides by it, else without.
 
-        The loss is computed from the outputs, by Trainer or by its `compute_loss_func=`.
+        A model that computes its loss from labels divides as without a Pipe. Otherwise the loss is
+        computed from the outputs, by Trainer or by its `compute_loss_func=`.
 
         Raises:
-            SettingError: the number is for a loss that the model computes from labels.
+            SettingError: the model computes a loss from labels for each of several micro-batches.
         """
         model = self._model
         if model is None or _LOSS_COUNT in inspect.signature(model.forward).parameters:
             return inputs
-        if _LOSS_COUNT in inputs and "labels" in inputs:
-            # Trainer does not divide such a loss by the number of accumulated batches.
+        others = {name: value for name, value in inputs.items() if name != _LOSS_COUNT}
+        if _LOSS_COUNT not in inputs or inputs.get("labels") is None:
+            return others
+        if self.chunks > 1:
             raise SettingError(
-                "Trainer passes num_items_in_batch to a Pipe that computes its loss from labels, and "
-                "a Pipe cannot divide by it: compute the loss in compute_loss_func= of Trainer"
+                f"labels and num_items_in_batch for a Pipe with chunks={self.chunks}: a model that "
+                "computes its loss returns one for each micro-batch. Compute the loss in "
+                'compute_loss_func= of Trainer, with label_names=["labels"], or use chunks=1'
             )
-        return {name: value for name, value in inputs.items() if name != _LOSS_COUNT}
+        # A tensor: the graph holds for all its values, and for one value of a plain number.
+        return {**others, _LOSS_COUNT: torch.as_tensor(inputs[_LOSS_COUNT])}
 
     def _get_name(self) -> str:
         """Return the name of the class of the traced model.

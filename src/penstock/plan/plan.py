@@ -11,6 +11,7 @@ from typing import final
 from penstock.errors import FileError, PenstockError, PlanError
 from penstock.files.read import parse_json
 from penstock.files.text import read_text
+from penstock.model.chain import check_fingerprint
 from penstock.notebook import NotebookText
 from penstock.plan.prediction import Candidate, Objective, Prediction, Remedy
 from penstock.plan.segments import Selection
@@ -69,6 +70,7 @@ class Plan(NotebookText):
             the input is saved; these layers begin a new segment nevertheless.
         optimizer: that memory was planned for; empty if none was named.
         optimizer_states: numbers that it stores per parameter.
+        optimizer_fused: whether its step is one kernel.
         memory_limits: bytes that each rank may hold; empty if there are no limits.
         search_note: that the search was cut short, and by what; empty if it was not.
         pipeline: the best candidate whose ranks hold different stages, if this plan is none, as
@@ -115,6 +117,7 @@ class Plan(NotebookText):
     segment_starts: tuple[int, ...] = ()
     optimizer: str = ""
     optimizer_states: float = 1.0
+    optimizer_fused: bool = False
     memory_limits: tuple[int, ...] = ()
     search_note: str = field(default="", compare=False)
     pipeline: Candidate | None = None
@@ -191,8 +194,9 @@ class Plan(NotebookText):
             ScheduleError: a program has a word that is not an op, or the weight rule does not
                 support the programs.
             UnknownName: there is no such weight rule.
-            SettingError: the weight rule has no such option.
+            SettingError: the weight rule has no such option, or the fingerprint is none.
         """
+        check_fingerprint(self.fingerprint, "the model")
         self._check_sizes()
         self._check_memory()
         self._check_devices()

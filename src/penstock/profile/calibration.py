@@ -11,8 +11,8 @@ import numpy as np
 from penstock.cluster.device import Device
 from penstock.errors import SettingError
 from penstock.profile.counts import Family, ModelCounts, Work
-from penstock.profile.profile import Profile, Timing
-from penstock.profile.roofline import PHASES, WINOGRAD_TRAFFIC, Efficiency, Roof
+from penstock.profile.profile import PHASES, Profile, Timing
+from penstock.profile.roofline import WINOGRAD_TRAFFIC, Efficiency, Roof
 
 #: The unknowns of the fit: three fixed costs, then ratios of real to ideal seconds, at the memory's
 #: bandwidth and at each family's peak.
@@ -206,6 +206,8 @@ class _Equations:
     def fit(self, initial: np.ndarray) -> np.ndarray:
         """Return the unknowns with the least error, over several starts around `initial`."""
         best, least = initial, float("inf")
+        # The iteration may end in a local least: one of the two limits, or both, may be far from
+        # the guess.
         for slower_peak, slower_memory in ((1, 1), (10, 1), (1, 10), (0.1, 1), (1, 0.1)):
             guess = initial.copy()
             guess[_MEMORY] *= slower_memory

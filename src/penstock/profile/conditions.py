@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
+
+#: Of these the least value slows a measurement down; of all others, the greatest.
+_WORST_IS_LEAST = ("cores", "clock_hz")
 
 
-@dataclass(frozen=True)
-class RankConditions:
-    """Conditions that one process saw on its host. None is what the system does not report.
+@dataclass(frozen=True, kw_only=True)
+class _Observed:
+    """What every process sees of its host. None is what the system does not report.
 
     Attributes:
-        host: name of the host.
         seconds: length of the observation.
         cores: that the process may run on.
-        busy_cores: of these, how many were busy on average, with any process.
-        stolen_cores: of these, how many the hypervisor gave to other virtual machines.
-        process_cores: cores that this process kept busy.
+        stolen_cores: of these, how many the hypervisor gave to other virtual machines, on average.
         core_wait: seconds that its threads were ready to run and had no core, per second of their
             CPU time.
         clock_hz: mean clock frequency of the cores.
@@ -31,12 +32,9 @@ class RankConditions:
         copy_s: seconds of copying a block of fixed size on one thread, likewise.
     """
 
-    host: str
     seconds: float
     cores: int
-    busy_cores: float | None = None
     stolen_cores: float | None = None
-    process_cores: float | None = None
     core_wait: float | None = None
     clock_hz: float | None = None
     heat_throttles_per_s: float | None = None
@@ -50,11 +48,24 @@ class RankConditions:
     copy_s: float | None = None
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """Conditions of all ranks of a measurement. Of several hosts, each value is the worst one.
+@dataclass(frozen=True, kw_only=True)
+class RankConditions(_Observed):
+    """Conditions that one process saw on its host.
 
-    The attributes are those of `RankConditions`, except for these:
+    Attributes:
+        host: name of the host.
+        busy_cores: of `cores`, how many were busy on average, with any process.
+        process_cores: cores that this process kept busy.
+    """
+
+    host: str
+    busy_cores: float | None = None
+    process_cores: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions(_Observed):
+    """Conditions of all ranks of a measurement. Of several hosts, each value is the worst one.
 
     Attributes:
         processes: of the measurement, on the host with the most of them.
@@ -62,23 +73,9 @@ class Conditions:
         other_cores: cores that other programs kept busy.
     """
 
-    seconds: float
-    cores: int
     processes: int
     own_cores: float | None = None
     other_cores: float | None = None
-    stolen_cores: float | None = None
-    core_wait: float | None = None
-    clock_hz: float | None = None
-    heat_throttles_per_s: float | None = None
-    quota_throttled: float | None = None
-    memory_stall: float | None = None
-    swap_bytes_per_s: float | None = None
-    page_faults_per_s: float | None = None
-    disk_faults_per_s: float | None = None
-    page_fault_s: float | None = None
-    product_s: float | None = None
-    copy_s: float | None = None
 
 
 def combine_conditions(ranks: Sequence[RankConditions]) -> Conditions | None:
@@ -89,28 +86,15 @@ def combine_conditions(ranks: Sequence[RankConditions]) -> Conditions | None:
     for rank in ranks:
         hosts.setdefault(rank.host, []).append(rank)
 
-    def worst(name: str) -> float | None:
-        """Return the largest value of an attribute."""
-        return _of_known((getattr(rank, name) for rank in ranks), max)
-
+    worst: dict[str, Any] = {}
+    for field in fields(_Observed):
+        values = (getattr(rank, field.name) for rank in ranks)
+        worst[field.name] = _of_known(values, min if field.name in _WORST_IS_LEAST else max)
     return Conditions(
-        seconds=max(rank.seconds for rank in ranks),
-        cores=min(rank.cores for rank in ranks),
+        **worst,
         processes=max(len(host) for host in hosts.values()),
         own_cores=_of_known(map(_own_cores, hosts.values()), max),
         other_cores=_of_known(map(_other_cores, hosts.values()), max),
-        stolen_cores=worst("stolen_cores"),
-        core_wait=worst("core_wait"),
-        clock_hz=_of_known((rank.clock_hz for rank in ranks), min),
-        heat_throttles_per_s=worst("heat_throttles_per_s"),
-        quota_throttled=worst("quota_throttled"),
-        memory_stall=worst("memory_stall"),
-        swap_bytes_per_s=worst("swap_bytes_per_s"),
-        page_faults_per_s=worst("page_faults_per_s"),
-        disk_faults_per_s=worst("disk_faults_per_s"),
-        page_fault_s=worst("page_fault_s"),
-        product_s=worst("product_s"),
-        copy_s=worst("copy_s"),
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, final, get_args
+from typing import Literal, final
 
 from penstock.errors import FileError, SettingError
 from penstock.files.read import read_json
 from penstock.files.text import shorten
+from penstock.model.chain import check_fingerprint
 from penstock.profile.profile import Phase, check_fields
 from penstock.store import write_json
 
@@ -27,7 +28,6 @@ Family = Literal[
     "recurrent",
     "other",
 ]
-FAMILIES: tuple[Family, ...] = get_args(Family)
 
 
 @final
@@ -74,6 +74,8 @@ class LayerCounts:
     activation_bytes_per_sample: float
     output_bytes_per_sample: float
     entry_bytes_per_sample: float = 0.0
+    tensor_bytes: tuple[int, ...] = ()
+    tied_tensors: tuple[tuple[int, int], ...] = ()
 
     def work(self, phase: Phase) -> tuple[Work, ...]:
         """Return the ops of one phase."""
@@ -162,6 +164,7 @@ def check_counts(counts: ModelCounts, where: str) -> None:
         SettingError: the counts are impossible; `where` begins the message.
     """
     check_fields(counts, where)
+    check_fingerprint(counts.fingerprint, where)
     for layer in counts.layers:
         check_fields(layer, f"{where}: layer {shorten(layer.name)}")
         for work in (*layer.forward, *layer.backward, *layer.input_grad, *layer.weight_grad):

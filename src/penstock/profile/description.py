@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
+from penstock.profile.profile import PHASES, Profile
 from penstock.text_table import table
 from penstock.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from penstock.profile.profile import Phase, Profile
-
-PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "input_grad", "weight_grad")
 _HEAD = ("layer", "kind", "F", "B", "I", "W", "fixed F + B", "weights", "saved", "output")
 
 

@@ -168,15 +168,29 @@ def _slowdown(device: Device, reference: Device, cluster_name: str) -> float:
     return reference_peak / peak
 
 
-def with_optimizer_states(profiles: Sequence[Profile], states: float) -> tuple[Profile, ...]:
-    """Return the profiles of ranks for an optimizer with this much state per parameter.
+def with_optimizer(
+    profiles: Sequence[Profile], name: str, states: float, fused: bool = False
+) -> tuple[Profile, ...]:
+    """Return the profiles of ranks for an optimizer: its states, and the seconds of its step.
 
     Equal ranks continue to share one object.
+
+    Args:
+        profiles: per rank.
+        name: of the optimizer's torch class; empty if only its states are known.
+        states: numbers that it keeps per parameter.
+        fused: whether its step is one kernel.
     """
     updated: dict[int, Profile] = {}
     for profile in profiles:
-        if profile.optimizer_states == states:
+        if id(profile) not in updated:
+            ratio = profile.step_ratio(name, states, fused)
             updated[id(profile)] = profile
-        elif id(profile) not in updated:
-            updated[id(profile)] = replace(profile, optimizer_states=states)
+            if (ratio, states) != (1.0, profile.optimizer_states):
+                updated[id(profile)] = replace(
+                    profile,
+                    optimizer_states=states,
+                    update_s_per_byte=ratio * profile.update_s_per_byte,
+                    step_ratios={},
+                )
     return tuple(updated[id(profile)] for profile in profiles)

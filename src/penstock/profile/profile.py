@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from penstock.errors import FileError, SettingError
 from penstock.files.read import parse_json
 from penstock.files.text import quote, read_text, shorten
+from penstock.model.chain import check_fingerprint
 from penstock.notebook import NotebookText
 from penstock.profile.conditions import Conditions
 from penstock.store import write_json
@@ -22,8 +23,13 @@ from penstock.units import MAX_BYTES, MAX_SECONDS
 SCHEMA = 1
 #: Shorter times than this are no measurements, and divisions by them overflow.
 _SHORTEST_S = 1e-15
+#: Longest step of an optimizer, in steps of SGD with momentum. The most that was measured is 32, of
+#: Rprop on a CPU.
+MAX_STEP_RATIO = 1e4
 
 Phase = Literal["forward", "backward", "input_grad", "weight_grad"]
+#: All phases in the order of ops F, B, I and W.
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,10 @@ class LayerProfile:
     `host_forward` and `host_backward`, where the device works through a queue, are the seconds in
     which the host launches the layer's work. Where they are longer than those of the device, the
     step takes the host's time. They are None on a CPU, and in older files.
+
+    `tensor_bytes` are the parts of `parameter_bytes`, one for each parameter; empty if unknown.
+    `tied_tensors` are the parameters of earlier layers that this layer uses too: the index of the
+    layer that counts it, and the position there.
     """
 
     name: str
@@ -112,6 +122,8 @@ class LayerProfile:
     single_copy_reason: str = ""
     host_forward: Timing | None = None
     host_backward: Timing | None = None
+    tensor_bytes: tuple[int, ...] = ()
+    tied_tensors: tuple[tuple[int, int], ...] = ()
 
     @property
     def host_s(self) -> float | None:
@@ -126,6 +138,20 @@ class LayerProfile:
         """Return the seconds of one phase for `samples` samples."""
         timing: Timing = getattr(self, phase)
         return timing.at(samples)
+
+
+def step_key(optimizer: str, states: float, fused: bool = False) -> str:
+    """Return the key of an optimizer in `Profile.step_ratios`.
+
+    >>> step_key("SGD", 0.0), step_key("Adam", 2.0, fused=True)
+    ('SGD, 0 states', 'Adam, 2 states, fused')
+    """
+    return f"{optimizer}, {states:g} states{', fused' if fused else ''}"
+
+
+#: From this optimizer's step those of others are estimated: like theirs, and unlike that of SGD, it
+#: is a sequence of kernels with intermediate results.
+_REFERENCE_KEY = step_key("Adam", 2.0)
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,6 +169,8 @@ class Profile(NotebookText):
         device: the device's name, as in clusters: a preset's, `"cpu"`, or CUDA's name of the GPU;
             empty if unknown.
         update_fixed_s: seconds of an optimizer step in addition, whatever its size.
+        step_ratios: of other optimizers, the seconds per byte over those of SGD with momentum, by
+            `step_key`; empty if not measured.
         accumulate_s_per_byte: seconds of adding a micro-batch's gradients to the previous ones, per
             byte of them; `backward` and `weight_grad` of the layers are those of a first
             micro-batch.
@@ -181,6 +209,7 @@ class Profile(NotebookText):
     sequence_parallel: bool = False
     boundary_replicas: int = 1
     widths: tuple[Profile, ...] = ()
+    step_ratios: dict[str, float] = field(default_factory=dict)
     schema: int = SCHEMA
 
     def __repr__(self) -> str:
@@ -211,6 +240,28 @@ class Profile(NotebookText):
         if (phase, samples) not in cache:
             cache[phase, samples] = [layer.seconds(phase, samples) for layer in self.layers]
         return list(cache[phase, samples])
+
+    def step_ratio(self, optimizer: str, states: float, fused: bool = False) -> float:
+        """Return an optimizer's seconds per byte over those of the one that was measured.
+
+        An optimizer that was not measured is estimated from one that was, Adam, by the numbers that
+        a step reads and writes per parameter: weight, gradient and states, of which all but the
+        gradient are written too. A profile without `step_ratios` is scaled in the same way.
+
+        Args:
+            optimizer: name of its torch class; empty if only its states are known.
+            states: numbers that it keeps per parameter.
+            fused: whether its step is one kernel.
+        """
+        ratio = self.step_ratios.get(step_key(optimizer, states, fused))
+        if ratio is not None:
+            return ratio
+        reference, reference_states = 1.0, self.optimizer_states
+        measured = self.step_ratios.get(_REFERENCE_KEY)
+        is_sgd = optimizer == "SGD" or (not optimizer and states <= 1)
+        if measured is not None and not fused and not is_sgd:
+            reference, reference_states = measured, 2.0
+        return reference * (3 + 2 * states) / (3 + 2 * reference_states)
 
     def step_seconds(self, samples: float) -> list[float]:
         """Return per layer the seconds of forward and backward for `samples` samples."""
@@ -249,9 +300,12 @@ class Profile(NotebookText):
         profile = parse_json(text, cls, source, SCHEMA)
         try:
             check_fields(profile, source)
-            for layer in profile.layers:
+            check_fingerprint(profile.fingerprint, source)
+            check_step_ratios(profile.step_ratios, source)
+            for index, layer in enumerate(profile.layers):
                 where = f"{source}: layer {shorten(layer.name)}"
                 check_fields(layer, where)
+                check_tensors(profile.layers, index, where)
                 phases = (layer.forward, layer.backward, layer.input_grad, layer.weight_grad)
                 host_phases = (layer.host_forward, layer.host_backward)
                 for phase in (*phases, *filter(None, host_phases)):
@@ -276,6 +330,42 @@ def check_fields(value: object, where: str) -> None:
         if number > MAX_BYTES:
             raise SettingError(
                 f"{where}: {entry.name} is {number:.3g}, and cannot be above {MAX_BYTES:.3g}"
+            )
+
+
+def check_step_ratios(ratios: Mapping[str, float], where: str) -> None:
+    """Check the seconds of optimizers' steps over those of SGD with momentum.
+
+    Raises:
+        SettingError: one is not above 0, or too large to be true; `where` begins the message.
+    """
+    for key, ratio in ratios.items():
+        if not 0 < ratio <= MAX_STEP_RATIO:
+            raise SettingError(
+                f"{where}: step_ratios has {ratio:g} for {shorten(key)}; it is above 0, and at most "
+                f"{MAX_STEP_RATIO:g}"
+            )
+
+
+def check_tensors(layers: Sequence[LayerProfile], index: int, where: str) -> None:
+    """Check the parameters of a layer: their bytes add up, and tied ones are of earlier layers.
+
+    Raises:
+        SettingError: they do not, or are not; `where` begins the message.
+    """
+    layer = layers[index]
+    if min(layer.tensor_bytes, default=0) < 0:
+        raise SettingError(f"{where}: tensor_bytes are 0 or more")
+    if layer.tensor_bytes and sum(layer.tensor_bytes) != layer.parameter_bytes:
+        raise SettingError(
+            f"{where}: tensor_bytes add up to {sum(layer.tensor_bytes)}, and parameter_bytes are "
+            f"{layer.parameter_bytes}"
+        )
+    for first, position in layer.tied_tensors:
+        if not 0 <= first < index or not 0 <= position < len(layers[first].tensor_bytes):
+            raise SettingError(
+                f"{where}: tied_tensors has [{first}, {position}], and there is no such parameter in "
+                f"tensor_bytes of layers 0 to {index - 1}"
             )
 
 

@@ -19,7 +19,6 @@ from penstock.errors import SettingError
 from penstock.profile.counts import Family, LayerCounts, ModelCounts, Work
 from penstock.profile.profile import LayerProfile, Phase, Profile, Timing
 
-PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "input_grad", "weight_grad")
 #: (layer, phase, samples) -> seconds
 Seconds = Callable[[LayerCounts, Phase, float], float]
 #: Bytes of a number, by dtype.
@@ -276,6 +275,8 @@ def analytic_profile(
             parameters=layer.parameters,
             parameter_bytes=layer.parameter_bytes,
             buffer_bytes=layer.buffer_bytes,
+            tensor_bytes=layer.tensor_bytes,
+            tied_tensors=layer.tied_tensors,
             activation_bytes_per_sample=layer.activation_bytes_per_sample * narrower,
             output_bytes_per_sample=layer.output_bytes_per_sample * narrower,
             entry_bytes_per_sample=layer.entry_bytes_per_sample * narrower,

@@ -187,6 +187,8 @@ class _Group:
         model, h, width = self.model, self.model.hidden, self.width
         saved = 1 / width if self.sequence_parallel else 1.0
         boundary = _WIDTH * model.sequence * h
+        # 12 h^2 weights. The biases of column-parallel products (3 h and 4 h) are divided with
+        # these; those of row-parallel products (2 h) and the two norms (4 h) are not.
         layer_parameters = round((12 * h**2 + 7 * h) / width + 6 * h)
         embedding = round((model.vocabulary + model.sequence) * h / width)
         # The head's weights are those of the embedding; its stage stores a copy of them.

@@ -148,6 +148,8 @@ class ComparedCalls(Calls):
     def enter(self, call: str) -> None:
         """See `Calls.enter`."""
         self._number += 1
+        # With the number of the call, so that a rank that is one call behind differs. Primes spread
+        # small numbers over all bits.
         check = ((crc_of(call) + 7919 * self._number) & _MASK) << _BITS
         self._recent.append(Call(self._number, call, "", check))
 
@@ -190,10 +192,14 @@ class ComparedCalls(Calls):
         If a layer has changed the batch in place meanwhile, its numbers are no longer those that
         were given. They then do not count, and those of later batches are read at once.
         """
+        # The caller has written into the batch since then: these are not the numbers that were
+        # used.
         if _versions(tensors) != versions:
             self._changed_in_place = True
             return entry.check
         content, values = batch_checksum(tensors, turn)
+        # The lower bits are 0 where the numbers were not read: a checksum of read ones is at least
+        # 1.
         complete = entry._replace(check=entry.check | 1 + content % _MASK, values=values)
         for place in range(len(self._recent)):
             if self._recent[place] is entry:
@@ -407,6 +413,7 @@ def _samplers(loader: object) -> list[object]:
     """The samplers of a loader, those that others draw from included."""
     samplers: list[object] = []
     waiting = [loader]
+    # Samplers of a user's may refer to each other in a circle.
     while waiting and len(samplers) < 16:
         item = waiting.pop()
         for name in ("sampler", "batch_sampler"):

@@ -70,6 +70,7 @@ def in_threads(schedule: Schedule, place: Place) -> bool:
         raise SettingError(
             f"deadline_s is above 0 and at most {MAX_DEADLINE_S:,.0f}, not {place.deadline_s}"
         )
+    # A single rank needs no process of its own; under torchrun it is one already.
     single_rank = (
         place.executor is None and place.mesh is None and schedule.ranks == 1 and not started()
     )
@@ -100,35 +101,51 @@ def world_of(
         return ThreadWorld(schedule.ranks, device, place.deadline_s)
     _check_devices(setting)
     rank_count = join(place.deadline_s) if group is None else group.size
+    _check_processes(setting, place.mesh, rank_count)
+    announce_idle_ranks(schedule, dist.get_rank() if group is None else group.rank)
+    links = {link for link, *_ in messages(schedule)}
+    # Gradients go back over every link.
+    links |= {Link(link.target, link.source) for link in links}
+    sync_links: set[Link] = set()
+    replicas: dict[int, tuple[int, ...]] = {}
+    for stage, ranks in enumerate(schedule.ranks_of_stage):
+        if len(ranks) > 1:
+            replicas[stage] = ranks
+            # Any two: which of them send to each other depends on the sums that are used.
+            sync_links.update(Link(*pair) for pair in itertools.permutations(ranks, 2))
+    for shared in shared_tensors(description, setting.lengths, schedule):
+        sync_links |= shared.links
+    with naming_lost_ranks("could not connect to the other ranks"):
+        return DistributedWorld(place.device, place.deadline_s, links, sync_links, replicas, group)
+
+
+def _check_processes(setting: RunConfig, mesh: PipelineMesh | None, rank_count: int) -> None:
+    """Refuse processes that are not the ranks of the schedule, or not on the hosts of the plan.
+
+    Args:
+        setting: what the ranks run.
+        mesh: the mesh of the processes, if there is one.
+        rank_count: number of processes of the pipeline.
+
+    Raises:
+        PlanError: their number, or their hosts, are others.
+    """
+    schedule = setting.schedule
+    if rank_count != schedule.ranks and mesh is not None:
+        stages, ranks = mesh.stages, schedule.ranks // mesh.copies
+        raise PlanError(
+            f"the schedule is for {ranks} ranks, and the dimension 'pp' of the mesh has "
+            f"{stages}: make a mesh with {ranks} there, or plan for {stages}"
+        )
     if rank_count != schedule.ranks:
-        if place.mesh is not None:
-            stages, ranks = place.mesh.stages, schedule.ranks // place.mesh.copies
-            raise PlanError(
-                f"the schedule is for {ranks} ranks, and the dimension 'pp' of the mesh has "
-                f"{stages}: make a mesh with {ranks} there, or plan for {stages}"
-            )
         raise PlanError(_rank_count_message(schedule, rank_count))
+    # `placement.place` takes the hosts out of the configuration where they are those of the run.
     if setting.cluster_devices:
         raise PlanError(
             f"the plan is for other hosts than those of this run{_hosts(setting)}: start it there, "
             "with one process on each device; or measure these hosts by penstock profile --cluster "
             "here, and plan for them"
         )
-    announce_idle_ranks(schedule, dist.get_rank() if group is None else group.rank)
-    links = {link for link, *_ in messages(schedule)}
-    links |= {Link(link.target, link.source) for link in links}
-    sync_links = {
-        Link(*pair)
-        for ranks in schedule.ranks_of_stage
-        for pair in itertools.permutations(ranks, 2)
-    }
-    replicas = {
-        stage: ranks for stage, ranks in enumerate(schedule.ranks_of_stage) if len(ranks) > 1
-    }
-    for shared in shared_tensors(description, setting.lengths, schedule):
-        sync_links |= shared.links
-    with naming_lost_ranks("could not connect to the other ranks"):
-        return DistributedWorld(place.device, place.deadline_s, links, sync_links, replicas, group)
 
 
 def _check_devices(setting: RunConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.ranks.settings.run_config import RunConfig
@@ -68,18 +68,17 @@ def ranks_of_devices(setting: RunConfig, hosts: Sequence[str]) -> tuple[int, ...
     renamed = _rename_hosts(setting.cluster_devices, hosts)
     if renamed is None:
         return None
-    ranks: list[int] = []
+    rank_of: dict[int, int] = {}
+    ranks_of_host = _grouped(hosts)
     for host, devices in _grouped([host for host, _ in setting.cluster_devices]).items():
         used_here = [device for device in devices if device in used]
-        ranks_here = [rank for rank, name in enumerate(hosts) if name == renamed[host]]
+        ranks_here = ranks_of_host[renamed[host]]
         if len(ranks_here) == len(devices):
             # A process on every device of the host, also on those that the plan leaves idle.
             ranks_here = [ranks_here[devices.index(device)] for device in used_here]
         if len(ranks_here) < len(used_here):
             return None
-        ranks += ranks_here[: len(used_here)]
-    order = [device for device in _by_host(setting.cluster_devices) if device in used]
-    rank_of = dict(zip(order, ranks, strict=True))
+        rank_of.update(zip(used_here, ranks_here, strict=False))
     return tuple(rank_of[device] for device in used)
 
 
@@ -105,12 +104,6 @@ def _grouped(hosts: Sequence[str]) -> dict[str, list[int]]:
     for index, host in enumerate(hosts):
         groups.setdefault(host, []).append(index)
     return groups
-
-
-def _by_host(cluster_devices: Sequence[tuple[str, str]]) -> Iterator[int]:
-    """Yield all devices, host after host."""
-    for devices in _grouped([host for host, _ in cluster_devices]).values():
-        yield from devices
 
 
 def spread(schedule: Schedule, ranks: Sequence[int], count: int) -> Schedule:

@@ -133,6 +133,7 @@ class ThreadWorld:
             errors.insert(0, error)
         if errors:
             self._wait_after_failure(futures)
+            # PeerFailed only reports that another rank has failed: that rank's error is the cause.
             raise next((error for error in errors if not isinstance(error, PeerFailed)), errors[0])
         return {rank: future.result() for rank, future in futures.items()}
 

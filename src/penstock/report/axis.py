@@ -112,6 +112,7 @@ def _linear_ticks(low: float, high: float, tick_count: int) -> tuple[float, ...]
 
 def _log_axis(low: float, high: float, tick_count: int) -> Axis:
     """Return a logarithmic axis whose ends are 1, 2 or 5 times a power of ten."""
+    # The logarithm of a power of ten may be rounded to the other side of it.
     first = math.floor(math.log10(low) + 1e-9)
     last = math.ceil(math.log10(high) - 1e-9)
     candidates = []

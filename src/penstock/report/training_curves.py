@@ -93,11 +93,7 @@ def _number_chart(run: RunFolder, key: str, title: str, label: str) -> Chart | N
 
 def _rank_chart(run: RunFolder, key: str, title: str, label: str) -> Chart | None:
     """Return a value per rank after every epoch; None for fewer than two epochs or many ranks."""
-    rows = []
-    for step, values in run.metrics.epochs.items():
-        numbers = values.get(key)
-        if isinstance(numbers, list) and all(isinstance(item, int | float) for item in numbers):
-            rows.append((step, numbers))
+    rows = _rows_of_ranks(run, key)
     counts = {len(numbers) for _, numbers in rows}
     if len(rows) < 2 or len(counts) != 1 or not 1 <= max(counts) <= _MAX_RANK_CURVES:
         return None
@@ -110,3 +106,13 @@ def _rank_chart(run: RunFolder, key: str, title: str, label: str) -> Chart | Non
         x = tuple(float(step) for step, _ in rows)
         series.append(Series(f"rank {rank}", x, tuple(row[rank] / factor for _, row in rows)))
     return Chart(key.replace("_", "-"), title, "step", label, tuple(series), source=(METRICS,))
+
+
+def _rows_of_ranks(run: RunFolder, key: str) -> list[tuple[int, list[float]]]:
+    """Return the step of every epoch that has one number per rank under a key, and the numbers."""
+    rows = []
+    for step, values in run.metrics.epochs.items():
+        numbers = values.get(key)
+        if isinstance(numbers, list) and all(isinstance(item, int | float) for item in numbers):
+            rows.append((step, numbers))
+    return rows

@@ -182,6 +182,7 @@ class GlobalStep:
         if self.scaler is not None:
             for stage in interpreter.stages.values():
                 nonfinite += self.scaler.unscale(stage.update.parameters, stage.device)
+        # Any one: the same processes share all stages of a rank.
         for parallel in [*interpreter.parallel.values()][:1]:
             parallel.sum_over_tensor_ranks(nonfinite)
         for index in interpreter.parallel:

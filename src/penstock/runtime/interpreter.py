@@ -231,6 +231,7 @@ class Interpreter:
         op or the transport, unconverted.
         """
         find = context.batches.find
+        # Receives are posted before the op computes, so that messages arrive meanwhile.
         for peer, message in step.posts:
             if (entry := find(message.micro_batch)) is not None:
                 self._waits_for, self._waits_since = peer, time.monotonic()
@@ -248,6 +249,7 @@ class Interpreter:
             self._batch_step = batch.step
             arrived = None if step.input_message is None else self._receive(step, batch)
             if step.completes and step.stage in self.replicas:
+                # Before the backward, in which its hooks see the last gradients.
                 self.replicas[step.stage].watch()
             self._start_op(step)
             result = self._compute(op, entry, arrived, context)

@@ -67,6 +67,8 @@ class Player:
         self.assembly, self.global_step = assembly, global_step
         self._device_losses = device_losses(assembly.world)
         self.played: tuple[int, Mode] | None = None
+        # Programs differ by mode and by the number of micro-batches, of which a short last batch
+        # has fewer.
         self._lowered = lru_cache(maxsize=32)(self._lower)
         # By rank and stage, its batch norms with deferred statistics.
         self._deferred_norms: dict[tuple[int, int], list[DeferredBatchNorm]] = {}
@@ -117,6 +119,7 @@ class Player:
                 step_results = self.assembly.world.run(job)
         except BaseException:
             if mode is Mode.TRAIN:
+                # Gradients of a part of a batch must not enter the next update.
                 self.zero()
             raise
         if steps and not update_at_u:

@@ -62,6 +62,7 @@ def steps_of(actions: Sequence[Action], stages: int) -> tuple[Step, ...]:
     """
     steps = list(_steps(actions, stages))
     updated: set[int] = set()
+    # From the end: going back from a U, the first backward of its stage is the last before the U.
     for index in range(len(steps) - 1, -1, -1):
         step = steps[index]
         if step.op is None:

@@ -38,6 +38,7 @@ _NOISE_S = 1e-3
 #: Windows after which a rank that stays slow is named again.
 _REPEAT_AFTER = 10
 
+#: Without U, E and L, which wait for other ranks: the times of these would name the wrong rank.
 _COMPUTING = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 _Marks = Mapping[Op, tuple[Mark, Mark]]

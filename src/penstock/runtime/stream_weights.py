@@ -107,6 +107,8 @@ class StreamWeights:
         return stage_weights(
             Site(
                 stage.update,
+                # Forward, backward and update of a micro-batch ask for the same; after a miss it is
+                # computed again.
                 lru_cache(maxsize=256)(lambda number: version_uses.at(stage.index, number)),
                 self._rule,
                 self._rule.with_defaults(setting.weights_options),

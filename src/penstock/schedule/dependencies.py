@@ -432,6 +432,7 @@ def number_keys(keys: Array, bound: int) -> tuple[Array, Array]:
 
     Keys are below `bound`; if that is small, no sorting is needed.
     """
+    # A table of all possible keys would be mostly empty, and larger than what sorting needs.
     if bound > 4 * len(keys) + 1024:
         unique, positions = np.unique(keys, return_inverse=True)
         return unique, positions

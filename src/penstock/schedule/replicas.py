@@ -74,6 +74,7 @@ def _replica_numbers(
     numbers: dict[int, int] = {}
     for number in range(schedule.slices):
         if schedule.slicing is None or slicing is None:
+            # In turn, so that two pipelines never differ by more than one micro-batch.
             micro_batch = number * replicas + replica
             if micro_batch < micro_batches:
                 numbers[number] = micro_batch
@@ -135,6 +136,8 @@ def round_robin(schedule: Schedule, replicas: Sequence[int]) -> Schedule:
                 if op.kind is Kind.U or op.micro_batch % number == replica
             )
             if schedule.stream is not None:
+                # A replica ends a batch with another micro-batch than the whole stage does: its
+                # updates are placed anew.
                 work = [op for op in program if op.kind is not Kind.U]
                 program = with_batch_updates(work, schedule.micro_batches)
             programs.append(program)
@@ -199,6 +202,7 @@ def start_up(replicas: Sequence[int]) -> tuple[int, ...]:
         number * ((ranks - 1 - before) // number + 1)
         for number, before in zip(replicas, ranks_before, strict=False)
     ]
+    # No stage can run further ahead than the one before it, which makes its inputs.
     return tuple(accumulate(forwards, min))
 
 

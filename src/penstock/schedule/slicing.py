@@ -94,5 +94,6 @@ class Slicing:
 
 def micro_batches_in(shares: float) -> float | int:
     """Return a sum of shares without rounding errors, as an integer if it is one."""
+    # Three thirds add up to 0.999…
     total = round(shares, 9)
     return int(total) if total == int(total) else total

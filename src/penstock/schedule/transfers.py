@@ -96,6 +96,7 @@ def transfer_findings(schedule: Schedule, lowered: LoweredSchedule) -> list[Find
             if isinstance(action, Transfer):
                 located[action.direction, action.message].append(_Located(rank, place, action))
     findings = [*islice(_one_transfer(schedule, lowered, expected, located), _MAX_FINDINGS)]
+    # Each check relies on what the one before it has found in order.
     return findings or [*_receive_order(lowered)] or [*_no_cycle(schedule, lowered)]
 
 

@@ -37,18 +37,8 @@ def best_pipeline(search: PlanSearch, space: SearchSpace, chosen: Evaluated) -> 
     feasible_pipelines = [entry for entry in search.feasible if is_pipeline(entry.placed.schedule)]
     only_pipelines.feasible = list(feasible_pipelines)
     only_pipelines.best_s = min((entry.step_s for entry in feasible_pipelines), default=math.inf)
-    # On two ranks each rank of these holds the whole model.
-    two_copies = {facts.name for facts in search.request.families() if facts.stages_per_rank == "2"}
-    configurations = [
-        configuration
-        for configuration in space.configurations
-        if configuration.shape.ranks > 1
-        and not (
-            configuration.shape.ranks == 2
-            and configuration.schedule in two_copies
-            and configuration.stages == 2
-        )
-    ]
+    configurations = _pipeline_configurations(search, space)
+    # One of every schedule first: each is compared before the budget is spent on cuts of a few.
     first_of: dict[str, Configuration] = {}
     for configuration in configurations:
         first_of.setdefault(configuration.schedule, configuration)
@@ -59,6 +49,19 @@ def best_pipeline(search: PlanSearch, space: SearchSpace, chosen: Evaluated) -> 
     explore_cuts(only_pipelines, configurations)
     pipelines = [entry for entry in only_pipelines.feasible if is_pipeline(entry.placed.schedule)]
     return best(pipelines) if pipelines else None
+
+
+def _pipeline_configurations(search: PlanSearch, space: SearchSpace) -> list[Configuration]:
+    """Return the configurations of a search space whose ranks hold different stages."""
+    # On two ranks each rank of these holds the whole model.
+    two_copies = {facts.name for facts in search.request.families() if facts.stages_per_rank == "2"}
+    configurations = []
+    for configuration in space.configurations:
+        ranks, stages = configuration.shape.ranks, configuration.stages
+        is_copied = ranks == stages == 2 and configuration.schedule in two_copies
+        if ranks > 1 and not is_copied:
+            configurations.append(configuration)
+    return configurations
 
 
 def pipeline_note(chosen: Evaluated, pipeline: Evaluated) -> str:

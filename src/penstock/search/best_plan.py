@@ -9,14 +9,13 @@ from dataclasses import replace
 from penstock.errors import PlanError, ScheduleError
 from penstock.plan.plan import Plan
 from penstock.search.build_plan import build_plan
-from penstock.search.evaluate import evaluate, refine_recompute
+from penstock.search.evaluate import evaluate, infeasible_error, refine_recompute
 from penstock.search.instantiate import (
     CLOSE,
     Evaluated,
     best,
     by_time,
     first_of_kind,
-    infeasible_error,
     instantiate,
 )
 from penstock.search.proposal import Proposal
@@ -47,6 +46,7 @@ def best_plan(request: PlanRequest, proposals: Iterable[Proposal]) -> Plan:
         for variant in variants:
             (infeasible if variant.memory_shortfall else feasible).append(variant)
         fastest = min((candidate.step_s for candidate in feasible), default=math.inf)
+        # Those that are as fast up to rounding stay in: `best` chooses among them by memory.
         cutoff_s = fastest * (1 + CLOSE)
     if not feasible:
         raise infeasible_error(request, infeasible, list(rejected))

@@ -84,6 +84,7 @@ def build_plan(
         remedies=tuple(suggestions),
         optimizer=request.optimizer or "",
         optimizer_states=request.profile.optimizer_states,
+        optimizer_fused=request.optimizer_fused,
         tensor_parallel=request.sharding.tensor_parallel,
         sequence_parallel=request.sharding.sequence_parallel,
         zero=request.sharding.zero,

@@ -183,6 +183,7 @@ def make_request(
         weights_options=_float_items(weights_options),
         optimizer=None if kind is None else kind.name or None,
         optimizer_states=None if kind is None else kind.states,
+        optimizer_fused=kind is not None and kind.fused,
         sharding=Sharding(zero=sharding_options.zero or 0),
         sharding_options=sharding_options,
         **options,

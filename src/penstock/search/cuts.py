@@ -82,6 +82,7 @@ def _common_link(request: PlanRequest, places: Sequence[int]) -> Link | None:
 def _balance_memory(request: PlanRequest, stages: int, micro_batches: int) -> tuple[int, ...]:
     """Return the cut whose stage that holds most holds least."""
     weights, activations = layer_bytes(request, micro_batches)
+    # Those of stage 0 under 1F1B, for all stages: this cut is for too little memory.
     in_flight = min(stages, micro_batches)
     costs = [w + in_flight * a for w, a in zip(weights, activations, strict=True)]
     return tuple(partition(request.profile, stages, by="bottleneck", costs=costs))
@@ -132,6 +133,7 @@ def _balance_ranks(
     """
     ranks, stages = max(places) + 1, len(places)
     seconds = [request.profile_of(rank).step_seconds(micro_batch) for rank in range(ranks)]
+    # Stands for all boundaries: it crosses nodes if any of them does.
     link = request.cluster.link(0, ranks - 1)
     transfer = [
         link.transfer_seconds(micro_batch * layer.output_bytes_per_sample)

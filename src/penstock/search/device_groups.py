@@ -21,13 +21,12 @@ from penstock.profile.profile import Profile
 from penstock.schedule.catalogue import ScheduleFacts
 from penstock.search.build_plan import ROWS, build_plan
 from penstock.search.cuts import Balance
-from penstock.search.evaluate import evaluate
+from penstock.search.evaluate import evaluate, infeasible_error
 from penstock.search.instantiate import (
     Evaluated,
     best,
     by_time,
     first_of_kind,
-    infeasible_error,
     instantiate,
     representative_pipeline,
 )
@@ -80,7 +79,7 @@ def group_requests(request: PlanRequest, options: ShardingOptions) -> list[PlanR
         if parallel and count == 1:
             reasons.append("sequence parallelism needs tensor_parallel of 2 or more")
             continue
-        for level in (0, 1, 2, 3) if options.zero is None else (options.zero,):
+        for level in LEVELS if options.zero is None else (options.zero,):
             sharding = Sharding(count, parallel, level)
             try:
                 shared = width_profile(profile, sharding)
@@ -166,6 +165,7 @@ class _GroupSearch:
             schedule = helper.schedule_of(configuration)
             if schedule is None:
                 return
+            # The second cut is for what does not fit with the first.
             balances: tuple[Balance, ...] = ("time", "limits")
             for balance in balances:
                 lengths = helper.lengths_of(configuration, schedule, balance)
@@ -236,6 +236,7 @@ def _pipeline_ranks(most: int, layers: int) -> list[int]:
     longest = min(most, layers)
     if longest < 1:
         return []
+    # Without embedding and head, whose neighbours, the blocks of a transformer, are alike.
     interior = max(1, layers - 2)
     even = max(count for count in range(1, longest + 1) if interior % count == 0)
     return sorted({longest, even} if even > longest // 2 else {longest})
@@ -272,6 +273,7 @@ def best_zero_level(request: PlanRequest, planner: Callable[[PlanRequest], Plan]
     Raises:
         PlanError: nothing fits at any level; the message is that of the highest.
     """
+    # A part each, so that all levels together take as long as one search.
     budget_s = request.budget_s / len(LEVELS)
     plans = []
     for level in LEVELS:

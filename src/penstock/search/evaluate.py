@@ -1,4 +1,6 @@
-"""Evaluate a placed schedule: its memory and time, with as little recompute as it needs to fit."""
+"""Evaluate a placed schedule: its memory and time, with as little recompute as it needs to fit, and
+the error where nothing fits.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from penstock.errors import PlanError
 from penstock.schedule.recompute import Recompute
-from penstock.search.instantiate import Evaluated, PlacedSchedule, by_time
+from penstock.search.instantiate import Evaluated, PlacedSchedule, by_memory, by_time, first_of_kind
 from penstock.search.recompute.min_time_recompute import COARSE, FINE, Precision
 from penstock.search.recompute.selective_recompute import Infeasible, select_recompute
 from penstock.search.request import PlanRequest
 from penstock.simulate.simulate import peak_memory
 from penstock.units import format_bytes
+
+#: Number of candidates that the error shows when nothing fits.
+INFEASIBLE_ROWS = 4
 
 
 def evaluate(placed: PlacedSchedule, cutoff_s: float = math.inf) -> list[Evaluated]:
@@ -33,6 +39,8 @@ def evaluate(placed: PlacedSchedule, cutoff_s: float = math.inf) -> list[Evaluat
         except Infeasible:
             return variants
         variants += _variants(placed, Recompute.EXCEPT_LAST)
+        # `always` recomputes the last micro-batch as well: less memory than except_last, and more
+        # time.
         if all(variant.memory_shortfall for variant in variants):
             variants += _variants(placed, Recompute.ALWAYS)
     infeasible = [variant for variant in variants if variant.memory_shortfall]
@@ -77,3 +85,35 @@ def _compare_memory(request: PlanRequest, memory: Sequence[int]) -> tuple[float,
     rank = max(range(len(memory)), key=lambda rank: ratios[rank])
     text = f"needs {format_bytes(memory[rank])}, has {format_bytes(capacity[rank])} on rank {rank}"
     return ratios[rank], text if ratios[rank] > 1 else ""
+
+
+def infeasible_error(
+    request: PlanRequest, infeasible: list[Evaluated], rejected: list[str], note: str = ""
+) -> PlanError:
+    """Return the error for a search in which nothing fits.
+
+    Args:
+        request: the request.
+        infeasible: candidates that do not fit the memory.
+        rejected: why other proposals could not be made; used if there is no candidate at all.
+        note: what cut the search short; empty if nothing did.
+    """
+    notes = [note] if note else []
+    if not infeasible:
+        reasons = [*rejected[:12], *notes]
+        return PlanError("\n  ".join(["no schedule can be made for these numbers", *reasons]))
+    nearest = first_of_kind(sorted(infeasible, key=by_memory))
+    lines = [
+        f"nothing fits the memory of {request.cluster.name} at batch {request.batch}; nearest first"
+    ]
+    for evaluated in nearest[:INFEASIBLE_ROWS]:
+        row = evaluated.candidate
+        lines.append(
+            f"{row.schedule}, {row.stages} stages of {', '.join(map(str, row.lengths))} layers, "
+            f"{row.micro_batches} micro-batches, recompute {row.recompute}: {row.why}"
+        )
+    free = request.recompute == "auto" and request.stages is None and request.micro_batches is None
+    advice = "Use more ranks, or ranks with more memory, or a smaller batch"
+    if not free:
+        advice += ", or leave recompute, stages and micro_batches to the planner"
+    return PlanError("\n  ".join([*lines, *notes, advice]))

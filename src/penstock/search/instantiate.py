@@ -26,6 +26,7 @@ from penstock.simulate.overlapped_sums import (
     with_shorter_updates,
 )
 from penstock.simulate.plan_costs import schedule_costs, stage_costs, with_plan_zero
+from penstock.simulate.rank_memory import StoredParameters
 from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.stage_seconds import micro_batch_sizes, parts_of
 from penstock.simulate.steady_state import Steady, steady
@@ -44,9 +45,6 @@ LEAN = 0.02
 
 #: Stages times micro-batches up to which a schedule is small: about 0.1 MB with its dependencies.
 SMALL = 256
-
-#: Number of candidates that the error shows when nothing fits.
-INFEASIBLE_ROWS = 4
 
 
 @final
@@ -228,7 +226,8 @@ def _costs(request: PlanRequest, proposal: Proposal, schedule: Schedule, rule: W
     lengths, cluster = proposal.lengths, request.cluster
     costs = schedule_costs(schedule, profiles, lengths, cluster, request.batch, rule)
     if request.sharding.zero:
-        return with_plan_zero(costs, schedule, lengths, cluster, request.sharding.zero)
+        zero = request.sharding.zero
+        return with_plan_zero(costs, schedule, profiles[0], lengths, cluster, zero)
     samples = request.batch / proposal.micro_batches
     return with_overlapped_sums(costs, schedule, profiles, lengths, samples, cluster)
 
@@ -305,6 +304,8 @@ def _make_schedule(
     return make_schedule(name, stages, micro_batches, **keywords)
 
 
+# A search goes through many small schedules again and again. A large one may have millions of ops,
+# so that only a few of them fit into memory.
 _small_schedule = lru_cache(maxsize=512)(_make_schedule)
 _large_schedule = lru_cache(maxsize=8)(_make_schedule)
 
@@ -327,6 +328,7 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
     if not 1 < pipelines <= proposal.micro_batches <= request.batch:
         return None
     options = tuple((name, value) for name, value in proposal.options if name != "replicas")
+    # Rounded up: the first pipeline has the most micro-batches, and so the longest step.
     micro_batches = -(-proposal.micro_batches // pipelines)
     schedule = cached_schedule(proposal.schedule, proposal.stages, micro_batches, options)
     if schedule.stream is not None or max(map(len, schedule.ranks_of_stage)) > 1:
@@ -340,15 +342,19 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
     profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
     sizes = _sizes(request, proposal, schedule, pipelines)
     costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, sizes, rule)
-    replicas = [
-        devices[first_rank : needed : schedule.ranks] for first_rank, *_ in schedule.ranks_of_stage
+    holders = [
+        range(first_rank, needed, schedule.ranks) for first_rank, *_ in schedule.ranks_of_stage
     ]
-    zero = request.sharding.zero
-    synced = with_zero(costs, replicas, request.cluster, proposal.lengths, zero)
+    replicas = [[devices[index] for index in indices] for indices in holders]
+    zero, lengths = request.sharding.zero, proposal.lengths
+    stored = StoredParameters(profiles[0], lengths, holders, zero)
+    shares = stored.largest_shares()
+    synced = with_zero(costs, replicas, request.cluster, lengths, zero, shares)
+    synced = stored.add_to(synced, pipelines)
     if not zero:
         samples = request.batch / proposal.micro_batches
         hidden_s = hidden_sum_seconds(
-            schedule, replicas, profiles, proposal.lengths, samples, request.cluster
+            schedule, replicas, profiles, lengths, samples, request.cluster
         )
         synced = with_shorter_updates(synced, hidden_s)
     # Messages of the other pipelines, which are left out, use the same cards.
@@ -415,35 +421,3 @@ def first_of_kind(candidates: Iterable[Evaluated]) -> list[Evaluated]:
     for candidate in candidates:
         kinds.setdefault(candidate.kind, candidate)
     return list(kinds.values())
-
-
-def infeasible_error(
-    request: PlanRequest, infeasible: list[Evaluated], rejected: list[str], note: str = ""
-) -> PlanError:
-    """Return the error for a search in which nothing fits.
-
-    Args:
-        request: the request.
-        infeasible: candidates that do not fit the memory.
-        rejected: why other proposals could not be made; used if there is no candidate at all.
-        note: what cut the search short; empty if nothing did.
-    """
-    notes = [note] if note else []
-    if not infeasible:
-        reasons = [*rejected[:12], *notes]
-        return PlanError("\n  ".join(["no schedule can be made for these numbers", *reasons]))
-    nearest = first_of_kind(sorted(infeasible, key=by_memory))
-    lines = [
-        f"nothing fits the memory of {request.cluster.name} at batch {request.batch}; nearest first"
-    ]
-    for evaluated in nearest[:INFEASIBLE_ROWS]:
-        row = evaluated.candidate
-        lines.append(
-            f"{row.schedule}, {row.stages} stages of {', '.join(map(str, row.lengths))} layers, "
-            f"{row.micro_batches} micro-batches, recompute {row.recompute}: {row.why}"
-        )
-    free = request.recompute == "auto" and request.stages is None and request.micro_batches is None
-    advice = "Use more ranks, or ranks with more memory, or a smaller batch"
-    if not free:
-        advice += ", or leave recompute, stages and micro_batches to the planner"
-    return PlanError("\n  ".join([*lines, *notes, advice]))

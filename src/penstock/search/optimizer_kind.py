@@ -51,10 +51,12 @@ class OptimizerKind:
         name: of its torch class or nearest torch base class, or else of its own class. Empty if
             only a number is known.
         states: numbers that it keeps per parameter, in the precision of the parameter.
+        fused: whether its step is one kernel, which is several times as fast on a CPU.
     """
 
     name: str
     states: float
+    fused: bool = False
 
 
 def optimizer_kind(optimizer: object) -> OptimizerKind:
@@ -125,9 +127,10 @@ def _of_instance(optimizer: Any) -> OptimizerKind:
     options.
     """
     name = _class_name(optimizer)
+    fused = any(group.get("fused") for group in optimizer.param_groups)
     weights = sum(parameter.nbytes for parameter in optimizer.state)
     if weights:
-        return OptimizerKind(name, _rounded(_state_bytes(optimizer) / weights))
+        return OptimizerKind(name, _rounded(_state_bytes(optimizer) / weights), fused)
     if name.lower() not in _STATES:
         raise SettingError(
             f"how much memory {name} takes is not known before it has stepped: give how many "
@@ -138,7 +141,7 @@ def _of_instance(optimizer: Any) -> OptimizerKind:
     for option in _EXTRA_STATE_OPTIONS.get(name, ()):
         values = [group.get(option) or 0 for group in optimizer.param_groups]
         states += bool(max(values, default=0))
-    return OptimizerKind(name, states)
+    return OptimizerKind(name, states, fused)
 
 
 def _of_factory(make: Callable[..., Any]) -> OptimizerKind:
@@ -172,9 +175,9 @@ def _of_factory(make: Callable[..., Any]) -> OptimizerKind:
             f"the function given as optimizer= returned {type(optimizer).__name__}, which is not a "
             "torch optimizer"
         )
-    return OptimizerKind(
-        _class_name(optimizer), _rounded(_state_bytes(optimizer) / parameter.nbytes)
-    )
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    states = _rounded(_state_bytes(optimizer) / parameter.nbytes)
+    return OptimizerKind(_class_name(optimizer), states, fused)
 
 
 def _state_bytes(optimizer: Any) -> int:

@@ -245,6 +245,7 @@ class PlanSearch:
             representative = representative_pipeline(self.request, proposal)
             if representative is not None:
                 candidate = self._simulate(representative, force)
+                # All pipelines together take at least as long as the first one alone.
                 if candidate is None or (candidate.step_s > self.cutoff_s and not force):
                     return None
             candidate = self._simulate(instantiate(self.request, proposal), force)
@@ -300,6 +301,7 @@ class PlanSearch:
         slowdowns and the links along the first.
         """
         cluster = self.request.cluster
+        # By identity, which is fast; the request keeps all of them alive during the search.
         profiles = tuple(id(self.request.profile_of(rank)) for rank in shape.first)
         slowdowns = tuple(cluster.slowdown(rank, shape.devices) for rank in shape.first)
         links = tuple(id(cluster.link(a, b)) for a, b in pairwise(shape.first))

@@ -16,7 +16,7 @@ from penstock.profile.device_profiles import (
     Profiles,
     profiles_of,
     scale_profile,
-    with_optimizer_states,
+    with_optimizer,
 )
 from penstock.profile.profile import Phase, Profile
 from penstock.schedule.arrays import Array
@@ -67,6 +67,7 @@ class PlanRequest:
             consists of replicas, such as Chimera, may exceed it.
         optimizer_states: numbers that the optimizer keeps per parameter; by default the count that
             the profiles say.
+        optimizer_fused: whether its step is one kernel.
         sharding: of the devices; the profile and the cluster are those of its groups.
         sharding_options: what the planner may choose there.
         deadline: the hard stop of the search that the request belongs to; None if it has none.
@@ -93,6 +94,7 @@ class PlanRequest:
     optimizer: str | None = None
     max_replicas: int | None = None
     optimizer_states: float | None = None
+    optimizer_fused: bool = False
     sharding: Sharding = field(default_factory=Sharding)
     sharding_options: ShardingOptions = field(default_factory=ShardingOptions)
     deadline: Deadline | None = field(default=None, compare=False, repr=False)
@@ -235,7 +237,9 @@ class PlanRequest:
         profiles = profiles_of(self.profiles, self.cluster)
         if self.optimizer_states is None:
             return profiles
-        return with_optimizer_states(profiles, self.optimizer_states)
+        return with_optimizer(
+            profiles, self.optimizer or "", self.optimizer_states, self.optimizer_fused
+        )
 
     def profile_of(self, rank: int) -> Profile:
         """Return the costs of the layers on the device of the cluster's rank `rank`, while it

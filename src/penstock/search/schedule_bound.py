@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.profile.profile import PHASES
 from penstock.schedule.op import BACKWARD_STARTS, Kind, Op, Schedule
 from penstock.schedule.streaming.period import period_of
 from penstock.simulate.costs import Costs
-from penstock.simulate.stage_seconds import PHASES
 
 
 def schedule_bound_s(schedule: Schedule, costs: Costs) -> float:

@@ -144,6 +144,8 @@ def _simulate_figures(facts: ScheduleFacts, schedule: Schedule) -> ScheduleFigur
         name=facts.name,
         ranks=schedule.ranks,
         stages=schedule.stages,
+        # Rounded, since sums in another order would otherwise show in tables that are compared to
+        # the letter.
         makespan=round(steady_state.seconds_per_batch, 9),
         bubble_ratio=round(steady_state.bubble_ratio, 9),
         span_bubble_ratio=round(span_bubble_ratio, 9),

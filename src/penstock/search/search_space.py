@@ -16,11 +16,11 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.plan.plan import Option
+from penstock.profile.profile import PHASES
 from penstock.schedule.catalogue import ScheduleFacts, schedule
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
 from penstock.simulate.gradient_sync import all_reduce_seconds
-from penstock.simulate.stage_seconds import PHASES
 
 #: Numbers of stages per rank that are tried, for schedules that take any number.
 STAGES_PER_RANK = (2, 3, 4)
@@ -133,6 +133,7 @@ class SearchSpace:
         """
         bounds = [
             count * self._load(shape, count).cluster_share_s
+            # Any shape: the share of the whole cluster is the same for all.
             for shape in self.shapes[:1]
             for count in self.request.micro_batch_counts(self.request.cluster.ranks)
         ]
@@ -184,6 +185,8 @@ class SearchSpace:
         if self.request.micro_batches is None:
             for multiple in (1, 2, 4):
                 count = multiple * shape.ranks * shape.pipelines
+                # With 64 micro-batches per pipeline, filling and draining are a small part of a
+                # step already.
                 if count <= min(self.request.batch, 64 * shape.pipelines):
                     yield count
 

@@ -140,7 +140,11 @@ def _one_more_rank(request: PlanRequest, chosen: Evaluated) -> list[Remedy]:
     )
     try:
         larger_request = replace(
-            request, cluster=larger, schedules=(name,), budget_s=request.budget_s / 10
+            # A suggestion may take a tenth of the time of the search that it is about.
+            request,
+            cluster=larger,
+            schedules=(name,),
+            budget_s=request.budget_s / 10,
         )
         search = PlanSearch(larger_request, WORK)
         for configuration in SearchSpace(larger_request, shapes(larger_request)).configurations:

@@ -162,6 +162,8 @@ class Arena:
         last = self.segments[-1] if self.segments else None
         slot_bytes = LINE + pool.nbytes
         if last is None or self._used + slot_bytes > len(last.memory):
+            # An eighth of what there is, so that the number of segments, each with a file
+            # descriptor, grows with the logarithm of the memory.
             last = self._grow(max(LINE + slot_bytes, self.nbytes // 8, _MIN_SEGMENT_BYTES))
         slot = Slot(last, self._used, last.fd << _OFFSET_BITS | self._used, pool)
         self._used += slot_bytes

@@ -70,6 +70,8 @@ class Notifier:
         """
         whole_seconds = int(seconds)
         timeout = _Timespec(whole_seconds, int((seconds - whole_seconds) * 1e9))
+        # The kernel returns at once if the word is not 1 any more: a message between `arm` and this
+        # call is not missed.
         self._syscall(_SYS_FUTEX, self._address, _FUTEX_WAIT, 1, ctypes.addressof(timeout))
 
     def _fence(self) -> None:

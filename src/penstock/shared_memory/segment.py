@@ -29,6 +29,7 @@ class Segment:
 
     def __init__(self, fd: int, nbytes: int, owned: bool) -> None:
         self.fd = fd if owned else -1
+        # MAP_POPULATE: page faults would otherwise delay the first message in every page.
         self.memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.words = memoryview(self.memory).cast("Q")
         # An inference tensor could not be written to outside inference mode.
@@ -44,6 +45,8 @@ class Segment:
         """
         fd = os.memfd_create("penstock", os.MFD_CLOEXEC)
         try:
+            # Reserves the memory now: without it, a write to a full tmpfs would end the process by
+            # SIGBUS.
             os.posix_fallocate(fd, 0, nbytes)
             return cls(fd, nbytes, owned=True)
         except BaseException:

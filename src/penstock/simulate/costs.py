@@ -108,6 +108,8 @@ class Costs:
         weight_bytes: weights, gradients and optimizer state of a stage together.
         gradient_bytes, optimizer_bytes: the parts of `weight_bytes` for these; the remainder are
             weights.
+        bytes_of_ranks: for every rank its bytes of weights, gradients and optimizer state, where
+            they are not those of its stages together.
         weight_versions: number of versions of the weights on a stage, 1 by default.
         boundary_bytes: bytes that cross a boundary for one micro-batch.
         boundary_buffers: whether memory includes values that wait at boundaries, to be sent or to
@@ -145,6 +147,7 @@ class Costs:
     links: str = "duplex"
     boundary_buffers: bool = True
     network: Network | None = None
+    bytes_of_ranks: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         """Validate all fields and convert lists to tuples."""
@@ -230,7 +233,7 @@ class Costs:
 FIELDS = tuple(
     field.name
     for field in fields(Costs)
-    if field.name not in ("links", "network", "boundary_buffers")
+    if field.name not in ("links", "network", "boundary_buffers", "bytes_of_ranks")
 )
 
 

@@ -41,11 +41,13 @@ class Tables:
         dependencies: of the schedule.
         amounts: the costs.
         recompute: the recompute policy.
+        bytes_of_ranks: see `Costs`.
     """
 
     dependencies: Dependencies
     amounts: Amounts
     recompute: Recompute = Recompute.NEVER
+    bytes_of_ranks: tuple[tuple[float, ...], ...] | None = None
 
     @cached_property
     def detailed(self) -> bool:

@@ -121,6 +121,8 @@ def weight_bytes_of_ranks(tables: Tables) -> Array:
     Raises:
         SettingError: gradients and optimizer state are more than `weight_bytes`.
     """
+    if tables.bytes_of_ranks is not None:
+        return np.array(tables.bytes_of_ranks)
     dependencies, amounts = tables.dependencies, tables.amounts
     stages = dependencies.stages
     total, gradients, optimizer = (

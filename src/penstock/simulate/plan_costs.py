@@ -17,7 +17,7 @@ from penstock.profile.device_profiles import (
     Profiles,
     busy_profiles,
     profiles_of,
-    with_optimizer_states,
+    with_optimizer,
 )
 from penstock.profile.profile import LayerProfile, Profile
 from penstock.schedule.lower import partners_of
@@ -28,6 +28,7 @@ from penstock.simulate.device_costs import on_devices
 from penstock.simulate.gradient_sync import all_reduce_seconds, in_buckets, sum_copies
 from penstock.simulate.host_costs import with_host_work
 from penstock.simulate.overlapped_sums import with_overlapped_sums
+from penstock.simulate.rank_memory import StoredParameters
 from penstock.simulate.selective_recompute import with_selective_recompute
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.slice_costs import slice_costs
@@ -171,6 +172,7 @@ def _synchronised_updates(costs: Costs, schedule: Schedule, cluster: Cluster) ->
     update = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
     gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
     waves = None if schedule.stream is None else schedule.stream.waves
+    # With waves, copies exchange weights once per wave, and every update bears its part.
     updates_per_sync = 1 if waves is None else waves.length
     return [
         seconds + all_reduce_seconds(ranks, gradient_bytes, cluster) / updates_per_sync
@@ -283,7 +285,9 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
     if plan.tensor_parallel > 1:
         profiles = width_profile(profiles, plan.sharding)
         cluster = group_devices(cluster, plan.tensor_parallel)
-    rank_profiles = with_optimizer_states(profiles_of(profiles, cluster), plan.optimizer_states)
+    rank_profiles = with_optimizer(
+        profiles_of(profiles, cluster), plan.optimizer, plan.optimizer_states, plan.optimizer_fused
+    )
     if rank_profiles[0].fingerprint != plan.fingerprint:
         raise PlanError(
             f"the plan is for a chain with fingerprint {plan.fingerprint}, the profile is of "
@@ -306,7 +310,9 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
     )
     local, micro_batch = cluster.on(devices), plan.batch / plan.micro_batches
     if plan.zero:
-        costs = with_plan_zero(costs, plan.schedule, plan.lengths, local, plan.zero)
+        costs = with_plan_zero(
+            costs, plan.schedule, plan_profiles[0], plan.lengths, local, plan.zero
+        )
     else:
         costs = with_overlapped_sums(
             costs, plan.schedule, plan_profiles, plan.lengths, micro_batch, local
@@ -343,7 +349,12 @@ def width_profile(profiles: Profiles, sharding: Sharding) -> Profile:
 
 
 def with_plan_zero(
-    costs: Costs, schedule: Schedule, lengths: Sequence[int], cluster: Cluster, zero: int
+    costs: Costs,
+    schedule: Schedule,
+    profile: Profile,
+    lengths: Sequence[int],
+    cluster: Cluster,
+    zero: int,
 ) -> Costs:
     """Return the costs of a schedule, which include the all-reduce at U, at a level of ZeRO.
 
@@ -364,7 +375,10 @@ def with_plan_zero(
     for seconds, ranks, size in zip(updates, schedule.ranks_of_stage, gradients, strict=True):
         alone.append(max(0.0, seconds - all_reduce_seconds(ranks, size, cluster)))
     without_sync = replace(costs, update=alone)
-    return with_zero(without_sync, schedule.ranks_of_stage, cluster, lengths, zero)
+    holders = schedule.ranks_of_stage
+    stored = StoredParameters(profile, lengths, holders, zero)
+    shares = stored.largest_shares()
+    return stored.add_to(with_zero(without_sync, holders, cluster, lengths, zero, shares))
 
 
 def schedule_costs(
@@ -399,7 +413,10 @@ def schedule_costs(
         return with_host_work(costs, schedule, profiles, cluster)
 
     costs = costs_by_size(of_size, sizes)
-    return _with_gradient_copies(costs, schedule, sum_copies(schedule, cluster))
+    costs = _with_gradient_copies(costs, schedule, sum_copies(schedule, cluster))
+    if schedule.stream is not None:
+        return costs
+    return StoredParameters(profiles[0], lengths, schedule.ranks_of_stage).add_to(costs)
 
 
 def _with_gradient_copies(costs: Costs, schedule: Schedule, copies: Sequence[float]) -> Costs:

@@ -73,6 +73,8 @@ class LayerBytes:
         saved = sum(self.inputs[start] for start, _ in segments)
         for layer in range(first, end):
             if layer not in recomputed:
+                # Elsewhere the input of a layer is the output of the saved layer before it, and
+                # counted there.
                 is_entry = layer == first or layer - 1 in recomputed
                 saved += self.saved[layer] + (self.entry[layer] if is_entry else 0.0)
         peaks = [self.recomputed_bytes(start, stop) for start, stop in segments]

@@ -91,7 +91,8 @@ def tables_of(schedule: Schedule, costs: Costs, recompute: Recompute) -> Tables:
     """Return the lookup tables of these costs for this schedule."""
     dependencies = acyclic_dependencies_of(schedule)
     amounts = Amounts.of([costs], dependencies.stages, dependencies.numbers.tolist())
-    return Tables(dependencies, with_stream_memory(amounts, schedule), recompute)
+    amounts = with_stream_memory(amounts, schedule)
+    return Tables(dependencies, amounts, recompute, costs.bytes_of_ranks)
 
 
 def times_of(
@@ -106,6 +107,7 @@ def times_of(
         dependencies.time_ops(durations, times)
     else:
         media = _media(dependencies, links) if network is None else network.media(dependencies)
+        # The kernel counts `pending` down.
         pending, ready = dependencies.pending.copy(), np.zeros(count)
         arguments = (dependencies.graph, durations, media, pending, ready, times)
         dependencies.walk(time_ops_contended, *arguments)

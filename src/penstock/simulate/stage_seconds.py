@@ -7,11 +7,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from penstock.profile.profile import Phase, Profile
+from penstock.profile.profile import PHASES, Phase, Profile
 from penstock.schedule.arrays import Array
 from penstock.schedule.op import Schedule
-
-PHASES: tuple[Phase, ...] = ("forward", "backward", "input_grad", "weight_grad")
 
 
 def parts_of(lengths: Sequence[int]) -> list[slice]:

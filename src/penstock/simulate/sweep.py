@@ -222,6 +222,7 @@ class _Batch:
         count, ops, ranks = len(seconds), len(dependencies.ops), dependencies.ranks
         first, last = self._ends()
         mark = np.zeros(ops, np.uint8)
+        # Bit 0: the span of the op's rank begins here; bit 1: it ends here.
         mark[first] += 1
         mark[last] += 2
         order = dependencies.graph.order
@@ -234,6 +235,8 @@ class _Batch:
         for low in range(0, count, width):
             # The last chunk is filled up by repeating its last vector.
             chunk = np.arange(low, low + width).clip(max=count - 1)
+            # Transposed, because the kernel's inner loop runs over vectors: they must lie side by
+            # side.
             table = np.ascontiguousarray(seconds[chunk].T)
             starts_of_span, ends_of_span = np.zeros((ranks, width)), np.zeros((ranks, width))
             spans = RankSpans(mark, np.zeros(width), starts_of_span, ends_of_span)

@@ -11,7 +11,8 @@ gradients, of which a reduce-scatter or an all-gather takes half:
     3     | and parameters                    | A/2 per forward, A per backward
 
 Messages of levels 2 and 3 overlap with the computation of the op but for those of its first layer.
-The update of a replica is that of its share.
+The update of a replica is that of its share. At level 1 that is of whole parameters, as the runtime
+divides them, and the stage waits for the replica with the largest share.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def with_zero(
     cluster: Cluster,
     lengths: Sequence[int],
     zero: int,
+    largest_shares: Sequence[float] | None = None,
 ) -> Costs:
     """Return `costs` with the all-reduce of gradients among replicas, at a level of ZeRO.
 
@@ -42,6 +44,8 @@ def with_zero(
         cluster: of these ranks.
         lengths: layers in every stage.
         zero: level, 0 to 3.
+        largest_shares: per stage, the part of the optimizer state that is on one replica, of those
+            with the most; by default all have equal parts.
 
     Raises:
         PlanError: there is no such level.
@@ -56,15 +60,16 @@ def with_zero(
     ]
     update = costs.spread("update", stages) or (0.0,) * stages
     counts = [len(ranks) if zero else 1 for ranks in replicas]
+    shares = [1 / count for count in counts] if largest_shares is None else largest_shares
     at_update = (1.0, 1.0, 0.5, 0.0)[zero]
     shared = replace(
         costs,
         update=[
-            seconds / count + at_update * sync
-            for seconds, count, sync in zip(update, counts, sync_s, strict=True)
+            seconds * share + at_update * sync
+            for seconds, share, sync in zip(update, shares, sync_s, strict=True)
         ],
     )
-    shared = _with_shared_memory(shared, counts, lengths, zero)
+    shared = _with_shared_memory(shared, counts, shares, lengths, zero)
     if zero < 2:
         return shared
     per_backward = 0.5 if zero == 2 else 1.0
@@ -78,7 +83,11 @@ def with_zero(
 
 
 def _with_shared_memory(
-    costs: Costs, counts: Sequence[int], lengths: Sequence[int], zero: int
+    costs: Costs,
+    counts: Sequence[int],
+    shares: Sequence[float],
+    lengths: Sequence[int],
+    zero: int,
 ) -> Costs:
     """Return `costs` with the bytes that a replica stores.
 
@@ -90,12 +99,12 @@ def _with_shared_memory(
     total = costs.spread("weight_bytes", stages) or ()
     gradients = costs.spread("gradient_bytes", stages) or (0.0,) * stages
     states = costs.spread("optimizer_bytes", stages) or (0.0,) * stages
-    rows = zip(total, gradients, states, counts, lengths, strict=True)
+    rows = zip(total, gradients, states, counts, shares, lengths, strict=True)
     weight_bytes, gradient_bytes, optimizer_bytes = [], [], []
-    for whole, gradient, state, count, length in rows:
+    for whole, gradient, state, count, share, length in rows:
         weights = whole - gradient - state
         in_use = min(1.0, 2 / length) if count > 1 else 0.0
-        state_share = state / count
+        state_share = state * share
         gradient_share, weight_share = gradient, weights
         if zero >= 2:
             gradient_share = gradient * min(1.0, 1 / count + in_use)

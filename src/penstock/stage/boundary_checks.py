@@ -58,6 +58,8 @@ class InPlaceChanges:
         """Return the inputs to run the layers on, copied if necessary, with a check for later."""
         if self.excluded(training=training):
             return Watch(self, training, inputs, copied=False)
+        # Until the layers have run once it is not known whether they write into their inputs, which
+        # the sender's backward may still need.
         copies = [value.with_tensors(list(map(copy_of, value.tensors))) for value in inputs]
         return Watch(self, training, copies, copied=True)
 
@@ -139,6 +141,8 @@ def check_devices(payload: Payload, device: torch.device) -> None:
         RunError: a tensor is on another kind of device.
     """
     for tensor in payload.tensors:
+        # A number without dimensions may stay on the host: torch combines it with tensors of any
+        # device.
         if tensor.device.type != device.type and (tensor.dim() or tensor.is_meta):
             raise RunError(
                 f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} crosses the boundary "

@@ -129,6 +129,8 @@ class FastPath:
             collect_side_losses(outer)
         root = value if value.requires_grad else None
         if sides:
+            # The layers have begun to add side losses: later micro-batches of the form go the full
+            # way.
             del self.bytes_by_form[batch.forms[micro_batch]]
             inputs = Payload("", (stage_input,), (leaf is not None,))
             return self._with_sides(inputs, value, sides, size)

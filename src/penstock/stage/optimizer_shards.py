@@ -19,27 +19,13 @@ from torch.optim import Optimizer
 
 from penstock.errors import SettingError
 from penstock.optim.update import Update
+from penstock.plan.parameter_owners import assign_owners
 from penstock.ranks.buckets import flat, unflat
 from penstock.stage.gradients.replica_messages import ReplicaMessages
 from penstock.transport.update_messages import UpdateMessage
 
 #: Key of a tensor's form in the description of state.
 _TENSOR = "torch.Tensor"
-
-
-def assign_owners(parameters: Sequence[nn.Parameter], replicas: int) -> list[int]:
-    """Return for each parameter the position of the replica that updates it.
-
-    The largest parameter first, each goes to the replica with the fewest bytes so far. All replicas
-    compute the same. Frozen parameters, which have no state yet, count as empty.
-    """
-    sizes = [parameter.nbytes if parameter.requires_grad else 0 for parameter in parameters]
-    loads = [0] * replicas
-    owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        owners[index] = min(range(replicas), key=loads.__getitem__)
-        loads[owners[index]] += sizes[index]
-    return owners
 
 
 class OptimizerShards:
@@ -59,7 +45,9 @@ class OptimizerShards:
         self, update: Update, parameters: Sequence[nn.Parameter], messages: ReplicaMessages
     ) -> None:
         self._update, self._parameters, self._messages = update, parameters, messages
-        self._owners = assign_owners(parameters, len(messages.ranks))
+        # Frozen parameters have no state yet.
+        sizes = [parameter.nbytes if parameter.requires_grad else 0 for parameter in parameters]
+        self._owners = assign_owners(sizes, len(messages.ranks), messages.stage)
         self._owner_of = dict(zip(map(id, parameters), self._owners, strict=True))
         if update.optimizer is not None:
             _check_optimizer(update.optimizer, messages.stage)

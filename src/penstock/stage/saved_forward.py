@@ -32,6 +32,12 @@ class InputGrads:
             leaf.register_hook(partial(grads._note, place))  # type: ignore[no-untyped-call]  # torch's
         return grads
 
+    @classmethod
+    def of_inputs(cls, inputs: Payload) -> InputGrads | None:
+        """Record the gradients of a stage's inputs that require them; None if there are none."""
+        leaves = with_grad(inputs.tensors)
+        return cls.of(leaves) if leaves else None
+
     def _note(self, place: int, grad: Tensor) -> None:
         self._grads[place] = grad
 
@@ -100,3 +106,21 @@ class FastForward:
     leaf: Tensor | None
     root: Tensor | None
     size: int
+
+
+def roots_of(
+    outputs: Sequence[Tensor], loss_roots: Sequence[Tensor], carried: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the roots of a graph, in the order of `SavedForward`.
+
+    Args:
+        outputs: the tensors of the output.
+        loss_roots: losses that require a gradient.
+        carried: the tensors of the state for the next slice.
+    """
+    return [*with_grad(outputs), *loss_roots, *with_grad(carried)]
+
+
+def with_grad(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that require a gradient."""
+    return [tensor for tensor in tensors if tensor.requires_grad]

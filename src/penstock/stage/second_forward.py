@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import RunError
 from penstock.grad.attributes import Attributes, Values
@@ -132,8 +132,3 @@ def unlike(place: str, mismatch: str) -> RunError:
         "own): keep that in a buffer or an attribute, draw from the global generators, or do not "
         "recompute (recompute='never', checkpoint='never')"
     )
-
-
-def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the version counter of each tensor; 0 for inference tensors, which have none."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -23,7 +23,7 @@ from penstock.stage.eviction import Saved
 from penstock.stage.fast_path import FastPath
 from penstock.stage.foreign_parameters import Reach
 from penstock.stage.graph_builder import GraphBuilder
-from penstock.stage.saved_forward import FastForward, InputGrads, SavedForward
+from penstock.stage.saved_forward import FastForward, InputGrads, SavedForward, roots_of, with_grad
 from penstock.stage.second_forward import SecondForwards
 from penstock.stage.slice_state import SliceState, SliceStates, tensors_of
 from penstock.stage.stage_layers import StageLayer, StageLayers
@@ -168,12 +168,17 @@ class Stage:
         if batch.training and not self._on_host:
             self.runner.checks.begin(batch.step)
         size = self._fast_path.bytes_by_form.get(batch.forms[micro_batch])
+        # The form tells of the batch's inputs; what has arrived may be nested, with a side loss for
+        # instance.
         if size is not None and (arrived is None or arrived.structure == ""):
             fast, output = self._fast_path.forward(batch, micro_batch, arrived, size)
             self.activation_meter.take(size)
             self._saved[batch.step, micro_batch] = fast
             return output
-        inputs = self._leaves(batch, micro_batch, arrived)
+        return self._full_forward(batch, micro_batch, self._leaves(batch, micro_batch, arrived))
+
+    def _full_forward(self, batch: Batch, micro_batch: int, inputs: Payload) -> Payload | None:
+        """Run F with all that the fast path leaves out; `inputs` are leaves."""
         recomputed = batch.training and self.recompute.repeats(*batch.place(micro_batch))
         first = self._second_forwards.first() if recomputed else None
         next_slice = batch.next_slice(micro_batch)
@@ -205,19 +210,21 @@ class Stage:
             self._saved[batch.step, micro_batch] = SavedForward(
                 inputs,
                 slice_state.incoming,
-                None if recomputed else _roots(outputs, loss_roots, carried),
+                None if recomputed else roots_of(outputs, loss_roots, carried),
                 len(loss_roots),
                 first,
                 saved,
                 size,
                 requires_grad,
                 None if recomputed else loss,
-                _input_grads(inputs),
+                InputGrads.of_inputs(inputs),
             )
             self.activation_meter.take(size)
+            # Each of these needs more from a forward than the fast path keeps.
             if not (recomputed or saved or loss_roots[1:] or batch.outputs):
                 self._fast_path.enable(batch, micro_batch, inputs, output)
         if recomputed and output is not None:
+            # Its graph ends here: the backward runs on that of the recompute.
             return output.with_tensors([tensor.detach() for tensor in outputs])
         return output
 
@@ -384,6 +391,7 @@ class Stage:
         roots = saved.roots
         if roots is None:
             roots = self._recompute(batch, micro_batch, saved)
+        # Roots are outputs, losses and carried tensors, in this order.
         first_loss = len(roots) - len(carried_grads) - saved.loss_root_count
         loss_grads = [
             self._first_grad(batch, micro_batch, root, side=root is not saved.loss)
@@ -392,8 +400,8 @@ class Stage:
         grads = [*output_grads, *loss_grads, *carried_grads]
         pairs = [pair for pair in zip(roots, grads, strict=True) if pair[0].requires_grad]
         return _Backward(
-            _with_grad(saved.inputs.tensors),
-            _with_grad(tensors_of(saved.slice_state)),
+            with_grad(saved.inputs.tensors),
+            with_grad(tensors_of(saved.slice_state)),
             [root for root, _ in pairs],
             [grad for _, grad in pairs],
             saved.size,
@@ -417,34 +425,11 @@ class Stage:
                 batch, micro_batch, saved.inputs, slice_state
             )
         size = self.activation_meter.size(self._builder.form(batch, micro_batch))
+        # Until now only the inputs were counted.
         self.activation_meter.take(size - saved.size)
         outputs = [] if output is None else output.tensors
         carried = [] if next_slice is None else tensors_of(slice_state.outgoing)
         self._second_forwards.check(saved.first, [*outputs, *loss_roots, *carried], micro_batch)
         check_same_requires_grad(saved.requires_grad, [*outputs, *carried], f"stage {self.index}")
         saved.size, saved.loss_root_count, saved.loss = size, len(loss_roots), loss
-        return _roots(outputs, loss_roots, carried)
-
-
-def _roots(
-    outputs: Sequence[Tensor], loss_roots: Sequence[Tensor], carried: Sequence[Tensor]
-) -> list[Tensor]:
-    """Return the roots of a graph, in the order of `SavedForward`.
-
-    Args:
-        outputs: the tensors of the output.
-        loss_roots: losses that require a gradient.
-        carried: the tensors of the state for the next slice.
-    """
-    return [*_with_grad(outputs), *loss_roots, *_with_grad(carried)]
-
-
-def _with_grad(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors that require a gradient."""
-    return [tensor for tensor in tensors if tensor.requires_grad]
-
-
-def _input_grads(inputs: Payload) -> InputGrads | None:
-    """Record the gradients of the inputs that require them; None if there are none."""
-    leaves = _with_grad(inputs.tensors)
-    return InputGrads.of(leaves) if leaves else None
+        return roots_of(outputs, loss_roots, carried)

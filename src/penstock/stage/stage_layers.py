@@ -159,6 +159,7 @@ class StageLayers:
         modes = [(module, module.training) for module in self.modules()]
         try:
             for module, _ in modes:
+                # Not by eval(), which a module may override, and which sets the children as well.
                 module.training = False
             yield
         finally:

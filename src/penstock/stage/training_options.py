@@ -33,6 +33,7 @@ _UNREDUCED = (
     "number: reduction='mean' or 'sum'"
 )
 _AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
+# Without torch.preserve_format, which is no format that weights can be converted to.
 _MEMORY_FORMATS = (
     None,
     torch.channels_last,
@@ -130,6 +131,7 @@ class TrainingOptions(CommonOptions):
 
     def with_plan(self, plan: Plan | None) -> TrainingOptions:
         """Return the options with what a plan says, where they do not."""
+        # An option that is given wins over the plan, zero=0 too.
         if plan is None or self.zero is not None:
             return self
         return replace(self, zero=plan.zero)
@@ -201,6 +203,8 @@ class TrainingOptions(CommonOptions):
                 "same time. Use a synchronous schedule; for mixed precision, torch.bfloat16 needs "
                 "no scaler"
             )
+        # It is no option of the update and would pass the check above; its statistics need the end
+        # of a batch.
         if self.deferred_batch_norm and not schedule.synchronous:
             raise SettingError(
                 f"deferred_batch_norm: {schedule.name} is asynchronous and begins a batch before "
@@ -251,6 +255,8 @@ class TrainingOptions(CommonOptions):
         """Reject an unreduced loss, and invalid options of its division over micro-batches."""
         if not callable(loss):
             raise SettingError(f"loss must be a function of output and target, not {loss!r}")
+        # partial(cross_entropy, reduction="none") hides the option from the look at attributes
+        # below.
         while isinstance(loss, partial):
             if loss.keywords.get("reduction") == "none":
                 raise SettingError(_UNREDUCED)
@@ -323,6 +329,8 @@ def parse_options(values: Mapping[str, Any]) -> TrainingOptions:
     """
     valid_names = [entry.name for entry, _ in options_of(TrainingOptions)]
     for name in values:
+        # TypeError, as Python raises if a function has no such keyword: the options stand in
+        # Pipeline's signature.
         if name not in valid_names:
             raise TypeError(
                 f"Pipeline() got an unexpected keyword argument {name!r}; its options of training "

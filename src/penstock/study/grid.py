@@ -25,6 +25,7 @@ from typing import Any
 
 from penstock.errors import SettingError, UnknownName
 from penstock.files.read import read_yaml
+from penstock.files.text import quote
 from penstock.peers.catalogue import System, systems
 from penstock.peers.cuts import cut_method, is_method, parse_lengths
 from penstock.peers.plain import Plain
@@ -147,7 +148,7 @@ class Grid:
         unknown = {key for pattern in grid.exclude for key in pattern} - set(_AXES)
         if unknown:
             raise SettingError(
-                f"{self.source}: exclude has the unknown key {min(unknown)!r}; known: "
+                f"{self.source}: exclude has the unknown key {quote(min(unknown))}; known: "
                 f"{', '.join(_AXES)}"
             )
         self._check_size()

@@ -38,6 +38,8 @@ class AnnealSettings(NamedTuple):
 @compiled
 def random_unit(rng_state: Ints) -> float:
     """Return a random number in [0, 1) by a 48-bit linear congruential generator, as drand48."""
+    # Neither Python's nor NumPy's generator: this one draws the same numbers compiled and in plain
+    # Python.
     rng_state[0] = (int(rng_state[0]) * 25214903917 + 11) & 0xFFFFFFFFFFFF
     return int(rng_state[0] >> 17) / 2147483648.0
 

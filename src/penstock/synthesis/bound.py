@@ -44,6 +44,8 @@ def lower_bound(problem: Problem) -> float:
     splits = sorted((_busiest(problem, (n, m - n)), n) for n in range(1, m))
     least = math.inf
     for busiest, n in splits:
+        # The splits are sorted by their work, which is a bound itself: no later one can have a
+        # lower bound.
         if busiest >= least:
             break
         least = min(least, seconds_of(problem, (n, m - n)))
@@ -149,6 +151,7 @@ class RouteBounds:
         """Return the number of micro-batches of one stage that fit a limit alone."""
         if memory == 0 or limit / memory >= self.count:
             return self.count
+        # A quotient that is whole up to rounding counts in full.
         return int(limit / memory * (1 + 1e-12))
 
     def jobs(self, s: int) -> Iterable[Job]:

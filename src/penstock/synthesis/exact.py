@@ -74,6 +74,7 @@ def prove(problem: Problem, best: Schedule, most: float, until_s: float, seed: i
     schedule, bounds = None, []
     shortest = round(simulate_schedule(best, in_tick_costs.costs.costs()).makespan)
     for counts in _route_splits(problem):
+        # Makespans are whole ticks; 7.0000001 by rounding is 7.
         bound = math.ceil(seconds_of(in_tick_costs, counts) - 1e-6)
         remaining_s = until_s - time.monotonic()
         if bound < shortest and remaining_s > 0:

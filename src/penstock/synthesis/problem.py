@@ -319,6 +319,7 @@ def check_fits(problem: Problem) -> None:
     for rank, copies in enumerate(problem.copies_of_rank):
         sizes = [problem.costs.memory[copy % problem.stages] for copy in copies]
         need = sum(sizes) if len(problem.routes) == 1 else max(sizes)
+        # A limit of exactly what is needed must not fail by rounding.
         if need > problem.limits[rank] * (1 + 1e-12):
             exceeded.append((need - problem.limits[rank], rank, need))
     if exceeded:

@@ -66,6 +66,8 @@ def _heads_and_tails(spec: Spec) -> tuple[Floats, Floats]:
             if copy > first:
                 head[copy, F] = head[copy - 1, F] + cost[copy - 1, F] + cost[copy - 1, UP]
                 tail[copy, I] = tail[copy - 1, I] + cost[copy - 1, I] + cost[copy, DOWN]
+            # The stage's own W, which may run after everything else, can be the longer way to the
+            # end.
             tail[copy, I] = max(tail[copy, I], cost[copy, W])
         for copy in reversed(route):
             if copy == route[-1]:
@@ -87,7 +89,11 @@ def standard_rules(spec: Spec, shape: Shape, masks: list[Ints]) -> Iterator[Rule
         shape: its shape.
         masks: choices of backwards that are not split.
     """
+    # Above any difference of due times, so that an offset of `far` orders kinds whatever the times
+    # are.
     far = 10.0 * (shape.pace + 1.0) * (spec.counts.max() + len(spec.copies))
+    # Offsets of F, backward and W: backwards first and W last; W even before backwards; forwards
+    # first and W last; by time alone; by time, and W last.
     kinds = [
         (0.0, -far, far),
         (0.0, -far, -2 * far),
@@ -133,6 +139,8 @@ def memory_caps(spec: Spec, shape: Shape) -> list[Floats]:
         path_memory[rank] += spec.cost[copy, HOLD] * path_s / shape.pace / len(spec.counts)
     choices = [spec.limit]
     for factor, extra in ((1.0, 0.0), (1.0, 1.0), (1.5, 1.0)):
+        # A rank whose stages save nothing needs 0 bytes of memory; 1e-300 keeps the division
+        # defined.
         units = np.ceil(factor * path_memory / np.maximum(shape.need, 1e-300)) + extra
         cap = np.minimum(spec.limit, np.maximum(shape.need, units * shape.need))
         if not any(np.array_equal(cap, other) for other in choices):
@@ -147,6 +155,7 @@ def unsplit_masks(spec: Spec, split: bool) -> list[Ints]:
     none = np.zeros((len(spec.copies), int(spec.counts.max())), np.int64)
     if not split:
         return [none + 1]
+    # More than rounding: B is often given as the sum of I and W.
     cheaper = spec.cost[:, B] < (spec.cost[:, I] + spec.cost[:, W]) * (1 - 1e-12)
     if not cheaper.any():
         return [none]
@@ -187,6 +196,8 @@ def _shifted_due(original: Floats, shape: Shape, rng: np.random.Generator) -> Fl
     stages, of random ops, or of a few successive micro-batches.
     """
     due = original.copy()
+    # From a thirtieth of a micro-batch's time to six of them, evenly in its logarithm: which scale
+    # helps differs from problem to problem.
     spread = shape.pace * 10 ** rng.uniform(-1.5, 0.8)
     copy, kind = rng.integers(len(due)), rng.integers(3)
     scope = rng.integers(5)

@@ -132,6 +132,7 @@ def _module_hooks(part: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
     }
     for name, hooks in registered.items():
         for hook in hooks.values():
+            # Hooks of torch itself, such as those of spectral norm, are judged one by one above.
             if not type(hook).__module__.startswith("torch."):
                 yield name, hook
 
@@ -149,12 +150,14 @@ def _changes_variables(hook: Callable[..., Any]) -> bool:
     for step in dis.get_instructions(code):
         outside = step.opname == "STORE_DEREF" and step.argval in code.co_freevars
         stores |= outside or step.opname in ("STORE_GLOBAL", "STORE_ATTR")
+        # An instruction of Python 3.12 and 3.13; other versions load the constant and return it.
         if step.opname == "RETURN_CONST":
             returns |= step.argval is not None
         elif step.opname == "RETURN_VALUE":
             is_none = before is not None and before.opname == "LOAD_CONST" and before.argval is None
             returns |= not is_none
         before = step
+    # A hook that returns None cannot change the result, whatever it counts or stores.
     return stores and returns
 
 

@@ -125,10 +125,12 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
         <Chain: 3 layers, 58 parameters>
     """
     if isinstance(model, nn.Module):
+        # Tensors of a container itself belong to none of its layers: such a model has to be traced.
         is_sequential = not runs_otherwise(model) and not any(container_tensors(model, ""))
         if example is not None and not is_sequential:
             return replace(_traced(model, example), roots=(model,))
         named = list(_flatten(model, ""))
+        # Nothing could be flattened: the model is one module, which only a trace can cut.
         if len(named) == 1 and named[0][1] is model:
             raise _needs_example(model)
         roots = [(model, "")]

@@ -291,6 +291,7 @@ def _profiles_of_hosts(config: TrainConfig, place: _Place) -> dict[str, Profile]
     group = groups[place.hosts[dist.get_rank()]]
     text = ""
     if dist.get_rank() in host_ranks[: counts[host_ranks[0]]]:
+        # As many as the rank has while it trains beside the others.
         threads = max(1, cores // len(host_ranks))
         together = group if counts[host_ranks[0]] > 1 else False
         profile = profile_rank(config, threads, together, place.device)

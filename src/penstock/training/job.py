@@ -13,7 +13,6 @@ from penstock.checkpoint.folder_lock import FolderLock
 from penstock.checkpoint.weight_files import load_weights
 from penstock.cluster.cluster import Cluster
 from penstock.cluster.write import yaml_of
-from penstock.draw.compare import draw_pair
 from penstock.draw.draw import draw
 from penstock.errors import FileError, PlanError
 from penstock.event import Timeline
@@ -244,7 +243,7 @@ def conclude(prepared: Prepared, results: list[RankResult], say: Say) -> tuple[O
     save_timeline(measured, folder / TIMELINE)
     for suffix in ("svg", "json"):
         draw(measured, folder / f"measured.{suffix}")
-        draw_pair(prepared.predicted, measured, folder / f"predicted-and-measured.{suffix}")
+        draw([prepared.predicted, measured], folder / f"predicted-and-measured.{suffix}")
     (folder / "outcome.json").write_text(
         json.dumps({**asdict(outcome), "speed_up": outcome.speed_up}, indent=1) + "\n"
     )

@@ -209,7 +209,7 @@ def train_on(
     result.peak_allocated_bytes = _peak_allocated_bytes(device)
     if not result.stopped:
         _write_weights(pipe, folder)
-    result.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    result.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB
     pipe.close()
     return result
 

@@ -116,12 +116,14 @@ class _Attempts:
         reason = str(error)
         recovered = self._continue_from_memory()
         step = self._continue_from_checkpoint() if recovered is None else recovered
+        # The same failure at the same step: the next attempt would fail likewise.
         if self.failure == (reason, step):
             error.add_note("the run failed in the same way twice, and was not restarted again")
             raise error
         self.failure = (reason, step)
         self.count += 1
-        ranks = self.present.plan.ranks
+        # Also those that the plan leaves idle, which another plan may use.
+        ranks = self.present.cluster.ranks
         if isinstance(error, RankDied) and config.min_ranks is not None:
             fewer = self._with_ranks(ranks - 1) if ranks > config.min_ranks else False
             if ranks > config.min_ranks and not fewer:
@@ -209,7 +211,7 @@ class _Attempts:
             if ranks < 1:
                 return False
             first = self.first
-            planned = first if ranks == first.plan.ranks else replan(first, ranks)
+            planned = first if ranks == first.cluster.ranks else replan(first, ranks)
             config = replace(planned.config, resume=resume, out=str(planned.folder))
             planned = replace(planned, config=config)
             write_plan(planned)

@@ -113,4 +113,5 @@ def take_request(folder: Path) -> int | None:
     try:
         return read_json(path, ResizeRequest).ranks
     finally:
+        # Also if it is damaged: it would stop the run again and again.
         path.unlink(missing_ok=True)

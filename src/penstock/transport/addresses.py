@@ -119,6 +119,7 @@ def interface_of(address: str) -> str | None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
+            # The kernel's request has 16 bytes for the name and its NUL.
             request = struct.pack("256s", name.encode()[:15])
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)

@@ -22,6 +22,7 @@ from penstock.transport.liveness.stopped_processes import LostSiblings
 #: Seconds for which ranks wait for each other; torchrun has started all of them already.
 TIMEOUT_S = 300.0
 
+#: Seconds between two looks into the store: few beside the start of a process, many beside a look.
 _PAUSE_S = 0.02
 
 

@@ -4,8 +4,7 @@ pickle.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,9 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T")
+
+#: Readers and writers by type, each of which takes 10 ms to build.
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 
 #: What a rank does in these functions, for messages.
 _ACTION = "could not exchange values with the other ranks"
@@ -79,12 +81,13 @@ def begin_barrier(group: dist.ProcessGroup | None = None) -> dist.Work | None:
     return work
 
 
-@cache
 def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    """Return the reader and writer of a type, which takes 10 ms to build."""
+    """Return the reader and writer of a type."""
     from pydantic import TypeAdapter  # imported here, since training does not need it
 
-    return TypeAdapter(kind)
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
 
 
 def _length(text: Tensor) -> Tensor:

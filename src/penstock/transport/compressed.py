@@ -47,6 +47,7 @@ def quantize(tensor: Tensor, code: str) -> list[Tensor]:
         return [tensor.to(torch.bfloat16)]
     check_compression(code)
     rows = tensor if tensor.dim() else tensor.reshape(1)
+    # -128 is left out, so that both signs have the same range.
     scale = rows.abs().amax(dim=-1, keepdim=True).float() / 127
     # A row with an infinity or a NaN has it in its scale, so that a loss scaler sees the overflow.
     return [(rows / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.int8), scale]

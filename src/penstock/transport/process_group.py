@@ -41,6 +41,7 @@ _GRACE_S = 2.0
 #: Seconds to wait for the heartbeats to say which rank has broken a connection.
 _LOSS_PATIENCE_S = 2.0
 
+#: Seconds between two looks at the heartbeats, in `lost_ranks`.
 _PAUSE_S = 0.02
 
 #: Parts of gloo's messages on connections and time limits, for which it has no exception class.

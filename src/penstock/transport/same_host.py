@@ -296,6 +296,7 @@ class SameHostTransport:
         notifier = queue.notifier
         spin_end = time.perf_counter() + self.spin_s
         while time.perf_counter() < spin_end:
+            # Several polls per yield: a poll reads memory, and a yield is a system call.
             for _ in range(4):
                 if queue.poll() and name in queue.pending:
                     return

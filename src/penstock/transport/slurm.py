@@ -39,6 +39,7 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
             "LOCAL_RANK": environment["SLURM_LOCALID"],
             "MASTER_ADDR": first_host(hosts),
+            # 101 is prime, so that the steps of jobs with neighbouring numbers get other ports.
             "MASTER_PORT": str(_FIRST_PORT + (job + 101 * step) % _PORTS),
         }
     except (KeyError, ValueError, StopIteration) as error:

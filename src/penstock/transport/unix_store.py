@@ -279,6 +279,7 @@ def _read(connection: socket.socket, count: int) -> bytes | None:
     """Read exactly `count` bytes; None at the end of the stream."""
     parts = bytearray()
     while len(parts) < count:
+        # recv allocates as many bytes as it is asked for, and the count comes from the other side.
         part = connection.recv(min(count - len(parts), 1 << 20))
         if not part:
             return None

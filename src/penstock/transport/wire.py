@@ -139,6 +139,8 @@ class Wire:
     def fetch(self, name: str) -> str:
         """Return what the store holds under `name`, waiting until it does. Raises as `wait`."""
         started = time.perf_counter()
+        # Doubled up to 20 ms: most headers come within a millisecond, and a slow peer costs 50
+        # looks a second.
         pause_s = 0.0005
         try:
             while not self.store.check([name]):
@@ -156,6 +158,7 @@ class Wire:
 
     def _raise(self, error: RuntimeError, started: float) -> NoReturn:
         """Convert an error of torch.distributed into TransportTimeout, TransportLost, or itself."""
+        # torch begins to count a little later than `started`, or ends a little earlier.
         out_of_time = time.perf_counter() - started >= self.deadline_s * 0.95
         if out_of_time and not self.lost:
             raise TransportTimeout(str(error)) from error

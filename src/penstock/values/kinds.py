@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,6 +26,7 @@ from penstock.values.constants import FACTORIES, Whole
 
 # Py_TPFLAGS_HEAPTYPE: the class was allocated at run time, as all classes of Python code are.
 _HEAP_TYPE = 1 << 9
+#: An instance of `object` is a reference count and a pointer to its type: two words.
 _POINTER_BYTES = object.__basicsize__ // 2
 
 #: What a container needs besides its parts to be rebuilt, such as keys; comparable.
@@ -438,10 +439,3 @@ def check_context(kind: Kind, cls: type | None, context: Context) -> None:
             "a defaultdict cannot cross a stage boundary between processes with the factory "
             f"{factory!r}, which would be called there: convert it to a dict"
         )
-
-
-def parts_of(value: Any) -> Iterator[Any]:
-    """Yield the parts of a container, for callers that do not rebuild it."""
-    kind = kind_of(type(value))
-    if kind is not None:
-        yield from kind.split(value)[1]

@@ -332,31 +332,6 @@ def _missing_batches(
     return maximum
 
 
-def staleness(schedule: Schedule, rule: WeightRule) -> list[list[int]]:
-    """Return the ages of all gradients of the programs, per stage, in micro-batch order.
-
-    Raises:
-        ScheduleError: as `readings`.
-    """
-    return [list(ages) for ages in readings(schedule, rule).ages]
-
-
-def versions_kept(schedule: Schedule, rule: WeightRule) -> tuple[int, ...]:
-    """Return the maximum number of weight versions that a rank of each stage keeps at a time.
-
-    The newest version counts. A stream is continued without end.
-
-    >>> from penstock.schedule.catalogue import schedule
-    >>> from penstock.weights.catalogue import weight_rule
-    >>> versions_kept(schedule("pipedream", 4, 1), weight_rule("stash"))
-    (4, 3, 2, 1)
-
-    Raises:
-        ScheduleError: as `readings`.
-    """
-    return readings(schedule, rule).versions
-
-
 def _checked_reads(
     schedule: Schedule, rows: Sequence[BatchedOps], trace: VersionTrace, rule: WeightRule
 ) -> tuple[list[dict[int, Reads]], list[int]]:

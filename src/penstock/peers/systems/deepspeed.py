@@ -76,6 +76,7 @@ def make(job: Job) -> Step:
     settings = {
         "train_micro_batch_size_per_gpu": job.setup.batch // micro_batches,
         "gradient_accumulation_steps": micro_batches,
+        # Never: printing would be a part of the time.
         "steps_per_print": 10**9,
         "gradient_clipping": 0.0,
     }

@@ -116,6 +116,7 @@ class _Server:
         program = "penstock.ranks.processes.fork_server"
         command = [
             sys.executable,
+            # A file in the working directory must not hide a module.
             "-P",
             "-m",
             program,

@@ -42,6 +42,7 @@ def passing_sigterm_on(processes: Sequence[_Process]) -> Iterator[None]:
         del frame
         nonlocal ended
         if ended:
+            # The status that shells give to a process that a signal has ended.
             raise SystemExit(128 + number)
         ended = True
         for process in processes:

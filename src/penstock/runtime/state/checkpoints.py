@@ -229,6 +229,7 @@ class Checkpoints:
         step_of_folder = {folder: step for row in rows for step, folder in row.value}
         return [
             (step_of_folder[folder], Path(folder))
+            # Within a step by name, so that all ranks try folders in one order.
             for folder in sorted(step_of_folder, key=lambda name: (-step_of_folder[name], name))
         ]
 
@@ -395,6 +396,7 @@ def _combine(world: World, row: list[int], decisions: list[int]) -> list[int]:
     result = None
     if gathered:
         rows = torch.stack([tensor for (tensor,) in gathered.values()])
+        # Any rank may ask for an end or a save; what is being saved is ready when it is on all.
         any_of, all_of = rows.amax(0).tolist(), rows.amin(0).tolist()
         result = torch.tensor([any_of[0], any_of[1], all_of[2], *decisions])
     form = TensorForm((len(row) + len(decisions),), "int64", wants_grad=False)

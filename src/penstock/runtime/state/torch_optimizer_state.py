@@ -17,28 +17,11 @@ from torch.optim import Optimizer
 
 from penstock.checkpoint.optimizer_checkpoint import optimizer_state
 from penstock.errors import SettingError
+from penstock.optim.optimizer_state import PARAMETER_SHAPED
 from penstock.runtime.assembly import Assembly
 from penstock.stage.stage import Stage
 from penstock.transport.payload import TensorForm
 from penstock.values.constants import dtype_name
-
-#: Keys of optimizer state that torch's optimizers keep in the shape of the parameter.
-_PARAMETER_SHAPED = frozenset(
-    [
-        "momentum_buffer",
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "exp_inf",
-        "sum",
-        "ax",
-        "prev",
-        "step_size",
-    ]
-)
 
 #: Tensors of optimizer state by parameter name and key.
 _StateTensors = dict[tuple[str, str], Tensor]
@@ -265,7 +248,7 @@ def _check_shapes(
     shapes = {fact.name: tuple(fact.shape) for fact in assembly.traced.description.tensors}
     for name, number in zip(numbering.names, _parameter_keys(groups), strict=True):
         for key, value in states.get(number, {}).items():
-            if key not in _PARAMETER_SHAPED or not isinstance(value, Tensor):
+            if key not in PARAMETER_SHAPED or not isinstance(value, Tensor):
                 continue
             if tuple(value.shape) != shapes[name]:
                 raise SettingError(

@@ -69,6 +69,7 @@ def in_groups(ranks: int, chunks: int, micro_batches: int, group_size: int) -> l
         rank_stages = stages_of(placement, rank)
         forwards = [Op(Kind.F, rank_stages[chunk], m) for chunk, m in order]
         backwards = [Op(Kind.B, rank_stages[-1 - chunk], m) for chunk, m in order]
+        # Megatron-LM's number of warm-up forwards (get_num_warmup_microbatches).
         ahead = 2 * (ranks - rank - 1) + (chunks - 1) * group_size
         ops = forwards[:ahead]
         for n, backward in enumerate(backwards, start=ahead):
@@ -119,6 +120,7 @@ def group_size_for(name: str, ranks: int, micro_batches: int, group: int | None)
             micro_batches % size == 0 or micro_batches % size >= ranks
         )
 
+    # The smallest comes first: larger groups hold more micro-batches in flight.
     valid_sizes = filter(is_valid, range(ranks, micro_batches + 1))
     if group is None:
         return next(valid_sizes)

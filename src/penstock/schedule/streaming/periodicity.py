@@ -43,6 +43,7 @@ class ProgramColumns:
         rows = slice(int(ops.first[rank]), int(ops.first[rank + 1]))
         kind, stage, number = ops.kind[rows], ops.stage[rows], ops.micro_batch[rows]
         program = schedule.programs[rank]
+        # A kind is one byte, so that both fit into one number.
         kind_and_stage = stage.astype(np.int64) * 256 + kind
         # In the reversed program, the first of each kind and stage is the last of the program.
         _, from_end = np.unique(kind_and_stage[::-1], return_index=True)

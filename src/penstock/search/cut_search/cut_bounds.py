@@ -28,14 +28,14 @@ from typing import TypeVar
 import numpy as np
 
 from penstock.profile.device_profiles import scale_profile
-from penstock.profile.profile import Profile
+from penstock.profile.profile import PHASES, Profile
 from penstock.schedule.arrays import Array
 from penstock.schedule.op import BACKWARD_STARTS, Kind, Op, Schedule
 from penstock.schedule.streaming.period import period_of
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape
 from penstock.simulate.gradient_sync import least_sum_seconds
-from penstock.simulate.stage_seconds import PHASES, micro_batch_sizes, prefix_seconds
+from penstock.simulate.stage_seconds import micro_batch_sizes, prefix_seconds
 
 Cached = TypeVar("Cached")
 

@@ -112,6 +112,7 @@ class _Enumeration:
         cuts = all_cuts(len(search.request.profile), configuration.stages)
         search.work += len(cuts) * OPS_PER_CUT + sum(map(len, schedule.programs))
         seconds = bounds.seconds(cuts)
+        # Stable, so that cuts of equal bounds come in the same order on every machine.
         order = np.argsort(seconds, kind="stable")
         return cls(configuration, schedule, cuts[order], seconds[order])
 

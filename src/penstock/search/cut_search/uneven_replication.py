@@ -14,6 +14,7 @@ import numpy as np
 from penstock.errors import ScheduleError
 from penstock.partition.replicated import replicated_table
 from penstock.plan.plan import Option
+from penstock.profile.profile import PHASES
 from penstock.schedule.arrays import Array
 from penstock.schedule.catalogue import schedule
 from penstock.search.cut_search.cut_bounds import ROUNDING, all_cuts, lengths_of, stage_sums
@@ -23,7 +24,6 @@ from penstock.search.request import PlanRequest
 from penstock.search.search_space import Configuration
 from penstock.search.shapes import Shape, placements
 from penstock.simulate.gradient_sync import all_reduce_seconds
-from penstock.simulate.stage_seconds import PHASES
 
 #: Clusters of more ranks are not considered: the table of the seconds of all stages grows with the
 #: number of ranks.
@@ -73,6 +73,7 @@ def uneven(request: PlanRequest) -> Iterator[Proposal]:
             lengths = tuple(length for length, _ in cut)
             for name in schedules:
                 yield Proposal(lengths, name, micro_batches, (("replicas", replicas),))
+            # A stream needs as many micro-batches of a batch on every replica of a stage.
             multiple = lcm(*replicas)
             even_count = multiple * max(1, round(micro_batches / multiple))
             is_requested = request.micro_batches in (None, even_count)
@@ -186,6 +187,7 @@ def _bound_s(
     """Return a lower bound in seconds per step over all cuts: the work of the slowest stage, shared
     by its ranks, on the fastest of the devices.
     """
+    # One rank of each kind is enough: all of a kind have the same seconds.
     of_kind = {id(request.profile_of(rank)): rank for rank in shape.devices}
     layer_s = np.min(
         [_layer_seconds(request, rank, micro_batches) for rank in of_kind.values()], axis=0
@@ -194,6 +196,7 @@ def _bound_s(
     stage_s = stage_sums(ends, layer_s) / np.array(replicas)
     slowdown = min(request.cluster.slowdown(rank, shape.devices) for rank in shape.devices)
     least: float = stage_s.max(axis=1).min()
+    # A bound must not exceed the time itself by rounding.
     return micro_batches * least * slowdown * (1 - ROUNDING)
 
 

@@ -46,14 +46,13 @@ from penstock.search.device_groups import (
     has_groups,
     plan_device_groups,
 )
-from penstock.search.evaluate import refine_recompute
+from penstock.search.evaluate import infeasible_error, refine_recompute
 from penstock.search.instantiate import (
     Evaluated,
     best,
     by_memory,
     by_time,
     first_of_kind,
-    infeasible_error,
 )
 from penstock.search.plan_search import PlanSearch, fastest_of_kinds
 from penstock.search.proposal import Proposal

@@ -90,6 +90,7 @@ def _sliced(costs: LayerCosts, cut: Cut, count: int) -> int:
     """
     first = len(costs) - cut[-1]
     other_half, bridged = sum(costs.forward_s[:first]) / 2, sum(costs.backward_s[first:])
+    # A quotient that is whole up to rounding must not count one more.
     return count if bridged == 0 else min(count, math.ceil(other_half / bridged - 1e-9))
 
 

@@ -50,6 +50,7 @@ def fractional_cut(seconds: Seconds) -> tuple[float, tuple[float, ...]]:
         return ends
 
     low, high = 0.0, max(float(row[-1]) for row in sums)
+    # More halvings than a double has bits: the loop ends at two neighbouring numbers.
     for _ in range(100):
         middle = (low + high) / 2
         if ends_of(middle)[-1] >= layers:

@@ -158,6 +158,7 @@ def sync_seconds(group: Sequence[int], parameter_bytes: Numbers, cluster: Cluste
     They are linear in the bytes: a latency, and seconds per byte.
     """
     fixed = all_reduce_seconds(group, 0.0, cluster)
+    # Any size serves for the slope; a large one, so that the difference keeps its digits.
     per_byte = (all_reduce_seconds(group, 1e9, cluster) - fixed) / 1e9
     return np.where(parameter_bytes > 0, fixed + per_byte * parameter_bytes, 0.0)
 

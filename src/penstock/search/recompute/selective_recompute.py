@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from penstock.plan.segments import Selection
-from penstock.profile.profile import Phase
+from penstock.profile.profile import PHASES, Phase
 from penstock.schedule.arrays import Array
 from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import PlacedSchedule
@@ -29,7 +29,7 @@ from penstock.search.recompute.min_time_recompute import (
 from penstock.simulate.memory_curves import weight_bytes_of_ranks
 from penstock.simulate.selective_recompute import LayerBytes
 from penstock.simulate.simulate import tables_of
-from penstock.simulate.stage_seconds import PHASES, parts_of
+from penstock.simulate.stage_seconds import parts_of
 
 #: Maximum number of moments of a rank that are taken into account.
 ROUNDS = 4

@@ -266,7 +266,7 @@ def _staleness(rule: str, stages: int, micro_batches: int) -> list[int]:
         PenstockError: the rule does not support this number of micro-batches.
     """
     programs = schedule(schedule_for(rule), stages, micro_batches)
-    return [max(ages, default=0) for ages in uses.staleness(programs, rule_of(programs, rule))]
+    return [max(ages, default=0) for ages in uses.readings(programs, rule_of(programs, rule)).ages]
 
 
 def all_rules() -> tuple[str, ...]:

@@ -128,12 +128,20 @@ class Results:
     def sentences(self, task: str) -> Iterator[str]:
         """Yield the conclusions of a task as sentences: one per rule, then one per depth."""
         groups = [group for group in self.of_task(task) if group.rule != BASELINE]
+        yield from self._sentences_of_rules(groups, task)
+        yield from self._sentences_of_depths(groups)
+
+    def _sentences_of_rules(self, groups: Sequence[Group], task: str) -> Iterator[str]:
+        """Yield one sentence per optimizer and rule, with a clause per depth."""
         for optimizer, rule in dict.fromkeys(group[1:3] for group in groups):
             conclusions = [
                 self.conclusions[group] for group in groups if group[1:3] == (optimizer, rule)
             ]
             clauses = _depth_clauses(conclusions, study_task(task).metric)
             yield f"{rule} ({optimizer}): {'; '.join(clauses)}."
+
+    def _sentences_of_depths(self, groups: Sequence[Group]) -> Iterator[str]:
+        """Yield one sentence per number of stages, which groups the rules by their conclusion."""
         for stages in sorted({group.stages for group in groups}):
             rules_of_standing: dict[Standing, list[str]] = {standing: [] for standing in Standing}
             for group in groups:

@@ -18,8 +18,8 @@ from penstock.cluster.presets import Presets
 from penstock.measure.work_counter import count
 from penstock.partition.catalogue import partition
 from penstock.profile.counts import LayerCounts, ModelCounts
-from penstock.profile.profile import Profile
-from penstock.profile.roofline import PHASES, roofline
+from penstock.profile.profile import PHASES, Profile
+from penstock.profile.roofline import roofline
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.search.schedules import schedule
 from penstock.simulate.costs import Costs

@@ -44,6 +44,7 @@ _CLUSTERS = {
         "DGX-H100",
     ),
 }
+#: Seconds per plan; "small" has to end within minutes on two cores.
 _BUDGET_S = {"small": 10.0, "full": 60.0}
 _TOKENS_OF_GNMT = 50
 

@@ -43,7 +43,7 @@ from penstock.training.optimizer import optimizer_factory
 from penstock.training.task import make_task
 from penstock.weights.catalogue import WEIGHT_RULES, weight_rule
 from penstock.weights.compatibility import rule_of, schedule_for
-from penstock.weights.weight_uses import staleness
+from penstock.weights.weight_uses import readings
 
 STUDY = "schedules"
 #: Ranks, micro-batches and batches of a run.
@@ -176,7 +176,7 @@ def _micro_batches(schedule: str, weights: str, ranks: int, micro_batches: int) 
     """Return the number of micro-batches, or 1 if the weight rule supports only that."""
     programs = schedule_for_ranks(schedule, ranks, micro_batches)
     try:
-        staleness(programs, rule_of(programs, weights))
+        readings(programs, rule_of(programs, weights))
     except PenstockError:
         return 1
     return micro_batches

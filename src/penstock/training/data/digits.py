@@ -21,6 +21,7 @@ from penstock.units import format_bytes
 if TYPE_CHECKING:
     import numpy as np
 
+#: Pixels per side of the UCI digits.
 _SIDE = 8
 
 

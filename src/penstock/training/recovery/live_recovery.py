@@ -319,5 +319,6 @@ def release(folder: Path) -> None:
     """Free the files in memory of a checkpoint that all ranks have loaded, and remove its folder."""
     with contextlib.suppress(OSError):
         for file in folder.glob("*.safetensors"):
+            # Removing its name would not free the memory while a process has the file open.
             os.truncate(file, 0)
     shutil.rmtree(folder, ignore_errors=True)

@@ -60,6 +60,7 @@ _STORE_S = 1.0
 #: Ranks that one message names.
 _RANKS_IN_MESSAGE = 8
 
+#: Seconds between two looks into the store: few beside the start of a process, many beside a look.
 _PAUSE_S = 0.02
 
 #: Key of the store with the reason why the ranks cannot all join.
@@ -303,6 +304,8 @@ def _start_process(rank: int, secret: str, address: str, limit_s: float) -> subp
     """Start the heartbeat process of this rank."""
     program = Path(__file__).with_name("heartbeat_process.py")
     process = subprocess.Popen(  # noqa: S603 - our own program
+        # Isolated and without `site`: the program needs the standard library alone, and starts
+        # sooner.
         [sys.executable, "-I", "-S", str(program)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

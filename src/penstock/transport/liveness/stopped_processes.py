@@ -46,6 +46,7 @@ class StopLooks:
         now_s = time.monotonic()
         if now_s < self._next_s:
             return False
+        # A little less, so that a caller that comes every LOOK_S is not turned away by a jitter.
         self._next_s = now_s + 0.9 * LOOK_S
         return True
 
