@@ -62,11 +62,13 @@ class Cost:
         cpu_lowest_percent, cpu_highest_percent: its quartiles.
         blocks: number of pairs of blocks.
         saves: checkpoints that were written in the blocks of the variant.
-        stop_ms: median over checkpoints of the milliseconds for which training stood still in
-            `Checkpoints`, on the rank where they were most: the copy of the state, and what the
-            ranks agree on.
-        writer_cpu_ms: median over checkpoints of the CPU milliseconds of the threads that write it,
-            per rank.
+        stop_ms: median over checkpoints of the milliseconds for which training stood still while
+            the state was copied, on the rank where they were most.
+        training_cpu_ms: median over blocks of the CPU milliseconds that the thread that trains
+            spent in `Checkpoints`, per rank and checkpoint: the copy, and what the ranks agree on
+            after steps. Neither these nor the next ones depend on other work on the machine as
+            seconds do.
+        writer_cpu_ms: likewise, of the threads that write.
     """
 
     model: str
@@ -81,6 +83,7 @@ class Cost:
     blocks: int
     saves: int = 0
     stop_ms: float = 0.0
+    training_cpu_ms: float = 0.0
     writer_cpu_ms: float = 0.0
 
     def percent_every(self, seconds: float, *, idle_core: bool) -> float:
@@ -91,7 +94,7 @@ class Cost:
             idle_core: whether a core is free for the threads that write; else they take their time
                 from the ranks.
         """
-        cost_ms = self.stop_ms + (0.0 if idle_core else self.writer_cpu_ms)
+        cost_ms = self.training_cpu_ms + (0.0 if idle_core else self.writer_cpu_ms)
         return 0.1 * cost_ms / seconds
 
 
@@ -103,7 +106,8 @@ class Block:
         step_s: seconds per step.
         cpu_s: CPU seconds of this process per step, with those of the checkpoint's thread.
         saves: checkpoints that were written.
-        stop_s: seconds in `Checkpoints`.
+        stop_s: seconds in which the state was copied.
+        training_cpu_s: CPU seconds of the thread that trains, in `Checkpoints`.
         writer_cpu_s: CPU seconds of the threads that write.
     """
 
@@ -111,6 +115,7 @@ class Block:
     cpu_s: float
     saves: int
     stop_s: float
+    training_cpu_s: float
     writer_cpu_s: float
 
 
@@ -144,22 +149,26 @@ def steps(
 ) -> Block:
     """Train a number of steps; with a saver, a checkpoint begins after the first one."""
     x, y = batch
-    saves, stop_s, written_s = 0, 0.0, 0.0 if writers is None else writers.cpu_s
+    saves, stop_s, training_s = 0, 0.0, 0.0
+    written_s = 0.0 if writers is None else writers.cpu_s
     cpu_s, started = time.process_time(), time.perf_counter()
     for index in range(number):
         pipe.train_batch(x, y)
         if saver is not None:
-            stopped = time.perf_counter()
+            thread_s = time.thread_time()
             if index == 0:
+                stopped = time.perf_counter()
                 saver.save(pipe)
+                stop_s += time.perf_counter() - stopped
                 saves += 1
             saver.step(pipe)
-            stop_s += time.perf_counter() - stopped
+            training_s += time.thread_time() - thread_s
     step_s = (time.perf_counter() - started) / number
     if saver is not None:
         saver._complete()  # `finish` would write another checkpoint, of the last step
     written_s = 0.0 if writers is None else writers.cpu_s - written_s
-    return Block(step_s, (time.process_time() - cpu_s) / number, saves, stop_s, written_s)
+    cpu_s = time.process_time() - cpu_s
+    return Block(step_s, cpu_s / number, saves, stop_s, training_s, written_s)
 
 
 def steps_of(pipe: ps.Pipeline, batch: tuple[Tensor, Tensor], seconds: float) -> int:
@@ -227,6 +236,7 @@ def cost_of(name: str, variant: str, ranks: list[list[tuple[Block, Block]]]) -> 
     cpu_low, cpu_middle, cpu_high = statistics.quantiles(cpu, n=4)
     blocks = [[present for _, present in pairs] for pairs in zip(*ranks, strict=True)]
     stops = [max(block.stop_s for block in of_ranks) for of_ranks in blocks]
+    trained = [statistics.mean(block.training_cpu_s for block in of_ranks) for of_ranks in blocks]
     written = [statistics.mean(block.writer_cpu_s for block in of_ranks) for of_ranks in blocks]
     return Cost(
         *(name, variant, statistics.median(plain.step_s for plain, _ in ranks[0])),
@@ -234,6 +244,7 @@ def cost_of(name: str, variant: str, ranks: list[list[tuple[Block, Block]]]) -> 
         blocks=len(extra),
         saves=sum(present.saves for _, present in ranks[0]),
         stop_ms=1e3 * statistics.median(stops),
+        training_cpu_ms=1e3 * statistics.median(trained),
         writer_cpu_ms=1e3 * statistics.median(written),
     )
 
@@ -268,8 +279,9 @@ def main() -> int:
             )
             if cost.saves:
                 print(
-                    f"{cost.model:10} a checkpoint stops training for {cost.stop_ms:.1f} ms, and "
-                    f"takes {cost.writer_cpu_ms:.1f} ms of CPU time per rank: "
+                    f"{cost.model:10} a checkpoint stops training for {cost.stop_ms:.1f} ms; CPU "
+                    f"time per rank: {cost.training_cpu_ms:.1f} ms of the thread that trains, "
+                    f"{cost.writer_cpu_ms:.1f} ms of the threads that write, "
                     f"{cost.percent_every(SAVE_EVERY_S, idle_core=True):.2f} % of the time at one "
                     f"every {SAVE_EVERY_S:.0f} s if a core is idle, "
                     f"{cost.percent_every(SAVE_EVERY_S, idle_core=False):.2f} % if none is",
@@ -278,6 +290,8 @@ def main() -> int:
     results = {
         "machine": {**machine_facts(torch.device("cpu")), "torch": torch.__version__},
         "save_every_s": SAVE_EVERY_S,
+        "command": f"python benchmarks/overhead/run.py --blocks {arguments.blocks} --variants "
+        f"{' '.join(arguments.variants)} --models {' '.join(arguments.models)}",
         "costs": [asdict(cost) for cost in costs],
     }
     arguments.results.write_text(json.dumps(results, indent=1) + "\n")

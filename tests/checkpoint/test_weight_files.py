@@ -104,6 +104,11 @@ HOSTILE = {
         "w.pt",
         "is no state_dict that can be read without running code",
     ),
+    "a pickle of nothing": (
+        lambda path: (path / "w.pt").write_bytes(b"\x80\x02."),
+        "w.pt",
+        "is no state_dict that can be read without running code",
+    ),
     "empty": (
         lambda path: (path / "w.pt").write_bytes(b""),
         "w.pt",

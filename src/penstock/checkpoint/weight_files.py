@@ -8,7 +8,6 @@ Reading executes nothing: PyTorch's files are read with `weights_only=True`, the
 from __future__ import annotations
 
 import json
-import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -159,7 +158,9 @@ def _load_torch(file: Path) -> dict[str, Tensor]:
     check_regular(file)
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # torch's unpickler pops and looks up what a damaged file says
         raise FileError(
             f"{file} is no state_dict that can be read without running code: save "
             "model.state_dict() by torch.save, or safetensors"
