@@ -37,7 +37,6 @@ PICKLE_USERS = {
     "ranks/processes/rank_process.py": "the other end of ranks/processes/launch.py",
     "tracing/draws.py": "compares random states by their pickled bytes, and unpickles nothing",
     "checkpoint/dcp_weights.py": "metadata of DCP, with the classes alone that DCP writes",
-    "checkpoint/weight_files.py": "names the exception that torch.load raises",
 }
 PICKLE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
