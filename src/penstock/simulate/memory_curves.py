@@ -34,9 +34,13 @@ import numpy as np
 from penstock.errors import SettingError
 from penstock.event import MemoryCurve
 from penstock.schedule.arrays import Array
+from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.kernels import Times
 from penstock.schedule.op import ACTIVATION_MOVES, Kind
 from penstock.simulate.lookup import Tables
+
+#: Key of the pairs of `_stages_of_ranks` among what is cached with a schedule's dependencies.
+_STAGES = "stages of ranks"
 
 HOLDERS = ("weights", "gradients", "optimizer", "activations", "boundary", "recompute")
 
@@ -138,14 +142,23 @@ def weight_bytes_of_ranks(tables: Tables) -> Array:
         )
     versions = np.broadcast_to(amounts.get_or("weight_versions", 1.0)[0, :, 0], stages)
     of_stage = np.stack([weights * versions, gradients, optimizer], axis=1)
-    # E and L at the partner do not place the stage's weights there.
-    ops = dependencies.ops
-    is_local = ~ops.of_kind(*ACTIVATION_MOVES)
-    keys = np.unique(ops.rank[is_local].astype(np.int64) * stages + ops.stage[is_local])
-    rank, stage_of_key = np.divmod(keys, max(stages, 1))
+    rank, stage_of_rank = _stages_of_ranks(dependencies)
     of_rank = np.zeros((dependencies.ranks, 3))
-    np.add.at(of_rank, rank, of_stage[stage_of_key])
+    np.add.at(of_rank, rank, of_stage[stage_of_rank])
     return of_rank
+
+
+def _stages_of_ranks(dependencies: Dependencies) -> tuple[Array, Array]:
+    """Return all pairs of a rank and a stage whose weights it stores."""
+    if _STAGES not in dependencies.cache:
+        ops = dependencies.ops
+        # E and L at the partner do not place the stage's weights there.
+        is_local = ~ops.of_kind(*ACTIVATION_MOVES)
+        stages = max(dependencies.stages, 1)
+        keys = np.unique(ops.rank[is_local].astype(np.int64) * stages + ops.stage[is_local])
+        dependencies.cache[_STAGES] = np.divmod(keys, stages)
+    pairs: tuple[Array, Array] = dependencies.cache[_STAGES]
+    return pairs
 
 
 def peaks_in_order(tables: Tables) -> tuple[int, ...]:
