@@ -21,15 +21,28 @@ HOSTS = ["a", "b"]
 
 
 def test_a_rank_that_becomes_slower_is_named_once_and_again_after_a_while():
-    """With its host and the ratio to its own best time; a line says when it is over."""
+    """With its host and the ratio to its own best time, after two windows; a line says when it is
+    over.
+    """
     slow_ranks = SlowRanks([0.0, 0.0], HOSTS)
     usual, slow = {0: 0.010, 1: 0.020}, {0: 0.011, 1: 0.050}
     assert slow_ranks.compare(usual) is None
     assert slow_ranks.compare(usual) is None
     line = "slow: rank 1 (b) computes 2.5 times as long as before, 50 ms a step"
-    lines = [slow_ranks.compare(slow) for _ in range(12)]
-    assert lines == [line, *[None] * 9, line, None]
+    lines = [slow_ranks.compare(slow) for _ in range(13)]
+    assert lines == [None, line, *[None] * 9, line, None]
+    assert slow_ranks.compare(usual) is None
     assert slow_ranks.compare(usual) == "no rank is slow any more"
+
+
+def test_single_slow_windows_are_other_programs():
+    """One of three is not named, and one usual window of three does not end what is."""
+    slow_ranks = SlowRanks([0.0, 0.0], HOSTS)
+    usual, slow = {0: 0.010, 1: 0.020}, {0: 0.011, 1: 0.050}
+    by_turns = [slow_ranks.compare(times) for times in (usual, slow, usual, usual, slow, usual)]
+    assert by_turns == [None] * 6
+    lines = [slow_ranks.compare(times) is None for times in (slow, slow, usual, slow, slow, usual)]
+    assert lines == [False, True, True, True, True, True]
 
 
 @pytest.mark.parametrize("factor", [1.0, 7.0])
@@ -37,7 +50,9 @@ def test_a_rank_that_is_slower_than_planned_is_named_from_the_start(factor):
     """A plan that is wrong by one factor everywhere is as good as a right one."""
     slow_ranks = SlowRanks([0.010, 0.020], HOSTS)
     assert slow_ranks.compare({0: 0.011 * factor, 1: 0.019 * factor}) is None
-    line = SlowRanks([0.010, 0.020], HOSTS).compare({0: 0.010 * factor, 1: 0.040 * factor})
+    slow_ranks = SlowRanks([0.010, 0.020], HOSTS)
+    assert slow_ranks.compare({0: 0.010 * factor, 1: 0.040 * factor}) is None
+    line = slow_ranks.compare({0: 0.010 * factor, 1: 0.040 * factor})
     assert line is not None
     assert "rank 1 (b) computes 2.0 times as long as planned, relative to the other ranks" in line
 
@@ -137,7 +152,7 @@ def _lines():
         layers, loss=nn.functional.mse_loss, balance=[1, 1], micro_batches=2, deadline_s=60
     )
     busy_times = pipe._busy_times
-    busy_times._window = 4
+    busy_times._window, busy_times._window_s = 4, 0.0
     # Without the thread, each comparison sees at least the window before it.
     enqueue, busy_times._enqueue = busy_times._enqueue, busy_times._publish
     x = torch.randn(8, 64)

@@ -11,6 +11,8 @@ import json
 import logging
 import statistics
 import threading
+import time
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -25,8 +27,13 @@ from penstock.schedule.op import Kind, Op
 
 _LOG = logging.getLogger("penstock")
 
-#: Steps of which the median is published. Fewer would show every disturbance by another program.
-WINDOW = 20
+#: Steps of which the median is published, and seconds that they take at least. Fewer would show
+#: every disturbance by another program.
+WINDOW, WINDOW_S = 20, 5.0
+
+#: A rank is slow if it is in this many of the last windows. On a machine with other programs single
+#: windows are slow by turns, and a line for each told nothing.
+_SLOW_WINDOWS, _RECENT_WINDOWS = 2, 3
 
 #: Ratio of a rank's time to its smallest so far, above which it has become slower.
 _SLOWER_THAN_BEFORE = 1.3
@@ -56,6 +63,8 @@ class SlowRanks:
     planned_s: Sequence[float]
     hosts: Sequence[str]
     _least_s: dict[int, float] = field(default_factory=dict)
+    _recent: deque[dict[int, str]] = field(default_factory=lambda: deque(maxlen=_RECENT_WINDOWS))
+    _parts: dict[tuple[int, str], str] = field(default_factory=dict)
     _named: tuple[tuple[int, str], ...] = ()
     _windows_since: int = 0
 
@@ -69,19 +78,21 @@ class SlowRanks:
         slow = {**self._slower_than_planned(seconds), **self._slower_than_before(seconds)}
         for rank, rank_s in seconds.items():
             self._least_s[rank] = min(rank_s, self._least_s.get(rank, rank_s))
-        named = tuple((rank, reason) for rank, (reason, _) in sorted(slow.items()))
+        for rank, (reason, ratio) in slow.items():
+            self._parts[rank, reason] = (
+                f"rank {rank} ({self.hosts[rank]}) computes {ratio:.1f} times as long as {reason}, "
+                f"{seconds[rank] * 1e3:.4g} ms a step"
+            )
+        self._recent.append({rank: reason for rank, (reason, _) in slow.items()})
+        windows = Counter(entry for window in self._recent for entry in window.items())
+        named = tuple(sorted(entry for entry, count in windows.items() if count >= _SLOW_WINDOWS))
         self._windows_since += 1
         if named == self._named and (not named or self._windows_since < _REPEAT_AFTER):
             return None
         self._named, self._windows_since = named, 0
         if not named:
             return "no rank is slow any more"
-        parts = [
-            f"rank {rank} ({self.hosts[rank]}) computes {ratio:.1f} times as long as {reason}, "
-            f"{seconds[rank] * 1e3:.4g} ms a step"
-            for rank, (reason, ratio) in sorted(slow.items())
-        ]
-        return "slow: " + "; ".join(parts)
+        return "slow: " + "; ".join(self._parts[entry] for entry in named)
 
     def _slower_than_before(self, seconds: Mapping[int, float]) -> dict[int, tuple[str, float]]:
         """Return reason and ratio of the ranks that have been faster."""
@@ -132,8 +143,9 @@ class BusyTimes:
         self._exchange = exchange
         hosts = [] if exchange is None else exchange.hosts
         self._slow_ranks = SlowRanks(planned_seconds(setting), hosts)
-        self._window = WINDOW
+        self._window, self._window_s = WINDOW, WINDOW_S
         self._steps: list[float] = []
+        self._window_start_s = time.monotonic()
         # The marks of the last step, which a device may not have reached yet.
         self._pending: _Marks | None = None
         # None ends the thread.
@@ -152,9 +164,11 @@ class BusyTimes:
             if seconds is not None:
                 self._steps.append(seconds)
         self._pending = dict(interpreter.marks)
-        if len(self._steps) >= self._window:
+        elapsed_s = time.monotonic() - self._window_start_s
+        if len(self._steps) >= self._window and elapsed_s >= self._window_s:
             self._enqueue(statistics.median(self._steps))
             self._steps.clear()
+            self._window_start_s = time.monotonic()
 
     def close(self) -> None:
         """End the thread; a later step starts another one."""
