@@ -22,9 +22,9 @@ from penstock.measure.host_links import measure_host_links
 from penstock.peers.memory import Peak
 from penstock.peers.workload import flat_layers
 
-#: Steps that do not count. DDP assigns its buckets anew after the first, and Penstock tests in the
-#: second whether the losses of micro-batches add up.
-WARM_UP = 2
+#: Steps that do not count. DDP assigns its buckets anew after the first, Penstock tests in the first,
+#: second and fourth whether the losses of micro-batches add up, and memory is allocated in all.
+WARM_UP = 4
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from penstock.transport import host_memory
+from penstock.errors import RunError
+from penstock.transport import host_memory, process_group
 from penstock.transport.host_memory import disable_memory_trimming, trim_memory
 
 #: Page faults of taking and leaving the same 64 MiB ten times over.
@@ -51,3 +52,19 @@ def test_other_systems_are_left_alone(monkeypatch):
     monkeypatch.setattr(host_memory.sys, "platform", "darwin")
     assert not disable_memory_trimming()
     trim_memory()
+
+
+@pytest.mark.parametrize("initialised", [False, True], ids=["by Penstock", "by the program"])
+def test_ranks_keep_freed_memory_whoever_initialises_the_group(monkeypatch, initialised):
+    """Steps in a group of the program's own took 1.5 times as long without."""
+    calls = []
+    monkeypatch.setattr(process_group, "disable_memory_trimming", lambda: calls.append("disabled"))
+    monkeypatch.setattr(process_group.dist, "is_initialized", lambda: initialised)
+    monkeypatch.setattr(process_group.dist, "get_world_size", lambda: 1)
+    monkeypatch.delenv("RANK", raising=False)
+    if initialised:
+        assert process_group.join() == 1
+    else:
+        with pytest.raises(RunError, match="this process is alone"):
+            process_group.join()
+    assert calls == ["disabled"]

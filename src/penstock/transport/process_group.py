@@ -101,12 +101,16 @@ def naming_lost_ranks(action: str) -> Iterator[None]:
 def join(timeout_s: float = TIMEOUT_S) -> int:
     """Initialise the process group if that has not been done, and return the number of ranks.
 
+    From then on this process does not return freed memory to the system (see `host_memory`), also
+    where a program has initialised the group itself: else its steps would take longer.
+
     Args:
         timeout_s: seconds to wait for the other ranks.
 
     Raises:
         RunError: this process was not started as a rank, or other ranks do not appear in time.
     """
+    disable_memory_trimming()
     if not dist.is_initialized():
         adopt_srun()
         if "RANK" not in os.environ:
@@ -120,7 +124,6 @@ def join(timeout_s: float = TIMEOUT_S) -> int:
                 f"RANK is set, but not {', '.join(missing)}: start the ranks with torchrun or srun, "
                 "which set all of them; or unset RANK"
             )
-        disable_memory_trimming()
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         _choose_interface()
         with _limited(timeout_s, rank):
