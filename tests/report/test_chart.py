@@ -68,6 +68,13 @@ def test_a_line_goes_through_its_points():
     assert y3 < y1
 
 
+def test_the_last_tick_of_an_axis_has_its_label():
+    """At the right edge there is no room for the second half of a label that is centred."""
+    series = Series("", (100.0, 1000.0), (1.0, 2.0))
+    texts = texts_of(chart_svg(Chart("c", "c", "x", "y", (series,), log_x=True)))
+    assert {"100", "200", "500", "1,000"} <= set(texts)
+
+
 def test_a_long_line_stays_small():
     """A run of 100,000 steps has 100,000 losses; the file must not."""
     x = tuple(map(float, range(100_000)))

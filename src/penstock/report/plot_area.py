@@ -152,9 +152,11 @@ class Plot:
             self.grid.append(f'<path class="axis" d="M{coordinate(x)} {coordinate(bottom)}v4"/>')
             text = tick_text(value, axis)
             half = text_width(text, SMALL) / 2
-            if x - half >= end_of_last + _LABEL_GAP / 2 and x + half <= self.width:
-                self.text(x, bottom + 17, text, "soft centre")
-                end_of_last = x + half
+            # The label of a tick at the right edge ends there.
+            centre = min(x, self.width - half)
+            if centre - half >= end_of_last + _LABEL_GAP / 2:
+                self.text(centre, bottom + 17, text, "soft centre")
+                end_of_last = centre + half
         self.y = bottom + 20
         for line in wrap_text(clean(label), SMALL, self.right - self.left):
             self.y += SMALL + 4
