@@ -42,6 +42,17 @@ def test_saved_counts_read_back_equal(tmp_path):
     assert ModelCounts.load(tmp_path / "counts.json") == COUNTS
 
 
+def test_a_tied_parameter_of_no_earlier_layer_is_refused(tmp_path):
+    """A profile that is made of the counts would look for its size."""
+    path = tmp_path / "counts.json"
+    COUNTS.save(path)
+    data = json.loads(path.read_text())
+    data["layers"][0]["tied_tensors"] = [[99, 0]]
+    path.write_text(json.dumps(data))
+    with pytest.raises(FileError, match=r"tied_tensors has \[99, 0\]"):
+        ModelCounts.load(path)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

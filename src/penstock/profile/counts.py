@@ -11,7 +11,7 @@ from penstock.errors import FileError, SettingError
 from penstock.files.read import read_json
 from penstock.files.text import shorten
 from penstock.model.chain import check_fingerprint
-from penstock.profile.profile import Phase, check_fields
+from penstock.profile.profile import Phase, check_fields, check_tensors
 from penstock.store import write_json
 
 SCHEMA = 1
@@ -165,8 +165,9 @@ def check_counts(counts: ModelCounts, where: str) -> None:
     """
     check_fields(counts, where)
     check_fingerprint(counts.fingerprint, where)
-    for layer in counts.layers:
+    for index, layer in enumerate(counts.layers):
         check_fields(layer, f"{where}: layer {shorten(layer.name)}")
+        check_tensors(counts.layers, index, f"{where}: layer {shorten(layer.name)}")
         for work in (*layer.forward, *layer.backward, *layer.input_grad, *layer.weight_grad):
             least = min(
                 work.launches,

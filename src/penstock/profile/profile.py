@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
@@ -347,7 +347,23 @@ def check_step_ratios(ratios: Mapping[str, float], where: str) -> None:
             )
 
 
-def check_tensors(layers: Sequence[LayerProfile], index: int, where: str) -> None:
+class LayerParameters(Protocol):
+    """What `LayerProfile` and `LayerCounts` say of the parameters of a layer."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        """See `LayerProfile`."""
+
+    @property
+    def tensor_bytes(self) -> tuple[int, ...]:
+        """See `LayerProfile`."""
+
+    @property
+    def tied_tensors(self) -> tuple[tuple[int, int], ...]:
+        """See `LayerProfile`."""
+
+
+def check_tensors(layers: Sequence[LayerParameters], index: int, where: str) -> None:
     """Check the parameters of a layer: their bytes add up, and tied ones are of earlier layers.
 
     Raises:
