@@ -11,6 +11,8 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import RunError, StageFailed
+from penstock.runtime.interpreter import Interpreter
+from penstock.runtime.player import make_stream
 from penstock.schedule.op import Kind
 
 
@@ -246,3 +248,114 @@ def test_the_timeline_has_the_sizes_of_the_batches_since_the_pipeline_was_filled
             pass
     forwards = [event for event in pipe.timeline().compute if event.op.kind is Kind.F]
     assert len([event for event in forwards if event.rank == 0]) == 2 * 4
+
+
+def stream_of(pipe):
+    """Return the stream of a pipeline after a batch, which was completed."""
+    list(pipe.train(batches(1)))
+    return pipe._stream
+
+
+def test_losses_are_taken_in_order_and_those_of_an_abandoned_iterator_are_dropped():
+    """Several batches may be complete at once, at the end of a stream."""
+    stream = stream_of(pipeline())
+    stream.ready.extend((step, torch.tensor(float(step))) for step in range(3, 8))
+    assert [float(loss) for loss in stream.take_losses(5)] == [5.0, 6.0, 7.0]
+    assert not stream.ready
+
+
+def test_a_rank_waits_only_for_sends_of_batches_that_all_have_completed(monkeypatch):
+    """Of the last completed one a receiver may still need what this rank has yet to send."""
+    released = {rank: [] for rank in range(3)}
+    original = Interpreter.release
+
+    def release(self, before):
+        released[self.rank].append(before)
+        original(self, before)
+
+    monkeypatch.setattr(Interpreter, "release", release)
+    pipe = pipeline("2bw", micro_batches=4)
+    stream = stream_of(pipe)
+    for rows in released.values():
+        rows.clear()
+    list(pipe.train(batches(6)))
+    expected = [(stream.portions.completed_batches(index) - 1) * 4 for index in range(6)]
+    assert released == dict.fromkeys(range(3), expected)
+    assert expected[-1] > 0
+
+
+def test_ops_of_a_stream_read_its_batches_and_the_weights_of_their_rank():
+    """And tell a loss to the ranks that report it."""
+    stream = stream_of(pipeline())
+    for rank in range(3):
+        context = stream._context(rank)
+        assert context.batches is stream._in_flight
+        assert context.weights is stream.weights.by_rank[rank]
+        assert list(context.weights) == [rank]
+        assert context.on_loss == stream._losses.tell
+        assert context.updates
+
+
+def test_a_drained_stream_runs_nothing_and_a_new_one_has_no_window(monkeypatch):
+    """A flush is called before every evaluation and every save."""
+    pipe = pipeline()
+    stream = make_stream(pipe._assembly)
+    assert stream.window() == {0: [], 1: [], 2: []}
+    monkeypatch.setattr(stream.world, "run", lambda job: pytest.fail("ran"))
+    stream.flush()
+    stream.empty()
+
+
+def test_emptying_a_failed_stream_drops_all_of_it():
+    """Losses, batches and activations of before would be taken for those of the next batches."""
+    trap = Trap("raise", "B", at=4)
+    pipe = pipeline(trap=trap)
+    with pytest.raises(StageFailed):
+        list(pipe.train(batches(9)))
+    stream = pipe._stream
+    stream.ready.append((2, torch.tensor(1.0)))
+    assert stream._in_flight._batches
+    stream.empty()
+    assert not stream.ready
+    assert not stream._in_flight._batches
+    for interpreter in stream.interpreters.values():
+        assert not interpreter._values
+        assert not interpreter._arrivals
+        for stage in interpreter.stages.values():
+            assert not stage._saved
+    trap.armed = False
+    stream.weights.restart()
+    assert len(list(pipe.train(batches(2)))) == 2
+
+
+def test_flushing_waits_until_all_sends_have_left(monkeypatch):
+    """The weights are read, or the process ends, right after it."""
+    pipe = pipeline()
+    stream = stream_of(pipe)
+    calls = []
+    monkeypatch.setattr(Interpreter, "finish", lambda self: calls.append(self.rank))
+    monkeypatch.setattr(stream._losses, "verify", lambda: calls.append("verified"))
+    feed_one(pipe)
+    assert calls == []
+    pipe.flush()
+    assert sorted(calls[:3]) == [0, 1, 2]
+    assert calls[3:] == ["verified"]
+
+
+def feed_one(pipe):
+    """Feed one batch, and leave it in flight."""
+    x, y = batches(1)[0]
+    pipe._feed(pipe._stream, pipe._batch(x, y, training=True, call="train_batch"))
+
+
+@pytest.mark.parametrize("warm_up", [0, 2])
+def test_the_batches_of_a_warm_up_are_completed_one_by_one(warm_up):
+    """Exactly as many as the option says; the next ones fill the pipeline."""
+    pipe = pipeline(
+        "pipedream", weights="pipemare", weights_options={"warm_up": warm_up, "annealing": 4}
+    )
+    drained = []
+    for _ in range(4):
+        feed_one(pipe)
+        drained.append(pipe._stream._drained)
+    assert drained == [step < warm_up for step in range(4)]
