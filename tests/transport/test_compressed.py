@@ -141,3 +141,82 @@ def test_tensors_of_256_elements_and_more_are_compressed(elements, dtype):
     """Scales and descriptions would outweigh what smaller ones save."""
     payload = compress(Payload.of(torch.randn(elements)), "bfloat16")
     assert payload.tensors[0].dtype is dtype
+
+
+class Links:
+    """A transport that records its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, method):
+        def record(*args):
+            self.calls.append((method, *args))
+            return f"result of {method}"
+
+        return record
+
+
+def test_everything_else_is_left_to_the_transport_inside():
+    """A release that is not passed on would hold the sends of a stream for ever."""
+    links = Links()
+    transport = CompressedTransport(links, "int8")
+    assert transport.arrives_at_once(3) == "result of arrives_at_once"
+    transport.release(5)
+    transport.drain()
+    assert links.calls == [("arrives_at_once", 3), ("release", 5), ("drain",)]
+    payload = Payload.of(torch.ones(512))
+    message = Message(Kind.U, 0, 0)
+    assert transport.send(1, message, payload, "form") == "result of send"
+    assert transport.post(1, message, "form") == "result of post"
+    assert links.calls[3:] == [
+        ("send", 1, message, payload, "form"),
+        ("post", 1, message, "form"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "feeds_back"),
+    [
+        ("int8", Kind.B, True),
+        ("int8", Kind.F, False),
+        ("bfloat16", Kind.B, False),
+        ("bfloat16", Kind.F, False),
+    ],
+)
+def test_only_gradients_in_8_bits_bring_back_what_the_last_one_has_lost(code, kind, feeds_back):
+    """An activation belongs to its own micro-batch, and bfloat16 rounds without a bias."""
+    links = Links()
+    transport = CompressedTransport(links, code)
+    values = torch.linspace(0.1, 1.0, 512)
+    for micro_batch in range(2):
+        message = Message(kind, 1, micro_batch)
+        transport.send(0, message, Payload.of(values.clone().requires_grad_()), "form")
+    sent = [call[3].tensors for call in links.calls]
+    same = all(torch.equal(a, b) for a, b in zip(*sent, strict=True))
+    assert same is not feeds_back
+    assert bool(transport._errors) is feeds_back
+    assert not any(tensor.requires_grad for tensors in sent for tensor in tensors)
+
+
+@pytest.mark.parametrize("peers", [(0, 0), (0, 2)])
+def test_peers_do_not_share_what_their_gradients_have_lost(peers):
+    """The error of a message to one belongs to no message to another."""
+    links = Links()
+    transport = CompressedTransport(links, "int8")
+    for micro_batch, peer in enumerate(peers):
+        values = torch.linspace(0.1, 1.0, 512)
+        transport.send(peer, Message(Kind.B, 1, micro_batch), Payload.of(values), "form")
+    sent = [call[3].tensors[0] for call in links.calls]
+    assert torch.equal(*sent) == (peers[0] != peers[1])
+
+
+def test_a_tensor_without_dimensions_has_a_scale_too():
+    """It is a row of one element."""
+    parts = quantize(torch.tensor(-3.0), "int8")
+    assert [part.shape for part in parts] == [(1,), (1,)]
+    restored = dequantize(parts, torch.float64, torch.Size([]))
+    assert (restored.shape, restored.dtype) == ((), torch.float64)
+    assert restored.item() == pytest.approx(-3.0)
+    zeros = quantize(torch.zeros(2, 3), "int8")
+    assert torch.equal(dequantize(zeros, torch.float32, torch.Size([2, 3])), torch.zeros(2, 3))

@@ -1,4 +1,4 @@
-"""Tags of messages between hosts."""
+"""Messages between hosts: tags, names of headers, and forms."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ import pytest
 import torch
 
 from penstock.errors import RunError
-from penstock.schedule.lower import Message
+from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
-from penstock.transport.messages import checked_tensors, message_tag
+from penstock.transport.messages import (
+    checked_tensors,
+    describe,
+    differ_in_strides_only,
+    form_text,
+    header_key,
+    header_name,
+    message_tag,
+)
 from penstock.transport.payload import Payload
 
 KINDS = (Kind.F, Kind.B, Kind.E, Kind.L, Kind.U)
@@ -41,3 +49,94 @@ def test_what_fits_no_tag_is_refused(stage, tensors):
     payload = Payload.of([torch.zeros(1) for _ in range(tensors)])
     with pytest.raises(RunError, match=rf"stage {stage} sends {tensors} tensors"):
         checked_tensors(payload, Message(Kind.F, stage, 0))
+
+
+@pytest.mark.parametrize(("stage", "tensors"), [(1023, 1), (0, 32), (1023, 0)])
+def test_what_just_fits_a_tag_passes(stage, tensors):
+    """In order, and without the constants."""
+    values = [torch.zeros(1) for _ in range(tensors)]
+    payload = Payload.of([*values, "constant"])
+    assert checked_tensors(payload, Message(Kind.F, stage, 0)) == values
+
+
+def test_the_name_of_a_header_has_all_that_its_form_depends_on():
+    """Of two links, kinds, stages or signatures neither reads the header of the other."""
+    keys = [
+        header_key(signature, Link(*link), Message(kind, stage, 7))
+        for signature in ("a", "b")
+        for link in ((0, 1), (1, 0), (0, 11))
+        for kind in KINDS
+        for stage in (1, 2)
+    ]
+    assert len(set(map(header_name, keys))) == len(keys)
+    assert header_key("a", Link(0, 1), Message(Kind.F, 1, 7)) == header_key(
+        "a", Link(0, 1), Message(Kind.F, 1, 8)
+    )
+    assert header_name(keys[0]) == "penstock/header/a/0-1/1F"
+    assert describe(Message(Kind.B, 12, 3)) == "12B3"
+
+
+ROWS = torch.zeros(2, 3)
+COLUMNS = torch.zeros(3, 2).t()
+
+
+@pytest.mark.parametrize(
+    ("announced", "later", "only_strides"),
+    [
+        (ROWS, COLUMNS, True),
+        (COLUMNS, ROWS, True),
+        ([ROWS, COLUMNS], [COLUMNS, ROWS], True),
+        (torch.zeros(1, 3).expand(2, 3), ROWS, False),
+        ([ROWS, torch.zeros(1, 3).expand(2, 3)], [COLUMNS, ROWS], False),
+        (ROWS, torch.zeros(1, 3).expand(2, 3), True),
+        (ROWS, torch.zeros(3, 2), False),
+        (ROWS, ROWS.double(), False),
+        (ROWS, torch.zeros(2, 3, requires_grad=True), False),
+        (ROWS, [ROWS], False),
+        ([ROWS, 1], [COLUMNS, 1], True),
+        ([ROWS, 1], [COLUMNS, 2], False),
+    ],
+)
+def test_a_message_of_other_strides_may_use_the_announced_form(announced, later, only_strides):
+    """Unless elements of the announced one were sent once for several."""
+    first, second = Payload.of(announced), Payload.of(later)
+    assert differ_in_strides_only(first.form(), second.form(), first.forms()) is only_strides
+
+
+def test_tensors_that_share_memory_differ_in_no_more_than_strides():
+    """They are sent one by one."""
+    base = torch.zeros(2, 3)
+    first, second = Payload.of([base, base[:1]]), Payload.of([base, torch.zeros(1, 3)])
+    assert first.shared
+    assert differ_in_strides_only(first.form(), second.form(), first.forms())
+
+
+@pytest.mark.parametrize(
+    ("payload", "text"),
+    [
+        (Payload.of(torch.zeros(2, 3)), "a tensor of float32[2, 3]"),
+        (
+            Payload.of(torch.zeros(2, requires_grad=True)),
+            "a tensor of float32[2] with a gradient",
+        ),
+        (
+            Payload.row([torch.zeros(2, dtype=torch.int64), torch.zeros(())]),
+            "* of int64[2], float32[]",
+        ),
+        (
+            Payload("*", (torch.zeros(1), torch.zeros(2)), (False, True)),
+            "* of float32[1], float32[2] with a gradient",
+        ),
+        (Payload("*", (), ()), "* of nothing"),
+    ],
+)
+def test_a_form_reads_as_text(payload, text):
+    """It stands in the message on a form that changes."""
+    assert form_text(payload.form()) == text
+
+
+def test_a_form_with_constants_names_them_and_the_nesting():
+    """Flags of gradients belong to tensors alone."""
+    text = form_text(Payload.of((1.5, torch.zeros(2, requires_grad=True))).form())
+    assert text.endswith(" of 1.5, float32[2] with a gradient")
+    assert not text.startswith("a tensor")

@@ -48,3 +48,82 @@ def test_later_messages_are_packed_by_the_strides_that_were_announced():
     packed = form.packed(later.tensors[0]).contiguous()
     (received,) = Header.parse(text).unpacked([packed]).tensors
     assert torch.equal(received, values)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3),
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.arange(3.0).expand(4, 3),
+        torch.arange(3.0).reshape(3, 1).expand(3, 4),
+        torch.arange(6.0).reshape(2, 1, 3).expand(2, 5, 3).transpose(0, 2),
+        torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        torch.arange(4.0)[:1].expand(1),
+        torch.tensor(2.0),
+        torch.tensor(2.0).expand(3),
+        torch.empty(2, 0, 3).transpose(0, 2),
+    ],
+)
+def test_every_layout_comes_back_with_its_values_and_strides(tensor, copies):
+    """Distinct elements are sent once; a copy shares no memory with what was sent."""
+    form = TensorForm.of(tensor, wants_grad=False)
+    packed = form.packed(tensor).contiguous().clone()
+    buffer = form.empty()
+    assert (packed.shape, packed.dtype) == (buffer.shape, buffer.dtype)
+    assert packed.numel() == len(set(tensor.flatten().tolist()))
+    received = form.unpacked(packed, copies=copies)
+    assert received.shape == tensor.shape
+    assert torch.equal(received, tensor)
+    if form.stride is not None:
+        assert received.stride() == form.stride
+    if packed.numel():
+        packed.fill_(-7.0)
+        changed = bool((received == -7.0).any())
+        assert not (copies and changed)
+        if form.stride is None or received.is_contiguous():
+            assert changed is not copies, "without copies, nothing is copied for nothing"
+
+
+def test_a_buffer_is_on_the_device_that_is_asked_for():
+    """By default on the CPU, also where another device is torch's default."""
+    form = TensorForm.of(torch.zeros(2, 3).t(), wants_grad=False)
+    with torch.device("meta"):
+        assert form.empty().device.type == "cpu"
+    assert form.empty(torch.device("meta")).device.type == "meta"
+
+
+def test_a_row_of_tensors_keeps_repeated_ones_and_wants_no_gradients():
+    """Norms and updates: what is sent twice is two tensors at the receiver."""
+    tensor = torch.ones(2, requires_grad=True)
+    row = Payload.row([tensor, tensor])
+    assert (row.structure, row.wants_grad, row.shared) == ("*", (False, False), ())
+    (first, second) = row.tensors
+    assert first is second is tensor
+    assert row.nbytes == 16
+    (left, right) = row.value()
+    assert left is right is tensor
+
+
+@pytest.mark.parametrize("gaps", [[None], [None, None], [0, None], [0], [0, 1], []])
+def test_gradients_in_a_list_are_bare_only_if_there_is_exactly_one(gaps):
+    """A bare tensor is the cheapest form; a gap must stay one."""
+    gradients = [None if gap is None else torch.full((2,), float(gap)) for gap in gaps]
+    payload = Payload.flat(gradients)
+    assert payload.structure == ("" if gaps == [0] else "*")
+    assert payload.leaves == tuple(gradients)
+    assert payload.wants_grad == (False,) * sum(gap is not None for gap in gaps)
+    forms = payload.forms()
+    assert [form.wants_grad for form in forms] == list(payload.wants_grad)
+
+
+def test_forms_say_which_tensor_wants_a_gradient():
+    """Not all of them need one; a number of flags that does not fit is a mistake of the caller."""
+    tensors = (torch.ones(1), torch.ones(2))
+    assert [form.wants_grad for form in Payload("*", tensors, (True, False)).forms()] == [
+        True,
+        False,
+    ]
+    with pytest.raises(ValueError, match="shorter"):
+        Payload("*", tensors, (True,)).forms()
