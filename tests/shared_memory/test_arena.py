@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.shared_memory.arena import Arena, OutOfSharedMemory, _size_class, split_place
+from penstock.shared_memory.arena import Arena, OutOfSharedMemory, Pool, _size_class, split_place
 from penstock.shared_memory.segment import LINE
 
 
@@ -125,3 +126,91 @@ def test_no_two_messages_share_a_byte_and_memory_follows_what_is_in_flight(lengt
         arena.segments
     )
     arena.close()
+
+
+def test_a_place_splits_into_file_and_offset_at_every_size():
+    """Offsets have 40 bits: a segment may hold a terabyte."""
+    for fd in (0, 1, 5, 1023, 2**20):
+        for offset in (0, 1, 64, 2**39, 2**40 - 1):
+            assert split_place(fd << 40 | offset) == (fd, offset)
+
+
+def test_an_arena_counts_the_bytes_of_its_segments(arena):
+    """The message on a shortage tells them; it begins with none."""
+    assert (arena.nbytes, arena.segments) == (0, [])
+    for length in (100, 100_000, 300, 1_000_000):
+        arena.take(arena.pool(length))
+        assert arena.nbytes == sum(len(segment.memory) for segment in arena.segments)
+    assert len(arena.segments) == 3
+
+
+def test_the_first_line_of_a_segment_belongs_to_no_slot(arena):
+    """The receiver notes there that it has opened the segment."""
+    for length in (100, 100_000, 1_000_000):
+        slot = arena.take(arena.pool(length))
+        if slot.segment.fd != arena.segments[0].fd or length == 100:
+            assert split_place(slot.place)[1] == LINE
+
+
+def test_free_slots_are_taken_without_a_look_at_those_in_use(arena):
+    """A look reads memory that another process writes; and a loan is repaid to its owner."""
+    pool = arena.pool(1024)
+    first, second, third = (arena.take(pool) for _ in range(3))
+    first.free()
+    second.free()
+    assert arena.take(pool) is second
+    assert pool.free == [first]
+    third.free()
+    assert arena.take(pool) is first, "a free slot is there, so that nothing is swept"
+    small = arena.pool(512)
+    assert arena.take(small) is third
+    assert third in pool.in_use
+    assert not small.in_use
+    third.free()
+    second.free()
+    assert pool.sweep()
+    lent = arena.take(small)
+    assert lent in (second, third)
+    assert len(pool.free) == 1
+    other = arena.take(small)
+    assert {lent, other} == {second, third}, "the second loan needs no sweep"
+
+
+def test_a_sweep_looks_at_a_limited_number_and_goes_on_where_it_stopped():
+    """Allocation takes bounded time, however many messages are in flight."""
+    pool = Pool(256)
+    slots = [SimpleNamespace(words=[1], state=0) for _ in range(40)]
+    pool.in_use.extend(slots)
+    slots[20].words[0] = slots[38].words[0] = 0
+    assert not pool.sweep()
+    assert list(pool.in_use) == slots[16:] + slots[:16]
+    assert pool.sweep()
+    assert pool.free == [slots[20]]
+    pool.free.clear()
+    assert pool.sweep()
+    assert pool.free == [slots[38]]
+    assert set(map(id, pool.in_use)) == {id(slot) for slot in slots if slot.words[0]}
+
+
+def test_a_closed_arena_holds_no_slots_and_its_segments_are_closed(arena):
+    """Slots and pools refer to each other, which only the garbage collector would resolve."""
+    exclusive, pool = arena.exclusive_pool(512), arena.pool(512)
+    for any_pool in (exclusive, pool):
+        arena.take(any_pool).free()
+        arena.take(any_pool)
+        freed = arena.take(any_pool)
+        freed.free()
+        any_pool.free.append(freed)
+    files = [segment.fd for segment in arena.segments]
+    arena.close()
+    assert [(len(p.free), len(p.in_use)) for p in (exclusive, pool)] == [(0, 0), (0, 0)]
+    for fd in files:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+@pytest.mark.parametrize("nbytes", [256, 257, 320, 321, 1024, 1025, 1280, 1281, 2**20 + 1])
+def test_a_size_class_is_the_least_of_four_per_power_of_two(nbytes):
+    """Computed here by counting up."""
+    quarters = ((4 + part) * 2**power // 4 for power in range(8, 30) for part in range(4))
+    assert _size_class(nbytes) == next(size for size in quarters if size >= nbytes)

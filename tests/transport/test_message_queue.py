@@ -9,7 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.shared_memory import queue
+from penstock.shared_memory.arena import OutOfSharedMemory
 from penstock.shared_memory.mailbox import Mailbox
+from penstock.transport import message_queue
 from penstock.transport.layout import Layout
 from penstock.transport.message_queue import PayloadReader, PayloadWriter
 from penstock.transport.payload import Payload
@@ -114,3 +117,60 @@ def test_only_an_armed_notifier_makes_a_system_call(ends):
     assert len(calls) == 1
     ends.writer.send(16, Payload.of(torch.ones(1)))
     assert len(calls) == 1
+
+
+def test_a_message_that_cannot_be_entered_gives_its_slot_back(ends, monkeypatch):
+    """The receiver never hears of it, so that it would never free it; the error is the sender's."""
+    ends.writer.send(16, Payload.of(torch.ones(1)))
+    ends.reader.poll()
+    ends.reader.take(16)
+    places = []
+
+    def fail(name, layout, place):
+        places.append(place)
+        raise OutOfSharedMemory(1, 2, OSError("none"))
+
+    monkeypatch.setattr(ends.writer, "append", fail)
+    for _ in range(8):
+        with pytest.raises(OutOfSharedMemory):
+            ends.writer.send(16, Payload.of(torch.ones(1)))
+    assert len(set(places)) <= 2
+
+
+def test_both_ends_forget_layouts_at_the_same_one(ends, monkeypatch):
+    """A message must not name a layout that the receiver has forgotten, nor should each be
+    announced again.
+    """
+    monkeypatch.setattr(message_queue, "MAX_LAYOUTS", 4)
+    monkeypatch.setattr(queue, "MAX_LAYOUTS", 4)
+    for number in range(11):
+        ends.writer.send(16, Payload.of(torch.ones(number + 1)))
+        assert ends.reader.poll()
+        assert ends.reader.take(16).tensors[0].numel() == number + 1
+        assert len(ends.writer._layouts) == len(ends.reader._layouts) == number % 4 + 1
+    count = ends.writer._layout_count
+    ends.writer.send(16, Payload.of(torch.ones(11)))
+    assert ends.writer._layout_count == count, "a layout that is known is announced again"
+
+
+def test_a_send_returns_the_bytes_that_the_message_takes(ends):
+    """Whole cache lines for each tensor."""
+    assert ends.writer.send(16, Payload.of(torch.ones(1))) == 64
+    assert ends.writer.send(16, Payload.of([torch.ones(17), torch.ones(1)])) == 192
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_received_tensors_are_on_the_device_of_the_rank(device):
+    """And never views of the slot, which the sender writes again."""
+    ends = Ends()
+    ends.reader = PayloadReader(ends.mailbox, 1, os.getpid(), torch.device(device))
+    ends.writer.send(16, Payload.of([torch.ones(3), torch.ones(2, 2).t()]))
+    ends.reader.poll()
+    _, slot = ends.reader.pending[16][0]
+    first, second = ends.reader.take(16).tensors
+    assert {first.device.type, second.device.type} == {device}
+    if device == "cpu":
+        memory = slot.segment.bytes.untyped_storage().data_ptr()
+        assert first.untyped_storage().data_ptr() != memory
+        assert second.untyped_storage().data_ptr() != memory
+    ends.close()
