@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
 from penstock.errors import RunError
+from penstock.modules.recomputing import is_recomputing
+from penstock.stage.second_forward import SecondForwards
 
 
 class Counting(nn.Module):
@@ -46,3 +50,74 @@ def test_a_forward_that_comes_to_something_else_is_refused():
     with pytest.raises(RunError, match="recomputed for the backward, the forward made"):
         pipeline_with(Counting(last_call_alike=2)).train_batch(x, x)
     assert pipeline_with(Counting(last_call_alike=4)).train_batch(x, x).isfinite()
+
+
+class Stateful(nn.Module):
+    """A layer with a buffer and an attribute that change in every forward."""
+
+    def __init__(self, *, buffer: bool = True, attribute: bool = True) -> None:
+        super().__init__()
+        if buffer:
+            self.register_buffer("calls", torch.zeros(1))
+        self.factor = 1.0 if attribute else nn.Identity()
+
+    def step(self) -> None:
+        """Change the state."""
+        if hasattr(self, "calls"):
+            self.calls += 1
+        if isinstance(self.factor, float):
+            self.factor += 1.0
+
+    def state(self) -> tuple[float | None, float | None]:
+        """Return the buffer and the attribute."""
+        calls = float(self.calls) if hasattr(self, "calls") else None
+        return calls, self.factor if isinstance(self.factor, float) else None
+
+
+@pytest.mark.parametrize(
+    ("buffer", "attribute"), [(True, True), (True, False), (False, True), (False, False)]
+)
+def test_a_second_forward_has_the_state_of_the_first_and_leaves_the_newest(buffer, attribute):
+    """Buffers and plain attributes; layers know that it is a recomputation, and copies are dropped."""
+    layer = Stateful(buffer=buffer, attribute=attribute)
+    second_forwards = SecondForwards([layer], [], "stage 0, layer 0")
+    first = second_forwards.first()
+    before = layer.state()
+    layer.step()
+    layer.step()
+    newest = layer.state()
+    assert not is_recomputing()
+    with second_forwards.seeing(first):
+        assert is_recomputing()
+        assert layer.state() == before
+        layer.step()
+    assert not is_recomputing()
+    assert layer.state() == newest
+    assert not first.buffers
+
+
+@pytest.mark.parametrize("deferring", [False, True])
+def test_a_comparison_is_read_later_where_the_host_must_not_wait(deferring):
+    """Only of values: other shapes are known at once."""
+    added = []
+    checks = SimpleNamespace(deferring=deferring, add=lambda *check: added.append(check))
+    second_forwards = SecondForwards([nn.Identity()], [], "stage 3, layer a", checks)
+    first = second_forwards.first()
+    second_forwards.check(first, [torch.ones(2)], 4)  # nothing is noted, so nothing is compared
+    first.note([torch.ones(2)])
+    second_forwards.check(first, [torch.ones(2)], 4)
+    assert not any(bool(failed) for failed, _ in added)
+    added.clear()
+    place = "stage 3, layer a, micro-batch 4: recomputed for the backward, the forward made"
+    with pytest.raises(RunError, match=place):
+        second_forwards.check(first, [torch.ones(3)], 4)
+    added.clear()
+    if not deferring:
+        with pytest.raises(RunError, match=place):
+            second_forwards.check(first, [torch.zeros(2)], 4)
+        assert added == []
+        return
+    second_forwards.check(first, [torch.zeros(2)], 4)
+    ((failed, text),) = added
+    assert bool(failed)
+    assert text.startswith(f"{place} other values")
