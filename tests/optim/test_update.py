@@ -295,3 +295,91 @@ def test_a_factory_that_returns_the_same_optimizer_twice_is_refused():
     update = Update.make(held, lambda _: only)
     with pytest.raises(SettingError, match="returned the same optimizer twice"):
         update.new_optimizer()
+
+
+def test_a_skipped_step_counts_and_its_gradients_are_dropped_by_the_next_batch():
+    """Steps are compared between ranks; without a factory the user keeps the gradients."""
+    for factory in (sgd, None):
+        (weight,) = parameters(1.0)
+        update = Update.make([weight], factory)
+        update.skip()
+        update.skip()
+        assert update.steps == 2
+        assert weight.item() == 1.0
+        assert weight.grad is not None
+        update.begin()
+        assert (weight.grad is None) == (factory is not None)
+        assert not update.stepping
+
+
+def test_a_step_that_fails_does_not_count_as_complete():
+    """The stage is then of no single step."""
+    (weight,) = parameters(1.0)
+    update = Update.make([weight], sgd)
+    update.step()
+    assert (update.steps, update.stepping) == (1, False)
+
+    def fail():
+        raise ValueError("planted")
+
+    update.optimizer.step = fail
+    with pytest.raises(ValueError, match="planted"):
+        update.step()
+    assert (update.steps, update.stepping) == (1, True)
+
+
+def test_what_replicas_update_is_neither_stepped_nor_kept_here():
+    """Its state is dropped, also what was loaded later; gradients are not summed into a later one."""
+    here, there = parameters(1.0, 1.0)
+    update = Update.make([here, there], lambda params: SGD(params, lr=0.5, momentum=0.9))
+    update.step()
+    assert len(update.optimizer.state) == 2
+    update.leave_to_replicas([there])
+    assert list(update.optimizer.state) == [here]
+    values = here.item(), there.item()
+    update.step()
+    assert here.item() < values[0]
+    assert there.item() == values[1]
+    assert there.grad is None
+    update.optimizer.state[there] = {"momentum_buffer": torch.ones(1)}
+    update.drop_state_of_replicas()
+    assert list(update.optimizer.state) == [here]
+    alone = Update.make([there], None)
+    alone.leave_to_replicas([there])
+
+
+def test_borrowed_parameters_are_refreshed_and_zeroed_but_not_stepped():
+    """Their gradients accumulate here too; another stage steps them."""
+    own, lent, frozen = parameters(1.0, 1.0, 1.0)
+    frozen.requires_grad_(requires_grad=False)
+    update = Update.make([own, lent, frozen], sgd, borrowed=[lent, frozen])
+    assert (update.parameters, update.borrowed) == ([own], [lent])
+    assert update.trains
+    frozen.requires_grad_()
+    lent.requires_grad_(requires_grad=False)
+    update.refresh()
+    assert update.borrowed == [lent, frozen], "one that was trained stays, in its place"
+    update.step()
+    assert lent.item() == frozen.item() == 1.0
+    update.zero()
+    assert own.grad is lent.grad is frozen.grad is None
+
+
+def test_a_stage_trains_if_any_parameter_requires_a_gradient():
+    """One is enough, also a borrowed one."""
+    first, second = parameters(1.0, 2.0)
+    update = Update.make([first, second], sgd, borrowed=[second])
+    for flags, trains in (((True, False), True), ((False, True), True), ((False, False), False)):
+        for parameter, flag in zip((first, second), flags, strict=True):
+            parameter.requires_grad_(requires_grad=flag)
+        assert update.trains is trains
+
+
+@pytest.mark.parametrize("clip_value", [None, 0.25])
+def test_gradients_are_limited_before_the_step(clip_value):
+    """By value and of either sign; without a limit they stay."""
+    weights = parameters(1.0, 1.0)
+    weights[1].grad = torch.full((1,), -3.0)
+    Update.make(weights, sgd, clip_value=clip_value).step()
+    moves = [-0.5, 1.5] if clip_value is None else [-0.125, 0.125]
+    assert [weight.item() for weight in weights] == [1.0 + move for move in moves]
