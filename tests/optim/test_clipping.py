@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.optim.clipping import clip, norms_of, total_norm
+from penstock.optim.clipping import clip, clip_values, norms_of, total_norm
 
 CPU = torch.device("cpu")
 
@@ -64,3 +64,38 @@ def test_gradients_of_several_types_and_sparse_ones_count_like_the_others():
     assert norms.tolist() == pytest.approx(
         [float(dense.norm()), float(low[0].grad.float().norm())], rel=1e-2
     )
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_every_norm_is_that_of_all_gradients_together(norm_type, sparse):
+    """The exponent holds for the parts and for their sum, whatever the layout."""
+    weights = parameters(4)
+    if sparse:
+        embedding = nn.Embedding(5, 3, sparse=True)
+        embedding(torch.tensor([1, 1, 4])).sum().backward()
+        weights.append(embedding.weight)
+    values = [w.grad.to_dense().flatten() for w in weights if w.grad is not None]
+    norms = norms_of(weights, CPU, norm_type)
+    assert len(norms) == len(values)
+    expected = [float(torch.linalg.vector_norm(value, norm_type)) for value in values]
+    assert norms.tolist() == pytest.approx(expected)
+    total = total_norm([norms[:2], torch.zeros(0), norms[2:]], norm_type)
+    assert float(total) == pytest.approx(
+        float(torch.linalg.vector_norm(torch.cat(values), norm_type))
+    )
+
+
+def test_elements_are_clamped_on_both_sides_also_of_sparse_gradients():
+    """Rows of a sparse gradient that occur twice are added first."""
+    embedding = nn.Embedding(5, 1, sparse=True)
+    (embedding(torch.tensor([1, 1, 4])) * torch.tensor([[1.0], [1.0], [-3.0]])).sum().backward()
+    dense, without = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    dense.grad = torch.tensor([-2.0, 0.5, 2.0])
+    clip_values([embedding.weight, without, dense], 1.5)
+    assert embedding.weight.grad.to_dense().flatten().tolist() == [0, 1.5, 0, 0, -1.5]
+    assert dense.grad.tolist() == [-1.5, 0.5, 1.5]
+    assert without.grad is None
+    clip_values([without], 1.5)
+    clip_values([embedding.weight], 1.0)
+    assert embedding.weight.grad.to_dense().flatten().tolist() == [0, 1, 0, 0, -1]

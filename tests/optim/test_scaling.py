@@ -78,7 +78,7 @@ def test_sparse_gradients_are_unscaled_once():
     assert embedding.weight.grad.to_dense()[:, 0].tolist() == [0, 2, 0, 0, 1]
 
 
-@pytest.mark.parametrize("scale", [0.0, float("inf"), -1.0])
+@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0, 1e-50, 1e39])
 def test_a_saved_scale_that_is_none_is_refused(scale):
     """A file may contain anything."""
     with pytest.raises(SettingError, match="the scale of a saved scaler is above 0"):
@@ -87,3 +87,73 @@ def test_a_saved_scale_that_is_none_is_refused(scale):
         SettingError, match=r"growth_interval is a number of steps, 1 or more, not 0\.5"
     ):
         LossScaler({"growth_interval": 0.5})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init_scale": 0.0},
+        {"init_scale": float("inf")},
+        {"init_scale": float("nan")},
+        {"init_scale": 1e39},
+        {"init_scale": 1e-50},
+        {"growth_factor": 1.0},
+        {"growth_factor": float("inf")},
+        {"backoff_factor": 0.0},
+        {"backoff_factor": 1.0},
+        {"growth_interval": 0},
+        {"growth_interval": 1.5},
+        {"growth_interval": float("inf")},
+        {"growth_interval": float("nan")},
+        {"growth": 2.0},
+    ],
+)
+def test_options_out_of_range_are_refused(options):
+    """A scale that is infinite in float32 would have every step skipped, without an end."""
+    with pytest.raises(SettingError, match="scaler"):
+        LossScaler(options)
+
+
+def test_options_at_the_end_of_their_range_pass():
+    """An interval of one step, and a scale that float32 can just hold."""
+    for options in ({"growth_interval": 1}, {"init_scale": 3e38}, {"backoff_factor": 0.999}):
+        assert LossScaler(options).state_dict()["steps"] == 0
+
+
+def test_the_default_options_are_torchs():
+    """A user who turns scaling on gets what the documentation of torch says."""
+    ours = LossScaler.of(torch.amp.GradScaler("cpu"))
+    assert ours._options == LossScaler({})._options
+    ours = LossScaler.of(
+        torch.amp.GradScaler(
+            "cpu", init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=7
+        )
+    )
+    assert ours._options == {
+        "init_scale": 8.0,
+        "growth_factor": 3.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 7,
+    }
+    with pytest.raises(SettingError, match="not 5"):
+        LossScaler.of(5)
+
+
+def test_all_gradients_are_unscaled_whatever_their_types():
+    """Those of float32 and of bfloat16 are divided apart; one overflow is enough."""
+    weights = [
+        nn.Parameter(torch.ones(2, dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.float64)
+    ]
+    for weight in weights[:2] + weights[3:]:
+        weight.grad = torch.full_like(weight, 12.0)
+    scaler = LossScaler({"init_scale": 4.0})
+    assert scaler.unscale(weights, CPU) == 0
+    assert [None if w.grad is None else w.grad.tolist() for w in weights] == [
+        [3.0, 3.0], [3.0, 3.0], None, [3.0, 3.0],
+    ]  # fmt: skip
+    weights[1].grad[1] = float("inf")
+    overflow = scaler.unscale(weights, CPU)
+    assert overflow.shape == (1,)
+    assert overflow > 0
+    assert scaler.unscale([], CPU) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -141,3 +143,54 @@ def test_a_parameter_that_a_layer_has_moved_is_followed():
     parameter.data = parameter.data.clone()
     working.show(0)
     assert parameter.item() == 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_sequence_of_contents_is_what_a_copy_of_each_would_be(seed):
+    """Against a reference that stores every content when it is first shown: predictions of several
+    versions, cached under two names, over steps and restarts.
+    """
+    rng = random.Random(seed)
+    parameter, weights = made()
+    newest = parameter.item()
+    version, cached, soon = 0, {}, {}
+    contents = {0: newest}
+
+    for _ in range(40):
+        action = rng.choice(["show", "show", "cache", "step", "restart"])
+        if action in ("show", "cache"):
+            known = [entry for entry in cached.values() if entry is not None]
+            content = rng.choice([version, (version, 1), (version, 2), *known])
+            amount = content[1] if isinstance(content, tuple) else 0
+            if content not in contents:
+                contents[content] = newest + amount
+            weights.show(content, plus(amount))
+            assert weights.has(content)
+            assert parameter.item() == contents[content]
+        if action == "cache":
+            name = rng.choice("ab")
+            soon.setdefault(name, rng.random() < 0.5)
+            cached[name] = content = rng.choice([content, content, None])
+            weights.keep(name, content, plus(amount), soon=soon[name])
+        elif action == "step":
+            weights.begin_step()
+            assert parameter.item() == newest, "a step changes the newest version"
+            parameter.data.mul_(1.5)
+            version += 1
+            weights.end_step(version)
+            newest = parameter.item()
+            kept = {
+                content: contents[content] for content in cached.values() if content is not None
+            }
+            contents = {version: newest, **kept}
+            assert all(weights.has(content) for content in kept)
+        elif action == "restart":
+            version += 100
+            weights.restart(version)
+            assert parameter.item() == newest
+            cached.clear()
+            parameter.data.add_(0.25)
+            newest = parameter.item()
+            contents = {version: newest}
+        # The parameter, a copy of the newest version, and one for each of the two names.
+        assert weights.held_bytes() in (4, 8, 12, 16)

@@ -47,12 +47,13 @@ class LossScaler:
         scale = self._options["init_scale"]
         growth, backoff = self._options["growth_factor"], self._options["backoff_factor"]
         interval = self._options["growth_interval"]
-        if not (scale > 0 and growth > 1 and 0 < backoff < 1):
+        if not (_is_scale(scale) and 1 < growth < math.inf and 0 < backoff < 1):
             raise SettingError(
-                "scaler: init_scale is above 0, growth_factor above 1, backoff_factor between 0 "
-                f"and 1; these are {scale:g}, {growth:g}, {backoff:g}"
+                "scaler: init_scale is above 0 and finite in float32, growth_factor above 1, "
+                "backoff_factor between 0 and 1; these are "
+                f"{scale:g}, {growth:g}, {backoff:g}"
             )
-        if interval < 1 or interval != int(interval):
+        if not 1 <= interval < math.inf or interval != int(interval):
             raise SettingError(
                 f"scaler: growth_interval is a number of steps, 1 or more, not {interval:g}"
             )
@@ -155,8 +156,18 @@ class LossScaler:
             SettingError: the scale is not a positive finite number.
         """
         scale = float(state["scale"])
-        if not (scale > 0 and math.isfinite(scale)):
-            raise SettingError(f"the scale of a saved scaler is above 0, not {scale}")
+        if not _is_scale(scale):
+            raise SettingError(
+                f"the scale of a saved scaler is above 0 and finite in float32, not {scale}"
+            )
         self._scale.fill_(scale)
         self._steps.fill_(int(state["steps"]))
         self.skipped = int(state["skipped"])
+
+
+def _is_scale(value: float) -> bool:
+    """Return whether a value is a positive finite number as a float32, in which scales are stored.
+
+    An infinite scale is never reduced, so that every step would be skipped.
+    """
+    return 0 < float(torch.tensor(value, dtype=torch.float32)) < math.inf
