@@ -689,3 +689,37 @@ def test_programs_are_cached_by_identity_up_to_a_number():
         assert interpreter._programs[id(copy)] is cached
         assert len(interpreter._programs) <= _MAX_PROGRAMS + 1
     assert len(log) == 2 * 2 * len(programs)
+
+
+class CountingClock:
+    """The clock of a device: its marks are numbers, and differ from the host's times."""
+
+    def __init__(self):
+        self.marks, self.begun = 0, 0
+
+    def begin(self):
+        """Count the batches."""
+        self.begun += 1
+
+    def mark(self):
+        """Return the next number."""
+        self.marks += 1
+        return self.marks
+
+    def seconds(self, mark):
+        """Convert a mark."""
+        return mark / 10
+
+
+def test_ops_of_a_device_are_timed_by_its_own_clock():
+    """The host runs ahead of it; every op has a mark before and one after it."""
+    ranks = Ranks(ALONE)
+    before = ranks.interpreters[0]
+    clock = CountingClock()
+    interpreter = Interpreter(
+        0, before.stages, 1, before.transport, before.board, clock, {}, before.activation_meter
+    )
+    interpreter.play(ranks.programs[0], batch(2))
+    assert clock.begun == 1
+    assert list(interpreter.marks.values()) == [(n, n + 1) for n in range(1, 11, 2)]
+    assert interpreter.seconds([Op.parse("0F1")]) == [(0.3, 0.4)]

@@ -58,3 +58,6 @@ def test_only_the_last_backward_before_an_update_completes_the_gradients():
     assert [str(step.op) for step in steps if step.completes] == ["0W1", "1W1"]
     stream = Schedule.parse("0F0 0F1 0B0 0B1 0U1 0F2 0B2 0U2 0F3 0B3").programs[0]
     assert [str(step.op) for step in steps_of(stream, 1) if step.completes] == ["0B1", "0B2"]
+    # A forward of the next batch may stand between the last backward and the update.
+    mixed = Schedule.parse("0F0 0B0 0F1 0U1 0B1 0U2").programs[0]
+    assert [str(step.op) for step in steps_of(mixed, 1) if step.completes] == ["0B0", "0B1"]

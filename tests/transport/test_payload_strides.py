@@ -127,3 +127,18 @@ def test_forms_say_which_tensor_wants_a_gradient():
     ]
     with pytest.raises(ValueError, match="shorter"):
         Payload("*", tensors, (True,)).forms()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_payload_is_copied_only_on_request_and_has_as_many_tensors_as_its_header(copies):
+    """From a slot of shared memory, which the sender writes again; not from a buffer of its own."""
+    payload = Payload.of([torch.ones(2), torch.zeros(3)])
+    header = Header.parse(payload.header())
+    buffers = [torch.ones(2), torch.zeros(3)]
+    received = header.unpacked(buffers, copies=copies)
+    shared = [a.data_ptr() == b.data_ptr() for a, b in zip(received.tensors, buffers, strict=True)]
+    assert shared == [not copies] * 2
+    assert header.unpacked(buffers).tensors[0].data_ptr() == buffers[0].data_ptr()
+    for wrong in (buffers[:1], [*buffers, torch.ones(1)]):
+        with pytest.raises(ValueError, match="argument"):
+            header.unpacked(wrong)

@@ -18,7 +18,9 @@ def test_no_number_is_used_twice():
     single = {int(number) for number in UpdateMessage if number is not UpdateMessage.FIRST_WAVE}
     waves = {wave_message(0, wave).micro_batch for wave in range(10_000)}
     assert not single & waves
+    assert len(waves) == 4096, "waves that are in flight together have numbers of their own"
     assert wave_message(2, 0) == UpdateMessage.FIRST_WAVE.of_stage(2)
+    assert UpdateMessage.NORMS.of_run == UpdateMessage.NORMS.of_stage(0)
 
 
 def test_messages_of_updates_are_made_in_one_module():
