@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
+
+import pytest
 import torch
 from torch import nn
 
+import penstock as ps
 from penstock.batches.batch import make_batch
+from penstock.modules.side_loss import collecting_side_losses, side_loss
 from penstock.optim.update import Update
+from penstock.stage.fast_path import _MAX_FORMS, FastPath
 from penstock.stage.stage import Stage
 from penstock.stage.stage_layers import StageLayer, StageLayers
 from penstock.transport.payload import Payload
+
+CPU = torch.device("cpu")
 
 
 class Transposed(nn.Module):
@@ -46,3 +55,68 @@ def test_a_form_takes_the_fast_path_once_its_gradients_have_the_layout_of_its_in
     assert stage._fast_path.bytes_by_form
     assert all(torch.equal(grad, grads[0]) for grad in grads)
     assert [grad.stride() for grad in grads] == [(4, 1)] * 4
+
+
+class LateSides(nn.Module):
+    """A layer that has side losses from its third forward on: one trained, and one constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        """Add the side losses."""
+        self.calls += 1
+        y = self.linear(x)
+        if self.calls > 2:
+            side_loss(y.square().mean())
+            side_loss(torch.tensor(0.25))
+        return y
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_side_loss_that_begins_on_the_fast_path_is_trained_and_reported(last):
+    """From its very first micro-batch, with the micro-batch's share, and ever after."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), LateSides()] if last else [LateSides(), nn.Linear(4, 4)]
+    pipe = ps.Pipeline(
+        nn.Sequential(*layers),
+        balance=(1, 1),
+        schedule="1f1b",
+        micro_batches=2,
+        loss=nn.functional.mse_loss,
+        executor="threads",
+        device="cpu",
+    )
+    layers[last].calls = -4  # two batches train without side losses, on the fast path at last
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    for step in range(5):
+        reference = copy.deepcopy(nn.Sequential(*layers))
+        for parameter in (*reference.parameters(), *nn.Sequential(*layers).parameters()):
+            parameter.grad = None
+        expected = 0.0
+        for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+            with collecting_side_losses() as sides:
+                loss = nn.functional.mse_loss(reference(part), target)
+            expected += (loss + sum(sides)) / 2
+        expected.backward()
+        assert bool(sides) == (step > 2)
+        torch.testing.assert_close(pipe.train_batch(x, y), expected.detach())
+        for ours, theirs in zip(
+            nn.Sequential(*layers).parameters(), reference.parameters(), strict=True
+        ):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_layouts_of_a_limited_number_of_forms_are_remembered():
+    """Shapes that depend on the data may never come again."""
+    path = FastPath(SimpleNamespace(layers=SimpleNamespace(device=CPU), mixed=False), None)
+    for number in range(_MAX_FORMS):
+        path.note_same_layout(f"form {number}")
+    assert len(path._same_layouts) == _MAX_FORMS
+    path.note_same_layout("one more")
+    assert path._same_layouts == {"one more"}
+    path.bytes_by_form["one more"] = 4
+    path.clear()
+    assert not path._same_layouts
+    assert not path.bytes_by_form

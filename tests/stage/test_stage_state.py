@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tests.conformance.models import CASES, lengths_of, made
@@ -11,6 +13,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import SettingError
+from penstock.stage.stage_state import collect_grads, copy_into_stages, owned_tensors
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -58,3 +61,133 @@ def test_tied_weights_have_both_names_and_lists_of_modules_have_numbers():
     layers[1].weight = layers[0].weight
     pipe = ps.Pipeline(layers, loss=nn.MSELoss(), balance=[2, 1], executor="threads")
     assert list(pipe.state_dict()) == list(nn.Sequential(*layers).state_dict())
+
+
+def tied_pipeline(**options):
+    """Return a pipeline of three stages in which the first and the last share a weight."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Embedding(6, 4, sparse=True),
+        nn.Linear(4, 4),
+        nn.BatchNorm1d(4),
+        nn.Linear(4, 4),
+        nn.Linear(4, 4),
+    ]
+    layers[4].weight = layers[1].weight
+    layers[3].requires_grad_(requires_grad=False)
+    pipe = ps.Pipeline(
+        nn.Sequential(*layers),
+        loss=nn.functional.mse_loss,
+        balance=[2, 2, 1],
+        executor="threads",
+        device="cpu",
+        **options,
+    )
+    return pipe, copy.deepcopy(nn.Sequential(*layers))
+
+
+def test_without_strictness_names_are_skipped_and_reported():
+    """Of the whole model, in both directions; shapes must fit all the same."""
+    pipe, _ = tied_pipeline(schedule="gpipe", micro_batches=2)
+    before = pipe.state_dict()
+    values = {name: tensor + 1 for name, tensor in before.items() if name != "3.bias"}
+    result = pipe.load_state_dict({**values, "foreign": torch.ones(1)}, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["3.bias"], ["foreign"])
+    after = pipe.state_dict()
+    assert torch.equal(after.pop("3.bias"), before["3.bias"])
+    assert differences(after, values) == []
+    with pytest.raises(SettingError, match=r"3\.bias has shape"):
+        pipe.load_state_dict({"3.bias": torch.zeros(2)}, strict=False)
+
+
+def test_of_a_tied_weight_the_first_name_is_enough():
+    """A state of `named_parameters` has that one alone."""
+    pipe, _ = tied_pipeline(schedule="gpipe", micro_batches=2)
+    values = {key: tensor + 1 for key, tensor in pipe.state_dict().items()}
+    second = values.pop("4.weight")
+    pipe.load_state_dict(values)
+    assert torch.equal(pipe.state_dict()["4.weight"], second)
+    assert pipe.load_state_dict(values, strict=False).missing_keys == []
+    del values["1.weight"]
+    with pytest.raises(SettingError, match=r"it has no '1\.weight'"):
+        pipe.load_state_dict({**values, "4.weight": second})
+
+
+@pytest.mark.parametrize(
+    ("prefix", "advice"),
+    [
+        ("module.", r"Take 'module\.' off its names"),
+        ("_orig_mod.", r"Take '_orig_mod\.' off its names"),
+        ("other.", "With strict=False such names are skipped"),
+    ],
+)
+def test_the_names_of_a_wrapper_are_recognised(prefix, advice):
+    """DistributedDataParallel and torch.compile put a prefix before all names."""
+    pipe, _ = tied_pipeline(schedule="gpipe", micro_batches=2)
+    values = {prefix + name: tensor for name, tensor in pipe.state_dict().items()}
+    with pytest.raises(SettingError, match=advice):
+        pipe.load_state_dict(values)
+    if prefix == "module.":
+        with pytest.raises(SettingError, match="With strict=False"):
+            pipe.load_state_dict({**pipe.state_dict(), "module.foreign": torch.ones(1)})
+
+
+def test_the_gradients_of_all_ranks_are_those_of_the_model():
+    """Dense, under one name each, zeros where there is none, and none of frozen parameters."""
+    pipe, model = tied_pipeline(schedule="gpipe", micro_batches=1)
+    placed, world = pipe._assembly.placed, pipe._world
+    empty = collect_grads(world, placed)
+    assert all(not grad.any() for grad in empty.values())
+    x, y = torch.tensor([0, 1, 1, 5]), torch.randn(4, 4)
+    pipe.train_batch(x, y)
+    nn.functional.mse_loss(model(x), y).backward()
+    expected = {
+        name: parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    grads = collect_grads(world, placed)
+    assert set(grads) == set(expected) == set(empty)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected[name])
+
+
+def test_values_are_copied_into_all_stages_or_into_none():
+    """A missing or misshapen tensor of the last stage leaves the first as it was."""
+    pipe, _ = tied_pipeline(schedule="gpipe", micro_batches=2)
+    placed = pipe._assembly.placed
+    before = pipe.state_dict()
+    values = {name: tensor + 1 for name, tensor in before.items()}
+    for change in ({"4.bias": torch.zeros(9)}, {"4.bias": None}):
+        damaged = {
+            name: tensor for name, tensor in {**values, **change}.items() if tensor is not None
+        }
+        with pytest.raises(SettingError, match=r"4\.bias"):
+            copy_into_stages(placed, damaged)
+        assert differences(pipe.state_dict(), before) == []
+    copy_into_stages(placed, values)
+    assert differences(pipe.state_dict(), values) == []
+
+
+def test_a_replica_is_no_home_and_owns_its_tensors_on_its_own_rank():
+    """The first rank of a stage is its home; a shared tensor belongs to the home of the first."""
+    pipe = ps.Pipeline(
+        [nn.Linear(4, 4), nn.Linear(4, 4)],
+        loss=nn.functional.mse_loss,
+        balance=[1, 1],
+        schedule=ps.Schedule.parse("0F0 1F0 1B0 0B0 0U1 1U1\n0F1 1F1 1B1 0B1 0U1 1U1"),
+        executor="threads",
+        device="cpu",
+    )
+    placed = pipe._assembly.placed
+    homes = [placed.is_home(stage) for stage in placed.local]
+    assert homes == [True, True, False, False]
+    assert placed.layers_of_rank() == {0: [0, 1]}
+    for stage in placed.local:
+        names = {f"{stage.index}.weight", f"{stage.index}.bias"}
+        assert set(owned_tensors(placed, stage)) == names
+        assert set(owned_tensors(placed, stage, 1)) == names
+    tied, _ = tied_pipeline(schedule="gpipe", micro_batches=2)
+    placed = tied._assembly.placed
+    last = placed.local[-1]
+    assert set(owned_tensors(placed, last)) == {"4.bias"}

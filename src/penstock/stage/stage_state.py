@@ -78,7 +78,7 @@ def copy_into_stages(placed: Placed, tensors: Mapping[str, Tensor]) -> None:
 
     Args:
         placed: the placement of the stages.
-        tensors: values by name. For a tensor with several names any of them suffices.
+        tensors: values by name. For a tensor with several names the first in the chain suffices.
 
     Raises:
         SettingError: a tensor is missing or has another shape.
