@@ -420,7 +420,14 @@ def test_a_weight_rule_is_told_of_every_op_of_its_own_stage_and_updates_in_place
     batches.add(3, batch(1, step=3))
     context = RunContext(batches, weights={1: rule})
     actions = [Op.parse(text) for text in ("0F3", "1F3", "1B3", "0B3", "1U4", "0U4")]
+    probed = []
+    interpreter.finite = SimpleNamespace(
+        after_backward=lambda stage, batch, number: probed.append((stage.index, number)),
+        before_update=lambda *args, **options: probed.append((args[0].index, options)),
+    )
     interpreter.run_actions(actions, context)
+    # Messages on gradients have the number in the batch.
+    assert probed == [(1, 0), (0, 0), (1, {"streaming": True}), (0, {"streaming": True})]
     assert [entry[:3] for entry in log] == [
         ("F", 0, 0),
         ("rule.before_forward", 3),

@@ -135,6 +135,30 @@ def test_the_thread_that_publishes_ends_when_the_pipeline_is_closed():
     assert not thread.is_alive()
 
 
+def test_a_window_has_the_steps_since_the_last_one():
+    """Their median, at the earliest after a number of steps and of seconds; the last step's times
+    may not be known yet.
+    """
+    exchange = SimpleNamespace(store=HashStore(), rank=1, size=2, hosts=HOSTS)
+    setting = SimpleNamespace(planned_busy_s={}, schedule=ps.schedule("1f1b", 2, 2))
+    times = BusyTimes(exchange, setting)
+    times._window, times._window_s = 3, 0.0
+    medians = []
+    times._enqueue = medians.append
+    interpreter = SimpleNamespace(stages={1: None}, clock=HostClock(), marks={})
+    for seconds in (1.0, 5.0, 2.0, 7.0, 7.0, 9.0, 1.0):
+        interpreter.marks = {Op.parse("1F0"): (10.0, 10.0 + seconds)}
+        times.step({1: interpreter})
+    assert medians == [2.0, 7.0]
+    times._window_s = 1e9
+    for _ in range(9):
+        times.step({1: interpreter})
+    assert medians == [2.0, 7.0]
+    idle = BusyTimes(exchange, setting)
+    idle.step({1: SimpleNamespace(stages={})})
+    assert idle._pending is None
+
+
 def _lines():
     """Train with a rank that does 200 times its work after a while; return what was logged, and
     whether the pipeline has left a thread.

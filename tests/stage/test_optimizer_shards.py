@@ -13,6 +13,9 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import PlanError, SettingError
+from penstock.optim.update import Update
+from penstock.stage.gradients.replica_messages import ReplicaMessages
+from penstock.stage.optimizer_shards import OptimizerShards
 
 
 def adamw(parameters):
@@ -237,3 +240,20 @@ def cluster_of_two():
     x, _ = batch(0)
     profile = ps.profile(model(), x, batch=12, repeats=1)
     return profile, ps.cluster("local:2")
+
+
+def test_frozen_parameters_do_not_count_in_the_division():
+    """They have no state: the trained ones are divided in equal parts."""
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (100, 8, 8, 8, 8)]
+    parameters[0].requires_grad_(requires_grad=False)
+    shards = []
+    for rank in range(2):
+        update = Update.make(parameters, lambda params: torch.optim.SGD(params, lr=0.1))
+        messages = ReplicaMessages(0, (0, 1), rank, transport=None, guard=None)
+        shards.append(OptimizerShards(update, parameters, messages))
+    for parameter in parameters:
+        assert sum(shard.is_updated_here(parameter) for shard in shards) == 1
+    for position, shard in enumerate(shards):
+        trained = shard.by_owner(parameters[1:])
+        assert [len(group) for group in trained] == [2, 2]
+        assert all(shard.is_updated_here(parameter) for parameter in trained[position])

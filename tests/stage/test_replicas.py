@@ -82,11 +82,31 @@ def test_a_parameter_that_no_replica_has_a_gradient_of_stays_without_one():
         assert grads["unused"] is None
 
 
+def test_a_gradient_of_an_earlier_batch_stays_where_a_later_one_has_none():
+    """It is a sum over the replicas already, on all of them, and waits for the update."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), Sometimes())
+    torch.nn.init.eye_(model[0].weight)
+    pipe = ps.Pipeline(
+        model,
+        loss=torch.nn.functional.mse_loss,
+        balance=[2],
+        schedule=ps.Schedule.parse(THREE),
+        executor="threads",
+        device="cpu",
+    )
+    pipe.train_batch(-torch.ones(12, 3), torch.zeros(12, 3))
+    before = [dict(_gradients(stage))["1.negative"].clone() for stage in pipe._local_stages]
+    pipe.train_batch(torch.ones(12, 3), torch.zeros(12, 3))
+    after = [dict(_gradients(stage))["1.negative"] for stage in pipe._local_stages]
+    assert all(grad.any() for grad in before)
+    assert all(map(torch.equal, after, before))
+
+
 def _gradients(stage):
     """Names and gradients of a stage's parameters."""
     for layer in stage.layers:
         for name, parameter in layer.module.named_parameters():
-            yield name, parameter.grad
+            yield f"{layer.name}.{name}", parameter.grad
 
 
 def test_every_replica_steps_to_the_same_weights():

@@ -616,3 +616,22 @@ def test_what_a_peer_has_sent_just_before_its_end_counts(ends):
     assert ends[1].post(0, forward(0), "").wait().value().item() == 1
     with pytest.raises(TransportLost, match=r"rank 0 .* has ended"):
         ends[1].post(0, forward(1), "").wait()
+
+
+@pytest.mark.parametrize(
+    ("opened", "connected"),
+    [
+        ([{1, 2}, {0, 2}, {0, 1}], True),
+        ([{1, 2}, {0, 2}, {0}], False),
+        ([{1, 2}, {2}, {0, 1}], False),
+        ([{2}, {0, 2}, {0, 1}], False),
+        ([{1, 2}, {0, 2}, set()], False),
+    ],
+)
+def test_ranks_are_connected_if_each_can_open_the_memory_of_all_others(opened, connected):
+    """A sum in shared memory is read in both directions; ranks that take no part do not count."""
+    transport = SameHostTransport(0, 1.0)
+    transport._opened = [frozenset(ranks) for ranks in opened]
+    assert transport.connects([0, 1, 2]) is connected
+    assert transport.connects([0])
+    assert transport.connects([0, 1]) is (1 in opened[0] and 0 in opened[1])

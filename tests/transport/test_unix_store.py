@@ -43,6 +43,8 @@ def test_methods_do_what_those_of_torchs_store_do(server):
             store.add("count", -5),
             store.compare_set("flag", "", "one"),
             store.compare_set("flag", "", "two"),
+            store.compare_set("nothing", "other", "new"),
+            store.check(["nothing"]),
             store.compare_set("flag", "one", "three"),
             store.check(["flag"]),
             store.check(["flag", "missing"]),
@@ -50,7 +52,8 @@ def test_methods_do_what_those_of_torchs_store_do(server):
             store.delete_key("flag"),
             store.delete_key("flag"),
         ]
-        assert results == [2, -3, b"one", b"one", b"three", True, False, b"three", True, False]
+        assert results[:6] == [2, -3, b"one", b"one", b"other", False]
+        assert results[6:] == [b"three", True, False, b"three", True, False]
 
 
 def test_waiting_ends_at_the_timeout(server):

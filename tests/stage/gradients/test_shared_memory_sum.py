@@ -16,6 +16,7 @@ from penstock.stage.gradients.gradient_layout import GradientLayout
 from penstock.stage.gradients.replica_messages import ReplicaMessages
 from penstock.stage.gradients.shared_memory_sum import SharedMemorySum
 from penstock.transport.in_process import Exchange, MemoryTransport
+from penstock.transport.update_messages import UpdateMessage
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason="no shared memory")
 
@@ -94,6 +95,25 @@ def test_sums_are_those_in_the_order_of_the_ranks(count, dtypes):
             for counts, sums in results:
                 assert counts[index] == present
                 assert torch.equal(sums[index], expected)
+
+
+def test_gradients_are_written_only_when_the_others_have_copied_the_last_sum():
+    """They read it from this rank's memory."""
+    exchange = Exchange()
+    replicas = [Replica(rank, 2, exchange, (torch.float32,)) for rank in range(2)]
+    rows = [random_gradients(replica.parameters, rank) for rank, replica in enumerate(replicas)]
+    with ThreadPoolExecutor(2) as threads:
+        list(
+            threads.map(
+                lambda pair: pair[0].step(pair[1], early=False), zip(replicas, rows, strict=True)
+            )
+        )
+    copied = UpdateMessage.COPIED.of_stage(0)
+    assert (1, 0, copied) in exchange._payloads
+    first = replicas[0]
+    first.sum.start(first.sum.existing_area(first.parameters))
+    assert (1, 0, copied) not in exchange._payloads, "its word has been awaited"
+    assert (0, 1, copied) in exchange._payloads
 
 
 def test_sums_replace_gradients_in_their_own_memory():
