@@ -111,3 +111,29 @@ def test_a_learning_rate_that_is_a_tensor_stays_one_when_a_state_is_loaded():
     restored.load_json(schedulers.as_json())
     assert torch.equal(other.param_groups[0]["lr"], torch.tensor(0.5))
     assert other.param_groups[0]["lr"].dtype == rate.dtype
+
+
+@pytest.mark.parametrize(("saved", "here"), [(1, 2), (2, 1), (3, 2)])
+def test_lists_by_group_of_another_optimizer_are_not_taken(saved, here):
+    """A stage's optimizer may have more groups than the one that was saved, or fewer: what is one
+    number for all is restored, and rates stay.
+    """
+
+    def with_groups(count):
+        groups = [{"params": [nn.Parameter(torch.ones(1))]} for _ in range(count)]
+        return SGD(groups, lr=1.0)
+
+    def make(optimizer):
+        return StepLR(optimizer, 2, gamma=0.5)
+
+    first = Schedulers(make, [with_groups(saved)])
+    first._optimizers[0].step()
+    for _ in range(5):
+        first.step()
+    optimizer = with_groups(here)
+    restored = Schedulers(make, [optimizer])
+    restored.load_json(first.as_json())
+    state = restored.state_dict()
+    assert state["last_epoch"] == 5
+    assert len(state["base_lrs"]) == len(state["_last_lr"]) == here
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0] * here
