@@ -1511,7 +1511,7 @@ DEFECTS += [
         "runtime/assembly.py",
         "builder.make is not None and LossScaler.of(training.options.scaler) is None",
         "builder.make is not None",
-        RUNTIME,
+        ("tests/runtime/test_assembly.py",),
     ),
     Defect(
         "same host: what a rank has sent before it ended is lost",
@@ -1602,7 +1602,7 @@ DEFECTS += [
         "losses/stage_loss.py",
         "batch.loss_weights = [1.0 / whole if whole else 0.0] * len(batch.inputs)",
         "batch.loss_weights = [1.0 / whole] * len(batch.inputs)",
-        ("tests/losses",),
+        ("tests/losses/test_stage_loss.py", "tests/losses"),
     ),
     Defect(
         "weight uses: staleness is that of the first period, in which the pipeline fills",

@@ -1,0 +1,120 @@
+"""The loss where it is computed: counts, weights, side losses, and what is reported."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from penstock.batches.batch import make_batch
+from penstock.errors import SettingError
+from penstock.losses.stage_loss import LossOptions, StageLoss, Starts, reported, total, zero_loss
+
+CPU = torch.device("cpu")
+
+
+def sum_and_count(output, target):
+    """Return the sum over the samples whose target is not 0, and their number."""
+    counted = target[:, 0] != 0
+    return (output - target)[counted].square().sum(), counted.sum()
+
+
+def batch_of(x, y, micro_batches=2):
+    """Return a batch in training."""
+    return make_batch(x, y, micro_batches, step=0, training=True)
+
+
+@pytest.mark.parametrize("counted", [[1, 1, 1, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
+def test_a_sum_is_divided_by_the_count_of_the_batch(counted):
+    """Also where a micro-batch, or the batch, counts nothing: then the loss is 0 and finite."""
+    y = torch.tensor(counted, dtype=torch.float32).reshape(4, 1).expand(4, 2).contiguous()
+    x = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
+    options = LossOptions(loss_weight=lambda target: (target[:, 0] != 0).sum())
+    stage_loss, batch = StageLoss(sum_and_count, CPU, options), batch_of(x, y)
+    grads = []
+    for number in batch.numbers:
+        value = batch.inputs[number].clone().requires_grad_()
+        loss = stage_loss.of(batch, number, value, [])
+        (grad,) = torch.autograd.grad(loss * batch.loss_weights[number], value)
+        grads.append(grad)
+    whole = x.clone().requires_grad_()
+    sum_of_all, count = sum_and_count(whole, y)
+    mean = sum_of_all / max(int(count), 1)
+    (expected,) = torch.autograd.grad(mean, whole)
+    torch.testing.assert_close(torch.cat(grads), expected)
+    torch.testing.assert_close(sum(batch.losses.values()), mean.detach())
+
+
+def test_a_count_that_is_not_the_expected_one_is_refused():
+    """The weights of earlier micro-batches would be wrong; so is a tuple of another length."""
+    x = torch.ones(4, 2)
+    options = LossOptions(loss_weight=lambda target: 3.0)
+    batch = batch_of(x, x)
+    with pytest.raises(SettingError, match="count"):
+        StageLoss(sum_and_count, CPU, options).of(batch, 0, x[:2].clone().requires_grad_(), [])
+    three = StageLoss(lambda output, target: (output.sum(), 1, 2), CPU, options)
+    with pytest.raises(SettingError, match="tuple of 3 values"):
+        three.of(batch_of(x, x), 0, x[:2].clone().requires_grad_(), [])
+
+
+def test_a_batch_of_one_micro_batch_is_divided_by_its_own_count():
+    """No weights are needed then."""
+    x, y = torch.ones(4, 2), torch.zeros(4, 2)
+    y[:2] = 3.0
+    batch = batch_of(x, y, 1)
+    loss = StageLoss(sum_and_count, CPU).of(batch, 0, x.clone().requires_grad_(), [])
+    assert loss.item() == 2 * 2 * 4 / 2
+    assert batch.losses[0].item() == loss.item()
+
+
+@pytest.mark.parametrize("targets", [True, False])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_outputs_are_stored_where_the_caller_needs_them(targets, keeps):
+    """Without their graphs; without targets there is no loss."""
+    x = torch.ones(4, 2)
+    batch = batch_of(x, x if targets else None)
+    batch.keeps_outputs = keeps
+    value = x[:2].clone().requires_grad_()
+    loss = StageLoss(functional.mse_loss, CPU).of(batch, 0, value, [])
+    assert (loss is None) is not targets
+    assert (0 in batch.outputs) == (keeps or not targets)
+    assert not any(output.requires_grad for output in batch.outputs.values())
+
+
+def test_what_is_reported_has_the_weight_and_the_side_losses_their_share():
+    """Without their graphs."""
+    batch = batch_of(torch.ones(4, 2), torch.ones(4, 2))
+    loss = torch.tensor(3.0, requires_grad=True)
+    sides = [torch.tensor(2.0, requires_grad=True), torch.tensor(4.0)]
+    assert total(sides).item() == 6.0
+    assert not total(sides).requires_grad
+    for weights, expected in (([0.5, 0.5], 4.5), ([0.25, 0.75], 3.75)):
+        batch.loss_weights = weights
+        value = reported(batch, 0, loss, sides)
+        assert value.item() == expected
+        assert not value.requires_grad
+        assert reported(batch, 0, loss, []).item() == 3.0 * weights[0]
+
+
+def test_a_loss_without_weight_has_gradients_of_zero_whatever_its_value():
+    """The mean over no tokens is NaN, and 0 times NaN would be, too."""
+    value = torch.tensor([1.0, float("nan")], requires_grad=True)
+    loss = zero_loss(
+        {"logits": value, "count": torch.tensor(3)}, torch.tensor(float("nan")).double()
+    )
+    assert (loss.item(), loss.dtype) == (0.0, torch.float64)
+    (grad,) = torch.autograd.grad(loss, value)
+    assert grad.tolist() == [0.0, 0.0]
+
+
+def test_starts_are_cached_by_value_and_dtype_up_to_a_number():
+    """Dynamic loss scales need ever more."""
+    starts = Starts()
+    root = torch.tensor(1.0)
+    half = starts.of(0.5, root)
+    assert (half.item(), half.shape) == (0.5, ())
+    assert starts.of(0.5, root) is half
+    assert starts.of(0.5, root.double()).dtype == torch.float64
+    for number in range(200):
+        assert starts.of(float(number), root).item() == number
+        assert len(starts._grads) <= 64
