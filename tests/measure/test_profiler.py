@@ -428,7 +428,7 @@ def test_layers_are_measured_in_training_mode_with_gradients_whatever_the_caller
     assert kept(measured) == [16, 32, 32, 32]
 
 
-def test_progress_is_told_layer_by_layer():
+def test_progress_is_reported_after_every_pass():
     """A bar that knows how much there is to do."""
     calls = []
     quick(
@@ -437,8 +437,8 @@ def test_progress_is_told_layer_by_layer():
         sizes=(1, 2),
         progress=lambda done, total, name: calls.append((done, total, name)),
     )
-    names = ["fc1", "relu", "drop", "fc2"]
-    assert calls == [(done, 8, names[(done - 1) % 4]) for done in range(1, 9)]
+    names = ["micro-batches of 1", "micro-batches of 2"]
+    assert calls == [(done, 6, names[(done - 1) % 2]) for done in range(1, 7)]
 
 
 def test_threads_are_as_told_and_afterwards_as_before():

@@ -24,6 +24,7 @@ from penstock.measure.conditions import ConditionsMeter
 from penstock.measure.device_kinds import RankSpeed, find_unlike_pair, unlike_devices_error
 from penstock.measure.example_samples import checked_tensors, example_to_trace, resized, tensors_in
 from penstock.measure.host_timings import host_timings
+from penstock.measure.pass_rounds import PassSeries, Progress, run_in_turn
 from penstock.measure.replicable import moving_layers, with_single_copy_reasons
 from penstock.measure.saved_storages import SavedStorages
 from penstock.measure.timed_passes import PHASES, Loss, TimedPasses, WithLoss
@@ -35,8 +36,6 @@ from penstock.profile.profile import LayerProfile, Phase, Profile, Timing
 from penstock.tracing.materialise import materialise
 from penstock.tracing.traced_chain import TracedChain, as_chain
 from penstock.transport.host_memory import disable_memory_trimming, trim_memory
-
-Progress = Callable[[int, int, str], None]
 
 #: Number of measurements before ranks that seem to differ are reported.
 _ROUNDS = 4
@@ -68,8 +67,8 @@ def profile(
     """Time every layer on this device and count its bytes.
 
     The chain runs forward and backward as in training, and every layer is timed in its place: once
-    to warm up, then `repeats` times (more for short chains); medians and interquartile ranges are
-    recorded. Copies of the model run, so that the model itself, and torch's random numbers, are
+    to warm up, then `repeats` times (more for short chains), with the sizes in turn; medians and
+    interquartile ranges are recorded. Copies of the model run, so that the model itself, and torch's random numbers, are
     left unchanged. From then on this process does not return freed memory to the system (see
     `penstock.transport.host_memory`).
 
@@ -86,7 +85,8 @@ def profile(
         repeats: timed runs of each phase.
         threads: torch threads, as many as a rank will have; by default the current number.
         device: "cpu", "cuda", "cuda:1"; None or "auto" is a GPU if one is visible, else the CPU.
-        progress: called with the layers done, the total of layers, and the layer's name.
+        progress: called after every timed pass through the layers with the passes done, their
+            total, and their micro-batch size as text ("micro-batches of 4").
         loss, targets: as in training; the loss's cost is added to the last layer. As many targets
             as samples in the example.
         together: all ranks of a job, or of a group, call this with the same arguments, and get the
@@ -201,29 +201,23 @@ class _ChainBenchmark:
             # One division of the layers for all sizes, by the seconds of the middle one.
             rough_seconds = self._rough_seconds(example, sizes[len(sizes) // 2])
             self._rank_layers = self.concurrent.share(rough_seconds)
-        runs: list[list[_LayerTimes]] = [[] for _ in self.modules]
-        total = len(sizes) * len(self.modules)
-        for number, size in enumerate(sizes):
-            by_layer = self._times_of_size(example, size, repeats)
-            for index, layer in enumerate(self.traced.layers):
-                runs[index].append(by_layer[index])
-                if self.progress is not None:
-                    self.progress(number * len(self.modules) + index + 1, total, layer.name)
-        return runs
-
-    def _times_of_size(self, example: Any, size: int, repeats: int) -> dict[int, _LayerTimes]:
-        """Return the measurements of all ranks for one size, by layer."""
-        self._set_targets(size)
-        layers = self._rank_layers
-        layers_before, passes = self._passes(range(layers.start)), self._passes(layers)
-        value = layers_before.output_for(resized(example, size, self.device))
-        passes.run(value, repeats)
-        measured = map(_LayerTimes, passes.seconds, passes.output_bytes, passes.host_seconds)
-        rank_times = dict(zip(layers, measured, strict=True))
-        by_layer: dict[int, _LayerTimes] = {}
-        for part in self.concurrent.gather(rank_times, dict[int, _LayerTimes]):
+        series = [self._series(self._rank_layers, example, size) for size in sizes]
+        run_in_turn(series, repeats, self.concurrent, self.progress)
+        rank_times: dict[int, list[_LayerTimes]] = {}
+        for place, index in enumerate(self._rank_layers):
+            rank_times[index] = [_layer_times(entry, place) for entry in series]
+        by_layer: dict[int, list[_LayerTimes]] = {}
+        for part in self.concurrent.gather(rank_times, dict[int, list[_LayerTimes]]):
             by_layer |= part
-        return by_layer
+        return [by_layer[index] for index in range(len(self.modules))]
+
+    def _series(self, layers: range, example: Any, size: int) -> PassSeries:
+        """Return the passes of one size through some layers."""
+        set_targets = self._targets_setter(size)
+        set_targets()
+        layers_before = self._passes(range(layers.start))
+        value = layers_before.output_for(resized(example, size, self.device))
+        return PassSeries(size, self._passes(layers), value, set_targets)
 
     def _rough_seconds(self, example: Any, size: int) -> list[float]:
         """Return rough seconds of forward and backward per layer; check that all ranks agree.
@@ -234,13 +228,15 @@ class _ChainBenchmark:
         Raises:
             SettingError: the devices of the ranks are of different kinds.
         """
-        self._set_targets(size)
         least: list[float] = []
         model = machine_facts(self.device)["device"]
         for _ in range(_ROUNDS):
-            rough = self._passes(range(len(self.modules)))
-            rough.run(resized(example, size, self.device), 1)
-            seconds = [min(row["forward"]) + min(row["backward"]) for row in rough.seconds]
+            rough = self._series(range(len(self.modules)), example, size)
+            run_in_turn([rough], 1, self.concurrent)
+            seconds = []
+            for place in range(len(self.modules)):
+                times = _layer_times(rough, place).seconds
+                seconds.append(min(times["forward"]) + min(times["backward"]))
             least = list(map(min, least, seconds)) if least else seconds
             speed = RankSpeed(socket.gethostname(), device_name(self.device), model, sum(least))
             ranks = self.concurrent.gather(speed, RankSpeed)
@@ -264,9 +260,19 @@ class _ChainBenchmark:
 
     def _set_targets(self, size: int) -> None:
         """Give the loss as many targets as there are samples."""
+        self._targets_setter(size)()
+
+    def _targets_setter(self, size: int) -> Callable[[], None]:
+        """Return a function that gives the loss the targets of this many samples."""
         last = self.modules[-1]
-        if isinstance(last, WithLoss):
-            last.current_targets = resized(last.targets, size, self.device)
+        targets = resized(last.targets, size, self.device) if isinstance(last, WithLoss) else None
+
+        def set_targets() -> None:
+            """Set them."""
+            if isinstance(last, WithLoss):
+                last.current_targets = targets
+
+        return set_targets
 
     def _passes(self, layers: range) -> TimedPasses:
         """Return the timed passes through some layers."""
@@ -275,7 +281,6 @@ class _ChainBenchmark:
             layers.start > 0,
             self.device,
             [self.traced.layers[index].name for index in layers],
-            self.concurrent,
         )
 
 
@@ -369,6 +374,18 @@ def _layers(
             )
         )
     return tuple(layers)
+
+
+def _layer_times(series: PassSeries, place: int) -> _LayerTimes:
+    """Return the times of the layer at one place of a series, in the order of the passes."""
+    seconds: dict[Phase, list[float]] = {}
+    for phase in PHASES:
+        seconds[phase] = [row.by_phase[phase][place] for row in series.seconds]
+    host_seconds: dict[str, list[float]] = {}
+    for row in series.seconds:
+        for name, host_s in row.host.items():
+            host_seconds.setdefault(name, []).append(host_s[place])
+    return _LayerTimes(seconds, series.output_bytes[place], host_seconds)
 
 
 def _timing(sizes: tuple[int, ...], measured: Sequence[_LayerTimes], phase: Phase) -> Timing:
