@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.errors import SettingError
+from penstock.errors import LayerFailed, SettingError
 from penstock.grad.saved_version import observing_saved_tensors
 from penstock.measure.concurrent import ConcurrentRanks
 from penstock.measure.conditions import ConditionsMeter
@@ -81,7 +81,8 @@ def profile(
         example: inputs of the model, any number of samples in their first dimension; repeated to
             the sizes needed.
         batch: samples of a batch. By default the number in `example`.
-        sizes: micro-batch sizes to measure; by default a batch divided by 1, 4 and 16, at least 2.
+        sizes: micro-batch sizes to measure; by default a batch divided by 1, 4 and 16, and a
+            single sample if the model takes one.
         repeats: timed runs of each phase.
         threads: torch threads, as many as a rank will have; by default the current number.
         device: "cpu", "cuda", "cuda:1"; None or "auto" is a GPU if one is visible, else the CPU.
@@ -114,6 +115,8 @@ def profile(
     disable_memory_trimming()
     with _threads(threads), torch.enable_grad(), drawing(target):
         benchmark = _ChainBenchmark(traced, modules, target, concurrent, progress)
+        if not sizes and not benchmark.takes_single_sample(example):
+            measured_sizes = tuple(size for size in measured_sizes if size > 1) or (1,)
         measured = benchmark.profile(example, batch, measured_sizes, repeats)
     del modules, benchmark  # `trim_memory` returns to the system what nothing refers to
     trim_memory()
@@ -125,13 +128,14 @@ def _checked_sizes(
 ) -> tuple[int, ...]:
     """Return the sizes to measure, ascending.
 
-    By default not 1: with a single sample, batch norm may have nothing to normalise.
+    By default also 1, since the cost of a sample rises below the sizes at which matrix products
+    fill a core: extrapolated from 2 samples, a GPT's backward of one took 0.64 of its time.
 
     Raises:
         SettingError: a number is below 1.
     """
     if not sizes:
-        sizes = [max(min(2, batch), round(batch / parts)) for parts in (1, 4, 16)]
+        sizes = [1, *(max(min(2, batch), round(batch / parts)) for parts in (1, 4, 16))]
     ascending = tuple(sorted(set(sizes)))
     if min(ascending[0], batch, repeats) < 1 or (threads is not None and threads < 1):
         raise SettingError(
@@ -158,8 +162,11 @@ class _ChainBenchmark:
         runs = self.times(example, sizes, repeats)
         # Read at once: they are to be the conditions of the timed passes, not of what follows.
         rank_conditions = self.concurrent.gather(meter.conditions(), RankConditions)
-        value = resized(example, sizes[0], self.device)
-        saved_bytes, entry_bytes = self.activation_bytes(value, sizes[0])
+        # What is saved whatever the size, such as a table of positions, counts per sample: it would
+        # weigh most with a single one.
+        size = next((size for size in sizes if size > 1), sizes[0])
+        value = resized(example, size, self.device)
+        saved_bytes, entry_bytes = self.activation_bytes(value, size)
         update = self.update()
         machine = machine_facts(self.device)
         if self.concurrent.ranks > 1:
@@ -171,8 +178,8 @@ class _ChainBenchmark:
             self.traced,
             sizes,
             runs,
-            [count / sizes[0] for count in saved_bytes],
-            [count / sizes[0] for count in entry_bytes],
+            [count / size for count in saved_bytes],
+            [count / size for count in entry_bytes],
         )
         measured = Profile(
             layers,
@@ -189,10 +196,22 @@ class _ChainBenchmark:
             busy_ranks=self.concurrent.ranks,
             conditions=combine_conditions(rank_conditions),
         )
-        self._set_targets(sizes[0])
-        value = resized(example, sizes[0], self.device)
+        self._set_targets(size)
+        value = resized(example, size, self.device)
         moving = moving_layers(self.traced, self.modules, value, self.device)
         return with_single_copy_reasons(measured, self.traced, moving)
+
+    def takes_single_sample(self, example: Any) -> bool:
+        """Return whether the layers run on one sample.
+
+        Batch norm may have nothing to normalise.
+        """
+        self._set_targets(1)
+        try:
+            self._passes(range(len(self.modules))).output_for(resized(example, 1, self.device))
+        except LayerFailed:
+            return False
+        return True
 
     def times(self, example: Any, sizes: Sequence[int], repeats: int) -> list[list[_LayerTimes]]:
         """Return the measurements per layer, in the order of the sizes."""
