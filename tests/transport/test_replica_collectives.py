@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from penstock.transport import replica_collectives
 from penstock.transport.replica_collectives import (
     ReplicaCollectives,
     all_on_host,
@@ -55,29 +56,36 @@ def test_no_operation_starts_when_the_links_are_closed(monkeypatch):
 
 def test_each_round_has_its_group_and_nothing_waits_at_its_start(monkeypatch):
     """Pieces are exchanged in the first round and gathered in the second; a sum takes either."""
-    calls, waited = [], []
+    sums, exchanges, waited = [], [], []
+    work = SimpleNamespace(is_completed=lambda: True)
 
-    def record(name):
-        def call(*args, **options):
-            calls.append((name, *args, options))
-            return SimpleNamespace(is_completed=lambda: True)
+    class Exchanges:
+        """Stands for `Exchanger`."""
 
-        return call
+        def __init__(self, group, deadline_s):
+            self.name = group, deadline_s
 
-    for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor"):
-        monkeypatch.setattr(dist, name, record(name))
-    wire = SimpleNamespace(lost=False, wait=waited.append)
+        def start(self, received, sent):
+            """Note the pieces."""
+            rows = [[piece.tolist() for piece in pieces] for pieces in (received, sent)]
+            exchanges.append((self.name, *rows))
+            return work
+
+    monkeypatch.setattr(replica_collectives, "Exchanger", Exchanges)
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda *args, **options: sums.append((*args, options)) or work
+    )
+    wire = SimpleNamespace(lost=False, wait=waited.append, deadline_s=5.0)
     collectives = ReplicaCollectives(wire, "first", "second", count=2)
     collectives.all_reduce("sum")
     collectives.all_reduce("sum", second=True)
-    collectives.all_to_all("received", "sent")
-    work = collectives.all_gather("received", "sent")
-    first, second = ({"group": group, "async_op": True} for group in ("first", "second"))
-    assert calls == [
-        ("all_reduce", "sum", first),
-        ("all_reduce", "sum", second),
-        ("all_to_all_single", "received", "sent", first),
-        ("all_gather_into_tensor", "received", "sent", second),
+    assert sums == [("sum", {"group": name, "async_op": True}) for name in ("first", "second")]
+    received, sent = torch.zeros(4, dtype=torch.uint8), torch.arange(4, dtype=torch.uint8)
+    collectives.all_to_all(received, sent)
+    collectives.all_gather(received, sent[:2])
+    assert exchanges == [
+        (("first", 5.0), [[0, 0], [0, 0]], [[0, 1], [2, 3]]),
+        (("second", 5.0), [[0, 0], [0, 0]], [[0, 1], [0, 1]]),
     ]
     assert collectives.is_completed(work) is True
     collectives.wait(work)
