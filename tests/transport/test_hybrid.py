@@ -64,6 +64,8 @@ def test_one_transport_that_reaches_all_is_taken_alone():
     """A detour costs time for every message."""
     near, far, _ = make_links({0, 2})
     assert route(near, far, 2) is near
-    assert isinstance(route(near, far, 3), HybridTransport)
+    hybrid = route(near, far, 3)
+    assert isinstance(hybrid, HybridTransport)
+    assert hybrid.arrives_at_once(0) == "near arrives_at_once"
     near, far, _ = make_links(())
     assert route(near, far, 3) is far
