@@ -191,8 +191,14 @@ def test_a_request_for_another_number_of_ranks_ends_the_attempt(tmp_path, monkey
     with pytest.raises(FileError, match=r"resize\.json.*ranks"):
         take_request(tmp_path)
     assert not (tmp_path / "resize.json").exists()
-    with pytest.raises(FileError, match=r"holds no run: there is no config\.yaml"):
+    with pytest.raises(FileError, match=r"holds no run: its config\.yaml is not there"):
         request_ranks(tmp_path / "nowhere", 2)
+    pipes = tmp_path / "pipes"
+    pipes.mkdir()
+    os.mkfifo(pipes / "config.yaml")
+    with pytest.raises(FileError, match=r"holds no run: its config\.yaml is no regular file"):
+        request_ranks(pipes, 2)
+    assert not (pipes / "resize.json").exists()
 
 
 def test_a_checkpoint_of_version_0_1_is_continued_from(tmp_path):
