@@ -4,7 +4,6 @@ its metrics have every step once.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.training.run_metrics import lines_of
 
 import penstock as ps
 from penstock.checkpoint.checkpoint_index import read_index
@@ -92,13 +92,6 @@ def train(config, plan):
     folder = Path(config.out)
     folder.mkdir(exist_ok=True)
     return rank.train_on(config, plan, folder, True, CPU, "threads")
-
-
-def lines_of(folder):
-    """Return steps with losses, and steps of evaluations, as the metrics have them."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    return losses, [(line["step"], line["test_loss"]) for line in lines if "test_loss" in line]
 
 
 def raise_killed():
