@@ -21,6 +21,7 @@ from penstock.errors import RankDied, RunError, SettingError
 from penstock.ranks.foreign_text import foreign_text
 from penstock.ranks.processes.forked_ranks import RankProcess, search_path, start_rank
 from penstock.ranks.processes.launch_folders import locked_folder
+from penstock.ranks.processes.rank_variables import rank_variables
 from penstock.ranks.processes.stopped_ranks import StoppedRanks
 from penstock.ranks.processes.termination import passing_sigterm_on
 from penstock.transport.addresses import launch_interface
@@ -200,12 +201,7 @@ def _environment(rank: int, ranks: int, port: int, threads: int) -> dict[str, st
         inherited["GLOO_SOCKET_IFNAME"] = interface
     return {
         **inherited,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        **rank_variables(rank, ranks, port),
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(search_path()),
     }

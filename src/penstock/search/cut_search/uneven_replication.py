@@ -251,7 +251,7 @@ def _cuts(request: PlanRequest, micro_batches: int) -> list[ReplicatedCut]:
     use_all = most >= ranks and ranks <= FEW
     unique: dict[ReplicatedCut, None] = {}
     for stages in stage_counts:
-        cut = replicated_table(table, None, stages=stages, exactly=use_all)
+        cut = replicated_table(table, stages=stages, exactly=use_all)
         if cut is not None:
             unique[tuple(cut)] = None
     return list(unique)
