@@ -82,6 +82,16 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def format_count(count: float, noun: str, plural: str = "") -> str:
+    """Write a number of things: the noun has an s for all numbers but 1, or is `plural`.
+
+    >>> format_count(1, "rank"), format_count(2, "rank"), format_count(2, "process", "processes")
+    ('1 rank', '2 ranks', '2 processes')
+    """
+    number = f"{count:g}" if isinstance(count, float) else str(count)
+    return f"{number} {noun if count == 1 else plural or f'{noun}s'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Write seconds with a unit: `0.0123` as `12.3 ms`.
 

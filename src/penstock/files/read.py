@@ -13,6 +13,7 @@ from penstock.errors import FileError, did_you_mean
 from penstock.files.json_values import json_value
 from penstock.files.text import quote, read_text, shorten
 from penstock.files.yaml_values import MAX_CHARACTERS, yaml_value
+from penstock.units import format_count
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -203,7 +204,7 @@ def _first_error(error: ValidationError, model: type) -> str:
     elif first["type"] not in ("value_error", "json_invalid"):
         text += f", not {quote(first['input'])}"
     more = len(errors) - 1
-    return text + (f" (and {more} more error{'s'[: more > 1]})" if more else "")
+    return text + (f" (and {format_count(more, 'more error')})" if more else "")
 
 
 def _hint(key: str, keys: Sequence[str]) -> str:

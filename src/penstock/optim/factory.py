@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.errors import SettingError
+from penstock.units import format_count
 
 #: Takes a list of parameters, or of torch's parameter groups, and returns an optimizer.
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -202,4 +203,4 @@ def _class_path(optimizer: Optimizer) -> str:
 
 
 def _count(number: int) -> str:
-    return f"{number} parameter{'s' * (number != 1)}"
+    return format_count(number, "parameter")

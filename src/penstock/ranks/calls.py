@@ -169,6 +169,7 @@ class ComparedCalls(Calls):
             form, tensors = part_form(x, y)
         else:
             form, tensors = self._nested(batch, x, y)
+        # Multiplied by primes, as in `enter`.
         words = crc_of(call) + crc_of(form) + 7919 * self._number + 104729 * batch.step
         check = (words & _MASK) << _BITS
         batch.check = check
@@ -177,6 +178,8 @@ class ComparedCalls(Calls):
         if tensors and self._readable(tensors, turn, whole=whole):
             versions = _versions(tensors)
             batch.pending_check = partial(self._read, entry, tensors, versions, turn)
+        # At once where the numbers may be others later: inference tensors have no version by which
+        # `_read` would notice.
         if whole or self._changed_in_place or any(map(Tensor.is_inference, tensors)):
             batch.checksum()
         if whole:

@@ -86,6 +86,7 @@ def group_requests(request: PlanRequest, options: ShardingOptions) -> list[PlanR
             except (PlanError, ClusterError) as error:
                 reasons.append(str(error))
                 continue
+            # From here on a group is a device: its profile has one width.
             single = replace(shared, widths=())
             requests.append(replace(request, profiles=single, cluster=cluster, sharding=sharding))
     if not requests:

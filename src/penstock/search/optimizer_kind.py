@@ -159,6 +159,7 @@ def _of_factory(make: Callable[..., Any]) -> OptimizerKind:
     try:
         optimizer = make([parameter])
         parameter.grad = torch.zeros_like(parameter)
+        # torch's SparseAdam refuses dense gradients.
         if "Sparse" in type(optimizer).__name__:
             parameter.grad = parameter.grad.to_sparse()
         optimizer.step()

@@ -252,6 +252,7 @@ class SearchSpace:
     def _kinds(self, ranks: Sequence[int]) -> list[int]:
         """Return the first of these ranks with each profile."""
         first_of: dict[int, int] = {}
+        # From the last rank on, so that the first with a profile is what stays.
         for rank in reversed(ranks):
             first_of[id(self.request.profile_of(rank))] = rank
         return list(first_of.values())[::-1]
@@ -264,6 +265,7 @@ class SearchSpace:
             id(self.request.profile_of(rank)): float(self._seconds(rank, micro_batches)[:2].sum())
             for rank in kinds
         }
+        # As if every device ran a share of each micro-batch in proportion to its speed.
         even_s = 0.0
         if all(model_s.values()):
             even_s = 1 / sum(1 / model_s[id(self.request.profile_of(rank))] for rank in shape.first)

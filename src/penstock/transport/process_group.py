@@ -129,11 +129,13 @@ def join(timeout_s: float = TIMEOUT_S) -> int:
         with _limited(timeout_s, rank):
             try:
                 _initialise(rank, size, timeout_s)
+            # Also if the user interrupts: the other ranks wait for this one, and must hear of it.
             except BaseException:
                 if (watch := heartbeats()) is not None:
                     watch.close(failed=True)
                 raise
         atexit.register(_leave)
+    # A program has initialised the group itself, so that nothing watches its ranks yet.
     elif not _HEARTBEATS and launch_store() is None and dist.get_world_size() > 1:
         with _limited(timeout_s, dist.get_rank()):
             store = dist.distributed_c10d._get_default_store()

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from penstock.errors import SettingError
+from penstock.units import format_count
 
 TransportName = Literal["nccl", "host memory"]
 
@@ -248,8 +249,7 @@ def _choice_without_position(facts: RankFacts) -> _Choice | None:
 
 def _visible(facts: RankFacts) -> str:
     """Return the number of visible cards as text."""
-    count = len(facts.cards)
-    return f"{count} {facts.accelerator} card{'s' * (count != 1)} visible"
+    return f"{format_count(len(facts.cards), f'{facts.accelerator} card')} visible"
 
 
 def _is_complete(facts: RankFacts, choice: _Choice) -> bool:
