@@ -339,6 +339,7 @@ def _processor() -> str:
             )
             return next(names, platform.machine())
     except OSError:
+        # Not Linux.
         return platform.processor() or platform.machine()
 
 

@@ -146,6 +146,7 @@ def _required_arguments(optimizer: Optimizer) -> list[str]:
     try:
         signature = inspect.signature(optimizer.step)
     except (TypeError, ValueError):
+        # Compiled functions may have no signature: then nothing is known to be required.
         return []
     return [
         name
@@ -179,6 +180,7 @@ def _options_text(optimizer: Optimizer) -> str:
     try:
         signature_parameters = inspect.signature(type(optimizer)).parameters
     except (TypeError, ValueError):
+        # A class whose constructor is compiled may have no signature.
         return ", ..."
     arguments_text = [
         f", {name}={value!r}"

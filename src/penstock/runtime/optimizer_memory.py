@@ -28,6 +28,7 @@ def check_optimizer_memory(plan: Plan, description: Chain, optimizer: Optimizer)
     try:
         kind = optimizer_kind(optimizer)
     except SettingError:
+        # Its state is not known before it has stepped, so there is nothing to compare.
         return
     more_states = kind.states - plan.optimizer_states
     if more_states <= 0 or not plan.memory_limits:

@@ -189,6 +189,7 @@ class BusyTimes:
             try:
                 self._publish(median_s)
             except RuntimeError:
+                # The store has ended with its host, and so has what reads the medians.
                 return
 
     def _publish(self, median_s: float) -> None:

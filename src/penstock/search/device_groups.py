@@ -283,6 +283,7 @@ def best_zero_level(request: PlanRequest, planner: Callable[[PlanRequest], Plan]
         try:
             plans.append(planner(fixed))
         except PlanError as error:
+            # Another level of ZeRO may fit: the refusal counts only if none does.
             refusal = error
     if not plans:
         raise refusal

@@ -250,6 +250,8 @@ class PlanSearch:
                     return None
             candidate = self._simulate(instantiate(self.request, proposal), force)
         except (ScheduleError, PlanError, SettingError) as error:
+            # What cannot be placed or simulated is left out of the candidates, and its reason is
+            # reported.
             self.reject(str(error))
             return None
         if candidate is not None:

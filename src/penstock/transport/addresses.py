@@ -155,6 +155,7 @@ def close_connections(port: int) -> int:
         try:
             connection = socket.socket(fileno=os.dup(int(entry.name)))
         except OSError:
+            # Closed since the folder was listed, or no socket.
             continue
         with connection:
             try:
@@ -162,5 +163,6 @@ def close_connections(port: int) -> int:
                     connection.shutdown(socket.SHUT_RDWR)
                     count += 1
             except (OSError, IndexError):
+                # Not connected, or of a family without ports.
                 continue
     return count

@@ -304,6 +304,7 @@ def _describe_exit(status: int | None) -> str:
         try:
             return f"was killed by {signal.Signals(-status).name}"
         except ValueError:
+            # Real-time signals have numbers only.
             return f"was killed by signal {-status}"
     return f"ended with exit status {status} and no message"
 
@@ -318,5 +319,6 @@ def _stop(children: list[_Child]) -> None:
         try:
             child.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
+            # It ignores SIGTERM, or does not return from a call.
             child.process.kill()
             child.process.wait()

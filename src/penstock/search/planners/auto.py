@@ -301,6 +301,7 @@ def _evaluate_other_planners(search: PlanSearch) -> float:
         try:
             plan = entry.make(request)
         except PenstockError as error:
+            # A planner of one paper may refuse what the others accept; its reason is reported.
             search.reject(f"{entry.name}: {error}")
             continue
         if not _matches(search.request, plan):

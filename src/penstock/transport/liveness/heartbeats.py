@@ -163,6 +163,7 @@ class Heartbeats:
             return
         self._closed = True
         atexit.unregister(self._leave)
+        # The process may have ended, and with it the other end of the pipe.
         with contextlib.suppress(OSError, ValueError):
             self._write(State.FAILED if failed else State.CLOSED)
             assert self._process.stdin is not None
@@ -243,6 +244,7 @@ class Heartbeats:
 
         def ask() -> None:
             """Ask the store for any key."""
+            # An error is an answer too: the connection is closed, and nothing waits on it.
             with contextlib.suppress(RuntimeError):
                 self._store.check(["heartbeat/0"])
             answered.set()
