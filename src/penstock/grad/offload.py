@@ -30,6 +30,7 @@ class _Offloaded:
         self._device = tensor.device
         pinned = tensor.device.type == "cuda"
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        # In the order of the device's stream: what later ops write into the tensor is not copied.
         self._host.copy_(tensor, non_blocking=pinned)
         self._on_device: weakref.ref[Tensor] | None = None
         self._version = SavedVersion(tensor, holds=False)

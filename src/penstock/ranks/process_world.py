@@ -277,6 +277,7 @@ class DistributedWorld:
                         "rank 0",
                     )
                 return {}
+            # Copies, as of what the other ranks send: this rank goes on and changes its tensors.
             gathered = {0: [tensor.clone() for tensor in tensors]}
             for peer in range(1, self.size):
                 # A rank may have no tensors.

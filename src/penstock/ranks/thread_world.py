@@ -218,6 +218,7 @@ class ThreadWorld:
         del forms
         gathered: dict[int, list[Tensor]] = {}
         for rank, tensors in local.items():
+            # Copies, as from another process: the ranks go on and change their tensors.
             gathered[rank] = [tensor.detach().cpu().clone() for tensor in tensors]
         return gathered
 

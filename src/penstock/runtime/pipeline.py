@@ -47,7 +47,7 @@ from penstock.schedule.op import Schedule
 from penstock.stage import stage_state as state
 from penstock.stage.parallel.parallelism import Parallelism
 from penstock.stage.replica_check import check_replicas
-from penstock.stage.stage import Loss, Stage
+from penstock.stage.stage import Loss
 from penstock.stage.stage_builder import Training
 from penstock.stage.training_arguments import TrainingArguments
 from penstock.stage.training_options import TrainingOptions, parse_options
@@ -422,10 +422,6 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         if self._stream is not None:
             self._stream.weights.restart()
         return incompatible_keys
-
-    @property
-    def _local_stages(self) -> list[Stage]:
-        return self._assembly.stages
 
     def close(self) -> None:
         """Close links and end threads. Raises RunError if a deferred check has failed."""

@@ -85,6 +85,7 @@ class Layout:
             views = self.views(slot)
         if device is not None:
             return self.header.unpacked([view.to(device) for view in views])
+        # Copies: the sender uses the slot again as soon as the message is read.
         if self.bare and self.contiguous:
             return Payload("", (views[0].clone(),), self.wants_grad)
         return self.header.unpacked(views, copies=True)
