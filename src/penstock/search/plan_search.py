@@ -269,6 +269,7 @@ class PlanSearch:
         self.evaluated += 1
         variants = evaluate(placed, math.inf if force or not self.feasible else self.cutoff_s)
         self.infeasible += [variant for variant in variants if variant.memory_shortfall]
+        # The last variant is the one that fits, if any does: see `evaluate`.
         candidate = variants[-1]
         if candidate.memory_shortfall:
             return None

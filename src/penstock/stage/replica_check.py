@@ -314,6 +314,7 @@ class _ObservedLayers:
                 prefix=prefix_of(layer.name, layer.module)
             )
         )
+        # The forward may write into its inputs, which a second run needs as they were.
         inputs = map_tensors(Tensor.clone, value)
 
         def run() -> tuple[Any, list[Tensor]]:
