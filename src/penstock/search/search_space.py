@@ -243,6 +243,7 @@ class SearchSpace:
             nonzero = reference > 0
             rate = 0.0
             for rank, seconds in zip(kinds, layer_seconds, strict=True):
+                # A layer that takes no time on this kind counts as very fast, which a bound may do.
                 speed_ups = reference[nonzero] / np.maximum(seconds[nonzero], 1e-300)
                 devices = counts[id(self.request.profile_of(rank))]
                 rate += devices * float(np.max(speed_ups, initial=0.0))

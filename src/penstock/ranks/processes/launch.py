@@ -27,6 +27,7 @@ from penstock.ranks.processes.termination import passing_sigterm_on
 from penstock.transport.addresses import launch_interface
 from penstock.transport.liveness.stopped_processes import LOOK_S
 from penstock.transport.unix_store import VARIABLE, StoreServer
+from penstock.units import format_ranks
 
 #: Seconds for which other ranks may go on after one has failed, to report what they saw.
 _GRACE_S = 3.0
@@ -283,8 +284,8 @@ def _first_error(noticed: _Child, children: list[_Child]) -> RunError:
     if dead is None or (dead is not noticed and first is not None and not first["consequence"]):
         assert first is not None
         return RankFailed(first["rank"], foreign_text(first["error"]), first["traceback"])
-    stopped = [str(child.rank) for child in children if child is not dead]
-    suffix = f"; rank{'s' * (len(stopped) > 1)} {', '.join(stopped)} stopped" if stopped else ""
+    stopped = [child.rank for child in children if child is not dead]
+    suffix = f"; {format_ranks(stopped)} stopped" if stopped else ""
     return RankDied(dead.rank, dead.process.pid, dead.describe_end(), suffix)
 
 
