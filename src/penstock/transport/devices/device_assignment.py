@@ -22,7 +22,7 @@ single card as index 0, and CUDA_VISIBLE_DEVICES permutes indices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
