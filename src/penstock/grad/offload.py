@@ -83,6 +83,8 @@ def offloading(
         nonlocal total_bytes, moved_bytes
         if tensor.layout is not torch.strided or tensor.nbytes < SMALLEST or not moves(tensor):
             return SavedVersion(tensor, holds=True)
+        # A copy of an expanded tensor takes more memory than the tensor, and a weight stays where it
+        # is anyway.
         is_expanded = any(
             stride == 0 and extent > 1
             for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)

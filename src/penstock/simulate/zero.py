@@ -58,6 +58,7 @@ def with_zero(
     update = costs.spread("update", stages) or (0.0,) * stages
     counts = [len(ranks) if zero else 1 for ranks in replicas]
     shares = [1 / count for count in counts] if largest_shares is None else largest_shares
+    # By level, the part of the all-reduce that is left at the update; see the table above.
     at_update = (1.0, 1.0, 0.5, 0.0)[zero]
     shared = replace(
         costs,
