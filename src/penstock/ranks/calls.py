@@ -184,7 +184,7 @@ class ComparedCalls(Calls):
             batch.checksum()
         if whole:
             numbers = contents(x, y) if self.check_data else []
-            self._meet(self._recent[-1], batch.step, numbers)
+            self._compare_batch(self._recent[-1], batch.step, numbers)
         return batch
 
     def _read(
@@ -234,7 +234,7 @@ class ComparedCalls(Calls):
         return True
 
     @naming_lost_ranks("could not compare its batch with the other ranks'")
-    def _meet(self, call: Call, step: int, numbers: Sequence[int | None]) -> None:
+    def _compare_batch(self, call: Call, step: int, numbers: Sequence[int | None]) -> None:
         """Compare a batch with those of all other ranks, before it is played."""
         self._board.doing(f"waits for the other ranks at {call.name}")
         keys = [f"call/{call.number}/{rank}" for rank in range(self._size)]
@@ -245,7 +245,7 @@ class ComparedCalls(Calls):
                 self._rank,
                 f"{ranks_in_words(missing)} to call {call.name}",
                 self._deadline_s,
-                self._board.elsewhere(),
+                self._board.describe_others(),
             )
             self._board.fail(str(error))
             raise error

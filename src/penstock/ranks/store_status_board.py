@@ -141,8 +141,8 @@ class StoreBoard:
                 return reason_of_loss
             self._stop.wait(_PAUSE_S)
 
-    def elsewhere(self) -> list[str]:
-        """See `Board.elsewhere`."""
+    def describe_others(self) -> list[str]:
+        """See `Board.describe_others`."""
         lines = []
         for rank in range(self._size):
             key = f"penstock/doing/{rank}"

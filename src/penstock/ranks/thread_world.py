@@ -191,7 +191,7 @@ class ThreadWorld:
             remaining_s = limit_s - idle_s
             if remaining_s <= 0:
                 raise DeadlineExceeded(
-                    rank, f"an end to where it {status}", idle_s, self.board(rank).elsewhere()
+                    rank, f"an end to where it {status}", idle_s, self.board(rank).describe_others()
                 )
 
     def _wait_after_failure(self, futures: Mapping[int, Future[T]]) -> None:

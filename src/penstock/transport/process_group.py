@@ -166,7 +166,7 @@ def _initialise(rank: int, size: int, timeout_s: float) -> None:
             if launch_store() is None:
                 _start_heartbeats(store, rank, size, timeout_s)
             else:
-                _meet(store, rank, size, timeout_s)
+                _wait_for_ranks(store, rank, size, timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
@@ -209,7 +209,7 @@ def _store(rank: int, size: int, timeout_s: float) -> Store:
     )
 
 
-def _meet(store: Store, rank: int, size: int, timeout_s: float) -> None:
+def _wait_for_ranks(store: Store, rank: int, size: int, timeout_s: float) -> None:
     """Wait until all ranks have come to this point.
 
     Raises:
