@@ -333,8 +333,8 @@ DEFECTS = [
     Defect(
         "replicated: the last allowed rank is not used",
         "partition/dp_loops.py",
-        "or replicas + ranks_after <= most_ranks[first, end, replicas]",
-        "or replicas + ranks_after < most_ranks[first, end, replicas]",
+        "for replicas in range(1, min(ranks, least - 1) - ranks_after + 1):",
+        "for replicas in range(1, min(ranks, least - 1) - ranks_after):",
         ("tests/partition/test_replicated.py",),
     ),
     # Transport.

@@ -364,6 +364,7 @@ def with_plan_zero(
     if schedule.stream is not None:
         raise PlanError(f"zero is for synchronous schedules, and {schedule.name} is asynchronous")
     # Level 1 runs here, without buckets; the others are of devices that sum without further copies.
+    # The costs count 1 + `count` copies of the gradients, and shall count 1 + `gradient_copies`.
     factors = []
     for ranks, count in zip(schedule.ranks_of_stage, sum_copies(schedule, cluster), strict=True):
         gradient_copies = 0 if zero > 1 or in_buckets(ranks, cluster) else count

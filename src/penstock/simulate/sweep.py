@@ -125,6 +125,7 @@ def _batches(
         tables = Tables(dependencies, amounts, mode.recompute)
         yield np.arange(amounts.vectors), _Batch(tables, mode, links, network, buffers)
         return
+    # Tables are built once for all vectors that have the same fields.
     positions_of: dict[tuple[object, ...], list[int]] = {}
     for position, vector in enumerate(costs):
         missing = [getattr(vector, name) is None for name in FIELDS]
