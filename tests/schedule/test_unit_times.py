@@ -16,7 +16,7 @@ def units(op):
     return 1.0 + op.stage + 3 * (op.micro_batch % 4) + "FBIWUEL".index(op.kind.value) / 8
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(rich_schedules(3))
 def test_every_op_starts_and_ends_as_in_the_slow_simulator(schedule):
     """Both ops of a pair take the units of both."""

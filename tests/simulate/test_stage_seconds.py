@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.search.random_requests import cuts, profiles
 
@@ -22,6 +22,7 @@ from penstock.simulate.stage_seconds import (
 )
 
 
+@settings(max_examples=20)
 @given(
     st.data(), profiles(4, 7, simple=False), st.integers(1, 4), st.sampled_from([1, 2.5, 16, 40])
 )
