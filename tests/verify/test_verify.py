@@ -346,3 +346,23 @@ def test_staleness_of_a_split_backward_counts_at_the_weight_gradient():
     report = verify(Schedule.parse("0F0 0F1 0I0 0I1 0W0 0U1 0W1 0U2", synchronous=False))
     assert (report.staleness_max, report.staleness_mean) == ((1,), (0.5,))
     assert report.peak_in_flight == (2,)
+
+
+def test_ranks_over_the_limit_come_in_the_order_of_their_peaks():
+    """Of equal peaks the first rank comes first; one that meets the limit is none of them."""
+    reversed_ranks = schedule("1f1b", 4, 6).on_ranks((3, 2, 1, 0))
+    with pytest.raises(ScheduleError) as caught:
+        verify(reversed_ranks, in_flight_limit=2)
+    assert [(finding.rank, finding.op) for finding in caught.value.findings] == [
+        (3, "0F2"),
+        (2, "1F2"),
+    ]
+    with pytest.raises(ScheduleError) as caught:
+        verify(schedule("gpipe", 3, 4), in_flight_limit=2)
+    assert [finding.rank for finding in caught.value.findings] == [0, 1, 2]
+
+
+def test_evictions_of_other_micro_batches_do_not_count():
+    """F, E, L and backward must be in order for each micro-batch alone."""
+    sound = verify(schedule("bpipe", 4, 8))
+    assert max(sound.peak_on_rank) < 4
