@@ -194,7 +194,7 @@ def test_replicas_of_a_stream_need_equal_parts_of_a_batch_and_others_do_not():
     with pytest.raises(ScheduleError, match=r"replicas=2 .*: 5 is not a multiple of 2"):
         schedule("2bw", 2, 5, replicas=2)
     with pytest.raises(
-        ScheduleError, match="needs at least 3 micro-batches, one for each .* got 2"
+        ScheduleError, match=r"needs at least 3 micro-batches, one for each .* got 2"
     ):
         schedule("1f1b", 2, 2, replicas=3)
     with pytest.raises(ScheduleError, match=r"the first replica has 3 of the 5 micro-batches\)"):
