@@ -47,17 +47,17 @@ PLANNING_DEFECTS = [
         ("tests/schedule/test_replicas.py",),
     ),
     Defect(
-        "round robin: a stage warms up further than the one before it",
+        "round robin: as many replicas as micro-batches are refused",
         "schedule/replicas.py",
-        "return tuple(accumulate(forwards, min))",
-        "return tuple(forwards)",
+        "if number > schedule.micro_batches:",
+        "if number >= schedule.micro_batches:",
         ("tests/schedule/test_replicas.py",),
     ),
     Defect(
-        "lower: a receive overtakes an earlier one of its link",
+        "lower: a message is named after the stage that receives it",
         "schedule/lower.py",
-        "latest = min(latest, max(0, consumer - ahead))",
-        "latest = max(0, consumer - ahead)",
+        "Message(output[0], op.stage, op.micro_batch)",
+        "Message(*output, op.micro_batch)",
         ("tests/schedule/test_lower.py",),
     ),
     Defect(
@@ -145,10 +145,10 @@ PLANNING_DEFECTS = [
         ("tests/partition/test_chain_dp.py",),
     ),
     Defect(
-        "replicated: ranks that are left over stay idle",
+        "replicated: a least sum has the weighted slowest stage in it",
         "partition/replicated.py",
-        "or used_ranks == chain.ranks:",
-        "or used_ranks <= chain.ranks:",
+        "        return sum(times)\n",
+        "        return value\n",
         ("tests/partition/test_replicated.py",),
     ),
     Defect(
