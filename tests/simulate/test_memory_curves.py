@@ -151,3 +151,20 @@ def test_more_after_the_input_gradient_than_before_is_refused_with_stage_and_byt
     assert peak_memory(case_schedule, equal) == peak_memory(
         case_schedule, Costs(activation_bytes=10)
     )
+
+
+def test_bytes_of_ranks_stand_in_place_of_those_of_stages_and_are_one_row_per_rank():
+    """Of weights, gradients and optimizer state."""
+    case_schedule = schedule("1f1b", 2, 3)
+    costs = replace(COSTS, bytes_of_ranks=((1, 2, 3), (4, 5, 6)))
+    assert peak_memory(case_schedule, costs) == (6 + 20, 15 + 10)
+    line = simulate_schedule(case_schedule, costs)
+    holders = [
+        [row[name] for name in ("weights", "gradients", "optimizer")] for row in line.memory_holders
+    ]
+    assert holders == [[1, 2, 3], [4, 5, 6]]
+    message = "bytes_of_ranks has 2 rows for the 3 ranks of 1f1b; give one row per rank"
+    with pytest.raises(SettingError, match=message):
+        peak_memory(schedule("1f1b", 3, 3), replace(costs, weight_bytes=100))
+    with pytest.raises(SettingError, match="bytes_of_ranks has rows of other than 3 numbers"):
+        Costs(weight_bytes=1.0, bytes_of_ranks=((1, 2), (3, 4)))
