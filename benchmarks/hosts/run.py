@@ -108,8 +108,8 @@ def compare(
 ) -> dict[str, Any]:
     """Measure systems in turn, and return their times, memory and losses.
 
-    Every round begins with a profile and the link, by which the times of that round are predicted:
-    the speed of a virtual machine changes from minute to minute.
+    The profile and the link are measured before and after every round, and the mean of what both
+    predict is compared with it: the speed of a virtual machine changes from minute to minute.
 
     Args:
         workload: name of a workload.
@@ -127,9 +127,7 @@ def compare(
         profile, cluster = measure(*place)
         plans = plans_for(profile, cluster, WORKLOADS[workload].samples, folder)
         jobs = jobs_for(workload, plans, arguments.system)
-        for number in range(arguments.rounds):
-            if number:
-                profile, cluster = measure(*place)
+        for _ in range(arguments.rounds):
             for name, job in jobs.items():
                 ranks = plans[name][1].ranks if name in plans else count
                 results = processes.run({**job, "steps": arguments.steps}, ranks)
@@ -137,12 +135,17 @@ def compare(
                 row["seconds"].append(statistics.median(results[0]["seconds"]))
                 row["peak_bytes"].append(max(result["peak_bytes"] for result in results))
                 row["losses"] = results[0]["losses"]
-                text = f"  {name}: {row['seconds'][-1]:.2f} s a step"
-                if name in plans:
-                    predicted_s = simulate_plan(plans[name][1], profile, cluster).makespan
-                    row.setdefault("predicted_s", []).append(predicted_s)
-                    text += f", predicted {predicted_s:.2f} s"
-                print(text, flush=True)
+                print(f"  {name}: {row['seconds'][-1]:.2f} s a step", flush=True)
+            after = measure(*place)
+            for name in jobs.keys() & plans.keys():
+                plan = plans[name][1]
+                predicted_s = statistics.mean(
+                    simulate_plan(plan, *conditions).makespan
+                    for conditions in ((profile, cluster), after)
+                )
+                rows[name].setdefault("predicted_s", []).append(predicted_s)
+                print(f"  {name}: {predicted_s:.2f} s predicted", flush=True)
+            profile, cluster = after
     ddp_bytes = max(rows["ddp"]["peak_bytes"])
     for row in rows.values():
         pairs = zip(rows["ddp"]["seconds"], row["seconds"], strict=True)

@@ -248,15 +248,40 @@ def test_a_stage_keeps_its_input_where_that_counts_elsewhere_or_nowhere():
 # ---------------------------------------------------------------------------------------------------
 
 
-def test_sizes_are_a_batch_in_1_4_and_16_parts():
-    """What plans will use, without being told; a batch is as large as the example unless said. Of 2
-    samples at least, where there are as many: batch norm over one value has nothing to normalise,
-    and torch refuses it.
-    """
+def test_sizes_are_a_batch_in_1_4_and_16_parts_and_a_single_sample():
+    """All that plans may use; a batch is as large as the example unless said."""
     network = nn.Sequential(nn.Tanh())
-    assert quick(network, torch.ones(2, 4), sizes=None, batch=32).sizes == (2, 8, 32)
+    assert quick(network, torch.ones(2, 4), sizes=None, batch=32).sizes == (1, 2, 8, 32)
     measured = quick(network, torch.ones(3, 4), sizes=None)
-    assert (measured.sizes, measured.batch) == ((2, 3), 3)
+    assert (measured.sizes, measured.batch) == ((1, 2, 3), 3)
+
+
+def test_a_model_that_takes_no_single_sample_is_measured_from_two_on():
+    """Batch norm over one value has nothing to normalise, and torch refuses it."""
+    network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    assert quick(network, torch.ones(2, 4), sizes=None, batch=32).sizes == (2, 8, 32)
+    with pytest.raises(LayerFailed, match="layer 1 failed on the example"):
+        quick(network, torch.ones(2, 4), sizes=(1, 2))
+
+
+def test_what_does_not_grow_with_the_batch_is_counted_for_more_than_one_sample():
+    """A table that is saved for the backward would weigh most with a single sample."""
+
+    class Table(nn.Module):
+        """Adds a product of two tables, both saved."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            """Run the layer."""
+            return x + (self.first.exp() * self.second)
+
+    network = nn.Sequential(Table())
+    by_default = quick(network, torch.ones(2, 8), sizes=None, batch=64).layers[0]
+    of_four = quick(network, torch.ones(2, 8), sizes=(4, 64)).layers[0]
+    assert by_default.activation_bytes_per_sample == of_four.activation_bytes_per_sample > 0
 
 
 def test_an_example_is_repeated_or_cut_to_the_size():
@@ -428,7 +453,7 @@ def test_layers_are_measured_in_training_mode_with_gradients_whatever_the_caller
     assert kept(measured) == [16, 32, 32, 32]
 
 
-def test_progress_is_told_layer_by_layer():
+def test_progress_is_reported_after_every_pass():
     """A bar that knows how much there is to do."""
     calls = []
     quick(
@@ -437,8 +462,8 @@ def test_progress_is_told_layer_by_layer():
         sizes=(1, 2),
         progress=lambda done, total, name: calls.append((done, total, name)),
     )
-    names = ["fc1", "relu", "drop", "fc2"]
-    assert calls == [(done, 8, names[(done - 1) % 4]) for done in range(1, 9)]
+    names = ["micro-batches of 1", "micro-batches of 2"]
+    assert calls == [(done, 6, names[(done - 1) % 2]) for done in range(1, 7)]
 
 
 def test_threads_are_as_told_and_afterwards_as_before():

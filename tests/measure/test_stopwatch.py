@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from penstock.measure.concurrent import ConcurrentRanks
 from penstock.measure.host_timings import host_timings
 from penstock.measure.stopwatch import EventStopwatch, HostStopwatch, stopwatch_for
 from penstock.measure.timed_passes import PHASES, TimedPasses
@@ -59,14 +58,14 @@ def test_a_pass_over_a_queue_does_not_wait_between_layers():
     modules = [nn.Linear(4, 4) for _ in range(5)]
     names = [f"l{index}" for index in range(5)]
     watch = EventStopwatch(queue.record, queue.synchronize)
-    passes = TimedPasses(modules, False, torch.device("cpu"), names, ConcurrentRanks(False), watch)
+    passes = TimedPasses(modules, False, torch.device("cpu"), names, watch)
     queue.log.clear()
-    passes._pass(torch.ones(2, 4))
+    row = passes.run(torch.ones(2, 4))
     first_wait = queue.log.index("wait")
     # Forward twice, backward, input gradients and weight gradients: two marks for each layer.
     assert queue.log[:first_wait] == ["mark"] * 50
     assert "mark" not in queue.log[first_wait:]
-    assert sorted(PHASES) == sorted(passes._pass(torch.ones(2, 4))[0])
+    assert sorted(PHASES) == sorted(row.by_phase)
 
 
 def test_a_cpu_is_timed_by_the_hosts_clock():
@@ -81,13 +80,12 @@ def test_the_hosts_own_seconds_of_each_layer_are_measured_beside_the_devices():
     queue = Queue()
     watch = EventStopwatch(queue.record, queue.synchronize)
     modules, names = [nn.Linear(4, 4), nn.Linear(4, 4)], ["a", "b"]
-    passes = TimedPasses(modules, False, torch.device("cpu"), names, ConcurrentRanks(False), watch)
-    passes.run(torch.ones(2, 4), 2)
-    for row, host_row in zip(passes.seconds, passes.host_seconds, strict=True):
-        assert set(host_row) == {"forward", "backward"}
-        assert [len(times) for times in host_row.values()] == [len(row["forward"])] * 2
-        assert all(host_s > 0 for times in host_row.values() for host_s in times)
-    fields = host_timings((2,), passes.host_seconds[:1])
+    passes = TimedPasses(modules, False, torch.device("cpu"), names, watch)
+    row = passes.run(torch.ones(2, 4))
+    assert set(row.host) == {"forward", "backward"}
+    assert [len(times) for times in row.host.values()] == [2, 2]
+    assert all(host_s > 0 for times in row.host.values() for host_s in times)
+    fields = host_timings((2,), [{phase: times[:1] for phase, times in row.host.items()}])
     assert set(fields) == {"host_forward", "host_backward"}
     assert fields["host_forward"].sizes == (2,)
 
@@ -95,7 +93,6 @@ def test_the_hosts_own_seconds_of_each_layer_are_measured_beside_the_devices():
 def test_a_cpu_has_no_seconds_of_the_host_beside_its_own():
     """It does the work itself."""
     modules = [nn.Linear(4, 4)]
-    passes = TimedPasses(modules, False, torch.device("cpu"), ["a"], ConcurrentRanks(False))
-    passes.run(torch.ones(2, 4), 1)
-    assert passes.host_seconds == [{}]
-    assert host_timings((2,), passes.host_seconds) == {}
+    passes = TimedPasses(modules, False, torch.device("cpu"), ["a"])
+    assert passes.run(torch.ones(2, 4)).host == {}
+    assert host_timings((2,), [{}]) == {}

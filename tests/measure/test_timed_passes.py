@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.errors import LayerFailed
 from penstock.measure import timed_passes as passes
-from penstock.measure.concurrent import ConcurrentRanks, shares
+from penstock.measure.concurrent import shares
 from penstock.measure.profiler import profile
 from penstock.measure.timed_passes import PHASES, TimedPasses, WithLoss
 from penstock.measure.update import UpdateSeconds, measure_update
@@ -35,9 +35,7 @@ class Ticking(nn.Module):
 
 def passes_of(modules, inner=False):
     """TimedPasses through them, alone."""
-    return TimedPasses(
-        modules, inner, CPU, [f"l{i}" for i in range(len(modules))], ConcurrentRanks(False)
-    )
+    return TimedPasses(modules, inner, CPU, [f"l{i}" for i in range(len(modules))])
 
 
 def test_a_pass_goes_forward_through_all_layers_and_then_back_through_all():
@@ -46,22 +44,21 @@ def test_a_pass_goes_forward_through_all_layers_and_then_back_through_all():
     """
     events = []
     passes = passes_of([Ticking(i, events) for i in range(3)])
-    passes.run(torch.ones(2, 4), 1)
+    row = passes.run(torch.ones(2, 4))
     once = ["F0", "F1", "F2", "B2", "B1", "B0"]
     assert events[:6] == once
     assert events[6:9] == ["F0", "F1", "F2"], "then the backward in two parts"
-    assert [len(row[phase]) for row in passes.seconds for phase in PHASES] == [3] * 12, (
-        "short passes run three times as often"
-    )
+    assert events[9:] == ["B2", "B1", "B2", "B1", "B0"], "the input parts, then the weight parts"
+    assert [len(row.by_phase[phase]) for phase in PHASES] == [3] * 4
 
 
 def test_every_backward_makes_the_gradients_of_its_weights_anew():
     """Adding them up is measured by itself: the first micro-batch of a batch has nothing to add to."""
     layer = nn.Linear(4, 4)
-    passes_of([layer]).run(torch.ones(2, 4), 2)
+    passes_of([layer]).run(torch.ones(2, 4))
     assert layer.weight.grad is not None
     assert torch.equal(layer.weight.grad, torch.full((4, 4), 2.0)), (
-        "the sum over 2 samples, not over 7 passes"
+        "the sum over 2 samples, not over 2 backwards"
     )
 
 
@@ -71,7 +68,7 @@ def test_what_arrives_at_a_layer_is_what_the_one_behind_it_made():
     nn.init.constant_(scale.weight, 3.0)
     first = nn.Linear(1, 1, bias=False)
     nn.init.constant_(first.weight, 1.0)
-    passes_of([first, scale]).run(torch.ones(2, 1), 1)
+    passes_of([first, scale]).run(torch.ones(2, 1))
     assert first.weight.grad is not None
     assert first.weight.grad.item() == 2 * 3.0
 
@@ -105,15 +102,14 @@ def test_a_loss_that_fails_names_the_layer_that_it_stands_behind():
     """It is part of that stage's forward in training, too."""
     network = WithLoss(nn.Linear(4, 2), nn.functional.cross_entropy, None)
     with pytest.raises(LayerFailed, match=r"^layer l0 failed on the example: "):
-        passes_of([network]).run(torch.ones(2, 4), 1)
+        passes_of([network]).run(torch.ones(2, 4))
 
 
 def test_the_call_of_a_backward_is_not_counted_for_every_layer(monkeypatch):
     """A rank makes one for all layers of a stage; 37 of them were 1 % of VGG-11's backward."""
     monkeypatch.setattr(passes, "_backward_call_s", lambda device: 1e9)
     timed = passes_of([nn.Linear(4, 4)])
-    timed.run(torch.ones(2, 4), 1)
-    assert timed.seconds[0]["backward"] == [0.0] * 3
+    assert timed.run(torch.ones(2, 4)).by_phase["backward"] == [0.0]
 
 
 def test_measuring_updates_leaves_the_values_as_they_are():

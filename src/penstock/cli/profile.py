@@ -27,7 +27,7 @@ def profile(
     sizes: Annotated[
         str | None,
         typer.Option(
-            help="Micro-batch sizes to measure: 4,16,64; default: batch / 16, batch / 4 and batch."
+            help="Micro-batch sizes to measure: 4,16,64; default: 1, batch / 16, batch / 4 and batch."
         ),
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads per rank.")] = 1,

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.errors import SettingError
+from penstock.errors import LayerFailed, SettingError
 from penstock.grad.saved_version import observing_saved_tensors
 from penstock.measure.concurrent import ConcurrentRanks
 from penstock.measure.conditions import ConditionsMeter
 from penstock.measure.device_kinds import RankSpeed, find_unlike_pair, unlike_devices_error
 from penstock.measure.example_samples import checked_tensors, example_to_trace, resized, tensors_in
 from penstock.measure.host_timings import host_timings
+from penstock.measure.pass_rounds import PassSeries, Progress, run_in_turn
 from penstock.measure.replicable import moving_layers, with_single_copy_reasons
 from penstock.measure.saved_storages import SavedStorages
 from penstock.measure.timed_passes import PHASES, Loss, TimedPasses, WithLoss
@@ -35,8 +36,6 @@ from penstock.profile.profile import LayerProfile, Phase, Profile, Timing
 from penstock.tracing.materialise import materialise
 from penstock.tracing.traced_chain import TracedChain, as_chain
 from penstock.transport.host_memory import disable_memory_trimming, trim_memory
-
-Progress = Callable[[int, int, str], None]
 
 #: Number of measurements before ranks that seem to differ are reported.
 _ROUNDS = 4
@@ -68,8 +67,8 @@ def profile(
     """Time every layer on this device and count its bytes.
 
     The chain runs forward and backward as in training, and every layer is timed in its place: once
-    to warm up, then `repeats` times (more for short chains); medians and interquartile ranges are
-    recorded. Copies of the model run, so that the model itself, and torch's random numbers, are
+    to warm up, then `repeats` times (more for short chains), with the sizes in turn; medians and
+    interquartile ranges are recorded. Copies of the model run, so that the model itself, and torch's random numbers, are
     left unchanged. From then on this process does not return freed memory to the system (see
     `penstock.transport.host_memory`).
 
@@ -82,11 +81,13 @@ def profile(
         example: inputs of the model, any number of samples in their first dimension; repeated to
             the sizes needed.
         batch: samples of a batch. By default the number in `example`.
-        sizes: micro-batch sizes to measure; by default a batch divided by 1, 4 and 16, at least 2.
+        sizes: micro-batch sizes to measure; by default a batch divided by 1, 4 and 16, and a
+            single sample if the model takes one.
         repeats: timed runs of each phase.
         threads: torch threads, as many as a rank will have; by default the current number.
         device: "cpu", "cuda", "cuda:1"; None or "auto" is a GPU if one is visible, else the CPU.
-        progress: called with the layers done, the total of layers, and the layer's name.
+        progress: called after every timed pass through the layers with the passes done, their
+            total, and their micro-batch size as text ("micro-batches of 4").
         loss, targets: as in training; the loss's cost is added to the last layer. As many targets
             as samples in the example.
         together: all ranks of a job, or of a group, call this with the same arguments, and get the
@@ -114,6 +115,8 @@ def profile(
     disable_memory_trimming()
     with _threads(threads), torch.enable_grad(), drawing(target):
         benchmark = _ChainBenchmark(traced, modules, target, concurrent, progress)
+        if not sizes and not benchmark.takes_single_sample(example):
+            measured_sizes = tuple(size for size in measured_sizes if size > 1) or (1,)
         measured = benchmark.profile(example, batch, measured_sizes, repeats)
     del modules, benchmark  # `trim_memory` returns to the system what nothing refers to
     trim_memory()
@@ -125,13 +128,14 @@ def _checked_sizes(
 ) -> tuple[int, ...]:
     """Return the sizes to measure, ascending.
 
-    By default not 1: with a single sample, batch norm may have nothing to normalise.
+    By default also 1, since the cost of a sample rises below the sizes at which matrix products
+    fill a core: extrapolated from 2 samples, a GPT's backward of one took 0.64 of its time.
 
     Raises:
         SettingError: a number is below 1.
     """
     if not sizes:
-        sizes = [max(min(2, batch), round(batch / parts)) for parts in (1, 4, 16)]
+        sizes = [1, *(max(min(2, batch), round(batch / parts)) for parts in (1, 4, 16))]
     ascending = tuple(sorted(set(sizes)))
     if min(ascending[0], batch, repeats) < 1 or (threads is not None and threads < 1):
         raise SettingError(
@@ -158,8 +162,11 @@ class _ChainBenchmark:
         runs = self.times(example, sizes, repeats)
         # Read at once: they are to be the conditions of the timed passes, not of what follows.
         rank_conditions = self.concurrent.gather(meter.conditions(), RankConditions)
-        value = resized(example, sizes[0], self.device)
-        saved_bytes, entry_bytes = self.activation_bytes(value, sizes[0])
+        # What is saved whatever the size, such as a table of positions, counts per sample: it would
+        # weigh most with a single one.
+        size = next((size for size in sizes if size > 1), sizes[0])
+        value = resized(example, size, self.device)
+        saved_bytes, entry_bytes = self.activation_bytes(value, size)
         update = self.update()
         machine = machine_facts(self.device)
         if self.concurrent.ranks > 1:
@@ -171,8 +178,8 @@ class _ChainBenchmark:
             self.traced,
             sizes,
             runs,
-            [count / sizes[0] for count in saved_bytes],
-            [count / sizes[0] for count in entry_bytes],
+            [count / size for count in saved_bytes],
+            [count / size for count in entry_bytes],
         )
         measured = Profile(
             layers,
@@ -189,10 +196,22 @@ class _ChainBenchmark:
             busy_ranks=self.concurrent.ranks,
             conditions=combine_conditions(rank_conditions),
         )
-        self._set_targets(sizes[0])
-        value = resized(example, sizes[0], self.device)
+        self._set_targets(size)
+        value = resized(example, size, self.device)
         moving = moving_layers(self.traced, self.modules, value, self.device)
         return with_single_copy_reasons(measured, self.traced, moving)
+
+    def takes_single_sample(self, example: Any) -> bool:
+        """Return whether the layers run on one sample.
+
+        Batch norm may have nothing to normalise.
+        """
+        self._set_targets(1)
+        try:
+            self._passes(range(len(self.modules))).output_for(resized(example, 1, self.device))
+        except LayerFailed:
+            return False
+        return True
 
     def times(self, example: Any, sizes: Sequence[int], repeats: int) -> list[list[_LayerTimes]]:
         """Return the measurements per layer, in the order of the sizes."""
@@ -201,29 +220,23 @@ class _ChainBenchmark:
             # One division of the layers for all sizes, by the seconds of the middle one.
             rough_seconds = self._rough_seconds(example, sizes[len(sizes) // 2])
             self._rank_layers = self.concurrent.share(rough_seconds)
-        runs: list[list[_LayerTimes]] = [[] for _ in self.modules]
-        total = len(sizes) * len(self.modules)
-        for number, size in enumerate(sizes):
-            by_layer = self._times_of_size(example, size, repeats)
-            for index, layer in enumerate(self.traced.layers):
-                runs[index].append(by_layer[index])
-                if self.progress is not None:
-                    self.progress(number * len(self.modules) + index + 1, total, layer.name)
-        return runs
-
-    def _times_of_size(self, example: Any, size: int, repeats: int) -> dict[int, _LayerTimes]:
-        """Return the measurements of all ranks for one size, by layer."""
-        self._set_targets(size)
-        layers = self._rank_layers
-        layers_before, passes = self._passes(range(layers.start)), self._passes(layers)
-        value = layers_before.output_for(resized(example, size, self.device))
-        passes.run(value, repeats)
-        measured = map(_LayerTimes, passes.seconds, passes.output_bytes, passes.host_seconds)
-        rank_times = dict(zip(layers, measured, strict=True))
-        by_layer: dict[int, _LayerTimes] = {}
-        for part in self.concurrent.gather(rank_times, dict[int, _LayerTimes]):
+        series = [self._series(self._rank_layers, example, size) for size in sizes]
+        run_in_turn(series, repeats, self.concurrent, self.progress)
+        rank_times: dict[int, list[_LayerTimes]] = {}
+        for place, index in enumerate(self._rank_layers):
+            rank_times[index] = [_layer_times(entry, place) for entry in series]
+        by_layer: dict[int, list[_LayerTimes]] = {}
+        for part in self.concurrent.gather(rank_times, dict[int, list[_LayerTimes]]):
             by_layer |= part
-        return by_layer
+        return [by_layer[index] for index in range(len(self.modules))]
+
+    def _series(self, layers: range, example: Any, size: int) -> PassSeries:
+        """Return the passes of one size through some layers."""
+        set_targets = self._targets_setter(size)
+        set_targets()
+        layers_before = self._passes(range(layers.start))
+        value = layers_before.output_for(resized(example, size, self.device))
+        return PassSeries(size, self._passes(layers), value, set_targets)
 
     def _rough_seconds(self, example: Any, size: int) -> list[float]:
         """Return rough seconds of forward and backward per layer; check that all ranks agree.
@@ -234,13 +247,15 @@ class _ChainBenchmark:
         Raises:
             SettingError: the devices of the ranks are of different kinds.
         """
-        self._set_targets(size)
         least: list[float] = []
         model = machine_facts(self.device)["device"]
         for _ in range(_ROUNDS):
-            rough = self._passes(range(len(self.modules)))
-            rough.run(resized(example, size, self.device), 1)
-            seconds = [min(row["forward"]) + min(row["backward"]) for row in rough.seconds]
+            rough = self._series(range(len(self.modules)), example, size)
+            run_in_turn([rough], 1, self.concurrent)
+            seconds = []
+            for place in range(len(self.modules)):
+                times = _layer_times(rough, place).seconds
+                seconds.append(min(times["forward"]) + min(times["backward"]))
             least = list(map(min, least, seconds)) if least else seconds
             speed = RankSpeed(socket.gethostname(), device_name(self.device), model, sum(least))
             ranks = self.concurrent.gather(speed, RankSpeed)
@@ -264,9 +279,19 @@ class _ChainBenchmark:
 
     def _set_targets(self, size: int) -> None:
         """Give the loss as many targets as there are samples."""
+        self._targets_setter(size)()
+
+    def _targets_setter(self, size: int) -> Callable[[], None]:
+        """Return a function that gives the loss the targets of this many samples."""
         last = self.modules[-1]
-        if isinstance(last, WithLoss):
-            last.current_targets = resized(last.targets, size, self.device)
+        targets = resized(last.targets, size, self.device) if isinstance(last, WithLoss) else None
+
+        def set_targets() -> None:
+            """Set them."""
+            if isinstance(last, WithLoss):
+                last.current_targets = targets
+
+        return set_targets
 
     def _passes(self, layers: range) -> TimedPasses:
         """Return the timed passes through some layers."""
@@ -275,7 +300,6 @@ class _ChainBenchmark:
             layers.start > 0,
             self.device,
             [self.traced.layers[index].name for index in layers],
-            self.concurrent,
         )
 
 
@@ -369,6 +393,18 @@ def _layers(
             )
         )
     return tuple(layers)
+
+
+def _layer_times(series: PassSeries, place: int) -> _LayerTimes:
+    """Return the times of the layer at one place of a series, in the order of the passes."""
+    seconds: dict[Phase, list[float]] = {}
+    for phase in PHASES:
+        seconds[phase] = [row.by_phase[phase][place] for row in series.seconds]
+    host_seconds: dict[str, list[float]] = {}
+    for row in series.seconds:
+        for name, host_s in row.host.items():
+            host_seconds.setdefault(name, []).append(host_s[place])
+    return _LayerTimes(seconds, series.output_bytes[place], host_seconds)
 
 
 def _timing(sizes: tuple[int, ...], measured: Sequence[_LayerTimes], phase: Phase) -> Timing:

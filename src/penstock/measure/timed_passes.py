@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import LayerFailed
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
-from penstock.measure.concurrent import ConcurrentRanks
 from penstock.measure.stopwatch import Stopwatch, stopwatch_for
 from penstock.profile.profile import Phase
 
@@ -32,9 +31,19 @@ Loss = Callable[[Any, Any], Tensor]
 #: Marks of a stopwatch before and after one layer's work.
 Span = tuple[Any, Any]
 
-#: TimedPasses shorter than this are repeated three times as often: they are noisy and cheap to
-#: repeat.
-_SHORT_S = 0.1
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """What one pass took.
+
+    Attributes:
+        by_phase: per phase, the seconds of each layer.
+        host: of forward and backward, the host's seconds of each layer; empty where the host does
+            the work.
+    """
+
+    by_phase: dict[Phase, list[float]]
+    host: dict[str, list[float]]
 
 
 @dataclass
@@ -102,23 +111,16 @@ class TimedPasses:
         inner: whether a layer before them needs an input gradient.
         device: of the layers.
         names: of the layers, for errors.
-        company: the ranks that measure at the same time.
         stopwatch: of the device.
-        seconds: per layer and phase, all times; the result of `run`.
         output_bytes: per layer, of its last output.
-        host_seconds: per layer, the host's seconds of forward and backward in all passes; empty
-            where the host does the work.
     """
 
     modules: Sequence[nn.Module]
     inner: bool
     device: torch.device
     names: Sequence[str]
-    company: ConcurrentRanks
     stopwatch: Stopwatch | None = None
-    seconds: list[dict[Phase, list[float]]] = field(default_factory=list)
     output_bytes: list[int] = field(default_factory=list)
-    host_seconds: list[dict[str, list[float]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Measure the overhead of a call of autograd."""
@@ -130,21 +132,6 @@ class TimedPasses:
         # until it has run once.
         self._changes_input = [True] * len(self.modules)
 
-    def run(self, value: Any, repeats: int) -> Any:
-        """Warm up, time `repeats` passes, or more of short ones, and return the output."""
-        started = time.perf_counter()
-        _, output = self._pass(value)
-        is_long = time.perf_counter() - started > _SHORT_S
-        count = repeats if is_long else 3 * repeats
-        self.company.wait_for_all()
-        self.host_seconds = [{} for _ in self.modules]
-        passes = [self._pass(value)[0] for _ in range(count)]
-        # Keep this rank busy while others still measure.
-        while not self.company.all_done():
-            self._pass(value)
-        self.seconds = [_times_of_layer(passes, index) for index in range(len(self.modules))]
-        return output
-
     def output_for(self, value: Any) -> Any:
         """Return the output of the layers for `value`, untimed."""
         with torch.no_grad():
@@ -153,38 +140,29 @@ class TimedPasses:
                     value = module(value)
         return value
 
-    def _pass(self, value: Any) -> tuple[dict[Phase, list[float]], Any]:
+    def run(self, value: Any) -> PassSeconds:
         """Run forward and whole backward; then forward again and the backward in two parts.
 
-        Returns:
-            The seconds by phase and layer, and the output.
+        The first run of an object also finds out which layers change their inputs: warm up.
         """
         forward: list[Span] = []
         self.drop_gradients()
-        steps, output = self._forward(value, forward)
-        backward = self._backward(steps, self._whole)
+        backward = self._backward(self._forward(value, forward), self._whole)
         self.drop_gradients()
-        steps, _ = self._forward(value, [])
+        steps = self._forward(value, [])
         inputs = self._backward(steps, self._input_grad)
         weights = self._weight_grads(steps)
-        self._note_host_seconds({"forward": forward, "backward": backward})
         seconds = self._stopwatch.seconds
-        return {
+        by_phase: dict[Phase, list[float]] = {
             "forward": seconds(forward),
             # A rank calls autograd once for all layers of a stage, not once for each.
             "backward": [max(whole - self._call_s, 0.0) for whole in seconds(backward)],
             "input_grad": seconds(inputs),
             "weight_grad": seconds(weights),
-        }, output
-
-    def _note_host_seconds(self, spans_by_phase: dict[str, list[Span]]) -> None:
-        """Add the host's seconds of a pass to `host_seconds`."""
-        for phase, spans in spans_by_phase.items():
-            seconds = self._stopwatch.host_seconds(spans)
-            if not seconds or not self.host_seconds:
-                continue  # on a CPU, and in the pass that warms up
-            for row, host_s in zip(self.host_seconds, seconds, strict=True):
-                row.setdefault(phase, []).append(host_s)
+        }
+        host_seconds = self._stopwatch.host_seconds
+        host = {"forward": host_seconds(forward), "backward": host_seconds(backward)}
+        return PassSeconds(by_phase, {phase: times for phase, times in host.items() if times})
 
     def drop_gradients(self) -> None:
         """Delete all gradients of weights, so that the next backward creates new ones."""
@@ -192,8 +170,8 @@ class TimedPasses:
             for parameter in module.parameters():
                 parameter.grad = None
 
-    def _forward(self, value: Any, spans: list[Span]) -> tuple[list[_Step], Any]:
-        """Run all layers, append their marks to `spans`, and return the steps and the output."""
+    def _forward(self, value: Any, spans: list[Span]) -> list[_Step]:
+        """Run all layers, append their marks to `spans`, and return the steps."""
         steps = []
         self.output_bytes = []
         for index, module in enumerate(self.modules):
@@ -209,9 +187,7 @@ class TimedPasses:
                 sent = module.output_bytes if isinstance(module, WithLoss) else bytes_of(outputs)
                 self.output_bytes.append(sent)
                 steps.append(_Step(leaves, outputs))
-        return steps, pytree.tree_map(
-            lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value
-        )
+        return steps
 
     def _backward(
         self,
@@ -267,16 +243,6 @@ class TimedPasses:
         input_grads, step.pending = input_grad(roots, grads, step.leaves)
         step.outputs.clear()
         return input_grads
-
-
-def _times_of_layer(
-    passes: Sequence[dict[Phase, list[float]]], index: int
-) -> dict[Phase, list[float]]:
-    """Return the times of one layer by phase, in the order of the passes."""
-    times: dict[Phase, list[float]] = {}
-    for phase in PHASES:
-        times[phase] = [seconds[phase][index] for seconds in passes]
-    return times
 
 
 def now(device: torch.device) -> float:

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from penstock.transport.exchange import Exchanger
 from penstock.transport.transport import TransportLost
-from penstock.transport.wire import Wire, is_lost
+from penstock.transport.wire import PendingWork, Wire, is_lost
 
 
 @dataclass(frozen=True)
@@ -36,32 +38,42 @@ class ReplicaCollectives:
     second: dist.ProcessGroup
     count: int
 
-    def all_reduce(self, tensor: Tensor, *, second: bool = False) -> dist.Work:
+    @cached_property
+    def _first_exchanger(self) -> Exchanger:
+        """The exchanges of the first round."""
+        return Exchanger(self.first, self.wire.deadline_s)
+
+    @cached_property
+    def _second_exchanger(self) -> Exchanger:
+        """The exchanges of the second round."""
+        return Exchanger(self.second, self.wire.deadline_s)
+
+    def all_reduce(self, tensor: Tensor, *, second: bool = False) -> PendingWork:
         """Start to sum a tensor over the replicas, in place."""
         group = self.second if second else self.first
         return self._start(lambda: dist.all_reduce(tensor, group=group, async_op=True))
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
+    def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
         """Start to send piece n of a tensor of bytes to replica n, and to receive one from each."""
+        exchanger = self._first_exchanger
         return self._start(
-            lambda: dist.all_to_all_single(received, sent, group=self.first, async_op=True)
+            lambda: exchanger.start(received.chunk(self.count), sent.chunk(self.count))
         )
 
-    def all_gather(self, received: Tensor, sent: Tensor) -> dist.Work:
+    def all_gather(self, received: Tensor, sent: Tensor) -> PendingWork:
         """Start to gather the tensors of bytes of all replicas, one after the other."""
-        return self._start(
-            lambda: dist.all_gather_into_tensor(received, sent, group=self.second, async_op=True)
-        )
+        exchanger = self._second_exchanger
+        return self._start(lambda: exchanger.start(received.chunk(self.count), [sent] * self.count))
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: PendingWork) -> None:
         """Wait for an operation. Raises as `Wire.wait`."""
         self.wire.wait(work)
 
-    def is_completed(self, work: dist.Work) -> bool:
+    def is_completed(self, work: PendingWork) -> bool:
         """Whether an operation has ended."""
-        return bool(work.is_completed())
+        return work.is_completed()
 
-    def _start(self, operation: Callable[[], dist.Work | None]) -> dist.Work:
+    def _start(self, operation: Callable[[], PendingWork | None]) -> PendingWork:
         """Start an operation.
 
         Raises:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,19 @@ class DeviceTransfer(NamedTuple):
     text: str
 
 
-Work = dist.Work | DeviceTransfer
+class PendingWork(Protocol):
+    """An operation that has been started, such as torch's Work."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        ...
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Wait until it has ended, at most `timeout`; raise RuntimeError if it failed."""
+        ...
+
+
+Work = PendingWork | DeviceTransfer
 
 
 @dataclass

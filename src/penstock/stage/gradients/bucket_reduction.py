@@ -22,9 +22,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from penstock.transport.replica_collectives import ReplicaCollectives
+from penstock.transport.wire import PendingWork
 
 #: Seed of the first right factors of PowerSGD, which are the same on all replicas.
 _POWER_SGD_SEED = 0x5EED
@@ -38,11 +38,11 @@ class Reduction(Protocol):
         """Bytes of its memory, without the bucket."""
         ...
 
-    def begin(self) -> Work:
+    def begin(self) -> PendingWork:
         """Start the first round with what the bucket holds."""
         ...
 
-    def advance(self) -> Work | None:
+    def advance(self) -> PendingWork | None:
         """Start the second round; None if there is none."""
         ...
 
@@ -75,7 +75,7 @@ class AllReduce:
         """See `Reduction.nbytes`."""
         return 0
 
-    def begin(self) -> Work:
+    def begin(self) -> PendingWork:
         """See `Reduction.begin`."""
         return self._collectives.all_reduce(self._bucket)
 
@@ -115,12 +115,12 @@ class InRankOrder:
         """See `Reduction.nbytes`."""
         return self._sent.nbytes + self._received.nbytes
 
-    def begin(self) -> Work:
+    def begin(self) -> PendingWork:
         """See `Reduction.begin`."""
         self._sent[: len(self._bucket)] = self._bucket
         return self._collectives.all_to_all(_bytes(self._received), _bytes(self._sent))
 
-    def advance(self) -> Work:
+    def advance(self) -> PendingWork:
         """See `Reduction.advance`: sum the piece of this replica."""
         pieces = self._received.chunk(self._collectives.count)
         total = pieces[0].to(self._bucket.dtype, copy=True)
@@ -210,7 +210,7 @@ class PowerSgd:
         """See `Reduction.nbytes`."""
         return self._error.nbytes + self._first.nbytes + self._second.nbytes
 
-    def begin(self) -> Work:
+    def begin(self) -> PendingWork:
         """See `Reduction.begin`."""
         for matrix, error, left, right in self._parts():
             matrix.add_(error)
@@ -219,7 +219,7 @@ class PowerSgd:
             torch.cat(self._vectors, out=self._plain)
         return self._collectives.all_reduce(self._first)
 
-    def advance(self) -> Work | None:
+    def advance(self) -> PendingWork | None:
         """See `Reduction.advance`."""
         if not self._matrices:
             return None

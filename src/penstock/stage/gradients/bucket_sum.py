@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import Work
 
 from penstock.ranks.buckets import gradient_flags
 from penstock.simulate.overlapped_sums import BUCKET_BYTES
 from penstock.stage.gradients.bucket_reduction import Reduction, ReductionFactory
 from penstock.stage.gradients.shared_memory_sum import dense
 from penstock.transport.replica_collectives import ReplicaCollectives
+from penstock.transport.wire import PendingWork
 
 #: Calls a function that waits for what the text describes; converts errors of the transport.
 Waiting = Callable[[str, Callable[[], None]], None]
@@ -49,7 +49,7 @@ class Bucket:
     memory: Tensor
     views: list[Tensor]
     reduction: Reduction
-    work: Work | None = None
+    work: PendingWork | None = None
     rounds: int = 0
     _contents: list[_Contents] = field(default_factory=list)
 
@@ -98,7 +98,7 @@ class BucketSum:
         self._next_bucket = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._flags: Tensor | None = None
-        self._flags_work: Work | None = None
+        self._flags_work: PendingWork | None = None
 
     @property
     def nbytes(self) -> int:
