@@ -393,7 +393,7 @@ def test_memory_counts_the_copies_of_gradients_that_are_summed(kind, devices, co
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_levels_of_zero_divide_the_update_of_a_schedule_and_not_its_sums(kind, nodes):
-    """Level 1 divides the step of the optimizer; levels above it need no further copy of a gradient,
+    """The sum is of the gradients, not of the copies in which they are summed. Level 1 divides the step of the optimizer; levels above it need no further copy of a gradient,
     nor does level 1 between hosts, where it sums without buckets.
     """
     case_schedule, lengths, replicas = schedule("chimera", 2, 4), [1, 3], (0, 1)
@@ -408,11 +408,9 @@ def test_levels_of_zero_divide_the_update_of_a_schedule_and_not_its_sums(kind, n
     copies = 1 + (kind == "cpu" and nodes == 1)
     first = with_plan_zero(costs, case_schedule, profile, lengths, on, 1)
     assert first.gradient_bytes == pytest.approx([copies * size for size in sizes])
-    counted = [all_reduce_seconds(replicas, copies * size, on) for size in sizes]
     shares = StoredParameters(profile, lengths, (replicas, replicas), 1).largest_shares()
     expected = [
-        max(0.0, whole - sum_s) * share + sum_s
-        for whole, sum_s, share in zip(costs.update, counted, shares, strict=True)
+        step * share + sum_s for step, share, sum_s in zip(steps, shares, sums, strict=True)
     ]
     assert first.update == pytest.approx(expected)
     second = with_plan_zero(costs, case_schedule, profile, lengths, on, 2)
