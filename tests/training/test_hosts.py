@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import penstock as ps
 from penstock.checkpoint.checkpoint_index import INDEX
@@ -94,6 +95,7 @@ def _train(folder, changes):
     from penstock.training import hosts
 
     lines: list[str] = []
+    torch.set_num_threads(7)  # as a launcher may leave it
 
     def load():
         """Load the settings on rank 0 alone, as only its disk has the file."""
@@ -106,7 +108,8 @@ def _train(folder, changes):
     except PenstockError as error:
         return type(error).__name__, str(error)
     timeline = results[0].timeline
-    return run.plan, results[0].loss, None if timeline is None else timeline.ranks, len(lines)
+    ranks = None if timeline is None else timeline.ranks
+    return run.plan, results[0].loss, ranks, len(lines), torch.get_num_threads()
 
 
 SETTINGS = {
@@ -130,6 +133,8 @@ def test_all_ranks_run_the_plan_of_rank_0(tmp_path):
     assert first[1] == second[1]
     assert first[2] == second[2] == 2
     assert (first[3] > 0, second[3]) == (True, 0)
+    profile_threads = int(ps.Profile.load(folder / "profile.json").machine["threads"])
+    assert first[4] == second[4] == profile_threads != 7, "trained with the profile's threads"
     assert {"plan.json", "profile.json", "cluster.yaml", "config.yaml"} <= {
         path.name for path in Path(folder).iterdir()
     }

@@ -42,6 +42,7 @@ from penstock.training.resume import check_checkpoint, drop_later_metrics, remov
 from penstock.training.run_checkpoints import checkpoint_folders
 from penstock.training.task import make_task
 from penstock.transport.collectives import all_gather, broadcast
+from penstock.transport.core_share import RankCores, count_threads, rank_cores
 from penstock.transport.devices.device_discovery import assign_device
 from penstock.transport.hosts import Host, host_names, this_host
 from penstock.transport.process_group import join, naming_lost_ranks
@@ -168,10 +169,12 @@ class _Place:
     Attributes:
         hosts: by rank, the name of its host.
         device: of this rank.
+        threads: that this rank computes with.
     """
 
     hosts: Sequence[str]
     device: torch.device
+    threads: int
 
     @property
     def host_ranks(self) -> list[int]:
@@ -188,7 +191,9 @@ class _Place:
         """
         hosts = host_names(all_gather(this_host(), Host))
         request = None if config.device == "auto" else config.device
-        return cls(hosts, torch.device(assign_device(request).device))
+        device = torch.device(assign_device(request).device)
+        threads = count_threads(all_gather(rank_cores(), RankCores), dist.get_rank())
+        return cls(hosts, device, threads)
 
 
 @dataclass(frozen=True)
@@ -220,6 +225,8 @@ def prepare_on_hosts(config: TrainConfig, say: Say) -> HostRun:
         FailedOnFirst: on the other ranks, if rank 0 has raised.
     """
     place = _Place.find(config)
+    # For the profile and for training alike.
+    torch.set_num_threads(place.threads)
     config = replace(config, device="cuda" if place.device.type == "cuda" else "cpu")
     first = dist.get_rank() == 0
     task = make_task(config)
@@ -291,10 +298,8 @@ def _profiles_of_hosts(config: TrainConfig, place: _Place) -> dict[str, Profile]
     group = groups[place.hosts[dist.get_rank()]]
     text = ""
     if dist.get_rank() in host_ranks[: counts[host_ranks[0]]]:
-        # As many as the rank has while it trains beside the others.
-        threads = max(1, cores // len(host_ranks))
         together = group if counts[host_ranks[0]] > 1 else False
-        profile = profile_rank(config, threads, together, place.device)
+        profile = profile_rank(config, place.threads, together, place.device)
         text = to_json(profile) if dist.get_rank() == host_ranks[0] else ""
     texts = all_gather(text, str)
     profiles = {}
