@@ -214,7 +214,7 @@ def pipeline(graph_cell: GraphCell) -> ps.Pipeline:
         optimizer=make,
         executor="threads",
         device=lookalike.DEVICE,
-        deadline_s=30.0,
+        deadline_s=300.0,
         **cell.options,
     )
 
@@ -270,7 +270,7 @@ def play_gradients(name: str) -> Row:
         balance=[4, 4],
         schedule=ps.Schedule.parse(f"rank 0 | {order}"),
         device=lookalike.DEVICE,
-        deadline_s=30.0,
+        deadline_s=300.0,
     )
     parameters = dict(pipe.named_parameters())
     x, y = (tensor.to(lookalike.DEVICE) for tensor in cells.vectors())

@@ -310,7 +310,7 @@ def pipeline(cell: Cell, device: str) -> ps.Pipeline:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
         executor="threads",
         device=device,
-        deadline_s=30.0,
+        deadline_s=300.0,
         **cell.options,
     )
 

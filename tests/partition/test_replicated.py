@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
+from penstock.partition.replica_search import chain_of
 from penstock.partition.replicated import replicated_sum, replicated_table
 
 TIMES = st.one_of(st.just(np.inf), st.integers(0, 6).map(float), st.floats(0, 9), st.floats(0, 9))
@@ -172,3 +173,26 @@ def test_numbers_that_make_no_table_are_refused(call, message):
     """Each would end in an index error far away, or in a plan for another model."""
     with pytest.raises(PartitionError, match=message):
         call()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("exactly", [True, False])
+def test_no_bound_tried_one_after_another_gives_a_smaller_sum_with_its_slowest(seed, exactly):
+    """As Alpa searches: for every value of the table, the least sum with no stage above it."""
+    # More ranks help little, so that few stages have the least sum and many the fastest slowest one.
+    rng = np.random.default_rng(seed)
+    layers, ranks = 6, 4
+    work = np.cumsum(np.concatenate([[0], rng.random(layers)]))
+    table = (
+        np.maximum(work - work[:, None], 0)[:, :, None] / np.maximum(np.arange(ranks + 1), 1) ** 0.3
+    )
+    table = table * (1 + rng.random((layers + 1, layers + 1, ranks + 1)) / 10)
+    chain = chain_of(table, None, None, None)
+    cuts = [
+        chain.least(bound=float(bound), sums=True, stages=None, exactly=exactly)
+        for bound in np.unique(chain.entries())
+    ]
+    for factor in (0.5, 2.0, 5.0, 20.0):
+        least = min(sum(times(table, cut)) + factor * max(times(table, cut)) for cut in cuts if cut)
+        found = times(table, replicated_sum(table, factor, exactly=exactly))
+        assert sum(found) + factor * max(found) == pytest.approx(least, rel=1e-12)
