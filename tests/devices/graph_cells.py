@@ -16,6 +16,7 @@ import torch
 from tests.devices import lookalike
 from tests.devices import lookalike_cells as cells
 from tests.devices.lookalike_cells import SAMPLES, Cell
+from tests.time_limits import HANG_S
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -214,7 +215,7 @@ def pipeline(graph_cell: GraphCell) -> ps.Pipeline:
         optimizer=make,
         executor="threads",
         device=lookalike.DEVICE,
-        deadline_s=300.0,
+        deadline_s=HANG_S,
         **cell.options,
     )
 
@@ -270,7 +271,7 @@ def play_gradients(name: str) -> Row:
         balance=[4, 4],
         schedule=ps.Schedule.parse(f"rank 0 | {order}"),
         device=lookalike.DEVICE,
-        deadline_s=300.0,
+        deadline_s=HANG_S,
     )
     parameters = dict(pipe.named_parameters())
     x, y = (tensor.to(lookalike.DEVICE) for tensor in cells.vectors())

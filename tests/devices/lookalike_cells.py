@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from tests.devices import lookalike
+from tests.time_limits import HANG_S
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -310,7 +311,7 @@ def pipeline(cell: Cell, device: str) -> ps.Pipeline:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
         executor="threads",
         device=device,
-        deadline_s=300.0,
+        deadline_s=HANG_S,
         **cell.options,
     )
 
